@@ -1,0 +1,1 @@
+"""The speculative decoder: one loop for every method, and its measurements."""

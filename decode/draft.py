@@ -1,0 +1,86 @@
+"""What a drafter hands to the target: a token tree below the pending token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Draft:
+    """A proposed token tree; a chain is the tree with parents ``-1, 0, 1, …``.
+
+    Attributes:
+        tokens: token ids, long ``[n]``; ``n`` may be 0.
+        parents: for each node the index of its parent, smaller than its own; -1 is the pending token.
+        probs: float ``[n, vocab]``, the warped law that each token was drawn from, the very tensor that
+            was sampled. ``None`` means that the draft is deterministic.
+        logits: the raw draft logits ``[n, vocab]``, for rules that look at unwarped distributions.
+        hidden: ``[n, width]``, the draft's hidden state that produced each token.
+        confidence: what the stop rule saw at each token.
+    """
+
+    tokens: Tensor
+    parents: list[int]
+    probs: Tensor | None = None
+    logits: Tensor | None = None
+    hidden: Tensor | None = None
+    confidence: list[float] = field(default_factory=list)
+
+    @classmethod
+    def chain(cls, tokens: Tensor, probs: Tensor | None = None, **extra: object) -> Draft:
+        """A chain below the pending token."""
+        return cls(tokens, list(range(-1, len(tokens) - 1)), probs, **extra)  # type: ignore[arg-type]
+
+    @classmethod
+    def tree(cls, tokens: Sequence[int], parents: Sequence[int]) -> Draft:
+        """A deterministic tree. Raises ValueError where a parent does not precede its child."""
+        if len(tokens) != len(parents) or any(not -1 <= p < i for i, p in enumerate(parents)):
+            raise ValueError(f"parents must precede their children, got {list(parents)}")
+        return cls(torch.tensor(list(tokens), dtype=torch.long), list(parents))
+
+    @classmethod
+    def empty(cls) -> Draft:
+        """Nothing proposed: the round becomes a plain autoregressive step."""
+        return cls(torch.empty(0, dtype=torch.long), [])
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node is the only child of the one before it."""
+        return all(p == i - 1 for i, p in enumerate(self.parents))
+
+    def depths(self) -> list[int]:
+        """Distance of every node from the pending token (a root-level node has depth 1)."""
+        depths: list[int] = []
+        for p in self.parents:
+            depths.append(1 if p < 0 else depths[p] + 1)
+        return depths
+
+    def children(self) -> list[dict[int, int]]:
+        """``children()[i + 1][token]`` is the child of node i with that token (index 0: the pending token)."""
+        table: list[dict[int, int]] = [{} for _ in range(len(self) + 1)]
+        for node, (token, parent) in enumerate(zip(self.tokens.tolist(), self.parents)):
+            table[parent + 1].setdefault(token, node)
+        return table
+
+    def ancestry(self) -> Tensor:
+        """bool ``[n, n]``: entry (i, j) is true where j is i or one of its ancestors."""
+        seen = torch.eye(len(self), dtype=torch.bool)
+        for i, p in enumerate(self.parents):
+            if p >= 0:
+                seen[i] |= seen[p]
+        return seen
+
+    def text_before(self, prefix: list[int], node: int) -> list[int]:
+        """Prefix plus the tokens on the path down to and including ``node`` (-1: the prefix itself)."""
+        tokens, path = self.tokens.tolist(), []
+        while node >= 0:
+            path.append(tokens[node])
+            node = self.parents[node]
+        return prefix + path[::-1]

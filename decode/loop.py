@@ -1,0 +1,247 @@
+"""The loop that serves every method: propose, score, verify, commit, observe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .draft import Draft
+from .drafters import Drafter
+from .errors import UserError
+from .rng import Rng, TorchRng
+from .rules import AcceptanceRule, Exact, js_distance
+from .stop import StopRule
+from .target import Target
+from .trace import Round, Trace
+from .verify import is_exact, verify_chain, verify_tree, verify_tree_relaxed
+from .warp import Warp
+
+
+@dataclass
+class System:
+    """A decoding method: a drafter, a stop rule and an acceptance rule."""
+
+    name: str
+    drafter: Drafter
+    stop: StopRule
+    rule: AcceptanceRule = field(default_factory=Exact)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output's law is the target's."""
+        return self.rule.exact
+
+    def reset(self) -> None:
+        """Forget everything adapted so far."""
+        self.stop.reset()
+        self.rule.reset()
+
+
+@dataclass
+class Output:
+    """A finished text.
+
+    Attributes:
+        ids: prompt and generated tokens.
+        prompt_length: how many of them are the prompt.
+        trace: the record of its rounds.
+        written_by: for each generated token who wrote it: ``draft`` (accepted), ``fix`` (correction of a rejected
+            draft) or ``target`` (bonus token or plain step).
+        rejected: for each generated token the drafted tokens rejected at its place.
+    """
+
+    ids: list[int]
+    prompt_length: int
+    trace: Trace
+    written_by: list[str] = field(default_factory=list)
+    rejected: list[list[int]] = field(default_factory=list)
+
+    @property
+    def new_ids(self) -> list[int]:
+        """The generated tokens."""
+        return self.ids[self.prompt_length :]
+
+
+def check_prompt(target: Target, prompt: list[int], max_new_tokens: int) -> None:
+    """Refuse what cannot be decoded.
+
+    Raises:
+        UserError: an empty prompt, ids outside the vocabulary, or more tokens than the context holds.
+    """
+    if not prompt:
+        raise UserError("the prompt is empty; give at least one token (a BOS token will do)")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens is {max_new_tokens}; it has to be at least 1")
+    worst = max(prompt)
+    if worst >= target.runner.vocab_size or min(prompt) < 0:
+        raise UserError(
+            f"the prompt holds token id {worst}, but the target knows ids below {target.runner.vocab_size}; "
+            "was it tokenised with another model's tokenizer?"
+        )
+    if len(prompt) > target.runner.limit:
+        raise UserError(
+            f"the prompt has {len(prompt)} tokens, the target's context holds {target.runner.limit}; shorten it"
+        )
+
+
+@torch.inference_mode()
+def rounds(
+    target: Target,
+    system: System,
+    warp: Warp,
+    prompt: list[int],
+    *,
+    max_new_tokens: int = 128,
+    stop_ids: Collection[int] = (),
+    rng: Rng | None = None,
+    trace: Trace | None = None,
+    finished: Callable[[list[int]], bool] | None = None,
+) -> Iterator[tuple[Round, list[int]]]:
+    """Decode, yielding each round with the tokens it really added (cut at a stop id or at the budget).
+
+    Args:
+        target: the model whose output is wanted.
+        system: the method.
+        warp: logits to probabilities, for target and draft alike.
+        prompt: token ids; the last one is the first pending token.
+        max_new_tokens: budget; a context that is too short for it ends the text earlier.
+        stop_ids: tokens that end the text; the ending token is part of it.
+        rng: chance; seeded from entropy if not given.
+        trace: filled on the way.
+        finished: called on the generated tokens after each round, to stop on strings.
+
+    Raises:
+        UserError: a bad prompt, or a target whose logits are not numbers.
+    """
+    check_prompt(target, prompt, max_new_tokens)
+    rng = rng or TorchRng(device=target.runner.device)
+    trace = Trace() if trace is None else trace
+    drafter, stop, rule = system.drafter, system.stop, system.rule
+    ids = list(prompt)
+    # the last generated token is never read, so the text may be one longer than the context
+    end = min(len(prompt) + max_new_tokens, target.runner.limit + 1)
+    clock = time.perf_counter
+    began = clock()
+    target.runner.reserve(end)
+    target.prefill(ids[:-1])
+    drafter.start(ids)
+    stop.start()
+    start_rule = getattr(rule, "start", None)
+    if start_rule:
+        start_rule()
+    trace.prefill_seconds += clock() - began
+
+    while len(ids) < end:
+        t0 = clock()
+        stop.begin()
+        draft = drafter.propose(ids, stop, end - len(ids) - 1, rng)
+        t1 = clock()
+        logits = target.score(ids[-1], draft)
+        p = warp(logits, [draft.text_before(ids, i) for i in range(-1, len(draft))] if warp.needs_prefix else None)
+        path, token, measured = _verify(draft, p, logits, rule, rng)
+        target.commit(path)
+        result = Round(draft, path, token, p, logits, target.hidden)
+        result.seconds = (t1 - t0, clock() - t1)
+        new = _cut(result.emitted, end - len(ids), stop_ids)
+        ids += new
+        drafter.commit(ids)
+        stop.observe(result)
+        rule.observe(result)
+        drafter.observe(result)
+        trace.close(result, *measured)
+        trace.tokens += len(new)
+        done = bool(new and new[-1] in stop_ids) or (finished is not None and finished(ids[len(prompt) :]))
+        trace.total_seconds += clock() - began
+        yield result, new
+        began = clock()
+        if done:
+            return
+
+
+def _cut(tokens: list[int], room: int, stop_ids: Collection[int]) -> list[int]:
+    """Tokens up to the first stop id, at most `room`; cutting an exact text leaves it exact."""
+    tokens = tokens[:room]
+    for i, token in enumerate(tokens):
+        if token in stop_ids:
+            return tokens[: i + 1]
+    return tokens
+
+
+Measured = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _verify(draft: Draft, p: Tensor, logits: Tensor, rule: AcceptanceRule, rng: Rng) -> tuple[list[int], int, Measured]:
+    """Accepted path, following token, and (overlap, tv spent, js distance) at the tested positions."""
+    k = len(draft)
+    if draft.probs is None:
+        if is_exact(rule) or not k:
+            path, token = verify_tree(draft, p, rng)
+            spent = None
+        else:
+            path, token, spent = verify_tree_relaxed(draft, p, logits, rule, rng)
+        if not k:
+            return path, token, (None, spent, None)
+        # of a one-hot draft Σ min(p, q) is the target's probability of the drafted tokens below the node
+        rows = [0, *(i + 1 for i in path)]
+        children = draft.children()
+        masses = [p[r, list(children[r])].sum() for r in rows if children[r]]
+        return path, token, (torch.stack(masses) if masses else None, spent, None)
+    q, x = draft.probs, draft.tokens
+    raw = None
+    if rule.needs_raw and draft.logits is not None:
+        raw = (logits[:k], draft.logits)
+    accept = rule.accept_prob(p[:k], q, x, raw)
+    path, token = verify_chain(draft, p, accept, rule, rng)
+    t = min(len(path) + 1, k)
+    overlap = torch.minimum(p[:t], q[:t]).sum(-1)
+    if rule.exact:
+        return path, token, (overlap, None, None)
+    spent = rule.tv_spent(p[:t], q[:t], x[:t], accept[:t])
+    return path, token, (overlap, spent, js_distance(p[:t], q[:t]))
+
+
+def decode(
+    target: Target,
+    system: System,
+    warp: Warp,
+    prompt: list[int],
+    *,
+    annotate: bool = False,
+    **options: object,
+) -> Output:
+    """Decode one prompt to its end; see `rounds` for the options.
+
+    Args:
+        target: the model whose output is wanted.
+        system: the method.
+        warp: logits to probabilities.
+        prompt: token ids.
+        annotate: also record who wrote each token and what was rejected there.
+        options: passed to `rounds`.
+    """
+    out = Output(list(prompt), len(prompt), Trace())
+    for result, new in rounds(target, system, warp, prompt, trace=out.trace, **options):  # type: ignore[arg-type]
+        out.ids += new
+        if annotate:
+            out.written_by += who_wrote(result)[: len(new)]
+            out.rejected += [[] for _ in new]
+            if len(new) == result.accepted + 1:
+                out.rejected[-1] = rejected_tokens(result)
+    return out
+
+
+def who_wrote(result: Round) -> list[str]:
+    """``draft``, ``fix`` or ``target`` for each emitted token of a round."""
+    last = "fix" if rejected_tokens(result) else "target"
+    return ["draft"] * result.accepted + [last]
+
+
+def rejected_tokens(result: Round) -> list[int]:
+    """Drafted tokens that were proposed for the place of the round's last token."""
+    last = result.path[-1] if result.path else -1
+    tokens = result.draft.tokens.tolist()
+    return [t for t, parent in zip(tokens, result.draft.parents) if parent == last]

@@ -1,0 +1,59 @@
+"""Chance: the only two questions a decoder asks of it.
+
+Production asks torch; the tests put an enumerator in the same seam and so prove losslessness on the loop that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Rng(Protocol):
+    """Source of every random choice in decoding."""
+
+    def draw(self, weights: Tensor) -> Tensor:
+        """One token id (0-d long) from non-negative weights ``[vocab]``, normalised or not."""
+        ...
+
+    def draw_rows(self, weights: Tensor) -> Sequence[int]:
+        """One token id for each row of ``[rows, vocab]``; rows that nobody reads need not be drawn."""
+        ...
+
+    def first_reject(self, accept: Tensor) -> Tensor:
+        """Index (0-d long) of the first rejection given acceptance probabilities ``[k]``; k if there is none."""
+        ...
+
+
+class TorchRng:
+    """Inverse-transform sampling in float64 on the tensor's own device, without a host synchronisation."""
+
+    def __init__(self, seed: int | None = None, device: torch.device | str = "cpu"):
+        self.generator = torch.Generator(device=device)
+        if seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(seed)
+
+    def _inverse(self, weights: Tensor) -> Tensor:
+        cdf = weights.cumsum(-1, dtype=torch.float64)
+        u = torch.rand((*weights.shape[:-1], 1), generator=self.generator, dtype=torch.float64, device=weights.device)
+        # right=True: the first index whose cdf exceeds u·total, which is never a token of zero weight
+        index = torch.searchsorted(cdf, u.mul_(cdf[..., -1:]), right=True)
+        return index.clamp_(max=weights.shape[-1] - 1).squeeze(-1)
+
+    def draw(self, weights: Tensor) -> Tensor:
+        """See `Rng.draw`."""
+        return self._inverse(weights)
+
+    def draw_rows(self, weights: Tensor) -> Sequence[int]:
+        """See `Rng.draw_rows`; one draw for all rows, one transfer to the host."""
+        return self._inverse(weights).tolist()
+
+    def first_reject(self, accept: Tensor) -> Tensor:
+        """See `Rng.first_reject`; accepts where u < a, so that a = 0 is never accepted."""
+        u = torch.rand(len(accept), generator=self.generator, dtype=accept.dtype, device=accept.device)
+        return (u < accept).cumprod(0).sum()

@@ -1,0 +1,99 @@
+"""Which drafted nodes are kept, and the token that follows them: one function for chains, one for trees."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .draft import Draft
+from .rng import Rng
+from .rules import AcceptanceRule, Exact, Raw
+
+
+def verify_chain(draft: Draft, p: Tensor, accept: Tensor, rule: AcceptanceRule, rng: Rng) -> tuple[list[int], int]:
+    """Modified rejection sampling on a chain drawn from `draft.probs`, with one host synchronisation.
+
+    Args:
+        draft: a chain of k tokens with their laws.
+        p: warped target rows ``[k + 1, vocab]``.
+        accept: acceptance probabilities ``[k]``.
+        rule: gives the residual of the first rejected position.
+        rng: draws.
+
+    Returns:
+        The accepted nodes and the token after them: a correction from the residual, or the bonus token from p.
+    """
+    assert draft.probs is not None
+    k = len(draft)
+    m = rng.first_reject(accept)
+    row = p.index_select(0, m.view(1))[0]
+    # past the last drafted token there is nothing to subtract: the residual of q = 0 is p, the bonus token's law
+    q = torch.where(m < k, draft.probs.index_select(0, m.clamp(max=k - 1).view(1))[0], 0.0)
+    token = rng.draw(torch.where(m < k, rule.residual(row, q), row))
+    accepted, following = torch.stack([m, token]).tolist()
+    return list(range(accepted)), following
+
+
+def verify_tree(draft: Draft, p: Tensor, rng: Rng) -> tuple[list[int], int]:
+    """Exact verification of a deterministic tree: one draw a node; the draw that leaves the tree is emitted.
+
+    Each emitted token is a draw from its own row of p, so the law is the target's whatever the tree.
+
+    Args:
+        draft: tokens and parents; no probabilities.
+        p: warped target rows ``[n + 1, vocab]``.
+        rng: draws.
+
+    Returns:
+        The accepted path and the token after it.
+    """
+    children = draft.children()
+    draws = rng.draw_rows(p)
+    path: list[int] = []
+    row = 0
+    while True:
+        token = int(draws[row])
+        node = children[row].get(token)
+        if node is None:
+            return path, token
+        path.append(node)
+        row = node + 1
+
+
+def verify_tree_relaxed(
+    draft: Draft, p: Tensor, raw: Tensor, rule: AcceptanceRule, rng: Rng
+) -> tuple[list[int], int, Tensor]:
+    """A relaxed rule on a deterministic tree: the children of a node are tried in turn as one-hot drafts.
+
+    After a rejected child the law becomes the rule's residual, so that the exact rule would stay exact.
+
+    Returns:
+        The accepted path, the token after it, and the total variation spent at each tried child.
+    """
+    children = draft.children()
+    path: list[int] = []
+    spent: list[Tensor] = []
+    row = 0
+    while True:
+        law = p[row]
+        taken = None
+        for token, node in children[row].items():
+            x = torch.tensor([token], device=p.device)
+            law = law / law.sum()
+            delta = torch.zeros_like(law).scatter_(0, x, 1.0)
+            pair: Raw | None = (raw[row : row + 1], torch.where(delta > 0, 0.0, -torch.inf)[None])
+            a = rule.accept_prob(law[None], delta[None], x, pair)
+            spent.append(rule.tv_spent(law[None], delta[None], x, a))
+            if int(rng.first_reject(a)) == 1:
+                taken = node
+                break
+            law = rule.residual(law, delta)
+        if taken is None:
+            return path, int(rng.draw(law)), torch.cat(spent) if spent else torch.empty(0)
+        path.append(taken)
+        row = taken + 1
+
+
+def is_exact(rule: AcceptanceRule) -> bool:
+    """Whether the rule is the exact one, so that trees may be verified by one draw a node."""
+    return type(rule) is Exact

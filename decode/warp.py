@@ -1,0 +1,105 @@
+"""Logits to probabilities, the same way for the target and for the draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from .errors import UserError
+
+
+@dataclass
+class Warp:
+    """Processors, then temperature, top-k, top-p and min-p: transformers' own classes in its own order.
+
+    At temperature 0 the result is one-hot at the argmax, so that greedy decoding is no special case anywhere.
+    """
+
+    temperature: float = 0.0
+    """0 is greedy; otherwise logits are divided by it."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all (transformers' own default is 50)."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as probable as the most probable one."""
+    repetition_penalty: float = 1.0
+    """Divide (multiply, if negative) the logits of tokens seen in the prefix; 1 changes nothing."""
+    processors: list[LogitsProcessor] = field(default_factory=list)
+    """More processors that look at the prefix; they run before temperature, on drafted prefixes too."""
+
+    def __post_init__(self) -> None:
+        limits = {
+            "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
+            "top_k": (self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
+            "repetition_penalty": (self.repetition_penalty > 0, "positive (1 changes nothing)"),
+        }
+        for name, (fine, wanted) in limits.items():
+            if not fine:
+                raise UserError(f"{name} is {getattr(self, name)}; it has to be {wanted}")
+        self._context: list[LogitsProcessor] = list(self.processors)
+        if self.repetition_penalty != 1.0:
+            self._context.insert(0, RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        self._cut: list[LogitsProcessor] = []
+        if self.temperature > 0:
+            if self.top_k:
+                self._cut.append(TopKLogitsWarper(self.top_k))
+            if self.top_p < 1:
+                self._cut.append(TopPLogitsWarper(self.top_p))
+            if self.min_p > 0:
+                self._cut.append(MinPLogitsWarper(self.min_p))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the result is one-hot."""
+        return self.temperature == 0
+
+    @property
+    def needs_prefix(self) -> bool:
+        """Whether the probabilities depend on the text before them otherwise than through the model."""
+        return bool(self._context)
+
+    def __call__(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """Warp rows of logits.
+
+        Args:
+            logits: ``[rows, vocab]``, any float dtype.
+            prefixes: the tokens before each row; needed only where `needs_prefix`.
+
+        Returns:
+            Probabilities ``[rows, vocab]`` in float32 (float64 stays float64).
+        """
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        if self._context:
+            logits = self._process(logits, prefixes)
+        if self.temperature == 0:
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        if self.temperature != 1:
+            logits = logits / self.temperature
+        for cut in self._cut:
+            logits = cut(None, logits)
+        return logits.softmax(-1)
+
+    def _process(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None) -> Tensor:
+        if prefixes is None or len(prefixes) != len(logits):
+            raise ValueError("this warp depends on the prefix: give the tokens before every row")
+        rows = []
+        for row, prefix in zip(logits.split(1), prefixes):
+            ids = torch.tensor([list(prefix)], dtype=torch.long, device=logits.device)
+            for process in self._context:
+                row = process(ids, row)
+            rows.append(row)
+        return torch.cat(rows)
