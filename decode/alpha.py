@@ -15,15 +15,23 @@ from .warp import Warp
 
 @dataclass
 class OfflineAlpha:
-    """Acceptance per text.
+    """Acceptance at every response position.
 
     Attributes:
-        sums: Σ over the text's response positions of Σₓ min(p(x), q(x)), one entry a text.
-        counts: response positions of each text.
+        texts: Σₓ min(p(x), q(x)) at each response position, one list a text.
     """
 
-    sums: list[float]
-    counts: list[int]
+    texts: list[list[float]]
+
+    @property
+    def sums(self) -> list[float]:
+        """Summed acceptance of each text."""
+        return [sum(text) for text in self.texts]
+
+    @property
+    def counts(self) -> list[int]:
+        """Response positions of each text."""
+        return [len(text) for text in self.texts]
 
     @property
     def mean(self) -> float:
@@ -85,15 +93,14 @@ def offline_alpha(
         warp: the decoding mode that acceptance is wanted for.
 
     Returns:
-        Sums and counts per text, for means, errors and paired comparisons.
+        Acceptance by text and position, for means, errors, paired comparisons and replays.
     """
-    sums, counts = [], []
+    measured = []
     for ids, prompt_length in texts:
         if len(ids) <= prompt_length:
             continue
         prefixes = [ids[:i] for i in range(prompt_length, len(ids))] if warp.needs_prefix else None
         p = warp(response_logits(target, ids, prompt_length), prefixes)
         q = warp(response_logits(draft, ids, prompt_length), prefixes)
-        sums.append(overlap(p, q).double().sum().item())
-        counts.append(len(p))
-    return OfflineAlpha(sums, counts)
+        measured.append(overlap(p, q).double().tolist())
+    return OfflineAlpha(measured)

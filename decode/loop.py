@@ -119,6 +119,8 @@ def rounds(
     """
     check_prompt(target, prompt, max_new_tokens)
     rng = rng or TorchRng(device=target.runner.device)
+    if warp.greedy and isinstance(rng, TorchRng):
+        rng = rng.for_greedy()
     trace = Trace() if trace is None else trace
     drafter, stop, rule = system.drafter, system.stop, system.rule
     ids = list(prompt)

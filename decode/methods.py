@@ -165,10 +165,10 @@ STOPS: dict[str, Callable[[Parts], StopRule]] = {
 RULES: dict[str, Callable[[Parts], AcceptanceRule]] = {
     "exact": lambda parts: Exact(),
     "ears": lambda parts: Ears(parts.options.beta),
-    "adasd": lambda parts: JensenShannon(),
-    "adasd-a": lambda parts: JensenShannon("a"),
-    "adasd-b": lambda parts: JensenShannon("b"),
-    "adasd-c": lambda parts: JensenShannon("c"),
+    "adasd": lambda parts: JensenShannon(unwarped=parts.warp.greedy),
+    "adasd-a": lambda parts: JensenShannon("a", unwarped=parts.warp.greedy),
+    "adasd-b": lambda parts: JensenShannon("b", unwarped=parts.warp.greedy),
+    "adasd-c": lambda parts: JensenShannon("c", unwarped=parts.warp.greedy),
     "fuzzy": lambda parts: Fuzzy(parts.options.fuzzy_threshold),
     "typical": lambda parts: Typical(parts.options.typical_epsilon, parts.options.typical_delta),
 }

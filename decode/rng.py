@@ -57,3 +57,14 @@ class TorchRng:
         """See `Rng.first_reject`; accepts where u < a, so that a = 0 is never accepted."""
         u = torch.rand(len(accept), generator=self.generator, dtype=accept.dtype, device=accept.device)
         return (u < accept).cumprod(0).sum()
+
+    def for_greedy(self) -> TorchRng:
+        """The same source for one-hot weights only, whose draw is their argmax whatever the uniform."""
+        greedy = object.__new__(_OneHotRng)
+        greedy.generator = self.generator
+        return greedy
+
+
+class _OneHotRng(TorchRng):
+    def _inverse(self, weights: Tensor) -> Tensor:
+        return weights.argmax(-1)

@@ -125,10 +125,12 @@ class JensenShannon(Exact):
         variant: ``midpoint`` of the two means (the paper's choice), or its ablations ``a`` (mean of the accepted),
             ``b`` (means weighted by tokens), ``c`` (means weighted by sequences that had one).
         threshold: a fixed θ instead of a learned one.
+        unwarped: compare the distributions before warping, which greedy decoding needs.
     """
 
     variant: str = "midpoint"
     threshold: float | None = None
+    unwarped: bool = False
     accepted: list[float] = field(default_factory=lambda: [0.0, 0.0])
     rejected: list[float] = field(default_factory=lambda: [0.0, 0.0])
     sequences: list[int] = field(default_factory=lambda: [0, 0])
@@ -158,8 +160,7 @@ class JensenShannon(Exact):
 
     def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
         """1 where D(p, q) < θ, min(1, p(x)/q(x)) elsewhere."""
-        one_hot = bool((p.amax() == 1) & (q.amax() == 1) & (p.amax(-1).amin() == 1))
-        if raw is not None and one_hot:
+        if self.unwarped and raw is not None:
             self._distance = js_distance(raw[0].float().softmax(-1), raw[1].float().softmax(-1))
         else:
             self._distance = js_distance(p, q)

@@ -31,9 +31,9 @@ class ModelDrafter:
         self.keep_logits = keep_logits
 
     def start(self, ids: list[int]) -> None:
-        """Read the prompt but for its pending token."""
+        """Read the prompt but for its pending token, unless the draft's context cannot hold it."""
         self.runner.truncate(0)
-        if len(ids) > 1:
+        if 1 < len(ids) <= self.runner.limit:
             self.runner.read(torch.tensor(ids[:-1], device=self.runner.device), head=0)
 
     def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:

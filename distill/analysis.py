@@ -1,0 +1,89 @@
+"""The AdaSPEC paper's analysis of two drafts: logit margins, divergence per token, selected tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+Logits = tuple[Tensor, Mapping[str, Tensor]]
+"""The target's logits ``[n, vocab]`` of one text, and each draft's."""
+
+
+def margins(p: Tensor, q: Tensor) -> Tensor:
+    """Logit margin ``[n]``: the draft's logit of the target's most probable token minus its largest other logit."""
+    best = p.argmax(-1, keepdim=True)
+    own = q.gather(-1, best)
+    others = q.scatter(-1, best, -torch.inf).amax(-1, keepdim=True)
+    return (own - others).squeeze(-1)
+
+
+def divergence(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p ‖ q) in nats ``[n]`` from logits ``[n, vocab]``."""
+    log_p, log_q = p.float().log_softmax(-1), q.float().log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def histograms_of(texts: Iterable[Logits], bins: int = 40) -> dict[str, Any]:
+    """Histograms of margins and divergences of each draft, on common edges.
+
+    Returns:
+        ``{"margins": {draft: {"edges", "counts"}}, "kl": {…}}``.
+    """
+    values: dict[str, dict[str, list[Tensor]]] = {"margins": {}, "kl": {}}
+    for p, drafts in texts:
+        for name, q in drafts.items():
+            shared = min(p.shape[-1], q.shape[-1])
+            values["margins"].setdefault(name, []).append(margins(p[:, :shared], q[:, :shared]))
+            values["kl"].setdefault(name, []).append(divergence(p[:, :shared], q[:, :shared]))
+    found: dict[str, Any] = {}
+    for kind, series in values.items():
+        flat = {name: torch.cat(parts).double().numpy() for name, parts in series.items()}
+        if not flat:
+            continue
+        pooled = np.concatenate(list(flat.values()))
+        low, high = (0.0, np.quantile(pooled, 0.999)) if kind == "kl" else np.quantile(pooled, [0.001, 0.999])
+        edges = np.linspace(low, max(high, low + 1e-6), bins + 1)
+        found[kind] = {
+            name: {"edges": edges.tolist(), "counts": np.histogram(v.clip(edges[0], edges[-1]), edges)[0].tolist()}
+            for name, v in flat.items()
+        }
+    return found
+
+
+def lifts(
+    selected: Iterable[tuple[str, int]],
+    chosen: int,
+    labels: Iterable[Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int = 20,
+) -> list[dict[str, Any]]:
+    """The tokens that AdaSPEC's selection prefers.
+
+    Args:
+        selected: token texts, and how often each was selected during training.
+        chosen: tokens selected in all.
+        labels: label ids of the training examples, -100 where masked.
+        tokenizer: gives the texts of ids.
+        limit: how many are listed.
+
+    Returns:
+        ``{token, count, share, lift}`` each, by falling lift: times selected, share of the selection, and that share
+        over the token's share of all labels. Tokens below 1/1000 of the labels are left out: their lift is noise.
+    """
+    ids = Counter(label for row in labels for label in row if label != -100)
+    total = sum(ids.values())
+    seen: Counter[str] = Counter()
+    for token, count in ids.items():
+        seen[tokenizer.decode([token])] += count
+    rows: list[dict[str, Any]] = [
+        {"token": text, "count": count, "share": count / chosen, "lift": (count / chosen) / (seen[text] / total)}
+        for text, count in selected
+        if seen[text] >= max(5, total / 1000)
+    ]
+    return sorted(rows, key=lambda row: -row["lift"])[:limit]

@@ -1,0 +1,262 @@
+"""The measurements of a finished run: acceptance on held-out prompts, real decoding, what the drafts learned."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decode import machine
+from decode.alpha import OfflineAlpha, offline_alpha, paired, response_logits
+from decode.bench import Bench
+from decode.contenders import Contender
+from decode.cost import CostModel, best_length, break_even, replayed_speedup, verdict
+from decode.load import load_model, stop_ids
+from decode.loop import decode
+from decode.methods import MethodOptions, Parts, build
+from decode.rng import TorchRng
+from decode.suites import Prompt, Suite
+from decode.suites.presets import PRESETS
+from decode.suites.scorers import SCORERS
+from decode.target import Target
+from decode.warp import Warp
+from decode.workbench import BenchOptions
+from distill.analysis import histograms_of, lifts
+from distill.data import Corpus
+from distill.run import NAMES, Run, account_of
+from distill.settings import Settings
+
+Text = tuple[list[int], int]
+"""Token ids, and how many of them are the prompt."""
+
+
+def evaluate(run: Run, settings: Settings, corpus: Corpus) -> dict[str, Any]:
+    """Measure a run's drafts on the corpus's test prompts.
+
+    Args:
+        run: the folder with the target and the drafts; ``distillspec`` is what the others are compared with, in
+            pairs, and ``adaspec`` is the one to be exported.
+        settings: `evaluation` says how much is measured, `data.source` how answers are scored.
+        corpus: gives the test prompts.
+
+    Returns:
+        The report but for its name and settings: ``target``, ``drafts``, ``paired``, ``decoding``, ``profile``,
+        ``analysis``, ``samples``, ``machine``, ``created``.
+    """
+    threads = torch.get_num_threads()
+    try:
+        return _Evaluation(run, settings, corpus).report()
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Evaluation:
+    def __init__(self, run: Run, full: Settings, corpus: Corpus) -> None:
+        settings, source = full.evaluation, full.data.source
+        self.settings, self.seed, self.corpus, self.run = settings, full.seed, corpus, run
+        self.tokenizer: PreTrainedTokenizerBase = corpus.tokenizer
+        self.target = load_model(run.target)
+        self.models: dict[str, PreTrainedModel] = {name: load_model(path) for name, path in run.drafts.items()}
+        self.iso = {"adaspec": full.draft.iso} | {c.name: c.iso for c in full.comparisons}
+        preset = PRESETS.get(source)
+        score = SCORERS.get(preset.scorer) if preset is not None and preset.scorer else None
+        judge = None if score is None else (lambda prompt, text: score(text, prompt.reference or ""))
+        count = max(settings.prompts, settings.accuracy_prompts, settings.decode_prompts)
+        rows = corpus.test.select(range(min(count, len(corpus.test))))
+        self.prompts = [
+            Prompt(f"test/{i}", prompt, response)
+            for i, (prompt, response) in enumerate(zip(rows["prompt"], rows["response"]))
+        ]
+        self.suite = Suite(source, self.prompts[: settings.decode_prompts], judge)
+        options = BenchOptions(
+            max_new_tokens=settings.max_new_tokens,
+            repeats=settings.repeats,
+            seed=full.seed,
+            threads=settings.threads,
+            samples=2,
+        )
+        self.bench = Bench(self.target, self.models, self.tokenizer, options)
+        self.stops = stop_ids(self.target, self.tokenizer)
+
+    @property
+    def best(self) -> str:
+        """The draft that the run is for."""
+        return NAMES["draft"]
+
+    def report(self) -> dict[str, Any]:
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
+        with Progress(*columns, TimeElapsedColumn()) as self.bar:
+            greedy = self._texts(0.0, max(self.settings.prompts, self.settings.accuracy_prompts))
+            sampled = self._texts(1.0, self.settings.prompts)
+            alphas = self._alphas(sampled, 1.0)
+            greedy_alphas = self._alphas(greedy[: self.settings.prompts], 0.0)
+            profile = self._profile(greedy_alphas)
+            decoding, extra = self._decoding(profile)
+        return {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "target": self._target(greedy),
+            "drafts": [self._draft(name, alphas[name], greedy_alphas[name]) for name in self.models],
+            "paired": self._pairs(alphas, "T = 1") + self._pairs(greedy_alphas, "greedy"),
+            "decoding": decoding,
+            "profile": profile,
+            "analysis": extra["analysis"] | self._analysis(sampled),
+            "samples": extra["samples"],
+            "machine": machine.describe(self.target.device),
+        }
+
+    # -- texts and acceptance --------------------------------------------------------------------------------------
+
+    def _texts(self, temperature: float, count: int) -> list[Text]:
+        """What the target writes for the first `count` test prompts."""
+        warp, target = Warp(temperature), Target(self.bench.runner)
+        alone = build("autoregressive", Parts(self.bench.runner, warp))
+        texts = []
+        name = "greedy texts of the target" if temperature == 0 else f"texts of the target, T = {temperature:g}"
+        for i, prompt in enumerate(self._track(self.prompts[:count], name)):
+            ids = self.tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+            room = self.bench.runner.limit - len(ids)
+            out = decode(
+                target, alone, warp, ids, max_new_tokens=min(self.settings.max_new_tokens, room),
+                stop_ids=self.stops, rng=TorchRng(self.seed + i, self.target.device),
+            )  # fmt: skip
+            texts.append((out.ids, len(ids)))
+        return texts
+
+    def _track(self, items: Sequence[Any], name: str) -> Any:
+        return self.bar.track(items, description=name)
+
+    def _alphas(self, texts: list[Text], temperature: float) -> dict[str, OfflineAlpha]:
+        warp = Warp(temperature)
+        name = "acceptance, greedy" if temperature == 0 else f"acceptance, T = {temperature:g}"
+        return {
+            draft: offline_alpha(self.target, self.models[draft], texts, warp)
+            for draft in self._track(list(self.models), name)
+        }
+
+    def _target(self, greedy: list[Text]) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "parameters": sum(p.numel() for p in self.target.parameters()),
+            "accuracy": None,
+            "accuracy_n": None,
+        }
+        if self.suite.score is not None:
+            scored = list(zip(self.prompts, greedy))[: self.settings.accuracy_prompts]
+            marks = [self.suite.score(p, self.bench.text(ids[start:])) for p, (ids, start) in scored]
+            row |= {"accuracy": statistics.fmean(marks), "accuracy_n": len(marks)}
+        return row
+
+    def _draft(self, name: str, alpha: OfflineAlpha, greedy: OfflineAlpha) -> dict[str, Any]:
+        record = self.run.draft_record(name)
+        return {
+            "name": name,
+            "parameters": sum(p.numel() for p in self.models[name].parameters()),
+            "offline_alpha": alpha.mean,
+            "offline_alpha_se": alpha.se,
+            "offline_alpha_greedy": greedy.mean,
+            "offline_alpha_greedy_se": greedy.se,
+            **(account_of(record).row()),
+            "seconds": record.seconds,
+        }
+
+    def _pairs(self, alphas: dict[str, OfflineAlpha], mode: str) -> list[dict[str, Any]]:
+        """Every distilled draft against DistillSpec, and DistillSpec against the undistilled draft."""
+        base, none = NAMES["reference"], NAMES["initial"]
+        held = {
+            "steps": "equal steps",
+            "epochs": "equal steps and teacher tokens",
+            "teacher_tokens": "equal teacher tokens",
+        }
+        pairs = [
+            {"a": name, "b": base, "label": f"{mode}; {held[self.iso[name]]}", **paired(alphas[base], alphas[name])}
+            for name in self.models
+            if name not in (base, none)
+        ]
+        gain = paired(alphas[none], alphas[base])
+        return [*pairs, {"a": base, "b": none, "label": mode, **gain}]
+
+    # -- decoding --------------------------------------------------------------------------------------------------
+
+    def _profile(self, greedy: dict[str, OfflineAlpha]) -> dict[str, Any]:
+        """Costs of the pair, and the speedup they predict for every draft length."""
+        items = self.bench.items(self.suite)
+        self.bench.measure_costs(items, [self.best], longest=max(self.settings.draft_lengths))
+        cost: CostModel = self.bench.costs[self.best]
+        alpha = greedy[self.best]
+        widest = max(cost.verify_cost)
+        speedups = {
+            k: replayed_speedup(alpha.texts, k, cost.cost_ratio, cost.v, cost.overhead) for k in range(1, widest)
+        }
+        needed = [b for k in speedups if (b := break_even(k, cost.cost_ratio, cost.v, cost.overhead)) is not None]
+        return {
+            "draft": self.best,
+            "cost_ratio": cost.cost_ratio,
+            "verify_cost": [cost.v(n) for n in range(1, widest + 1)],
+            "target_seconds": cost.target_seconds,
+            "draft_seconds": cost.draft_seconds,
+            "context": cost.context,
+            "alpha": alpha.mean,
+            "best_draft_length": best_length(speedups),
+            "break_even_alpha": min(needed, default=None),
+            "predicted_speedup": speedups,
+            "verdict": verdict(alpha.mean, cost, speedups),
+        }
+
+    def _contenders(self, profile: dict[str, Any]) -> list[Contender]:
+        """The final draft at every length asked for and at the predicted best, the others at that length."""
+        best = profile["best_draft_length"] or 1
+        lengths = sorted({*self.settings.draft_lengths, best})
+        return [
+            Contender("vanilla", name, MethodOptions(draft_length=k), temperature=t, name=f"{name} {k}")
+            for t in self.settings.temperatures
+            for name in NAMES.values()
+            for k in (lengths if name == self.best else [best])
+        ]
+
+    def _decoding(self, profile: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        bar = self.bar.add_task("decoding", total=1)
+
+        def progress(done: int, total: int, label: str) -> None:
+            self.bar.update(bar, completed=done, total=total, description=f"decoding: {label}")
+
+        self.bench.options.costs = True
+        rows = self.bench.run([self.suite], self._contenders(profile), progress)
+        decoding = [row | {"draft": row["draft"] or row["name"]} for row in rows]
+        greedy = [row for row in rows if row["temperature"] == 0 and row["draft"] and row["speedup"]]
+        fastest = {
+            draft: max((r for r in greedy if r["draft"] == draft), key=lambda r: r["speedup"])["name"]
+            for draft in dict.fromkeys(row["draft"] for row in greedy)
+        }
+        details = {e["name"]: e for e in self.bench.analysis if e["temperature"] == 0}
+        positions = {draft: details[name]["acceptance_by_position"] for draft, name in fastest.items()}
+        samples = details[fastest[self.best]]["samples"] if self.best in fastest else []
+        if greedy:
+            best = max((r for r in greedy if r["draft"] == self.best), key=lambda r: r["speedup"])
+            profile["measured_best_draft_length"] = best["draft_length"]
+        return decoding, {"analysis": {"acceptance_by_position": positions}, "samples": samples}
+
+    # -- what the drafts learned -----------------------------------------------------------------------------------
+
+    def _analysis(self, texts: list[Text]) -> dict[str, Any]:
+        shown = (NAMES["reference"], NAMES["draft"])
+        logits = (
+            (
+                response_logits(self.target, ids, start),
+                {name: response_logits(self.models[name], ids, start) for name in shown},
+            )
+            for ids, start in texts
+            if len(ids) > start
+        )
+        found = histograms_of(logits)
+        records = {name: self.run.draft_record(name) for name in self.models}
+        curves = {n: [[h["step"], h["alpha"]] for h in r.history if "alpha" in h] for n, r in records.items()}
+        found["curves"] = {name: points for name, points in curves.items() if points}
+        best = records[self.best]
+        if best.selected:
+            chosen = best.account["selected_tokens"]
+            found["selected_tokens"] = lifts(best.selected, chosen, self.corpus.train["labels"], self.tokenizer)
+        return found
