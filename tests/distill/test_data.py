@@ -1,0 +1,356 @@
+import csv
+import json
+from dataclasses import replace
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from decode.errors import UserError
+from decode.suites import load_suite
+from decode.suites.arithmetic import check_solution
+from decode.suites.presets import PRESETS
+from distill.data import IGNORE, DataSettings, collate, load_corpus, prompt_ids, show_example, train_tokenizer
+from distill.data.sources import load_rows
+
+SPLITS = ("train", "validation", "test")
+SMALL = DataSettings(train_examples=60, validation_examples=15, test_examples=15)
+PAIRS = [{"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(200)]
+STORIES = [
+    {"text": f"Story {n}: once upon a time there were {n} pens, and {n + 1} children. The end."} for n in range(90)
+]
+TEMPLATE = (
+    "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+
+
+def write(path, rows):
+    """The rows in the format of the path's ending; returns the path as text."""
+    path = str(path)
+    if path.endswith(".parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return path
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        if path.endswith(".csv"):
+            table = csv.DictWriter(file, list(rows[0]))
+            table.writeheader()
+            table.writerows(rows)
+        elif path.endswith(".json"):
+            json.dump(rows, file)
+        elif path.endswith(".txt"):
+            file.write("\n\n".join(row["text"] for row in rows))
+        else:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return load_corpus(SMALL, seed=0)
+
+
+def prompts(corpus, split):
+    return set(getattr(corpus, split)["prompt"])
+
+
+def test_arithmetic_needs_neither_files_nor_a_tokenizer(corpus):
+    assert [len(getattr(corpus, split)) for split in SPLITS] == [60, 15, 15]
+    assert corpus.train.column_names == ["input_ids", "labels", "prompt", "response"]
+    for row in corpus.train:
+        assert len(row["input_ids"]) == len(row["labels"])
+        assert corpus.tokenizer.decode(row["input_ids"]) == row["prompt"] + row["response"] + "<|endoftext|>"
+        labels = [label for label in row["labels"] if label != IGNORE]
+        assert corpus.tokenizer.decode(labels) == row["response"] + "<|endoftext|>"
+        assert prompt_ids(row["input_ids"], row["labels"]) == corpus.tokenizer(row["prompt"])["input_ids"]
+        check_solution(row["response"])
+
+
+def test_no_prompt_is_in_two_splits(corpus):
+    assert not prompts(corpus, "train") & prompts(corpus, "validation")
+    assert not prompts(corpus, "train") & prompts(corpus, "test")
+    assert not prompts(corpus, "validation") & prompts(corpus, "test")
+
+
+def test_the_arithmetic_suite_asks_what_training_never_saw(corpus):
+    asked = {p.text for p in load_suite("arithmetic", limit=200).prompts}
+    assert not asked & (prompts(corpus, "train") | prompts(corpus, "validation"))
+
+
+def test_the_same_settings_and_seed_give_the_same_corpus(corpus):
+    again = load_corpus(SMALL, seed=0)
+    assert again.fingerprint == corpus.fingerprint
+    assert again.train["input_ids"][:] == corpus.train["input_ids"][:]
+    assert load_corpus(SMALL, seed=1).fingerprint != corpus.fingerprint
+    assert load_corpus(replace(SMALL, max_length=500), seed=0).fingerprint != corpus.fingerprint
+
+
+def test_the_fingerprint_follows_the_contents_of_a_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    prints = set()
+    for rows in (PAIRS, PAIRS, [*PAIRS[:-1], PAIRS[-1] | {"answer": "It is odd."}]):
+        prints.add(load_corpus(DataSettings(source=write(path, rows)), seed=0).fingerprint)
+    assert len(prints) == 2
+
+
+def test_a_given_tokenizer_is_used_as_it_is(corpus):
+    other = train_tokenizer(["some other text"] * 3, 300)
+    assert load_corpus(SMALL, seed=0, tokenizer=other).tokenizer is other
+
+
+def test_a_saved_tokenizer_is_loaded_by_its_folder(corpus, tmp_path):
+    corpus.tokenizer.save_pretrained(tmp_path)
+    loaded = load_corpus(replace(SMALL, tokenizer=str(tmp_path)), seed=0)
+    assert loaded.tokenizer.get_vocab() == corpus.tokenizer.get_vocab()
+    with pytest.raises(UserError, match=r"data\.tokenizer"):
+        load_corpus(replace(SMALL, tokenizer=str(tmp_path / "none")), seed=0)
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl", "csv", "parquet"])
+def test_every_local_format_of_pairs_is_read(tmp_path, ending):
+    made = load_corpus(DataSettings(source=write(tmp_path / f"rows.{ending}", PAIRS)), seed=0)
+    assert made.kind == "pairs"
+    assert sum(len(getattr(made, split)) for split in SPLITS) == 200
+    texts = {row["prompt"] + row["response"] for split in SPLITS for row in getattr(made, split)}
+    assert texts == {f"{row['question']}\n{row['answer']}" for row in PAIRS}
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl", "csv", "parquet", "txt"])
+def test_every_local_format_of_text_is_read(tmp_path, ending):
+    rows = STORIES * 8 if ending == "txt" else STORIES
+    path = write(tmp_path / f"rows.{ending}", rows)
+    made = load_corpus(DataSettings(source=path, max_length=32, validation_fraction=0.2), seed=0)
+    assert made.kind == "text"
+    for split in SPLITS:
+        rows = getattr(made, split)
+        assert all(row["labels"] == row["input_ids"] and 16 < len(row["input_ids"]) <= 32 for row in rows)
+        assert all(row["prompt"] and row["response"] for row in rows)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_chats_are_rendered_and_masked(tmp_path, ending):
+    chats = [
+        {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"I say {n}"}]}
+        for n in range(80)
+    ]
+    path = write(tmp_path / f"chats.{ending}", chats)
+    tokenizer = train_tokenizer(["user assistant say I say 0 1 2"] * 5, 300)
+    tokenizer.chat_template = TEMPLATE
+    made = load_corpus(DataSettings(source=path, validation_fraction=0.2), seed=0, tokenizer=tokenizer)
+    assert made.kind == "chat"
+    for row in made.train:
+        assert row["prompt"].startswith("[user]say ")
+        assert row["prompt"].endswith("[assistant]")
+        labels = [label for label in row["labels"] if label != IGNORE]
+        assert tokenizer.decode(labels) == row["response"]
+        assert row["response"].endswith("<|endoftext|>")
+    assert not prompts(made, "train") & prompts(made, "test")
+
+
+def test_a_preset_template_is_used_for_local_files(tmp_path):
+    settings = DataSettings(source="gsm8k", train_file=write(tmp_path / "t.jsonl", PAIRS))
+    row = load_corpus(settings, seed=0).train[0]
+    assert row["prompt"].endswith(
+        "Answer the above question. First think step by step and then answer the final number.\n"
+    )
+    assert "The final answer is:  " in row["response"]
+    assert "####" not in row["response"]
+
+
+def test_templates_of_ones_own_go_before_any_preset(tmp_path):
+    path = write(tmp_path / "t.jsonl", PAIRS)
+    settings = DataSettings(source=path, prompt_template="Q: {question}\nA:", response_template=" {answer}")
+    row = load_corpus(settings, seed=0).train[0]
+    assert row["prompt"].startswith("Q: What is")
+    assert row["response"].startswith(" It is")
+    with pytest.raises(UserError, match=r"templates .\{q\}."):
+        load_corpus(replace(settings, prompt_template="{q}"), seed=0)
+
+
+def test_instruction_rows_get_the_alpaca_template(tmp_path):
+    rows = [
+        {"instruction": f"Count to {n}.", "input": "from 1" if n % 2 else "", "output": f"1 to {n}"} for n in range(80)
+    ]
+    made = load_corpus(DataSettings(source=write(tmp_path / "a.json", rows)), seed=0)
+    assert "Instruction:\nCount to 3.\n\nInput:\nfrom 1\n\nResponse:\n" in {
+        prompt for split in SPLITS for prompt in prompts(made, split)
+    }
+
+
+def test_a_folder_has_a_file_a_split(tmp_path):
+    write(tmp_path / "train.jsonl", PAIRS[:100])
+    write(tmp_path / "valid.csv", PAIRS[100:120])
+    write(tmp_path / "test.parquet", PAIRS[120:])
+    made = load_corpus(DataSettings(source=str(tmp_path)), seed=0)
+    assert [len(getattr(made, split)) for split in SPLITS] == [100, 20, 80]
+
+
+def test_a_test_file_is_never_used_for_selection(tmp_path):
+    train, test = write(tmp_path / "train.jsonl", PAIRS[:150]), write(tmp_path / "test.jsonl", PAIRS[150:])
+    made = load_corpus(DataSettings(source="gsm8k", train_file=train, test_file=test), seed=0)
+    asked = {f"{row['question']}\n" for row in PAIRS[150:]}
+    assert len(made.test) == 50
+    assert len(made.train) + len(made.validation) == 150
+    assert not {p.split("Answer")[0] for p in prompts(made, "train") | prompts(made, "validation")} & asked
+
+
+def test_rows_of_the_test_split_are_taken_out_of_training_and_reported(tmp_path):
+    train, test = write(tmp_path / "train.jsonl", PAIRS), write(tmp_path / "test.jsonl", PAIRS[150:])
+    made = load_corpus(DataSettings(source="gsm8k", train_file=train, test_file=test), seed=0)
+    assert not prompts(made, "train") & prompts(made, "test")
+    assert not prompts(made, "validation") & prompts(made, "test")
+    assert len(made.train) + len(made.validation) == 150
+    assert sum(int(note.split()[1]) for note in made.notes if "later split" in note) == 50
+
+
+def test_the_split_of_a_row_depends_neither_on_the_seed_nor_on_the_order(tmp_path):
+    one, other = write(tmp_path / "a.jsonl", PAIRS), write(tmp_path / "b.jsonl", PAIRS[::-1])
+    first = load_corpus(DataSettings(source=one), seed=0)
+    second = load_corpus(DataSettings(source=other), seed=5)
+    for split in SPLITS:
+        assert prompts(first, split) == prompts(second, split)
+
+
+def test_equal_prompts_stay_in_one_split(tmp_path):
+    rows = [row | {"answer": f"{row['answer']} ({n})"} for row in PAIRS[:40] for n in range(3)]
+    made = load_corpus(DataSettings(source=write(tmp_path / "r.jsonl", rows), validation_fraction=0.2), seed=0)
+    assert sum(len(getattr(made, split)) for split in SPLITS) == 120
+    assert not prompts(made, "train") & (prompts(made, "validation") | prompts(made, "test"))
+
+
+def test_fewer_examples_than_there_are_make_a_seeded_sample(tmp_path):
+    settings = DataSettings(source=write(tmp_path / "r.jsonl", PAIRS), train_examples=30)
+    assert len(load_corpus(settings, seed=0).train) == 30
+    assert prompts(load_corpus(settings, seed=0), "train") == prompts(load_corpus(settings, seed=0), "train")
+    assert prompts(load_corpus(settings, seed=0), "train") != prompts(load_corpus(settings, seed=1), "train")
+
+
+def test_overlong_examples_are_dropped_or_cut_and_counted(tmp_path):
+    rows = [row | {"answer": row["answer"] + " and so on" * (40 if n % 2 else 0)} for n, row in enumerate(PAIRS)]
+    settings = DataSettings(source=write(tmp_path / "r.jsonl", rows), max_length=64, tokenizer_vocab_size=300)
+    dropped, cut = (load_corpus(replace(settings, overlong=how), seed=0) for how in ("drop", "cut"))
+    assert all(len(ids) <= 64 for ids in dropped.train["input_ids"])
+    assert any("64 tokens) dropped" in note for note in dropped.notes)
+    assert len(cut.train) > 1.8 * len(dropped.train)
+    assert any("64 tokens) cut at the end" in note for note in cut.notes)
+    longest = max(cut.train, key=lambda row: len(row["input_ids"]))
+    assert len(longest["input_ids"]) == 64
+    assert longest["input_ids"][-1] != cut.tokenizer.eos_token_id
+
+
+def test_examples_whose_prompt_alone_is_too_long_are_dropped_even_when_cutting(tmp_path):
+    rows = [row | {"question": row["question"] * (20 if n % 2 else 1)} for n, row in enumerate(PAIRS)]
+    settings = DataSettings(source=write(tmp_path / "r.jsonl", rows), max_length=64, overlong="cut")
+    made = load_corpus(settings, seed=0)
+    assert all(any(label != IGNORE for label in row["labels"]) for row in made.train)
+    assert any("dropped" in note for note in made.notes)
+    with pytest.raises(UserError, match=r"raise data\.max_length"):
+        load_corpus(replace(settings, max_length=8), seed=0)
+
+
+def test_empty_responses_are_left_out_and_counted(tmp_path):
+    rows = [row | {"answer": row["answer"] if n % 4 else " "} for n, row in enumerate(PAIRS)]
+    made = load_corpus(DataSettings(source=write(tmp_path / "r.jsonl", rows)), seed=0)
+    assert sum(len(getattr(made, split)) for split in SPLITS) == 150
+    assert any("without a response" in note for note in made.notes)
+
+
+def test_mbpp_rows_keep_their_official_splits(tmp_path):
+    row = {"text": "Add", "code": "def add(a, b): return a + b", "test_list": ["assert add(1, 1) == 2"]}
+    rows = [row | {"task_id": n, "text": f"Add {n}"} for n in (1, 10, 11, 510, 511, 600, 601, 974)]
+    settings = DataSettings(source="mbpp", train_file=write(tmp_path / "m.jsonl", rows))
+    splits = load_rows(settings, seed=0).splits
+    found = {split: [row["prompt"].split("\n")[1] for row in splits[split]] for split in SPLITS}
+    assert found == {
+        "train": ["Add 601", "Add 974"],
+        "validation": ["Add 511", "Add 600"],
+        "test": ["Add 11", "Add 510"],
+    }
+
+
+def test_collate_pads_on_the_right(corpus):
+    rows = [{"input_ids": [5, 6, 7], "labels": [IGNORE, 6, 7]}, {"input_ids": [8], "labels": [8]}]
+    batch = collate(rows, pad_id=1)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 1, 1]]
+    assert batch["labels"].tolist() == [[IGNORE, 6, 7], [8, IGNORE, IGNORE]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert {tensor.dtype for tensor in batch.values()} == {torch.long}
+    real = collate([corpus.train[n] for n in range(4)], corpus.tokenizer.pad_token_id)
+    assert real["attention_mask"].sum().item() == sum(len(corpus.train[n]["input_ids"]) for n in range(4))
+
+
+def test_an_example_is_printed(corpus, capsys):
+    show_example(corpus, 2, "test")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert " ".join(corpus.test[2]["prompt"].split()) in printed
+    assert "<|endoftext|>]]" in printed
+
+
+def test_loading_leaves_the_terminal_alone(tmp_path, capfd):
+    load_corpus(DataSettings(source=write(tmp_path / "r.jsonl", PAIRS * 30)), seed=0)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"train_examples": 0}, "data.train_examples is 0"),
+        ({"max_length": 4}, "data.max_length is 4"),
+        ({"validation_fraction": 0.7}, "data.validation_fraction is 0.7"),
+        ({"train_file": "missing.jsonl"}, "data.train_file: there is no file"),
+        ({"prompt_template": "{question}"}, "go together"),
+        ({"difficulty": 9}, "difficulty 9"),
+        ({"tokenizer_vocab_size": 10}, "tokenizer_vocab_size is 10"),
+        ({"source": "missing.jsonl"}, "no file or folder 'missing.jsonl'"),
+        ({"source": "spec_bench"}, "data.train_file"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(change, said):
+    with pytest.raises(UserError, match=said):
+        load_corpus(replace(SMALL, **change), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "said"),
+    [
+        ([{"a": 1, "b": 2}], "auto", "columns 'a', 'b'"),
+        (PAIRS, "text", "data.kind 'text'"),
+        (STORIES, "pairs", "data.kind 'pairs'"),
+        (PAIRS, "chat", "data.messages_column"),
+        (PAIRS[:1], "auto", "leaves no (train|validation) rows"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_with_their_columns(tmp_path, rows, kind, said):
+    with pytest.raises(UserError, match=said):
+        load_corpus(DataSettings(source=write(tmp_path / "r.jsonl", rows), kind=kind), seed=0)
+
+
+def test_a_preset_with_other_columns_says_which_are_missing(tmp_path):
+    with pytest.raises(UserError, match="question, answer is missing from text"):
+        load_corpus(DataSettings(source="gsm8k", train_file=write(tmp_path / "r.jsonl", STORIES)), seed=0)
+
+
+def test_a_hub_data_set_is_split_and_sampled(tmp_path, monkeypatch):
+    """The Hub's libraries read a local folder in the place of a repository."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "hub").mkdir()
+    write(tmp_path / "hub" / "train.jsonl", PAIRS[:150])
+    write(tmp_path / "hub" / "test.jsonl", PAIRS[150:])
+    preset = replace(PRESETS["gsm8k"], hub=str(tmp_path / "hub"), config=None)
+    monkeypatch.setitem(PRESETS, "gsm8k", preset)
+    made = load_corpus(DataSettings(source="gsm8k"), seed=0)
+    assert len(made.test) == 50
+    assert len(made.train) + len(made.validation) == 150
+    few = DataSettings(source="gsm8k", train_examples=10, validation_examples=3, test_examples=3)
+    assert len(load_rows(few, seed=0).splits["test"]) == 50
+    assert len(load_rows(few, seed=0).splits["train"]) < 64
+    assert len(load_corpus(few, seed=0).train) == 10
+
+
+def test_without_the_hub_the_error_names_the_local_alternative(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for source in ("gsm8k", "somebody/something"):
+        with pytest.raises(UserError, match=r"HF_HUB_OFFLINE.*data\.train_file"):
+            load_corpus(DataSettings(source=source), seed=0)

@@ -1,0 +1,187 @@
+import io
+
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from decode.errors import UserError
+from distill.data import IGNORE, prompt_ids, train_tokenizer
+from distill.data.examples import (
+    chat_examples,
+    encode_continuations,
+    encode_prompts,
+    pair_examples,
+    text_examples,
+)
+from distill.data.masks import check_masks, render, show
+
+TEXTS = ["How many pens are there?\nThere are 2+2 = <<2+2=4>>4 pens.\n#### 4", "user assistant says hello again"] * 9
+TEMPLATE = (
+    "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+CHAT = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "hello to you"},
+    {"role": "user", "content": "how many?"},
+    {"role": "assistant", "content": "There are 4."},
+]
+
+
+@pytest.fixture
+def tokenizer():
+    return train_tokenizer(TEXTS, 300)
+
+
+@pytest.fixture
+def chatty(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def learned(tokenizer, example):
+    """The stretches of text that are labels."""
+    parts, inside = [], False
+    for token, label in zip(example.input_ids, example.labels, strict=True):
+        if label != IGNORE:
+            assert label == token
+            parts.append([token]) if not inside else parts[-1].append(token)
+        inside = label != IGNORE
+    return [tokenizer.decode(ids) for ids in parts]
+
+
+def test_a_pair_learns_its_response_and_the_end_only(tokenizer):
+    (example,) = pair_examples(tokenizer, [("How many?\n", "There are 4.")])
+    assert tokenizer.decode(example.input_ids) == "How many?\nThere are 4.<|endoftext|>"
+    assert learned(tokenizer, example) == ["There are 4.<|endoftext|>"]
+    assert prompt_ids(example.input_ids, example.labels) == tokenizer("How many?\n")["input_ids"]
+
+
+def test_the_prompt_keeps_its_ids_where_the_response_would_merge_with_it(tokenizer):
+    (example,) = pair_examples(tokenizer, [("How man", "y pens")])
+    alone = tokenizer("How man")["input_ids"]
+    assert tokenizer("How many pens")["input_ids"][: len(alone)] != alone
+    assert example.input_ids[: len(alone)] == alone
+    assert tokenizer.decode(example.input_ids) == "How many pens<|endoftext|>"
+
+
+def metaspace(special):
+    """A SentencePiece-like tokenizer of single letters, with a start token in front of every text."""
+    letters = {letter: place for place, letter in enumerate(["</s>", "<s>", *"▁abc\n"])}
+    core = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    core.decoder = decoders.Metaspace(prepend_scheme="first")
+    from tokenizers.processors import TemplateProcessing
+
+    core.post_processor = TemplateProcessing(single=special, special_tokens=[("<s>", 1), ("</s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", bos_token="<s>")
+
+
+def test_responses_get_no_space_of_their_own_from_sentencepiece():
+    tokenizer = metaspace("<s> $A")
+    assert tokenizer.convert_ids_to_tokens(encode_prompts(tokenizer, ["a b"])[0]) == ["<s>", "▁", "a", "▁", "b"]
+    assert [tokenizer.convert_ids_to_tokens(ids) for ids in encode_continuations(tokenizer, ["ab", " c"])] == [
+        ["a", "b"],
+        ["▁", "c"],
+    ]
+
+
+def test_an_end_token_that_a_tokenizer_adds_is_taken_off_prompts():
+    tokenizer = metaspace("<s> $A </s>")
+    assert tokenizer.convert_ids_to_tokens(encode_prompts(tokenizer, ["ab"])[0]) == ["<s>", "▁", "a", "b"]
+    (example,) = pair_examples(tokenizer, [("ab", "c")])
+    assert tokenizer.convert_ids_to_tokens(example.input_ids) == ["<s>", "▁", "a", "b", "c", "</s>"]
+
+
+def test_a_tokenizer_without_an_end_token_is_refused():
+    core = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    with pytest.raises(UserError, match="no end-of-text token"):
+        list(pair_examples(PreTrainedTokenizerFast(tokenizer_object=core), [("a", "b")]))
+
+
+def test_a_chat_learns_every_assistant_turn_and_nothing_else(chatty):
+    (example,) = chat_examples(chatty, CHAT)
+    assert learned(chatty, example) == ["hello to you<|endoftext|>", "There are 4.<|endoftext|>"]
+    text = chatty.decode(example.input_ids)
+    assert text.startswith("[system]be kind\n[user]hello\n[assistant]hello to you<|endoftext|>\n[user]how many?")
+    assert example.prompt == "[system]be kind\n[user]hello\n[assistant]"
+    assert chatty.decode(prompt_ids(example.input_ids, example.labels)) == example.prompt
+
+
+def test_a_chat_may_end_with_the_user(chatty):
+    (example,) = chat_examples(chatty, CHAT[:4])
+    assert learned(chatty, example) == ["hello to you<|endoftext|>"]
+
+
+def test_a_template_that_drops_earlier_reasoning_gives_an_example_a_turn(chatty):
+    """As templates of reasoning models do: only the last turn keeps its thoughts."""
+    chatty.chat_template = (
+        "{% for m in messages %}{{ '[' + m.role + ']' }}"
+        "{% if m.role == 'assistant' and loop.last %}{{ '(thinks)' }}{% endif %}"
+        "{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+    )
+    first, second = chat_examples(chatty, CHAT)
+    assert learned(chatty, first) == ["(thinks)hello to you<|endoftext|>"]
+    assert learned(chatty, second) == ["(thinks)There are 4.<|endoftext|>"]
+    assert "hello to you" in second.prompt
+    assert "(thinks)" not in second.prompt
+
+
+def test_a_template_without_an_end_token_gets_one(chatty):
+    chatty.chat_template = TEMPLATE.replace("eos_token", "''")
+    (example,) = chat_examples(chatty, CHAT)
+    assert learned(chatty, example) == ["hello to you\n", "There are 4.\n<|endoftext|>"]
+
+
+def test_chats_that_cannot_be_masked_are_refused(chatty, tokenizer):
+    with pytest.raises(UserError, match="roles user"):
+        chat_examples(chatty, [{"role": "user", "content": "hello"}])
+    chatty.chat_template = "{{ messages | length }}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+    with pytest.raises(UserError, match="does not continue its own generation prompt"):
+        chat_examples(chatty, CHAT)
+    chatty.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        chat_examples(chatty, CHAT)
+
+
+def test_plain_text_is_cut_into_blocks_that_are_learned_whole(tokenizer):
+    texts = ["How many pens are there? " * 3, "hello again " * 5]
+    blocks = list(text_examples(tokenizer, texts, 16))
+    assert all(len(block.input_ids) <= 16 and block.labels == block.input_ids for block in blocks)
+    joined = tokenizer.decode([token for block in blocks for token in block.input_ids])
+    whole = "".join(text + "<|endoftext|>" for text in texts)
+    assert whole.startswith(joined)
+    assert len(tokenizer(whole)["input_ids"]) - sum(len(b.input_ids) for b in blocks) <= 8
+    assert prompt_ids(blocks[0].input_ids, blocks[0].labels) == blocks[0].input_ids[:4]
+    assert blocks[0].prompt + blocks[0].response == tokenizer.decode(blocks[0].input_ids)
+
+
+@pytest.mark.parametrize(("masked", "said"), [(True, "nothing to learn"), (False, "as if they were answers")])
+def test_masks_that_hide_all_or_nothing_are_refused_and_shown(tokenizer, masked, said):
+    ids = tokenizer("How many pens?")["input_ids"]
+    row = {"input_ids": ids, "labels": [IGNORE] * len(ids) if masked else ids}
+    with pytest.raises(UserError, match=said) as caught:
+        check_masks([row, row], tokenizer, "pairs")
+    assert "all 2 examples" in str(caught.value)
+    assert ("\nHow many pens?\n" if masked else "\n[[How many pens?]]\n") in str(caught.value)
+
+
+def test_masks_of_plain_text_may_be_open(tokenizer):
+    ids = tokenizer("How many pens?")["input_ids"]
+    check_masks([{"input_ids": ids, "labels": ids}], tokenizer, "text")
+
+
+def test_an_example_is_shown_with_its_mask_and_special_tokens(tokenizer):
+    (example,) = pair_examples(tokenizer, [("How many? [dim]\n", "4 pens")])
+    row = {"input_ids": example.input_ids, "labels": example.labels}
+    assert render(row, tokenizer).plain == "How many? [dim]\n[[4 pens<|endoftext|>]]"
+    styles = {str(span.style) for span in render(row, tokenizer).spans}
+    assert styles == {"dim", "green", "green reverse", "bold green"}
+    stream = io.StringIO()
+    show(row, tokenizer, Console(file=stream))
+    count = sum(label != IGNORE for label in example.labels)
+    assert f"{len(example.labels)} tokens, {count} of them learned" in stream.getvalue()
