@@ -67,7 +67,8 @@ def paired(a: OfflineAlpha, b: OfflineAlpha) -> dict[str, float]:
 @torch.inference_mode()
 def response_logits(model: PreTrainedModel, ids: Sequence[int], prompt_length: int) -> Tensor:
     """Logits ``[response, vocab]`` that predict each response token of one text."""
-    tokens = torch.tensor([list(ids)], device=model.device)
+    known = model.get_input_embeddings().weight.shape[0]  # a draft of a shorter padded vocabulary reads its last id
+    tokens = torch.tensor([list(ids)], device=model.device).clamp_(max=known - 1)
     keep = len(ids) - prompt_length + 1
     return model(input_ids=tokens, use_cache=False, logits_to_keep=keep).logits[0, :-1]
 

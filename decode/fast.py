@@ -141,10 +141,11 @@ class FastRunner(Runner):
     def _open(self) -> None:
         config, base = self.config, self.model.base_model
         self.heads = config.num_attention_heads
-        self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
+        self.interleaved = config.model_type == "gpt_neox"  # q, k, v stand together for each head
+        grouped = None if self.interleaved else getattr(config, "num_key_value_heads", None)
+        self.kv_heads = grouped or self.heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.groups = self.heads // self.kv_heads
-        self.interleaved = config.model_type == "gpt_neox"  # q, k, v stand together for each head
         make = {"gpt_neox": _neox_layer, "phi": _phi_layer}.get(config.model_type, _llama_layer)
         self.layers = [make(block, self.heads, self.kv_heads) for block in base.layers]
         self.gated = config.model_type in LLAMA_LIKE
@@ -175,7 +176,7 @@ class FastRunner(Runner):
         shape = (len(self.layers), 1, 2 * self.kv_heads, capacity, self.head_dim)
         old, self.kv = getattr(self, "kv", None), torch.zeros(shape, dtype=self.dtype, device=self.device)
         if old is not None:
-            self.kv[:, :, :, : self.length] = old[:, :, :, : self.length]
+            self.kv[:, :, :, : old.shape[3]] = old  # tokens may have been read ahead of `length`
         positions = torch.arange(capacity, device=self.device)[None]
         cos, sin = self.rotary(torch.empty(0, dtype=self.dtype, device=self.device), position_ids=positions)
         self.rotated = cos.shape[-1]
@@ -191,9 +192,9 @@ class FastRunner(Runner):
     def _keep(self, base: int, slots: Tensor) -> None:
         self.kv[:, :, :, base : base + len(slots)] = self.kv.index_select(3, slots)
 
-    def _mask(self, n: int, tree: Draft | None) -> Tensor | None:
-        """Additive mask ``[n, length + n]``, or None where every query may see every key."""
-        past, window = self.length, self.window
+    def _mask(self, n: int, tree: Draft | None, past: int) -> Tensor | None:
+        """Additive mask ``[groups · n, past + n]``, or None where every query may see every key."""
+        window = self.window
         outside = window is not None and past + n > window
         if tree is not None:
             allowed = tree_mask(tree, past).to(self.device)
@@ -206,26 +207,28 @@ class FastRunner(Runner):
         if window is not None and outside:
             position = torch.cat([torch.arange(past, device=self.device), depth])
             allowed &= depth[:, None] - position[None] < window
-        return torch.zeros(allowed.shape, dtype=self.dtype, device=self.device).masked_fill_(~allowed, -torch.inf)
+        mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device).masked_fill_(~allowed, -torch.inf)
+        return mask.repeat(self.groups, 1) if self.groups > 1 else mask
 
     def _forward(self, tokens: Tensor, tree: Draft | None, head: int | None) -> Tensor:
-        n, start = len(tokens), self.length
-        end = start + n
-        self.reserve(end)
+        start = self.length
+        x = self.run_layers(self.embedding[tokens], 0, len(self.layers), start, *self._place(len(tokens), tree, start))
+        return self._logits(x if head is None else x[max(0, len(x) - head) :])
+
+    def _place(self, n: int, tree: Draft | None, start: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Rotation (cos, sin) and mask of n tokens whose first cache slot is `start`; makes room for them."""
+        self.reserve(start + n)
         if tree is None:
-            cos, sin = self.cos[start:end], self.sin[start:end]
+            cos, sin = self.cos[start : start + n], self.sin[start : start + n]
         else:
             at = start + torch.tensor([0, *tree.depths()], device=self.device)
             cos, sin = self.cos[at], self.sin[at]
         if self.interleaved:
             cos, sin = cos[:, None], sin[:, None]
-        mask = self._mask(n, tree)
-        if mask is not None and self.groups > 1:
-            mask = mask.repeat(self.groups, 1)
-        x = self.embedding[tokens]
-        x = self.run_layers(x, 0, len(self.layers), start, cos, sin, mask)
-        if head is not None and head < n:
-            x = x[n - head :]
+        return cos, sin, self._mask(n, tree, start)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Final norm and head on states ``[n, width]`` of any layer."""
         self.hidden = x = self.final_norm(x)
         return F.linear(x, self.head, self.head_bias)
 
@@ -238,26 +241,31 @@ class FastRunner(Runner):
         slots = cache.narrow(3, start, n).unbind(0)
         seen = cache.narrow(3, 0, start + n)
         keys, values = seen[:, :, : self.kv_heads].unbind(0), seen[:, :, self.kv_heads :].unbind(0)
-        linear, act = F.linear, self.activation
         for i, w in enumerate(self.layers[first:last]):
             y = w.norm1(x)
-            q = self._rotate(w, linear(y, w.qkv, w.qkv_bias), n, cos, sin, slots[i])
-            a = linear(self._attend(q, keys[i], values[i], mask, n), w.out, w.out_bias)
+            a = self._attention(w, y, n, cos, sin, slots[i], keys[i], values[i], mask)
             if self.parallel:
-                z = y if w.norm2 is None else w.norm2(x)
+                x = self._mlp(w, y if w.norm2 is None else w.norm2(x)) + a + x
             else:
                 x = a + x
                 assert w.norm2 is not None
-                z = w.norm2(x)
-            u = linear(z, w.up, w.up_bias)
-            if self.gated:
-                gate, up = u.chunk(2, -1)
-                u = act(gate) * up
-            else:
-                u = act(u)
-            m = linear(u, w.down, w.down_bias)
-            x = m + a + x if self.parallel else x + m
+                x = x + self._mlp(w, w.norm2(x))
         return x
+
+    def _attention(
+        self, w: Layer, y: Tensor, n: int, cos: Tensor, sin: Tensor, slot: Tensor, k: Tensor, v: Tensor, mask: Any
+    ) -> Tensor:
+        q = self._rotate(w, F.linear(y, w.qkv, w.qkv_bias), n, cos, sin, slot)
+        return F.linear(self._attend(q, k, v, mask, n), w.out, w.out_bias)
+
+    def _mlp(self, w: Layer, z: Tensor) -> Tensor:
+        u = F.linear(z, w.up, w.up_bias)
+        if self.gated:
+            gate, up = u.chunk(2, -1)
+            u = self.activation(gate) * up
+        else:
+            u = self.activation(u)
+        return F.linear(u, w.down, w.down_bias)
 
     def _rotate(self, w: Layer, qkv: Tensor, n: int, cos: Tensor, sin: Tensor, slot: Tensor) -> Tensor:
         """Rotate q and k in place, store k and v, return q ``[n, heads, width]``."""

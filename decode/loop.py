@@ -17,7 +17,7 @@ from .rules import AcceptanceRule, Exact, js_distance
 from .stop import StopRule
 from .target import Target
 from .trace import Round, Trace
-from .verify import is_exact, verify_chain, verify_tree, verify_tree_relaxed
+from .verify import verify_chain, verify_tree, verify_tree_relaxed
 from .warp import Warp
 
 
@@ -180,7 +180,7 @@ def _verify(draft: Draft, p: Tensor, logits: Tensor, rule: AcceptanceRule, rng: 
     """Accepted path, following token, and (overlap, tv spent, js distance) at the tested positions."""
     k = len(draft)
     if draft.probs is None:
-        if is_exact(rule) or not k:
+        if rule.neutral or not k:
             path, token = verify_tree(draft, p, rng)
             spent = None
         else:
@@ -191,6 +191,8 @@ def _verify(draft: Draft, p: Tensor, logits: Tensor, rule: AcceptanceRule, rng: 
         rows = [0, *(i + 1 for i in path)]
         children = draft.children()
         masses = [p[r, list(children[r])].sum() for r in rows if children[r]]
+        if spent is None and not rule.exact:
+            spent = p.new_zeros(len(masses))
         return path, token, (torch.stack(masses) if masses else None, spent, None)
     q, x = draft.probs, draft.tokens
     raw = None

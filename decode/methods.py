@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from .drafters import Drafter, NoDrafter
+from .drafters.early_exit import EarlyExitDrafter
 from .drafters.model import ModelDrafter
 from .errors import UserError
+from .exits import Part, early_exit, separate_copy, walkable
 from .loop import System
 from .rules import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical
 from .runner import Runner
@@ -44,14 +46,22 @@ class MethodOptions:
     """EARS: tolerance β(1 − max p); the paper uses 0.05 to 0.2, 0 is the exact rule."""
     threshold: float | None = None
     """Start of an adaptive confidence threshold (Draft & Verify 0.6, AdaSPEED 0.8, Hugging Face 0.4)."""
-    target_acceptance: float = 0.9
-    """Acceptance rate that Draft & Verify's and AdaSPEED's controller steers to."""
+    target_acceptance: float | None = None
+    """Acceptance rate that Draft & Verify's and AdaSPEED's controller steers to (0.9)."""
     fuzzy_threshold: float = 0.4
     """Fuzzy: largest Jensen–Shannon divergence (nats) between target and draft at which a token is kept."""
     typical_epsilon: float = 0.09
     """Typical acceptance: a token above this probability is always kept."""
     typical_delta: float = 0.3
     """Typical acceptance: factor of exp(−H(p))."""
+    exit_layer: int | None = None
+    """Self-speculation: layers that the draft runs (what the probes advise, else a quarter of the model's)."""
+    skip_attention: list[int] = field(default_factory=list)
+    """Draft & Verify: layers whose attention the draft skips; without any, it exits early as AdaSPEED's does."""
+    skip_mlp: list[int] = field(default_factory=list)
+    """Draft & Verify: layers whose MLP the draft skips."""
+    probes: str | None = None
+    """Folder of acceptance probes (python -m probes), which also advise the options that are left open."""
 
 
 @dataclass
@@ -115,9 +125,35 @@ def _adaptix(best_first: bool) -> Callable[[Parts], Drafter]:
 
 
 def _lookahead(parts: Parts) -> Drafter:
-    from .drafters.lookahead import Lookahead
+    from .drafters.lookahead import LookaheadDrafter
 
-    return Lookahead()
+    return LookaheadDrafter()
+
+
+def exit_layer(parts: Parts) -> int:
+    """The exit layer asked for, or a quarter of the model's layers."""
+    if parts.options.exit_layer is not None:
+        return parts.options.exit_layer
+    return max(1, round(walkable(parts.target).depth / 4))
+
+
+def _early_exit(parts: Parts) -> Drafter:
+    runner = walkable(parts.target)
+    return EarlyExitDrafter(runner, parts.warp, early_exit(runner, exit_layer(parts)))
+
+
+def _separate(parts: Parts) -> Drafter:
+    runner = walkable(parts.target)
+    return ModelDrafter(separate_copy(runner, exit_layer(parts)), parts.warp, runner.vocab_size)
+
+
+def _layer_subset(parts: Parts) -> Drafter:
+    options = parts.options
+    if not options.skip_attention and not options.skip_mlp:
+        return _early_exit(parts)
+    runner = walkable(parts.target)
+    part = Part.skipping(runner.depth, options.skip_attention, options.skip_mlp)
+    return EarlyExitDrafter(runner, parts.warp, part)
 
 
 DRAFTERS: dict[str, Callable[[Parts], Drafter]] = {
@@ -128,7 +164,11 @@ DRAFTERS: dict[str, Callable[[Parts], Drafter]] = {
     "adaptix": _adaptix(best_first=False),
     "adaptix-best-first": _adaptix(best_first=True),
     "lookahead": _lookahead,
+    "early-exit": _early_exit,
+    "early-exit-separate": _separate,
+    "layer-subset": _layer_subset,
 }
+SELF_DRAFTERS = {"early-exit", "early-exit-separate", "layer-subset"}
 
 
 def _dynamic(schedule: str, roc: bool) -> Callable[[Parts], StopRule]:
@@ -143,9 +183,30 @@ def _dynamic(schedule: str, roc: bool) -> Callable[[Parts], StopRule]:
 def _controlled(product: bool, default: float) -> Callable[[Parts], StopRule]:
     def make(parts: Parts) -> StopRule:
         window = parts.window(12)
-        start = default if parts.options.threshold is None else parts.options.threshold
-        threshold = TargetAcceptance(start, parts.options.target_acceptance, keep_at_cap=not product, window=window)
-        return StopRule(window, token_probability, product=product, threshold=threshold)
+        return StopRule(window, token_probability, product=product, threshold=_controller(parts, default, not product))
+
+    return make
+
+
+def _controller(parts: Parts, default: float, keep_at_cap: bool) -> TargetAcceptance:
+    start = default if parts.options.threshold is None else parts.options.threshold
+    rate = 0.9 if parts.options.target_acceptance is None else parts.options.target_acceptance
+    return TargetAcceptance(start, rate, keep_at_cap=keep_at_cap, window=parts.window(12))
+
+
+def _probed(kind: str) -> Callable[[Parts], StopRule]:
+    """AdaSPEED with a probe: the product of estimated acceptances instead of token probabilities."""
+
+    def make(parts: Parts) -> StopRule:
+        from .probe import load_probe
+
+        if parts.options.probes is None:
+            raise UserError(f"stopping on a {kind} needs one; train it with python -m probes, give --probes DIR")
+        drafting = parts.draft if parts.draft is not None else parts.target
+        layer = drafting.config.num_hidden_layers if parts.draft is not None else exit_layer(parts)
+        labels = ("match",) if parts.warp.greedy else ("accept", "top-p", "match")
+        probe = load_probe(parts.options.probes, drafting.model, layer, kind, labels)
+        return StopRule(parts.window(12), probe, product=True, threshold=_controller(parts, 0.8, False))
 
     return make
 
@@ -161,6 +222,9 @@ STOPS: dict[str, Callable[[Parts], StopRule]] = {
     "entropy": lambda parts: StopRule(parts.window(20), negative_entropy, threshold=MeanOfRejected()),
     "cost-optimal": lambda parts: StopRule(parts.window(20), token_probability, product=True, threshold=CostOptimal()),
 }
+
+PROBE_STOPS: dict[str, Callable[[Parts], StopRule]] = {kind: _probed(kind) for kind in ("probe", "confidence-probe")}
+"""Stop rules that need a folder of probes."""
 
 RULES: dict[str, Callable[[Parts], AcceptanceRule]] = {
     "exact": lambda parts: Exact(),
@@ -197,7 +261,19 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "adaptix":                ("adaptix",            "length",       "exact"),
     "adaptix-best-first":     ("adaptix-best-first", "length",       "exact"),
     "lookahead":              ("lookahead",          "length",       "exact"),
+    "layerskip":              ("early-exit",         "length",       "exact"),
+    "layerskip-separate":     ("early-exit-separate", "length",      "exact"),
+    "draft-verify":           ("layer-subset",       "draft-verify", "exact"),
+    "adaspeed":               ("early-exit",         "product",      "exact"),
+    "adaspeed-probe":         ("early-exit",         "probe",        "exact"),
+    "confidence-probe":       ("early-exit",         "confidence-probe", "exact"),
+    "draft-probe":            ("model",              "probe",        "exact"),
 }  # fmt: skip
+
+SELF_SPECULATIVE = {name for name, parts in METHODS.items() if parts[0] in SELF_DRAFTERS}
+"""Methods that draft with the target's own layers."""
+PROBED = {name for name, parts in METHODS.items() if parts[1] in PROBE_STOPS}
+"""Methods that need a folder of probes."""
 
 
 def _find(kind: str, name: str, table: dict) -> object:
@@ -236,9 +312,24 @@ def build(method: str, parts: Parts, *, stop: str | None = None, rule: str | Non
     """
     check_method(method)
     drafter_name, stop_name, rule_name = METHODS[method]
-    stop_rule = _find("stop rule", stop or stop_name, STOPS)(parts)  # type: ignore[operator]
+    parts = _advised(method, parts)
+    stop_rule = _find("stop rule", stop or stop_name, STOPS | PROBE_STOPS)(parts)  # type: ignore[operator]
     acceptance = _find("acceptance rule", rule or rule_name, RULES)(parts)  # type: ignore[operator]
     drafter = DRAFTERS[drafter_name](parts)
     if isinstance(drafter, ModelDrafter):
         drafter.keep_logits = acceptance.needs_raw
     return System(method, drafter, stop_rule, acceptance)
+
+
+def _advised(method: str, parts: Parts) -> Parts:
+    """The parts with options left open filled in as measured when the probes were trained."""
+    options = parts.options
+    if options.probes is None or (method not in SELF_SPECULATIVE and method not in PROBED):
+        return parts
+    from .probe import advised
+
+    advice = advised(options.probes, method, greedy=parts.warp.greedy)
+    if options.exit_layer is not None and options.exit_layer != advice.get("exit_layer"):
+        return parts  # thresholds belong to their layer
+    missing = {key: value for key, value in advice.items() if getattr(options, key) in (None, [])}
+    return replace(parts, options=replace(options, **missing))

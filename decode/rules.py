@@ -49,6 +49,11 @@ class AcceptanceRule(Protocol):
     exact: bool
     needs_raw: bool
 
+    @property
+    def neutral(self) -> bool:
+        """Whether the rule decides as the exact one does, for now."""
+        ...
+
     def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
         """Probability ``[k]`` of keeping each drafted token ``x [k]``, from ``p, q [k, vocab]``."""
         ...
@@ -75,6 +80,11 @@ class Exact:
 
     exact = True
     needs_raw = False
+
+    @property
+    def neutral(self) -> bool:
+        """See `AcceptanceRule.neutral`; a subclass has to say so itself."""
+        return type(self) is Exact
 
     def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
         """See `AcceptanceRule.accept_prob`."""
@@ -106,6 +116,11 @@ class Ears(Exact):
 
     beta: float = 0.1
     exact = False
+
+    @property
+    def neutral(self) -> bool:
+        """At β = 0."""
+        return self.beta == 0
 
     def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
         """min(1, p(x)/q(x) + β(1 − max p)) where p(x) > 0."""
@@ -142,6 +157,11 @@ class JensenShannon(Exact):
         self._seen = [False, False]
 
     @property
+    def neutral(self) -> bool:
+        """While θ is 0."""
+        return self.theta <= 0
+
+    @property
     def theta(self) -> float:
         """The threshold in force."""
         if self.threshold is not None:
@@ -168,10 +188,14 @@ class JensenShannon(Exact):
 
     def observe(self, round: Round) -> None:
         """Record the distances of the accepted positions and of the first rejected one."""
-        if self._distance is None or self.threshold is not None:
+        distance, self._distance = self._distance, None
+        if self.threshold is not None:
             return
-        distances = self._distance[: round.tested].tolist()
-        self._distance = None
+        if round.draft.probs is None:
+            distance = _tree_distance(round, self.unwarped)
+        if distance is None:
+            return
+        distances = distance[: round.tested].tolist()
         for sums, values, which in (
             (self.accepted, distances[: round.accepted], 0),
             (self.rejected, distances[round.accepted :], 1),
@@ -190,6 +214,16 @@ class JensenShannon(Exact):
         """Forget all distances."""
         self.accepted, self.rejected, self.sequences = [0.0, 0.0], [0.0, 0.0], [0, 0]
         self.start()
+
+
+def _tree_distance(round: Round, unwarped: bool) -> Tensor:
+    """D(p, one-hot) ``[t]`` at the accepted nodes of a deterministic draft, then at the first rejected one."""
+    rows = [0, *(node + 1 for node in round.path)]
+    nodes = [*round.path, *[i for i, parent in enumerate(round.draft.parents) if parent == rows[-1] - 1][:1]]
+    rows = rows[: len(nodes)]
+    p = round.logits[rows].float().softmax(-1) if unwarped else round.probs[rows]
+    tokens = round.draft.tokens.to(p.device)[nodes]
+    return js_distance(p, torch.zeros_like(p).scatter_(-1, tokens[:, None], 1.0))
 
 
 class _FromTarget(Exact):

@@ -151,10 +151,11 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True) -> Runner:
     tokens; everything else (other families, quantised weights, models spread over devices) goes through the
     ordinary model call.
     """
-    from .fast import FastRunner, supports
+    from .exits import PartialRunner
+    from .fast import supports
 
     if fast and supports(model):
-        runner = FastRunner(model)
+        runner = PartialRunner(model)
         gap = _difference(model, runner)
         if gap < {torch.float64: 1e-9, torch.float32: 1e-3}.get(model.dtype, 0.1):
             return runner

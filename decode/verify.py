@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .draft import Draft
 from .rng import Rng
-from .rules import AcceptanceRule, Exact, Raw
+from .rules import AcceptanceRule, Raw
 
 
 def verify_chain(draft: Draft, p: Tensor, accept: Tensor, rule: AcceptanceRule, rng: Rng) -> tuple[list[int], int]:
@@ -92,8 +92,3 @@ def verify_tree_relaxed(
             return path, int(rng.draw(law)), torch.cat(spent) if spent else torch.empty(0)
         path.append(taken)
         row = taken + 1
-
-
-def is_exact(rule: AcceptanceRule) -> bool:
-    """Whether the rule is the exact one, so that trees may be verified by one draw a node."""
-    return type(rule) is Exact

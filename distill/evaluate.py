@@ -62,7 +62,7 @@ class _Evaluation:
         self.tokenizer: PreTrainedTokenizerBase = corpus.tokenizer
         self.target = load_model(run.target)
         self.models: dict[str, PreTrainedModel] = {name: load_model(path) for name, path in run.drafts.items()}
-        self.iso = {"adaspec": full.draft.iso} | {c.name: c.iso for c in full.comparisons}
+        self.comparisons = {c.name: c.method for c in full.comparisons}
         preset = PRESETS.get(source)
         score = SCORERS.get(preset.scorer) if preset is not None and preset.scorer else None
         judge = None if score is None else (lambda prompt, text: score(text, prompt.reference or ""))
@@ -164,20 +164,28 @@ class _Evaluation:
         }
 
     def _pairs(self, alphas: dict[str, OfflineAlpha], mode: str) -> list[dict[str, Any]]:
-        """Every distilled draft against DistillSpec, and DistillSpec against the undistilled draft."""
-        base, none = NAMES["reference"], NAMES["initial"]
-        held = {
-            "steps": "equal steps",
-            "epochs": "equal steps and teacher tokens",
-            "teacher_tokens": "equal teacher tokens",
-        }
-        pairs = [
-            {"a": name, "b": base, "label": f"{mode}; {held[self.iso[name]]}", **paired(alphas[base], alphas[name])}
-            for name in self.models
-            if name not in (base, none)
+        """AdaSPEC's drafts against DistillSpec's, each with what the two held equal, then DistillSpec's own gain."""
+        base, none, best = NAMES["reference"], NAMES["initial"], self.best
+        plain = [base, *(name for name in self.comparisons if self.comparisons[name] == "distillspec")]
+        selective = [best, *(name for name in self.comparisons if self.comparisons[name] == "adaspec")]
+        pairs = [(a, b) for a in selective for b in plain if a == best or self._held(a, b)]
+        return [
+            {"a": a, "b": b, "label": "; ".join(filter(None, [mode, self._held(a, b)])), **paired(alphas[b], alphas[a])}
+            for a, b in [*pairs, (base, none)]
         ]
-        gain = paired(alphas[none], alphas[base])
-        return [*pairs, {"a": base, "b": none, "label": mode, **gain}]
+
+    def _held(self, a: str, b: str) -> str:
+        """What the trainings of two drafts had in common."""
+        one, other = (account_of(self.run.draft_record(name)) for name in (a, b))
+        same = [
+            words
+            for words, x, y in (
+                ("steps", one.optimiser_steps, other.optimiser_steps),
+                ("teacher tokens", one.teacher_tokens, other.teacher_tokens),
+            )
+            if x == y
+        ]
+        return "equal " + " and ".join(same) if same else ""
 
     # -- decoding --------------------------------------------------------------------------------------------------
 

@@ -34,13 +34,13 @@ class ModelDrafter:
         """Read the prompt but for its pending token, unless the draft's context cannot hold it."""
         self.runner.truncate(0)
         if 1 < len(ids) <= self.runner.limit:
-            self.runner.read(torch.tensor(ids[:-1], device=self.runner.device), head=0)
+            self.runner.read(self._known(ids[:-1]), head=0)
 
     def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
         """See `Drafter.propose`."""
-        runner, device = self.runner, self.runner.device
+        runner = self.runner
         limit = min(stop.cap(), room, runner.limit - len(ids))
-        feed = torch.tensor(ids[runner.length :], device=device)  # two tokens after a fully accepted round
+        feed = self._known(ids[runner.length :])  # two tokens after a fully accepted round
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
         logits: list[Tensor] = []
@@ -70,6 +70,13 @@ class ModelDrafter:
             hidden=torch.stack(hidden) if hidden else None,
             confidence=list(stop.seen),
         )
+
+    def _known(self, ids: list[int]) -> Tensor:
+        """Ids as the draft reads them; one that only the target knows is read as the draft's last."""
+        last = self.runner.vocab_size - 1
+        if self.vocab > self.runner.vocab_size:
+            ids = [min(i, last) for i in ids]
+        return torch.tensor(ids, device=self.runner.device)
 
     def _fit(self, logits: Tensor) -> Tensor:
         missing = self.vocab - logits.shape[-1]

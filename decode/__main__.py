@@ -1,0 +1,201 @@
+"""``python -m decode``: generate, compare, profile, and build what retrieval drafts from."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import settings as s
+from .cli import parse, run_main
+from .errors import UserError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: its settings, what the help says, and where its code is (imported only when it runs)."""
+
+    settings: type
+    about: str
+    examples: str
+    run: Callable[[Any], None]
+
+
+def _generate(settings: s.GenerateSettings) -> None:
+    from .generate import run
+
+    run(settings)
+
+
+def _bench(settings: s.BenchSettings) -> None:
+    from .compare import run
+
+    run(settings)
+
+
+def _profile(settings: s.ProfileSettings) -> None:
+    from .profile import run
+
+    run(settings)
+
+
+def _datastore(settings: s.StoreSettings) -> None:
+    from .stores import build_datastore
+
+    build_datastore(settings)
+
+
+def _trigrams(settings: s.StoreSettings) -> None:
+    from .stores import build_trigrams
+
+    build_trigrams(settings)
+
+
+COMMANDS = {
+    "generate": Command(
+        s.GenerateSettings,
+        "Stream a text from a target, with any decoding method.",
+        """
+  python -m decode generate --target runs/quickstart/target --draft runs/quickstart/draft \\
+      --prompt "Tom has 3 apples and buys 4 more. How many apples does he have?" --show
+  python -m decode generate --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --method adasd --temperature 0.7 \\
+      --chat --prompt "Why is the sky blue?"
+  cat prompt.txt | python -m decode generate --target runs/quickstart/target --method prompt-lookup --json""",
+        _generate,
+    ),
+    "bench": Command(
+        s.BenchSettings,
+        "Compare decoding methods with each other and with transformers: speed, acceptance, quality. Every prompt is "
+        "given to all methods in turn; the table, report.json and an HTML page carry medians of paired ratios with "
+        "bootstrap intervals. A run that was stopped goes on where it was.",
+        """
+  python -m decode bench --config configs/quickstart.yaml
+  python -m decode bench --target T --draft D --methods vanilla,adasd,ears --suite gsm8k=test.jsonl --temperatures 0,1
+  python -m decode bench --target T --draft before=A after=B --methods vanilla --draft-lengths 3,5,7 --limit 50""",
+        _bench,
+    ),
+    "profile": Command(
+        s.ProfileSettings,
+        "Can this draft make this target faster on this machine? Measures c (a draft forward), v(n) (an n-token target "
+        "forward), bookkeeping and offline alpha, and predicts the speedup of every draft length.",
+        """
+  python -m decode profile --target runs/quickstart/target --draft runs/quickstart/draft
+  python -m decode profile --target T --draft D --suite gsm8k=test.jsonl --temperature 1 --json""",
+        _profile,
+    ),
+    "datastore build": Command(
+        s.StoreSettings,
+        "Build REST's datastore (a suffix array over token ids) from texts. The folder also gets the tri-gram table.",
+        """
+  python -m decode datastore build --tokenizer runs/quickstart/target --input train.jsonl notes.txt --output stores/own
+  python -m decode datastore build --tokenizer runs/quickstart/target --input arithmetic --output stores/arithmetic""",
+        _datastore,
+    ),
+    "trigrams build": Command(
+        s.StoreSettings,
+        "Build Adaptix's n-gram table from texts.",
+        """
+  python -m decode trigrams build --tokenizer runs/quickstart/target --input train.jsonl --output stores/own""",
+        _trigrams,
+    ),
+}
+
+
+def _overview() -> str:
+    lines = ["usage: python -m decode COMMAND [options]", "", "commands:"]
+    lines += [f"  {name:<16} {command.about.split('. ')[0].rstrip('.')}." for name, command in COMMANDS.items()]
+    lines += [f"  {'methods':<16} List the decoding methods with their parts.", ""]
+    lines.append("python -m decode COMMAND --help lists a command's options with their defaults and examples.")
+    return "\n".join(lines)
+
+
+def _methods() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from .methods import METHODS, is_lossless
+
+    table = Table("method", "who drafts", "when drafting stops", "what is kept", "output", box=None, pad_edge=False)
+    for name, parts in METHODS.items():
+        table.add_row(name, *parts, "[green]lossless" if is_lossless(name) else "[yellow]relaxed")
+    Console().print(table)
+
+
+def _help(name: str, command: Command) -> None:
+    """The parser's help with hyphens in the options, followed by examples."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        parse(command.settings, ["--help"], prog=f"python -m decode {name}", description=command.about)
+    hyphens = re.sub(r"--[a-z]\w*", lambda match: match[0].replace("_", "-"), shown.getvalue())
+    hyphens = re.sub(r", --[a-z-]+\+ \[ITEM,...\]", "", hyphens)
+    hyphens = re.sub(r"usage: .*?\n\n", f"usage: python -m decode {name} [options]\n\n", hyphens, count=1, flags=re.S)
+    print(hyphens.rstrip() + f"\n\nexamples:{command.examples}")
+
+
+def _configured(argv: list[str], config: Path) -> s.BenchSettings:
+    """Settings of ``bench`` from a configuration that also serves ``distill`` and ``probes``."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    except yaml.YAMLError:
+        content = {}  # the parser reads it again and says where it is wrong
+    content = content if isinstance(content, dict) else {}
+    own = {"bench", "name", "output_dir"}
+    near = {key: difflib.get_close_matches(str(key), own, 1, 0.75) for key in content if key not in own}
+    foreign = {key for key, match in near.items() if not match}
+    tidied = s.tidy(argv, s.BenchSettings, "bench.")
+    file = parse(s.BenchFile, tidied, prog="python -m decode bench", description="", foreign=foreign)
+    settings, run = file.bench, Path(file.output_dir) / file.name
+    given = content.get("bench") or {}
+    if "suite" not in given and not any(item.startswith("--bench.suite") for item in tidied):
+        settings.suite = s.default_suites(content.get("data"))
+    settings.target = settings.target or str(run / "target")
+    if not settings.draft and (run / "draft").is_dir():
+        settings.draft = [str(run / "draft")]
+    settings.output = settings.output or str(run)
+    return settings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    return run_main(lambda: _run(argv))
+
+
+def _run(argv: list[str]) -> None:
+    name, rest = argv[0], argv[1:]
+    if name in ("datastore", "trigrams"):
+        name += f" {rest[0]}" if rest and not rest[0].startswith("-") else " build"
+        rest = rest[1:] if rest and not rest[0].startswith("-") else rest
+    if name == "methods":
+        _methods()
+        return
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, [*COMMANDS, "methods"], 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"unknown command {name!r}; {hint}choose one of {', '.join(COMMANDS)}, methods")
+    command = COMMANDS[name]
+    if "-h" in rest or "--help" in rest:
+        _help(name, command)
+        return
+    configs = [after for item, after in zip(rest, [*rest[1:], ""]) if item == "--config"]
+    configs += [item.partition("=")[2] for item in rest if item.startswith("--config=")]
+    if name == "bench" and configs:
+        command.run(_configured(rest, Path(configs[-1])))
+        return
+    tidied = s.tidy(rest, command.settings)
+    command.run(parse(command.settings, tidied, prog=f"python -m decode {name}", description=command.about))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

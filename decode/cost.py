@@ -1,0 +1,284 @@
+"""What a round costs, measured, and what speedup follows from it.
+
+Costs are in one-token target forwards: c of a draft forward, v(n) of an n-token target forward, o of the bookkeeping
+around them. With acceptance rate α, the same at every position, and draft length γ (Leviathan et al., 2211.17192,
+theorem 3.8, with the cost of verification made explicit):
+
+    tokens per round = (1 − α^(γ+1)) / (1 − α)
+    speedup          = tokens per round / (γ·c + v(γ+1) + o)
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from .machine import synchronize
+from .runner import Runner
+
+LONGEST = 15
+"""Draft lengths are compared up to here: v is measured for 1 to 16 tokens."""
+
+
+@dataclass
+class CostModel:
+    """Costs of one pair on one machine.
+
+    Attributes:
+        cost_ratio: c; 0 without a draft model.
+        verify_cost: v(n) at the measured n, v(1) = 1.
+        overhead: o, bookkeeping of a round beyond that of a plain step, in one-token target forwards.
+        draft_overhead: bookkeeping of a drafted token, in the same unit; it adds to c.
+        target_seconds: median time of a one-token target forward.
+        draft_seconds: median time of a one-token draft forward.
+        context: tokens in the caches while measuring.
+    """
+
+    cost_ratio: float
+    verify_cost: dict[int, float]
+    overhead: float = 0.0
+    draft_overhead: float = 0.0
+    target_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    context: int = 0
+
+    def v(self, n: float) -> float:
+        """The cost of an n-token target forward; linear between measured points, and beyond the last one."""
+        widths = sorted(self.verify_cost)
+        if n in self.verify_cost:
+            return self.verify_cost[int(n)]
+        if len(widths) == 1:
+            return self.verify_cost[widths[0]]
+        high = next((i for i, w in enumerate(widths) if w > n), None)
+        left, right = (widths[len(widths) // 2 - 1], widths[-1]) if high is None else (widths[high - 1], widths[high])
+        a, b = self.verify_cost[left], self.verify_cost[right]
+        return a + (b - a) * (n - left) / (right - left)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For reports; v as a list of ``[n, v(n)]``."""
+        return asdict(self) | {"verify_cost": [[n, v] for n, v in sorted(self.verify_cost.items())]}
+
+
+@torch.inference_mode()
+def measure_cost(
+    target: Runner,
+    draft: Runner | None = None,
+    *,
+    widths: Iterable[int] = range(1, LONGEST + 2),
+    context: int = 128,
+    repeats: int = 21,
+    seconds: float = 5.0,
+) -> CostModel:
+    """Time one-token draft forwards and n-token target forwards in turn, and take medians.
+
+    The caches are rolled back after each forward, so that every one is timed at the same context.
+
+    Args:
+        target: the target.
+        draft: the draft model, if there is one.
+        widths: the n of v(n); 1 is always among them.
+        context: tokens before the measured ones; less where a model's context is shorter.
+        repeats: most rounds of measurements.
+        seconds: no further round begins after this time, once five are done.
+    """
+    room = min([target.limit] + ([draft.limit] if draft is not None else []))
+    wanted = sorted({1, *(n for n in widths if n < room)})
+    context = max(1, min(context, room - wanted[-1]))
+    vocab = min([target.vocab_size] + ([draft.vocab_size] if draft is not None else []))
+    tokens = torch.randint(vocab, (context + wanted[-1],), generator=torch.Generator().manual_seed(0))
+    jobs: list[tuple[Runner, int]] = [(target, n) for n in wanted] + ([(draft, 1)] if draft is not None else [])
+    for runner in {id(r): r for r, _ in jobs}.values():
+        runner.truncate(0)
+        runner.reserve(context + wanted[-1])
+        runner.read(tokens[:context].to(runner.device), head=0)
+    times: list[list[float]] = [[] for _ in jobs]
+    began = time.perf_counter()
+    for turn in range(repeats + 1):
+        if turn > 5 and time.perf_counter() - began > seconds:
+            break
+        for j in range(len(jobs)):
+            at = (j + turn) % len(jobs)
+            spent = _time_read(*jobs[at], tokens, context)
+            if turn:  # the first turn warms up
+                times[at].append(spent)
+    for runner, _ in jobs:
+        runner.truncate(0)
+    medians = [statistics.median(t) for t in times]
+    one = medians[0]
+    last = medians[-1] if draft is not None else 0.0
+    return CostModel(
+        cost_ratio=last / one,
+        verify_cost={n: t / one for n, t in zip(wanted, medians)},
+        target_seconds=one,
+        draft_seconds=last,
+        context=context,
+    )
+
+
+def _time_read(runner: Runner, n: int, tokens: torch.Tensor, context: int) -> float:
+    feed = tokens[context : context + n].to(runner.device)
+    synchronize(runner.device)
+    began = time.perf_counter()
+    runner.read(feed)
+    synchronize(runner.device)
+    spent = time.perf_counter() - began
+    runner.truncate(context)
+    return spent
+
+
+class Stopwatch:
+    """Seconds spent inside the forwards of some runners."""
+
+    seconds = 0.0
+
+
+@contextmanager
+def watch_forwards(*runners: Runner) -> Iterator[Stopwatch]:
+    """Add up the time of all forwards, those of early layers among them; what is left of a round is bookkeeping."""
+    watch = Stopwatch()
+    different = list({id(r): r for r in runners}.values())
+
+    def timed(read: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
+        def call(*args: Any, **extra: Any) -> torch.Tensor:
+            synchronize(device)
+            began = time.perf_counter()
+            logits = read(*args, **extra)
+            synchronize(device)
+            watch.seconds += time.perf_counter() - began
+            return logits
+
+        return call
+
+    reads = [(runner, name) for runner in different for name in ("read", "read_part") if hasattr(runner, name)]
+    for runner, name in reads:
+        vars(runner)[name] = timed(getattr(runner, name), runner.device)
+    try:
+        yield watch
+    finally:
+        for runner, name in reads:
+            del vars(runner)[name]
+
+
+# -- formulas ------------------------------------------------------------------------------------------------------
+
+
+def tokens_per_round(alpha: float, draft_length: int) -> float:
+    """(1 − α^(γ+1)) / (1 − α), which is γ + 1 at α = 1."""
+    return float(sum(alpha**i for i in range(draft_length + 1)))
+
+
+def predicted_speedup(alpha: float, draft_length: int, c: float, v: Callable[[int], float], o: float = 0.0) -> float:
+    """Speedup over one-token steps at a fixed draft length with acceptance α, the same at every position.
+
+    Args:
+        alpha: acceptance rate in [0, 1].
+        draft_length: γ.
+        c: a draft forward, in one-token target forwards.
+        v: cost of an n-token target forward, in the same unit.
+        o: bookkeeping of a round, in the same unit.
+    """
+    return tokens_per_round(alpha, draft_length) / (draft_length * c + v(draft_length + 1) + o)
+
+
+def speedup_of_rounds(
+    drafted: Sequence[int], accepted: Sequence[int], c: float, v: Callable[[int], float], o: float = 0.0
+) -> float:
+    """E[m + 1] / (c·E[k] + E[v(k + 1)] + o) over measured rounds, whatever ended their drafts."""
+    spent = sum(c * k + v(k + 1) + o for k in drafted)
+    return (sum(accepted) + len(accepted)) / spent if spent else float("nan")
+
+
+def replay(accept: Sequence[float], draft_length: int) -> tuple[float, dict[int, float]]:
+    """Expected rounds over a text whose position i is accepted with probability ``accept[i]`` once it is reached.
+
+    Greedy acceptances are 0 or 1, and the result is then exactly what decoding this text does: runs of easy tokens,
+    which one α for all positions does not see, are seen.
+
+    Returns:
+        The expected number of rounds, and the expected number of rounds that draft k tokens, for each k (fewer than
+        `draft_length` only where the text ends).
+    """
+    n = len(accept)
+    reach = [0.0] * (n + 1)  # probability that a round starts at this position
+    reach[0] = 1.0
+    lengths: dict[int, float] = {}
+    for s in range(n):
+        here = reach[s]
+        if not here:
+            continue
+        k = min(draft_length, n - s - 1)
+        lengths[k] = lengths.get(k, 0.0) + here
+        alive = here
+        for i in range(s, s + k):
+            reach[i + 1] += alive * (1 - accept[i])  # the correction is token i
+            alive *= accept[i]
+        reach[s + k + 1] += alive  # the bonus is token s + k
+    return sum(lengths.values()), lengths
+
+
+def replayed_speedup(
+    texts: Iterable[Sequence[float]], draft_length: int, c: float, v: Callable[[int], float], o: float = 0.0
+) -> float:
+    """Speedup at a fixed draft length over texts with known acceptances (`replay`)."""
+    tokens, spent = 0, 0.0
+    for accept in texts:
+        tokens += len(accept)
+        spent += sum(r * (c * k + v(k + 1) + o) for k, r in replay(accept, draft_length)[1].items())
+    return tokens / spent if spent else float("nan")
+
+
+def best_length(speedups: dict[int, float]) -> int:
+    """The draft length with the largest predicted speedup; 0 where no length reaches 1."""
+    length = max(speedups, key=lambda k: speedups[k], default=0)
+    return length if speedups and speedups[length] > 1 else 0
+
+
+def break_even(draft_length: int, c: float, v: Callable[[int], float], o: float = 0.0) -> float | None:
+    """The α from which a draft of this length gains, by bisection; None where even α = 1 does not."""
+    if predicted_speedup(1.0, draft_length, c, v, o) < 1:
+        return None
+    low, high = 0.0, 1.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        if predicted_speedup(middle, draft_length, c, v, o) >= 1:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def verdict(alpha: float, cost: CostModel, speedups: dict[int, float]) -> str:
+    """One sentence: whether the pair can win on this machine, with what length, and what it hangs on.
+
+    Args:
+        alpha: offline acceptance rate.
+        cost: the pair's costs.
+        speedups: predicted speedup by draft length.
+    """
+    c, o = cost.cost_ratio + cost.draft_overhead, cost.overhead
+    best = best_length(speedups)
+    needed = {k: a for k in speedups if k and (a := break_even(k, c, cost.v, o)) is not None}
+    facts = f"α = {alpha:.3f}, c = {cost.cost_ratio:.3f}, v(2) = {cost.v(2):.2f}"
+    if best:
+        return (
+            f"this pair should gain a factor of {speedups[best]:.2f} on this machine with draft length {best} "
+            f"({facts}; it gains from α = {needed.get(best, 0.0):.2f} on)"
+        )
+    if not needed:
+        spare = 2 - cost.v(2) - o - cost.draft_overhead
+        cure = f"a draft with c below {spare:.2f} is needed" if spare > 0 else "no draft is small enough to change that"
+        return (
+            "this pair cannot win on this machine: drafting and verifying cost more than they could ever save, even if "
+            f"every token were accepted ({facts}); {cure}"
+        )
+    length = min(needed, key=lambda k: needed[k])
+    return (
+        f"this pair cannot win on this machine: the least acceptance that pays is α = {needed[length]:.2f}, at draft "
+        f"length {length} ({facts}); train the draft further, or take a smaller one"
+    )

@@ -1,0 +1,48 @@
+"""``python -m distill --config C``: from data to a measured, exported draft."""
+
+from __future__ import annotations
+
+import sys
+
+from decode.cli import parse, run_main, take_flag
+
+DESCRIPTION = """Trains a draft model for a target: target -> initial draft -> reference (DistillSpec) -> draft
+(AdaSPEC), measures all drafts and exports the last, under <output_dir>/<name>/. Stages whose inputs have not changed
+are skipped, and an interrupted run continues where it was. Further switches: --dry-run (the whole run with tiny random
+models of the same architectures, no network, under two minutes), --show-example (print one training example with
+its label mask, then stop), --tracker wandb|csv|tensorboard|none (short for --tracker.kind)."""
+
+FOREIGN = {"bench", "probes"}
+"""Sections of a shared configuration that belong to the other commands."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parses the arguments and runs.
+
+    Raises:
+        UserError: Anything in settings, data or models that cannot be used.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    dry_run, show = take_flag(argv, "--dry-run"), take_flag(argv, "--show-example")
+    argv = [item.replace("--tracker", "--tracker.kind", 1) if _is_tracker(item) else item for item in argv]
+    from distill.settings import Settings
+
+    settings = parse(Settings, argv, prog="python -m distill", description=DESCRIPTION, foreign=FOREIGN)
+    from distill.pipeline import run_pipeline, show_example
+
+    if dry_run:
+        from distill.dry_run import shrink
+
+        settings = shrink(settings)
+    if show:
+        show_example(settings)
+    else:
+        run_pipeline(settings)
+
+
+def _is_tracker(item: str) -> bool:
+    return item == "--tracker" or item.startswith("--tracker=")
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

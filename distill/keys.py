@@ -1,0 +1,70 @@
+"""What each stage is made from, as a fingerprint that is computed in milliseconds: no data, no model is read."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from distill.files import fingerprint
+from distill.settings import ModelSettings, Settings
+
+VERSION = 1
+"""Raised when a change of the code changes what a stage produces: folders made before are then made again."""
+
+Key = tuple[str, dict[str, Any]]
+
+
+def stage_keys(settings: Settings) -> dict[str, Key]:
+    """Fingerprint of every stage, in order, with what it is made from."""
+    trainer = settings.trainer
+    common = {
+        "version": VERSION,
+        "precision": trainer.precision,
+        "gradient_clip": trainer.gradient_clip,
+        "validate_every": trainer.validate_every,
+        "validation_examples": trainer.validation_examples,
+    }
+    data = data_key(settings)
+    keys: dict[str, Key] = {}
+
+    def add(stage: str, **parts: Any) -> str:
+        keys[stage] = fingerprint(parts), parts
+        return keys[stage][0]
+
+    target = add("target", **common, **data, model=_model_key(settings.target))
+    initial = add("initial", **common, **data, model=_model_key(settings.initial), target=target)
+    reference = add("reference", **common, **data, reference=asdict(settings.reference), target=target, initial=initial)
+    add("draft", **common, adaspec=asdict(settings.draft), reference=reference)
+    for other in settings.comparisons:
+        add(other.name, **common, adaspec=asdict(other), reference=reference)
+    return keys
+
+
+def data_key(settings: Settings) -> dict[str, Any]:
+    """What the training examples come from, told without reading them: settings, seed, and the files' state."""
+    data = asdict(settings.data)
+    del data["test_examples"]  # no stage sees a test example
+    paths = [data[name] for name in ("source", "train_file", "validation_file", "tokenizer") if data[name]]
+    return {"data": data, "seed": settings.seed, "files": _state(paths)}
+
+
+def _model_key(settings: ModelSettings) -> dict[str, Any]:
+    """What a language model is made from, without the settings that its kind does not use."""
+    unused = {
+        "scratch": ("model", "lora", "dtype"),
+        "finetune": ("architecture", "lora", "dtype"),
+        "lora": ("architecture", "dtype"),
+        "as_is": ("architecture", "lora", "training"),
+    }
+    key = {name: value for name, value in asdict(settings).items() if name not in unused[settings.kind]}
+    if settings.kind == "as_is" or not key.get("layerskip", {}).get("enabled"):
+        key.pop("layerskip", None)
+    return key | {"files": _state([settings.model] if settings.model else [])}
+
+
+def _state(paths: list[str]) -> dict[str, list[int]]:
+    """Size and time of every file at (or directly below) those of the paths that exist."""
+    found = [Path(path) for path in paths if Path(path).exists()]
+    files = [file for path in found for file in ([path] if path.is_file() else sorted(path.iterdir()))]
+    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()}

@@ -1,0 +1,171 @@
+"""Models for training: built from a shape or loaded, and run without computing logits that no loss needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.errors import UserError
+from decode.load import load_model
+from distill.settings import Architecture, ModelSettings
+
+GPT2_NAMES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+}
+"""How the families that descend from GPT-2 call their dimensions."""
+
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+"""What a model and its tokenizer need of a Hub repository."""
+
+
+def build_config(shape: Architecture, vocab: int, tokenizer: PreTrainedTokenizerBase | None = None) -> PretrainedConfig:
+    """The configuration of a model from scratch, its special tokens taken from the tokenizer.
+
+    Raises:
+        UserError: A family that transformers does not know, or fields that it refuses.
+    """
+    inner = shape.intermediate_size or -(-shape.hidden_size * 8 // 96) * 32
+    values: dict[str, Any] = {
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads or shape.heads,
+        "intermediate_size": inner,
+        "max_position_embeddings": shape.positions,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "vocab_size": vocab,
+        **{name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    }
+    if shape.model_type in ("gpt2", "codegen", "gptj"):
+        values = {GPT2_NAMES.get(key, key): value for key, value in values.items() if key != "num_key_value_heads"}
+        if shape.model_type != "gpt2":
+            values["rotary_dim"] = shape.hidden_size // shape.heads
+    elif shape.model_type.startswith(("qwen3", "gemma")):
+        values["head_dim"] = shape.hidden_size // shape.heads
+    try:
+        return AutoConfig.for_model(shape.model_type, **(values | shape.extra))
+    except (ValueError, TypeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"architecture.model_type {shape.model_type!r} cannot be built: {first}") from error
+
+
+def build_model(
+    shape: Architecture, vocab: int, tokenizer: PreTrainedTokenizerBase | None, seed: int
+) -> PreTrainedModel:
+    """A model with random float32 weights that depend on the seed alone."""
+    config = build_config(shape, vocab, tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{shape.model_type} has no causal language model: {error}") from error
+    return model
+
+
+def obtain(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, vocab: int, seed: int) -> PreTrainedModel:
+    """The model that a stage trains, in float32: random weights, or a folder's or Hub repository's."""
+    if settings.model is None:
+        return build_model(settings.architecture, vocab, tokenizer, seed)
+    return load_model(settings.model, dtype="float32", trust_remote_code=settings.trust_remote_code)
+
+
+def source_folder(model: str) -> Path:
+    """The folder of a model that is used as it is; a Hub repository is downloaded to the usual cache.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise _unreachable(model, error) from error
+
+
+def count_parameters(settings: ModelSettings, vocab: int) -> int:
+    """Parameters of a model that is not there yet, without allocating it."""
+    if settings.model is None:
+        config = build_config(settings.architecture, vocab)
+    else:
+        try:
+            config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise _unreachable(settings.model, error) from error
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _unreachable(model: str, error: Exception) -> UserError:
+    return UserError(
+        f"no model can be found at {model!r}: give a folder with a config.json, or the name of a Hub repository that "
+        f"can be reached from here ({str(error).strip().splitlines()[0]})"
+    )
+
+
+class Head(nn.Module):
+    """Last hidden states to logits, for rows gathered beforehand, as the model's own forward does it.
+
+    Honours a bias, a multiplier (Cohere), a divisor (Granite) and soft-capping (Gemma). Shares the model's weights.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        linear = model.get_output_embeddings()
+        if linear is None:
+            raise UserError(f"{type(model).__name__} has no output head, so it is no causal language model")
+        config = model.config.get_text_config()
+        self.linear = linear
+        self.scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+            getattr(config, "logits_scaling", None) or 1.0
+        )
+        self.cap = getattr(config, "final_logit_softcapping", None)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[rows, hidden] -> [rows, vocab]``."""
+        logits = self.linear(hidden)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
+
+
+def last_hidden(model: PreTrainedModel, input_ids: Tensor, mask: Tensor) -> Tensor:
+    """Last hidden states, after the final norm, at the positions ``mask [batch, time]``: ``[rows, hidden]``."""
+    output = model.base_model(input_ids=input_ids, use_cache=False)
+    return output.last_hidden_state[mask]
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel, head: Head) -> None:
+    """Make sure that ``head(last_hidden)`` is what the model's own forward computes.
+
+    Raises:
+        UserError: An architecture whose logits come from somewhere else too.
+    """
+    was_training = model.training
+    model.eval()
+    vocab = model.get_input_embeddings().num_embeddings
+    ids = (torch.arange(8, device=model.device) * 7 % vocab)[None]
+    wanted = model(input_ids=ids, use_cache=False).logits[0].float()
+    got = head(last_hidden(model, ids, torch.ones_like(ids, dtype=torch.bool))).float()
+    model.train(was_training)
+    tolerance = 1e-4 if model.dtype == torch.float32 else 5e-2
+    off = (got - wanted).abs().max() / wanted.abs().max().clamp_min(1.0)
+    if not off <= tolerance:
+        raise UserError(
+            f"{type(model).__name__} does not compute its logits as head(last hidden state) (relative difference "
+            f"{off:.1e}), so it cannot be distilled here; please report the model's name"
+        )

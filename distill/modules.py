@@ -1,0 +1,217 @@
+"""The two kinds of training as Lightning modules: next tokens, and distillation with or without selection."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Literal, cast
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from distill.batches import Batch
+from distill.layerskip import LayerSkip
+from distill.losses import delta, label_mask, next_token_loss, token_loss
+from distill.models import Head, last_hidden
+from distill.optimizers import make_optimizer, make_schedule
+from distill.selection import Selection
+from distill.settings import TrainingSettings
+
+
+class Module(L.LightningModule):
+    """What both kinds share: optimiser, chance, sparse logging, validation by sums.
+
+    Args:
+        model: The model to train.
+        training: Optimiser and length.
+        steps: Optimiser steps in all.
+        seed: All randomness of step i is drawn from (seed, i, rank), so a resumed run needs no saved state of it.
+        log_every: Steps between logged values; only then is a value read from the device.
+
+    Attributes:
+        metrics: The latest validation's results by name.
+        monitor: The name in `metrics` by which checkpoints are compared, and ``mode`` which way is better.
+        last_loss: The latest training loss, on the device.
+    """
+
+    monitor = "loss"
+    mode: Literal["min", "max"] = "min"
+
+    def __init__(
+        self, model: PreTrainedModel, training: TrainingSettings, steps: int, *, seed: int = 0, log_every: int = 20
+    ) -> None:
+        super().__init__()
+        self.model, self.training_settings, self.steps, self.seed = model, training, steps, seed
+        self.log_every = log_every
+        self.metrics: dict[str, float] = {}
+        self.last_loss: Tensor | None = None
+        self._head = [Head(model)]  # in a list: its weights are the model's, not to be counted twice
+        self._sums: Tensor | None = None
+
+    def rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits ``[rows, vocab]`` where a label is predicted, and the mask ``[batch, time]`` of those positions."""
+        mask = label_mask(batch["labels"])
+        return self._head[0](last_hidden(self.model, batch["input_ids"], mask)), mask
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The settings' optimiser and its learning-rate schedule."""
+        optimizer = make_optimizer(self.model, self.training_settings)
+        schedule = make_schedule(optimizer, self.training_settings, self.steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Makes dropout a function of (seed, step, rank)."""
+        torch.manual_seed((self.seed * 1_000_003 + self.global_step) * 1_009 + self.global_rank)
+
+    def report(self, loss: Tensor, **values: Tensor) -> None:
+        """Logs the values of this step if one is due, and stops a run whose loss is no number."""
+        self.last_loss = loss.detach()
+        if self.global_step % self.log_every:
+            return
+        value = loss.item()
+        if value != value:
+            raise UserError(
+                f"the loss is NaN at step {self.global_step}: lower the learning rate (it is "
+                f"{self.optimizers().param_groups[0]['lr']:.2g}), or train with precision 32-true"  # type: ignore[union-attr]
+            )
+        if self.logger is not None:
+            rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
+            numbers = {name: float(number) for name, number in values.items()}
+            self.logger.log_metrics({"loss": value, "lr": rate, **numbers}, step=self.global_step)
+
+    def on_validation_epoch_start(self) -> None:
+        """Empties the sums."""
+        self._sums = None
+
+    def add(self, *sums: Tensor) -> None:
+        """Adds a validation batch's sums; the last one is the number of label rows."""
+        batch = torch.stack([value.double().to(self.device) for value in sums])
+        self._sums = batch if self._sums is None else self._sums + batch
+
+    def totals(self) -> list[float]:
+        """Validation sums over all ranks, divided by the number of rows (which is left out)."""
+        assert self._sums is not None, "validation saw no batch"
+        sums = self._sums
+        if self.trainer.world_size > 1:
+            sums = cast(Tensor, self.all_gather(sums)).sum(0)
+        values: list[float] = (sums[:-1] / sums[-1].clamp_min(1)).tolist()
+        return values
+
+    def publish(self, **metrics: float) -> None:
+        """Keeps a validation's results and logs them."""
+        self.metrics = metrics
+        if self.logger is not None and not self.trainer.sanity_checking:
+            named = {f"validation_{name}": value for name, value in metrics.items()}
+            self.logger.log_metrics(named, step=self.global_step)
+
+
+class CausalLMModule(Module):
+    """Next-token training of targets and initial drafts; the best checkpoint has the smallest validation loss.
+
+    Attributes:
+        layerskip: LayerSkip's recipe, where the model is trained with it.
+    """
+
+    layerskip: LayerSkip | None = None
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Mean cross-entropy over the batch's labels, under LayerSkip together with that of the early exits."""
+        skip = self.layerskip
+        if skip is not None:
+            skip.begin(self.global_step)
+        logits, mask = self.rows(batch)
+        labels = batch["labels"].roll(-1, 1)[mask]
+        loss = next_token_loss(logits, labels)
+        if skip is None:
+            self.report(loss)
+            return loss
+        total = skip.combine(loss, lambda rows: next_token_loss(self._head[0](rows), labels), mask)
+        self.report(total, last_layer_loss=loss.detach())
+        return total
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Adds up loss and top-1 hits."""
+        logits, mask = self.rows(batch)
+        labels = batch["labels"].roll(-1, 1)[mask]
+        count = torch.tensor(float(len(labels)), device=self.device)
+        self.add(next_token_loss(logits, labels) * count, (logits.argmax(-1) == labels).sum(), count)
+
+    def on_validation_epoch_end(self) -> None:
+        """Publishes loss and next-token accuracy."""
+        loss, accuracy = self.totals()
+        self.publish(loss=loss, accuracy=accuracy)
+
+
+class DistillModule(Module):
+    """DistillSpec; with a selection, AdaSPEC. The best checkpoint has the largest validation alpha.
+
+    Args:
+        model: The draft.
+        target: Where the target's logits come from.
+        divergence: A key of `distill.losses.DIVERGENCES`.
+        selection: AdaSPEC's token selection, for which batches carry ``reference_ce``; None takes every token.
+
+    Attributes:
+        selected: How often each token id was selected, ``[vocab]``; None without a selection.
+    """
+
+    monitor = "alpha"
+    mode = "max"
+    selected: Tensor | None
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        training: TrainingSettings,
+        steps: int,
+        *,
+        target: Any,
+        divergence: str = "forward_kl",
+        selection: Selection | None = None,
+        seed: int = 0,
+        log_every: int = 20,
+    ) -> None:
+        super().__init__(model, training, steps, seed=seed, log_every=log_every)
+        self.target, self.divergence, self.selection = target, divergence, selection
+        vocab = int(model.get_input_embeddings().num_embeddings)
+        self.register_buffer("selected", None if selection is None else torch.zeros(vocab, dtype=torch.long))
+
+    def on_fit_start(self) -> None:
+        """Moves the frozen target to this rank's device."""
+        self.target.to(self.device)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Divergence summed over the selected tokens and normalised (paper, training objective)."""
+        draft_logits, mask = self.rows(batch)
+        tokens = token_loss(self.target.logits(batch, mask), draft_logits, self.divergence)
+        losses, count = tokens.divergence, len(tokens.divergence)
+        if self.selection is None:
+            loss = losses.sum() / max(1, count)
+        else:
+            chosen = self.selection.choose(delta(tokens.cross_entropy, batch["reference_ce"]), mask.nonzero()[:, 0])
+            labels = batch["labels"].roll(-1, 1)[mask][chosen]
+            assert self.selected is not None
+            self.selected += torch.bincount(labels, minlength=len(self.selected))
+            loss = self.selection.normalise(losses[chosen], count)
+        self.report(loss, alpha=tokens.alpha.mean(), kl_all=losses.detach().mean())
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Adds up divergence, alpha and top-1 agreement over all label tokens, whatever the selection."""
+        draft_logits, mask = self.rows(batch)
+        tokens = token_loss(self.target.logits(batch, mask), draft_logits, self.divergence)
+        count = torch.tensor(float(len(tokens.alpha)), device=self.device)
+        self.add(tokens.divergence.sum(), tokens.alpha.sum(), tokens.agreement.sum(), count)
+
+    def on_validation_epoch_end(self) -> None:
+        """Publishes divergence, alpha and agreement."""
+        divergence, alpha, agreement = self.totals()
+        self.publish(loss=divergence, alpha=alpha, agreement=agreement)
+
+
+def token_counts(selected: Tensor) -> list[tuple[int, int]]:
+    """(token id, times selected), the most often selected first."""
+    return [(token, count) for token, count in Counter(dict(enumerate(selected.tolist()))).most_common() if count]

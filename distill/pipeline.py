@@ -1,0 +1,156 @@
+"""The whole run: stages in order, each skipped if nothing it depends on has changed, then measurement and report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+
+from distill import data
+from distill.card import export_profile
+from distill.export import check_export_path, export_draft
+from distill.files import fingerprint, only_one, write_json, write_safely
+from distill.keys import VERSION, stage_keys
+from distill.report import console_table, write_report
+from distill.report_figures import figures
+from distill.run import Run
+from distill.settings import AdaSpecSettings, Settings
+from distill.stages import Bench, Made
+from distill.tracking import finish, log_draft, log_report, make_logger, where
+
+
+def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
+    """Everything that ``python -m distill`` does.
+
+    Raises:
+        UserError: Settings, data or models that cannot be used.
+    """
+    settings.validate()
+    console = console or Console()
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    run = Run(Path(settings.output_dir) / settings.name, [comparison.name for comparison in settings.comparisons])
+    check_export_path(run.export)
+    with only_one(run.work / "lock"):
+        return _run(settings, run, console)
+
+
+def _run(settings: Settings, run: Run, console: Console) -> Run:
+    started = time.monotonic()
+    logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings))
+    bench = Bench(settings, run, console, logger)
+    try:
+        run_stages(bench)
+        report = measure(bench)
+    finally:
+        finish(logger)
+    console.print()
+    console.print(console_table(report))
+    console.print(f"\nreport  {run.folder / 'report.html'}\ndraft   {run.export}", highlight=False)
+    console.print(f"track   {where(logger)}\ntime    {time.monotonic() - started:.0f} s", highlight=False)
+    return run
+
+
+def show_example(settings: Settings, console: Console | None = None) -> None:
+    """Prints one training example with its label mask, as the stages will see it."""
+    settings.validate()
+    console = console or Console()
+    run = Run(Path(settings.output_dir) / settings.name)
+    data.show_example(Bench(settings, run, console).corpus, console=console)
+
+
+def run_stages(bench: Bench) -> list[str]:
+    """Runs the stages that are not up to date; returns their names."""
+    settings, run, console = bench.settings, bench.run, bench.console
+    keys = stage_keys(settings)
+    ran: list[str] = []
+    for stage, title, make in plan_stages(bench):
+        key, made_from = keys[stage]
+        console.print(f"[bold]{title}[/bold]", highlight=False)
+        record = run.record(stage)
+        if record is not None and record.fingerprint == key:
+            console.print(f"  up to date: {run.path(stage)}", highlight=False)
+            continue
+        if not ran:
+            bench.check_sizes()
+        started = time.monotonic()
+        made = make(key)
+        made.record.made_from = made_from
+        run.put(stage, made.record, made.save)
+        ran.append(stage)
+        console.print(f"  {run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]", highlight=False)
+    return ran
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Evaluation, export and report, unless they are there and nothing they depend on has changed."""
+    from distill.evaluate import evaluate
+
+    settings, run, console = bench.settings, bench.run, bench.console
+    console.print("[bold]evaluation[/bold]", highlight=False)
+    keys = [key for key, _ in stage_keys(settings).values()]
+    parts = asdict(settings.evaluation), asdict(settings.export), settings.data.test_examples
+    key, note = fingerprint(VERSION, keys, *parts), run.work / "report.json"
+    if _read(note).get("fingerprint") == key and (run.export / "model.safetensors").exists():
+        report = _read(run.folder / "report.json")
+        if report:
+            console.print(f"  up to date: {run.folder / 'report.json'}", highlight=False)
+            return report
+    started = time.monotonic()
+    report = {
+        "name": settings.name,
+        **evaluate(run, settings, bench.corpus),
+        "settings": asdict(settings),
+        "commands": {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"},
+    }
+    write_safely(run.folder / "settings.yaml", lambda file: _dump(settings, file))
+    trust = settings.target.trust_remote_code
+    export_draft(run.draft, run.target, run.export, export_profile(report), settings.export, trust_remote_code=trust)
+    write_report(run.folder, report)
+    report = _read(run.folder / "report.json")
+    log_report(bench.logger, report, figures(report))
+    log_draft(bench.logger, run.export)
+    write_json(note, {"fingerprint": key})
+    console.print(f"  {run.folder / 'report.json'} [dim]{time.monotonic() - started:.1f} s[/dim]", highlight=False)
+    return report
+
+
+def plan_stages(bench: Bench) -> list[tuple[str, str, Callable[[str], Made]]]:
+    """Name, title and maker of every stage, in order."""
+    settings = bench.settings
+    draft = settings.draft
+
+    def distil(stage: str, adaspec: AdaSpecSettings | None) -> Callable[[str], Made]:
+        return lambda key: bench.distil(stage, key, adaspec)
+
+    stages: list[tuple[str, str, Callable[[str], Made]]] = [
+        ("target", f"target ({settings.target.kind})", lambda key: bench.language_model("target", key)),
+        ("initial", f"initial draft ({settings.initial.kind})", lambda key: bench.language_model("initial", key)),
+        ("reference", f"reference: DistillSpec, {settings.reference.divergence}", distil("reference", None)),
+        ("draft", f"draft: AdaSPEC, k = {draft.k:g}, iso {draft.iso}", distil("draft", draft)),
+    ]
+    for other in settings.comparisons:
+        title = f"comparison: {other.name} ({other.method}, k = {other.k:g}, iso {other.iso})"
+        stages.append((other.name, title, distil(other.name, other)))
+    return stages
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON file's content; empty if there is none, or none that can be read."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content
+
+
+def _dump(settings: Settings, path: Path) -> None:
+    """All settings of the run as a configuration file."""
+    path.write_text(yaml.safe_dump(asdict(settings), sort_keys=False, allow_unicode=True), encoding="utf-8")

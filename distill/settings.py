@@ -1,0 +1,359 @@
+"""Every setting of ``python -m distill``: typed, with the trade-off beside each key (``--help`` prints them)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from decode.errors import UserError
+from distill.data.settings import DataSettings
+from distill.export import ExportSettings
+from distill.layerskip import LayerSkipSettings
+from distill.tracking import TrackerSettings
+
+Kind = Literal["scratch", "finetune", "lora", "as_is"]
+Iso = Literal["steps", "epochs", "teacher_tokens"]
+Scope = Literal["microbatch", "sequence"]
+Normalisation = Literal["paper", "official"]
+Signal = Literal["hidden", "recompute"]
+
+
+@dataclass
+class Architecture:
+    """Shape of a model that is trained from scratch, in terms that hold for every model family."""
+
+    model_type: str = "llama"
+    """Model family as transformers names it: llama, gpt_neox, phi, qwen3, ..."""
+    hidden_size: int = 64
+    """Width."""
+    layers: int = 1
+    """Depth. Decoding time grows with it, so a draft wants one or two and a target of a given size many."""
+    heads: int = 2
+    """Attention heads; has to divide hidden_size."""
+    kv_heads: int | None = None
+    """Key and value heads (grouped-query attention); null: as many as heads."""
+    intermediate_size: int | None = None
+    """Width inside the MLP; null: 8/3 of hidden_size, rounded up to a multiple of 32."""
+    positions: int = 512
+    """Longest text that the model is made for, in tokens."""
+    tie_embeddings: bool = True
+    """One matrix for embedding and head: fewer parameters, which is what small models with a vocabulary need."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the family's configuration class, passed on as they are."""
+
+
+@dataclass
+class TrainingSettings:
+    """How long, on what batches and with which optimiser a model is trained."""
+
+    steps: int | None = None
+    """Optimiser steps; null: epochs decides. Give one of the two."""
+    epochs: float | None = None
+    """Passes over the training examples; null: steps decides."""
+    batch_size: int = 16
+    """Examples per optimiser step, over all devices. Small batches learn more per example, large ones use more of
+    the machine."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw; or muon for the weight matrices inside the layers with adamw for the rest: learns more per step when
+    training from scratch, costs a few small matrix products per matrix and step."""
+    lr: float = 1e-3
+    """Peak learning rate (muon's updates are scaled to the size of adamw's, so one value serves both)."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or falling to 0 at the last step (linear, cosine). Falling ones
+    end lower, constant ones can be continued."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of weight matrices; vectors and embeddings have none."""
+    beta2: float = 0.999
+    """Adam's second moment: 0.999 as usual; 0.95 adapts faster in short runs."""
+    length_bucket: int = 16
+    """Batches drawn together and cut from a list sorted by length: less padding. 1: none, every batch random."""
+    prompt_loss: bool = False
+    """Next-token loss on the prompt as well (for the cross-entropy stages only)."""
+
+    def validate(self, where: str) -> None:
+        """Check values and that the length of the training is given exactly once."""
+        if (self.steps is None) == (self.epochs is None):
+            both = "both are set" if self.steps is not None else "neither is set"
+            raise UserError(f"{where}.steps and {where}.epochs: {both}; give exactly one of them")
+        length = self.steps if self.steps is not None else self.epochs
+        for key, value in (("steps or epochs", length), ("batch_size", self.batch_size), ("lr", self.lr)):
+            if value is None or value <= 0:
+                raise UserError(f"{where}.{key} is {value}, wanted a number above 0")
+        if self.length_bucket < 1:
+            raise UserError(f"{where}.length_bucket is {self.length_bucket}, wanted 1 (none) or more")
+        if not 0 < self.beta2 < 1:
+            raise UserError(f"{where}.beta2 is {self.beta2}, wanted a number between 0 and 1, such as 0.999")
+        if self.warmup_steps < 0 or self.weight_decay < 0:
+            raise UserError(f"{where}.warmup_steps and {where}.weight_decay must not be negative")
+
+
+@dataclass
+class LoraSettings:
+    """Low-rank adaptation through peft; the adapter is merged into the weights at the end."""
+
+    rank: int = 16
+    """Rank of the update. Higher learns more and takes more memory."""
+    alpha: int = 32
+    """Scale of the update (alpha / rank)."""
+    dropout: float = 0.0
+    """Dropout on the adapter's input."""
+    modules: list[str] = field(default_factory=list)
+    """Names of the layers that get an adapter; empty: every linear layer but the head."""
+
+
+@dataclass
+class ModelSettings:
+    """Where a model comes from and what is done to it before distillation."""
+
+    kind: Kind = "scratch"
+    """scratch (random weights, then trained), finetune (all weights), lora, or as_is."""
+    model: str | None = None
+    """Folder or Hub name to start from; not for scratch."""
+    architecture: Architecture = field(default_factory=Architecture)
+    """Shape of a model from scratch; ignored otherwise."""
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    """Next-token training of the model; ignored for as_is."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    """For kind lora."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Number format of the frozen weights. bfloat16 halves the memory of a large frozen target; models being
+    trained keep float32 weights whatever this says (see trainer.precision)."""
+    trust_remote_code: bool = False
+    """Run Python code that a Hub repository brings along. Only for repositories you have read."""
+
+    def validate(self, where: str) -> None:
+        """Check that kind, model and architecture fit together."""
+        if (self.kind == "scratch") != (self.model is None):
+            wanted = "no model (it starts from random weights)" if self.kind == "scratch" else "a folder or Hub name"
+            raise UserError(f"{where}.kind is {self.kind} and {where}.model is {self.model!r}: wanted {wanted}")
+        if self.kind != "as_is":
+            self.training.validate(f"{where}.training")
+        shape = self.architecture
+        if self.kind == "scratch" and (min(shape.hidden_size, shape.layers, shape.heads) < 1):
+            raise UserError(f"{where}.architecture: hidden_size, layers and heads have to be 1 or more")
+        if self.kind == "scratch" and shape.hidden_size % shape.heads:
+            raise UserError(
+                f"{where}.architecture.hidden_size is {shape.hidden_size}, which {shape.heads} heads do not divide"
+            )
+        if self.kind == "lora" and self.lora.rank < 1:
+            raise UserError(f"{where}.lora.rank is {self.lora.rank}, wanted 1 or more")
+
+
+@dataclass
+class TargetSettings(ModelSettings):
+    """The target: the large model whose decoding is to become faster."""
+
+    layerskip: LayerSkipSettings = field(default_factory=LayerSkipSettings)
+    """LayerSkip's training recipe, so that the target's own early layers can draft (see python -m probes)."""
+
+    def validate(self, where: str) -> None:
+        """Check the recipe, then as for `ModelSettings`."""
+        super().validate(where)
+        self.layerskip.validate(f"{where}.layerskip")
+
+
+@dataclass
+class InitialDraftSettings(ModelSettings):
+    """The undistilled draft, from which both the reference and the draft start."""
+
+
+@dataclass
+class DistillSettings:
+    """DistillSpec: the draft learns the target's next-token distributions on response tokens.
+
+    Its result is the baseline, and the reference by which AdaSPEC selects tokens.
+    """
+
+    examples: int | None = None
+    """Training examples used for distillation (the first ones); null: all. Many passes over few examples is the
+    regime of the AdaSPEC paper, and lets the target's signal be computed once."""
+    divergence: str = "forward_kl"
+    """Loss per token between target p and draft q: forward_kl is KL(p || q)."""
+    signal: Signal = "hidden"
+    """The target's signal. hidden: its last hidden states at label positions are computed once and kept on disk
+    (exact; hidden_size x 4 bytes a token). recompute: a forward pass of the target every step, no disk."""
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    """Length, batches and optimiser of the reference; AdaSPEC's follow from them and draft.iso."""
+
+    def validate(self) -> None:
+        """Check the divergence's name and the counts."""
+        from distill.losses import DIVERGENCES
+
+        self.training.validate("reference.training")
+        if self.divergence not in DIVERGENCES:
+            raise UserError(f"reference.divergence is {self.divergence!r}; known are {', '.join(DIVERGENCES)}")
+        if self.examples is not None and self.examples < 1:
+            raise UserError(f"reference.examples is {self.examples}, wanted 1 or more, or null for all")
+
+
+@dataclass
+class AdaSpecSettings:
+    """AdaSPEC: distillation on the share k of tokens where the draft can still learn most."""
+
+    k: float = 0.4
+    """Share of response tokens selected by the largest loss difference to the reference; the paper's best is 0.2
+    to 0.4. 1.0 selects all, which is DistillSpec."""
+    scope: Scope = "microbatch"
+    """Where the top k are chosen: among all tokens of a device's batch (official code), or within each sequence."""
+    normalisation: Normalisation = "official"
+    """What the sum over selected tokens is divided by. paper: the number of selected tokens. official: the number of
+    all label tokens, so the loss, and under a plain optimiser the step, is k times as large."""
+    iso: Iso = "steps"
+    """What is held equal to the reference's training (S steps of B examples). steps: S steps of B/k examples, the
+    official scripts' choice, with 1/k times the data and teacher tokens. epochs: S steps of B examples.
+    teacher_tokens: k*S steps of B/k examples, the same data, the same selected tokens a step."""
+    lr: float | None = None
+    """Peak learning rate; null: the reference's."""
+
+    def validate(self, where: str) -> None:
+        """Check k and the learning rate."""
+        if not 0 < self.k <= 1:
+            raise UserError(f"{where}.k is {self.k}, wanted a share of tokens above 0 and at most 1, such as 0.4")
+        if self.lr is not None and self.lr <= 0:
+            raise UserError(f"{where}.lr is {self.lr}, wanted a number above 0, or null for the reference's")
+
+
+@dataclass
+class ComparisonSettings(AdaSpecSettings):
+    """One more draft for the report, trained from the same initial draft."""
+
+    name: str = ""
+    """Its name in the report and of its folder under work/."""
+    method: Literal["adaspec", "distillspec"] = "adaspec"
+    """adaspec, or distillspec: the same batches and steps (k and iso decide them) without selection."""
+
+    def validate(self, where: str) -> None:
+        """Check the name, then as for `AdaSpecSettings`."""
+        super().validate(where)
+        if not self.name or not self.name.replace("-", "").replace("_", "").isalnum():
+            raise UserError(f"{where}.name is {self.name!r}, wanted letters, digits, '-' and '_'")
+        if self.name in ("undistilled", "distillspec", "adaspec"):
+            raise UserError(
+                f"{where}.name is {self.name!r}, which names one of the three standard drafts: choose another"
+            )
+
+
+@dataclass
+class EvaluationSettings:
+    """What is measured at the end, on test prompts."""
+
+    prompts: int = 128
+    """Prompts for offline alpha. The standard error falls with the root of it."""
+    accuracy_prompts: int = 200
+    """Prompts on which the target's answers are scored, where the task has a score."""
+    decode_prompts: int = 24
+    """Prompts decoded for speeds: each once per draft, temperature, draft length and repeat."""
+    max_new_tokens: int = 128
+    """Longest generated response."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    """Decoding modes: 0 is greedy."""
+    draft_lengths: list[int] = field(default_factory=lambda: [2, 4, 6, 8])
+    """Draft lengths tried with the final draft."""
+    repeats: int = 1
+    """Times each speed is measured; the median counts."""
+    threads: int | None = 1
+    """CPU threads while decoding one text; small models are faster with one. null: leave as it is."""
+
+    def validate(self) -> None:
+        """Check counts and ranges."""
+        for key in ("prompts", "accuracy_prompts", "decode_prompts", "max_new_tokens", "repeats"):
+            if getattr(self, key) < 1:
+                raise UserError(f"evaluation.{key} is {getattr(self, key)}, wanted 1 or more")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise UserError(f"evaluation.temperatures is {self.temperatures}, wanted numbers of 0 (greedy) or more")
+        if not self.draft_lengths or min(self.draft_lengths) < 1:
+            raise UserError(f"evaluation.draft_lengths is {self.draft_lengths}, wanted numbers of 1 or more")
+
+
+@dataclass
+class TrainerSettings:
+    """How training runs on the machine; Lightning's trainer takes most of these as they are."""
+
+    accelerator: str = "auto"
+    """cpu, gpu, or auto: the best there is."""
+    devices: int | str = "auto"
+    """Devices per machine. auto: one CPU process, or every GPU of the machine."""
+    num_nodes: int = 1
+    """Machines."""
+    strategy: str = "auto"
+    """Lightning's strategy: auto, ddp, fsdp, ..."""
+    precision: str = "32-true"
+    """Lightning's precision: 32-true; bf16-mixed on GPUs that have bfloat16 (losses stay in float32)."""
+    gradient_clip: float = 1.0
+    """Largest norm of the gradient; 0: not clipped."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints, which is what a kill costs at most."""
+    validate_every: int = 100
+    """Steps between validations. The best validated weights are kept: largest alpha for drafts, smallest loss for
+    models trained on next tokens."""
+    validation_examples: int = 128
+    """Validation examples used for it."""
+    log_every: int = 20
+    """Steps between logged values. Reading a value waits for the device, so small models want it rare."""
+
+    def validate(self) -> None:
+        """Check counts."""
+        for key in ("checkpoint_every", "validate_every", "validation_examples", "log_every", "num_nodes"):
+            if getattr(self, key) < 1:
+                raise UserError(f"trainer.{key} is {getattr(self, key)}, wanted 1 or more")
+        if self.gradient_clip < 0:
+            raise UserError(f"trainer.gradient_clip is {self.gradient_clip}, wanted 0 (off) or more")
+
+
+@dataclass
+class Settings:
+    """All settings of a run: target -> initial draft -> reference (DistillSpec) -> draft (AdaSPEC) -> report."""
+
+    name: str = "run"
+    """Name of the run, and of its folder."""
+    seed: int = 0
+    """Seed of the data, the initial weights and the order of examples."""
+    output_dir: str = "runs"
+    """Folder of all runs."""
+    threads: int | None = None
+    """CPU threads for training; null: PyTorch's choice (all cores)."""
+    data: DataSettings = field(default_factory=DataSettings)
+    """The corpus."""
+    target: TargetSettings = field(default_factory=TargetSettings)
+    """The target."""
+    initial: InitialDraftSettings = field(default_factory=InitialDraftSettings)
+    """The undistilled draft."""
+    reference: DistillSettings = field(default_factory=DistillSettings)
+    """DistillSpec."""
+    draft: AdaSpecSettings = field(default_factory=AdaSpecSettings)
+    """AdaSPEC."""
+    comparisons: list[ComparisonSettings] = field(default_factory=list)
+    """Further drafts for the report, such as AdaSPEC in another accounting."""
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    """Measurements."""
+    export: ExportSettings = field(default_factory=ExportSettings)
+    """The exported draft."""
+    tracker: TrackerSettings = field(default_factory=TrackerSettings)
+    """Experiment tracking."""
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    """The machine."""
+
+    def validate(self) -> None:
+        """Check everything that can be judged without loading a model or data.
+
+        Raises:
+            UserError: naming the key, the value seen and the values wanted.
+        """
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise UserError(f"name is {self.name!r}, wanted a plain folder name")
+        if self.threads is not None and self.threads < 1:
+            raise UserError(f"threads is {self.threads}, wanted 1 or more, or null for all cores")
+        self.data.validate()
+        self.target.validate("target")
+        self.initial.validate("initial")
+        self.reference.validate()
+        self.draft.validate("draft")
+        names = [comparison.name for comparison in self.comparisons]
+        for index, comparison in enumerate(self.comparisons):
+            comparison.validate(f"comparisons[{index}]")
+            if names.count(comparison.name) > 1:
+                raise UserError(f"comparisons: the name {comparison.name!r} is there twice")
+        self.evaluation.validate()
+        self.trainer.validate()

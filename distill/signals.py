@@ -1,0 +1,168 @@
+"""Signals of frozen models on fixed data, computed once and kept on disk.
+
+Two arrays hold what AdaSPEC needs of the target p and the reference r, a row a label token:
+
+- ``target_hidden``: the target's last hidden state; logits are its head times that, exactly as recomputed.
+- ``reference_ce``: -Σ p log r in float32. With it ΔL = CE(p, q) - CE(p, r) needs no reference model any more.
+
+A file is written beside its place and renamed when complete. The description next to it holds the fingerprint of
+what it was made from and a checksum of its bytes; a file that does not agree with it is made again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from distill.batches import EvalBatches, Rows
+from distill.files import checksum, write_json
+from distill.losses import label_mask, token_loss
+from distill.models import Head, last_hidden
+
+Array = NDArray[np.float32]
+
+
+def cached(path: Path, fingerprint: str, shape: tuple[int, ...], parts: Iterator[tuple[slice, Array]]) -> Array:
+    """An array on disk, memory-mapped; made from ``parts`` unless a sound one of this fingerprint is there.
+
+    Args:
+        path: File to keep it in (``.npy``).
+        fingerprint: Of everything that the values depend on.
+        shape: Rows first.
+        parts: Row ranges and their float32 values; consumed only if the array has to be made.
+
+    Raises:
+        UserError: The disk has not enough room for it.
+    """
+    found = _load(path, fingerprint, shape)
+    if found is not None:
+        return found
+    size = int(np.prod(shape)) * 4
+    path.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(path.parent).free
+    if size > free:
+        raise UserError(
+            f"{path.name} needs {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {path.parent}: free some "
+            "space, use fewer reference.examples, or set reference.signal to recompute"
+        )
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    try:
+        array = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.float32, shape=shape)
+        for place, values in parts:
+            array[place] = values
+        array.flush()
+        del array
+        note = {"fingerprint": fingerprint, "crc32": checksum(temporary)}
+        os.replace(temporary, path)
+        write_json(path.with_suffix(".json"), note)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return np.load(path, mmap_mode="r")
+
+
+def hidden_bytes(target: PreTrainedModel, rows: Rows) -> int:
+    """Size of the target's hidden states of these examples on disk."""
+    return rows.label_count * int(target.get_output_embeddings().weight.shape[1]) * 4
+
+
+def target_hidden(target: PreTrainedModel, rows: Rows, path: Path, fingerprint: str, batch_size: int = 16) -> Array:
+    """The target's last hidden states where a label is predicted, ``[label tokens, hidden]`` in float32."""
+    width = target.get_output_embeddings().weight.shape[1]
+    return cached(path, fingerprint, (rows.label_count, width), _hidden_parts(target, rows, batch_size))
+
+
+def reference_ce(
+    reference: PreTrainedModel,
+    target: Target,
+    rows: Rows,
+    path: Path,
+    fingerprint: str,
+    batch_size: int = 16,
+) -> Array:
+    """-Σ p log r of the reference at every label token, ``[label tokens]`` in float32."""
+    return cached(path, fingerprint, (rows.label_count,), _ce_parts(reference, target, rows, batch_size))
+
+
+class Target:
+    """The frozen target as a source of logits for label rows, from cached hidden states or by a forward pass.
+
+    Not an ``nn.Module`` on purpose: the target is in no checkpoint, no optimiser and no distributed wrapper.
+
+    Args:
+        model: The target. With cached hidden states only its head stays referenced.
+        cached: Whether batches carry ``target_hidden``.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, cached: bool) -> None:
+        model.eval().requires_grad_(False)
+        self.head = Head(model)
+        self.model = None if cached else model
+
+    def to(self, device: torch.device) -> None:
+        """Moves the weights there."""
+        self.head.to(device)
+        if self.model is not None:
+            self.model.to(device)
+
+    @torch.no_grad()
+    def logits(self, batch: dict[str, Tensor], mask: Tensor) -> Tensor:
+        """Logits ``[rows, vocab]`` of the label rows of a batch."""
+        weight = self.head.linear.weight
+        if self.model is None:
+            return self.head(batch["target_hidden"].to(weight.dtype))
+        return self.head(last_hidden(self.model, batch["input_ids"], mask))
+
+
+@torch.inference_mode()
+def _hidden_parts(target: PreTrainedModel, rows: Rows, batch_size: int) -> Iterator[tuple[slice, Array]]:
+    target.eval()
+    batches = EvalBatches(rows, batch_size, pad_id=0)
+    for examples in batches.indices():
+        batch = rows.batch(examples, 0)
+        mask = label_mask(batch["labels"])
+        values = last_hidden(target, batch["input_ids"].to(target.device), mask.to(target.device))
+        yield from _scatter(rows, examples, values.float().cpu().numpy())
+
+
+@torch.inference_mode()
+def _ce_parts(reference: PreTrainedModel, target: Target, rows: Rows, batch_size: int) -> Iterator[tuple[slice, Array]]:
+    reference.eval()
+    head, device = Head(reference), reference.device
+    target.to(device)
+    for examples in EvalBatches(rows, batch_size, pad_id=0).indices():
+        batch = {name: values.to(device) for name, values in rows.batch(examples, 0).items()}
+        mask = label_mask(batch["labels"])
+        logits = head(last_hidden(reference, batch["input_ids"], mask))
+        values = token_loss(target.logits(batch, mask), logits).cross_entropy
+        yield from _scatter(rows, examples, values.cpu().numpy())
+
+
+def _scatter(rows: Rows, examples: NDArray[np.int64], values: Array) -> Iterator[tuple[slice, Array]]:
+    """Values of a batch's label rows, example by example, with the places where they belong."""
+    start = 0
+    for example in examples:
+        first, last = int(rows.label_offsets[example]), int(rows.label_offsets[example + 1])
+        yield slice(first, last), values[start : start + last - first]
+        start += last - first
+
+
+def _load(path: Path, fingerprint: str, shape: tuple[int, ...]) -> Array | None:
+    """The array, if it is there, complete, unaltered and of this fingerprint."""
+    try:
+        note = json.loads(path.with_suffix(".json").read_text())
+        if note["fingerprint"] != fingerprint or note["crc32"] != checksum(path):
+            return None
+        array: Array = np.load(path, mmap_mode="r")
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return array if array.shape == shape and array.dtype == np.float32 else None

@@ -1,0 +1,333 @@
+"""What each stage does: prepare a language model, or distil the target into a draft.
+
+Both return a finished model with what is known of it; `distill.pipeline` decides which stages have to run and puts
+the results in their folders.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from rich.console import Console
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as hf_logging
+
+from decode.errors import UserError
+from decode.load import check_tokenizers, load_model, load_tokenizer
+from distill import signals
+from distill.accounting import Plan, account, plan_draft, plan_reference
+from distill.batches import Rows, Schedule
+from distill.data import Corpus, load_corpus
+from distill.files import fingerprint
+from distill.fit import Segments, fit
+from distill.layerskip import LayerSkip
+from distill.models import Head, check_head, count_parameters, obtain, source_folder
+from distill.modules import CausalLMModule, DistillModule, Module, token_counts
+from distill.run import Run, StageRecord, account_of
+from distill.selection import Selection
+from distill.settings import (
+    AdaSpecSettings,
+    ComparisonSettings,
+    ModelSettings,
+    Settings,
+    TargetSettings,
+    TrainingSettings,
+)
+from distill.tracking import for_stage
+
+MOST_SELECTED = 100
+"""Entries of the list of tokens that AdaSPEC selects most."""
+
+
+@dataclass
+class Made:
+    """A finished stage: a model to be saved with its tokenizer, or a folder that is linked to as it is."""
+
+    record: StageRecord
+    model: PreTrainedModel | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    source: Path | None = None
+
+    def save(self, folder: Path) -> None:
+        """Writes the Hugging Face folder, or the link."""
+        if self.source is not None:
+            folder.symlink_to(self.source.resolve(), target_is_directory=True)
+            return
+        assert self.model is not None
+        assert self.tokenizer is not None
+        hf_logging.disable_progress_bar()
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        hf_logging.enable_progress_bar()
+
+
+@dataclass
+class Bench:
+    """What the stages work with: settings, data, the run's folder, where to show and log progress."""
+
+    settings: Settings
+    run: Run
+    console: Console
+    logger: Logger | None = None
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """The examples, tokenised as the target does."""
+        target, tokenizer = self.settings.target, None
+        if target.model is not None and self.settings.data.tokenizer is None:
+            tokenizer = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
+        with self.console.status("  reading the data"):
+            corpus = load_corpus(self.settings.data, seed=self.settings.seed, tokenizer=tokenizer)
+        for note in corpus.notes:
+            self.console.print(f"  {note}", highlight=False)
+        return corpus
+
+    @cached_property
+    def validation(self) -> Rows:
+        """The examples by which checkpoints are compared."""
+        return Rows.of(self.corpus.validation, self.settings.trainer.validation_examples)
+
+    @cached_property
+    def examples(self) -> Rows:
+        """The examples for distillation."""
+        return Rows.of(self.corpus.train, self.settings.reference.examples)
+
+    @property
+    def pad_id(self) -> int:
+        """Fills up batches; no loss is taken there, so any id would do."""
+        pad = self.corpus.tokenizer.pad_token_id
+        return pad if isinstance(pad, int) else 0
+
+    def check_sizes(self) -> None:
+        """Refuses a draft that is not smaller than its target, before anything is trained.
+
+        Raises:
+            UserError: with both sizes.
+        """
+        vocab = len(self.corpus.tokenizer)
+        target = count_parameters(self.settings.target, vocab)
+        draft = count_parameters(self.settings.initial, vocab)
+        if draft >= target:
+            raise UserError(
+                f"the draft has {draft:,} parameters and the target {target:,}: a draft has to be smaller, or there is "
+                "nothing to gain. Make initial.architecture smaller, or choose a smaller initial.model"
+            )
+
+    # -- language models ------------------------------------------------------------------------------------------
+
+    def language_model(self, stage: str, key: str) -> Made:
+        """The target or the initial draft: taken as it is, or trained on next tokens."""
+        settings: ModelSettings = getattr(self.settings, stage)
+        if settings.kind == "as_is":
+            assert settings.model is not None
+            source = source_folder(settings.model)
+            self._check_tokenizer(settings)
+            parameters = count_parameters(settings, len(self.corpus.tokenizer))
+            return Made(StageRecord(key, parameters=parameters), source=source)
+        offset = ("target", "initial").index(stage)
+        vocab = len(self.corpus.tokenizer) if stage == "target" else self._target_vocab()
+        self._check_tokenizer(settings)
+        model = obtain(settings, self.corpus.tokenizer, vocab, self.settings.seed + offset)
+        parameters = model.num_parameters()
+        check_head(model.train(), Head(model))
+        adapted = _with_adapter(model, settings) if settings.kind == "lora" else None
+        self._say_size(model, parameters)
+        rows = Rows.of(self.corpus.train)
+        module = CausalLMModule(
+            model,
+            settings.training,
+            (plan := plan_reference(settings.training, len(rows))).steps,
+            seed=self.settings.seed,
+            log_every=self.settings.trainer.log_every,
+        )
+        if isinstance(settings, TargetSettings) and settings.layerskip.enabled:
+            scratch = settings.kind == "scratch"
+            module.layerskip = LayerSkip(model, settings.layerskip, plan.steps, scratch=scratch)
+        schedule = self._schedule(rows, plan, settings.training, offset)
+        history, seconds = self._fit(stage, key, module, rows, self.validation, schedule, plan, settings.training)
+        if module.layerskip is not None:
+            module.layerskip.remove()
+        if adapted is not None:
+            model = adapted.merge_and_unload()
+        return Made(
+            StageRecord(key, parameters=parameters, seconds=seconds, history=history),
+            _ready(model, self.corpus.tokenizer),
+            self.corpus.tokenizer,
+        )
+
+    # -- drafts ---------------------------------------------------------------------------------------------------
+
+    def distil(self, stage: str, key: str, adaspec: AdaSpecSettings | None) -> Made:
+        """A draft, from the initial one: by DistillSpec (``adaspec`` is None), by AdaSPEC, or for comparison."""
+        started = time.monotonic()
+        settings = self.settings.reference
+        training, selection, reference = settings.training, None, None
+        plan = plan_reference(training, len(self.examples))
+        if adaspec is not None:
+            reference = self.run.record("reference")
+            plan = plan_draft(plan, adaspec.k, adaspec.iso)
+            training = TrainingSettings(**{**vars(training), "lr": adaspec.lr or training.lr})
+            if not (isinstance(adaspec, ComparisonSettings) and adaspec.method == "distillspec"):
+                selection = Selection(adaspec.k, adaspec.scope, adaspec.normalisation)
+        model = load_model(self.run.path("initial"), dtype="float32").train()
+        check_head(model, Head(model))
+        target, train, validation = self._signals(with_reference=selection is not None)
+        self._say_size(model, model.num_parameters())
+        module = DistillModule(
+            model,
+            training,
+            plan.steps,
+            target=target,
+            divergence=settings.divergence,
+            selection=selection,
+            seed=self.settings.seed,
+            log_every=self.settings.trainer.log_every,
+        )
+        schedule = self._schedule(train, plan, training, 2)
+        prepared = time.monotonic() - started
+        history, seconds = self._fit(stage, key, module, train, validation, schedule, plan, training)
+        chosen = None if module.selected is None else int(module.selected.sum())
+        used = account(
+            plan, train, schedule, chosen, account_of(reference) if selection is not None and reference else None
+        )
+        record = StageRecord(
+            key,
+            parameters=model.num_parameters(),
+            seconds=prepared + seconds,
+            account=used.row(),
+            history=history,
+            selected=self._most_selected(module),
+        )
+        return Made(record, _ready(model, self.corpus.tokenizer), self.corpus.tokenizer)
+
+    def _signals(self, *, with_reference: bool) -> tuple[signals.Target, Rows, Rows]:
+        """The target as a source of logits, and train and validation examples with the cached values they need."""
+        settings, folder = self.settings.reference, self.run.work / "signals"
+        model = load_model(self.run.target, dtype=self.settings.target.dtype)
+        check_head(model, Head(model))
+        train, validation = _bare(self.examples), _bare(self.validation)
+        target_record = self.run.record("target")
+        assert target_record is not None
+        key = [target_record.fingerprint, self.corpus.fingerprint, settings.examples]
+        if settings.signal == "hidden":
+            model = model.to(self._device())
+            for name, rows in (("train", train), ("validation", validation)):
+                size = signals.hidden_bytes(model, rows) / 1e6
+                with self.console.status(f"  the target's hidden states, {name}: {size:.0f} MB"):
+                    rows.signals["target_hidden"] = signals.target_hidden(
+                        model, rows, folder / f"target_hidden_{name}.npy", fingerprint(*key, name, len(rows))
+                    )
+        target = signals.Target(model, cached=settings.signal == "hidden")
+        if with_reference:
+            record = self.run.record("reference")
+            assert record is not None
+            with self.console.status("  the reference's cross-entropies"):
+                reference = load_model(self.run.path("reference"), dtype="float32").to(self._device())
+                train.signals["reference_ce"] = signals.reference_ce(
+                    reference, target, train, folder / "reference_ce.npy", fingerprint(*key, record.fingerprint)
+                )
+        return target, train, validation
+
+    # -- helpers --------------------------------------------------------------------------------------------------
+
+    def _fit(
+        self,
+        stage: str,
+        key: str,
+        module: Module,
+        train: Rows,
+        validation: Rows,
+        schedule: Schedule,
+        plan: Plan,
+        training: TrainingSettings,
+    ) -> tuple[list[dict[str, float]], float]:
+        """Trains; returns the learning curve and the seconds it took, those before an interruption included."""
+        trainer = self.settings.trainer
+        segments = Segments(
+            train,
+            validation,
+            schedule,
+            plan.steps,
+            trainer.validate_every,
+            self.pad_id,
+            all_tokens=training.prompt_loss and isinstance(module, CausalLMModule),
+        )
+        return fit(
+            module,
+            segments,
+            trainer,
+            self.run.checkpoints(stage, key),
+            name=stage,
+            logger=for_stage(self.logger, stage),
+            console=self.console,
+        )
+
+    def _schedule(self, rows: Rows, plan: Plan, training: TrainingSettings, offset: int) -> Schedule:
+        return Schedule(rows.lengths, plan.batch_size, training.length_bucket, self.settings.seed * 10 + offset)
+
+    def _target_vocab(self) -> int:
+        """Rows of the target's embedding: a draft of the same size can be served without padding."""
+        from transformers import AutoConfig
+
+        return int(AutoConfig.from_pretrained(self.run.target).get_text_config().vocab_size)
+
+    def _check_tokenizer(self, settings: ModelSettings) -> None:
+        """A model that comes with a tokenizer of its own has to mean the same by every id."""
+        if settings.model is not None:
+            own = load_tokenizer(settings.model, trust_remote_code=settings.trust_remote_code)
+            check_tokenizers(self.corpus.tokenizer, own)
+
+    def _device(self) -> str:
+        import torch
+
+        wanted = self.settings.trainer.accelerator
+        return "cuda" if torch.cuda.is_available() and wanted in ("auto", "gpu", "cuda") else "cpu"
+
+    def _say_size(self, model: PreTrainedModel, parameters: int) -> None:
+        self.console.print(f"  {type(model).__name__}, {parameters:,} parameters", highlight=False)
+
+    def _most_selected(self, module: DistillModule) -> list[tuple[str, int]]:
+        if module.selected is None:
+            return []
+        counts = token_counts(module.selected)[:MOST_SELECTED]
+        return [(self.corpus.tokenizer.decode([token]), count) for token, count in counts]
+
+
+def _bare(rows: Rows) -> Rows:
+    """The same examples without cached signals."""
+    return Rows(rows.ids, rows.labels, rows.offsets, rows.label_offsets)
+
+
+def _with_adapter(model: PreTrainedModel, settings: ModelSettings) -> Any:
+    """Puts a low-rank adapter into the model; only the adapter is trained."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = settings.lora
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.modules or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"lora.modules is {lora.modules}: {error}") from error
+
+
+def _ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """In evaluation mode on the CPU, with the special tokens that generation needs."""
+    model = model.eval().requires_grad_(True).cpu()
+    if model.generation_config is None or model.generation_config.eos_token_id is None:
+        model.generation_config = GenerationConfig(
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+        )
+    return model

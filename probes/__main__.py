@@ -1,0 +1,30 @@
+"""``python -m probes --config C``: probes for every exit layer, the best exit, and self-speculation measured."""
+
+from __future__ import annotations
+
+import sys
+
+from decode.cli import parse, run_main
+
+DESCRIPTION = """Trains linear probes that predict, at every layer of a run's target, whether the token drafted there
+will be accepted; chooses exit layer, stop rule and threshold by predicted speedup; confirms the best by real runs; and
+writes runs/<name>/probes, report.json and probes.html. The target is trained first if it is not there. The settings
+of this command are those under probes; all others are those of python -m distill."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parses the arguments and runs.
+
+    Raises:
+        UserError: anything in settings, data or models that cannot be used.
+    """
+    from probes.settings import Settings
+
+    settings = parse(Settings, argv, prog="python -m probes", description=DESCRIPTION, foreign={"bench"})
+    from probes.pipeline import run_probes
+
+    run_probes(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,295 @@
+"""Which exit, stop rule and threshold: speedups predicted from measured costs and measured acceptances.
+
+Every held-out text is walked as the decoder would walk it: drafted tokens are accepted or not as they were found to
+be, and drafting ends where the stop rule would end it. Confidences behind a first rejection are those of the text
+instead of the rejected continuation, which no draw could tell without decoding.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode.cost import CostModel, speedup_of_rounds, watch_forwards
+from decode.drafters.early_exit import EarlyExitDrafter
+from decode.exits import Part, PartialRunner
+from decode.loop import System, decode
+from decode.machine import synchronize
+from decode.methods import Parts, build
+from decode.probe import AcceptanceProbe
+from decode.rng import TorchRng
+from decode.stop import Confidence, Fixed, StopRule, token_probability
+from decode.target import Target
+from decode.warp import Warp
+
+WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
+
+
+@dataclass
+class Costs:
+    """Times of one model on one machine.
+
+    Attributes:
+        exits: for each exit layer a cost model whose v(n) verifies with the shared cache, in steps of plain decoding.
+        confidence: what reading a confidence adds to each drafted token, by stop rule, in the same unit.
+    """
+
+    exits: dict[int, CostModel]
+    confidence: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Choice:
+    """A setting with its predicted speedup over plain decoding.
+
+    Attributes:
+        method: a name of `decode.methods.METHODS`.
+        exit_layer: layers that the draft runs.
+        window: most tokens a round.
+        threshold: of the stop rule; None for a fixed length.
+        speedup: predicted.
+        accepted: predicted share of drafted tokens that are accepted.
+        tokens: predicted tokens per round.
+    """
+
+    method: str
+    exit_layer: int
+    window: int
+    threshold: float | None
+    speedup: float
+    accepted: float
+    tokens: float
+
+    def options(self) -> dict[str, Any]:
+        """As `decode.methods.MethodOptions`: the controller starts at the threshold and is steered to its rate."""
+        given: dict[str, Any] = {"exit_layer": self.exit_layer, "draft_length": self.window}
+        if self.threshold is not None:
+            given |= {"threshold": self.threshold, "target_acceptance": min(0.99, max(0.01, self.accepted))}
+        return given
+
+
+def walk(
+    outcome: Sequence[float],
+    confidence: Sequence[float] | None,
+    window: int,
+    threshold: float = 0.0,
+    *,
+    product: bool = False,
+) -> tuple[list[int], list[int]]:
+    """Rounds of decoding one text: tokens drafted and accepted in each.
+
+    Args:
+        outcome: for each position whether its drafted token is accepted.
+        confidence: of each drafted token; None drafts to the window.
+        window: most tokens a round.
+        threshold: drafting ends with the token whose confidence (or their product) falls below.
+        product: multiply over the draft.
+    """
+    drafted, accepted, s, n = [], [], 0, len(outcome)
+    while s < n:
+        room = min(window, n - s - 1)
+        k, aggregate = 0, 1.0
+        while k < room:
+            if confidence is not None:
+                aggregate = aggregate * confidence[s + k] if product else confidence[s + k]
+            k += 1
+            if aggregate < threshold:
+                break
+        m = 0
+        while m < k and outcome[s + m] > 0:
+            m += 1
+        drafted.append(k)
+        accepted.append(m)
+        s += m + 1
+    return drafted, accepted
+
+
+def predict(
+    outcomes: Sequence[Sequence[float]],
+    confidences: dict[str, Sequence[Sequence[float]]],
+    exit_layer: int,
+    costs: Costs,
+    *,
+    window: int,
+    thresholds: Sequence[float],
+) -> list[Choice]:
+    """All settings of one exit layer.
+
+    Args:
+        outcomes: acceptance at every position, by text.
+        confidences: the same for ``token`` and the kinds of probes.
+        exit_layer: which exit they are of.
+        costs: measured times.
+        window: longest draft.
+        thresholds: confidence thresholds.
+    """
+    cost = costs.exits[exit_layer]
+
+    def choice(method: str, rule: str, k: int, threshold: float | None, product: bool) -> Choice:
+        drafted: list[int] = []
+        accepted: list[int] = []
+        values = confidences.get(rule)
+        for i, outcome in enumerate(outcomes):
+            conf = values[i] if values is not None else None
+            d, a = walk(outcome, conf, k, threshold or 0.0, product=product)
+            drafted += d
+            accepted += a
+        c = cost.cost_ratio + cost.draft_overhead + costs.confidence.get(rule, 0.0)
+        speed = speedup_of_rounds(drafted, accepted, c, cost.v, cost.overhead)
+        total = sum(accepted)
+        return Choice(
+            method, exit_layer, k, threshold, speed, total / max(1, sum(drafted)), 1 + total / max(1, len(drafted))
+        )
+
+    found = [choice("layerskip", "length", k, None, False) for k in range(1, window + 1)]
+    for method, rule, product in (
+        ("draft-verify", "token", False),
+        ("adaspeed", "token", True),
+        ("adaspeed-probe", "probe", True),
+        ("confidence-probe", "confidence-probe", True),
+    ):
+        if rule in confidences:
+            found += [choice(method, rule, window, t, product) for t in thresholds]
+    return found
+
+
+def best_of(choices: Sequence[Choice], method: str, count: int) -> list[Choice]:
+    """The best predicted settings of a method, from different exits or thresholds."""
+    return sorted((c for c in choices if c.method == method), key=lambda c: -c.speedup)[:count]
+
+
+@torch.inference_mode()
+def measure(
+    runner: PartialRunner,
+    exits: Sequence[int],
+    probes: dict[str, AcceptanceProbe],
+    warp: Warp,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    seconds: float = 12.0,
+) -> Costs:
+    """Time early layers, verification behind them, stop rules and bookkeeping, in units of a plain decoding step.
+
+    Args:
+        runner: the target.
+        exits: exit layers.
+        probes: one of each kind, to time them.
+        warp: decoding mode.
+        prompts: a few, for whole texts.
+        max_new_tokens: of these.
+        seconds: no further turn of measurements begins after this time.
+    """
+    context = max(1, min(len(prompts[0]) + max_new_tokens // 2, runner.limit - WIDTHS[-1] - 1))
+    tokens = (torch.arange(context + WIDTHS[-1], device=runner.device) * 7919 + 1) % runner.vocab_size
+    runner.truncate(0)
+    runner.reserve(len(tokens) + 1)
+    runner.read(tokens[:context], head=0)
+    times: dict[tuple[int, int], list[float]] = {}
+    began = time.perf_counter()
+    for turn in range(12):
+        if turn > 3 and time.perf_counter() - began > seconds:
+            break
+        for layer in exits:
+            for n in WIDTHS:
+                draft, verify = _draft_and_verify(runner, layer, n, tokens[context:], context)
+                if turn:
+                    times.setdefault((layer, n), []).append(verify)
+                    times.setdefault((layer, 0), []).extend(draft)
+    middle = {key: statistics.median(seen) for key, seen in times.items()}
+    step, per_round = _bookkeeping(runner, exits[0], warp, prompts, max_new_tokens)
+    base = statistics.median(middle[layer, 1] for layer in exits) + step
+    watched = _confidences(runner, exits[0], probes, warp, tokens, context)
+    plain = watched.pop("length")
+    costs = Costs({}, {name: max(0.0, (spent - plain) / base) for name, spent in watched.items()})
+    for layer in exits:
+        early = middle[layer, 0]
+        handling = max(0.0, plain - middle[exits[0], 0])
+        costs.exits[layer] = CostModel(
+            early / base,
+            {n: middle[layer, n] / base for n in WIDTHS},
+            overhead=max(0.0, per_round - handling) / base,
+            draft_overhead=handling / base,
+            target_seconds=base,
+            draft_seconds=early,
+            context=context,
+        )
+    runner.truncate(0)
+    return costs
+
+
+def _draft_and_verify(
+    runner: PartialRunner, layer: int, n: int, tokens: Tensor, context: int
+) -> tuple[list[float], float]:
+    """Seconds of each early read of n − 1 tokens, and of the read of n tokens that takes them up."""
+    clock, part = time.perf_counter, Part(layer)
+    draft = []
+    for i in range(n - 1):
+        began = clock()
+        runner.read_part(tokens[i : i + 1], part)
+        synchronize(runner.device)
+        draft.append(clock() - began)
+    began = clock()
+    runner.read(tokens[:n])
+    synchronize(runner.device)
+    verify = clock() - began
+    runner.truncate(context)
+    return draft, verify
+
+
+def _confidences(
+    runner: PartialRunner, layer: int, probes: dict[str, AcceptanceProbe], warp: Warp, tokens: Tensor, context: int
+) -> dict[str, float]:
+    """Seconds of a drafted token under each stop rule, bookkeeping included."""
+    rules: dict[str, Confidence | None] = {"length": None, "token": token_probability, **probes}
+    drafter = EarlyExitDrafter(runner, warp, Part(layer))
+    rng = TorchRng(0, runner.device)
+    chance = rng.for_greedy() if warp.greedy else rng
+    spent: dict[str, list[float]] = {name: [] for name in rules}
+    ids = tokens[: context + 1].tolist()
+    for turn in range(12):
+        for name, confidence in rules.items():
+            stop = StopRule(8, confidence, threshold=Fixed(-1.0))
+            stop.begin()
+            began = time.perf_counter()
+            drafter.propose(ids, stop, 8, chance)
+            synchronize(runner.device)
+            if turn:
+                spent[name].append((time.perf_counter() - began) / 8)
+            runner.truncate(context)
+            runner.ahead.clear()
+    return {name: statistics.median(seen) for name, seen in spent.items()}
+
+
+def _bookkeeping(
+    runner: PartialRunner, layer: int, warp: Warp, prompts: Sequence[list[int]], max_new_tokens: int
+) -> tuple[float, float]:
+    """Seconds outside the forwards, of a plain step and of a round that drafts one token."""
+
+    def outside(system: Any) -> float:
+        rounds, spent = 0, []
+        for i, ids in enumerate(prompts):
+            with watch_forwards(runner) as watch:
+                out = decode(
+                    Target(runner), system, warp, ids, max_new_tokens=max_new_tokens, rng=TorchRng(i, runner.device)
+                )
+            rounds = out.trace.rounds
+            # the prompt's read is inside a forward too, so nothing of it is left here
+            spent.append((out.trace.total_seconds - watch.seconds) / max(1, rounds))
+        return statistics.median(spent)
+
+    plain = build("autoregressive", Parts(runner, warp))
+    drafted = System("one", EarlyExitDrafter(runner, warp, Part(layer)), StopRule(1))
+    return outside(plain), outside(drafted)
+
+
+def split_texts(values: Tensor, text: Tensor) -> list[list[float]]:
+    """A value for each position ``[n]`` as one list a text."""
+    counts = torch.bincount(text)
+    return [part.tolist() for part in values.split(counts[counts > 0].tolist())]

@@ -1,0 +1,119 @@
+"""Real runs of the settings that were predicted to be the best, beside their baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.bench import Bench
+from decode.contenders import Contender, Entrant
+from decode.methods import MethodOptions
+from decode.rows import Record, median_interval, paired_ratios, plain
+from decode.suites import Suite
+from decode.warp import Warp
+from decode.workbench import BenchOptions
+from probes.choose import Choice
+
+TITLES = {
+    "autoregressive": "no drafting",
+    "generate": "transformers generate",
+    "layerskip": "LayerSkip",
+    "layerskip-separate": "LayerSkip, separate cache",
+    "draft-verify": "Draft & Verify",
+    "draft-verify-subset": "Draft & Verify, layer subset",
+    "adaspeed": "AdaSPEED",
+    "adaspeed-probe": "AdaSPEED with probe",
+    "confidence-probe": "AdaSPEED with confidence probe",
+}
+"""How tables call the methods."""
+
+
+@dataclass
+class Candidate:
+    """A setting to be run: a method, its options, what was predicted, and the key of its row in the table."""
+
+    method: str
+    options: dict[str, Any]
+    predicted: float | None
+    title: str
+
+    @classmethod
+    def of(cls, choice: Choice) -> Candidate:
+        """From a predicted choice."""
+        return cls(choice.method, choice.options(), choice.speedup, choice.method)
+
+    @property
+    def name(self) -> str:
+        """Unique in a bench."""
+        given = {"exit_layer": "E", "draft_length": "k", "threshold": "γ"}
+        parts = [f"{short}{self.options[key]:g}" for key, short in given.items() if self.options.get(key) is not None]
+        return " ".join([self.title, *parts])
+
+
+class _Bench(Bench):
+    """A bench that keeps its records, to compare any two rows pair by pair."""
+
+    records: dict[str, Record]
+
+    def _row(self, entrant: Entrant, *rest: Any) -> dict[str, Any]:
+        self.records[entrant.contender.label] = entrant.record
+        return super()._row(entrant, *rest)
+
+
+def confirm(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    suite: Suite,
+    candidates: Sequence[Candidate],
+    warp: Warp,
+    *,
+    probes: str,
+    max_new_tokens: int,
+    repeats: int,
+    seed: int,
+    threads: int | None,
+) -> list[dict[str, Any]]:
+    """Run the candidates on a suite in one decoding mode.
+
+    Returns:
+        Rows like those of `decode bench`, with ``title``, ``exit_layer``, ``threshold``, ``speedup_vs_layerskip`` with
+        its interval, ``predicted_speedup`` and ``best`` (the fastest of its title).
+    """
+    options = BenchOptions(
+        max_new_tokens=max_new_tokens, repeats=repeats, seed=seed, warp=warp, threads=threads, costs=False, samples=0
+    )
+    bench = _Bench(model, None, tokenizer, options)
+    bench.records = {}
+    unique = {candidate.name: candidate for candidate in candidates}
+    contenders = [
+        Contender(
+            c.method, options=MethodOptions(**c.options, probes=probes), temperature=warp.temperature, name=c.name
+        )
+        for c in unique.values()
+    ]
+    rows = bench.run([suite], contenders)
+    for row in rows:
+        candidate = unique.get(row["name"])
+        row["title"] = candidate.title if candidate else row["method"]
+        row["top_p"] = warp.top_p
+        row["predicted_speedup"] = candidate.predicted if candidate else row["predicted_speedup"]
+        given = candidate.options if candidate else {}
+        row["exit_layer"], row["threshold"] = given.get("exit_layer"), given.get("threshold")
+    _mark_best(rows)
+    base = next((r["name"] for r in rows if r["title"] == "layerskip" and r["best"]), None)
+    for row in rows:
+        if base is not None and bench.records[row["name"]].takes:
+            ratios = paired_ratios(bench.records[row["name"]], bench.records[base])
+            middle, low, high = median_interval(ratios, seed=seed)
+            row["speedup_vs_layerskip"], row["speedup_vs_layerskip_ci95"] = middle, [low, high]
+    return [plain(row) for row in rows]
+
+
+def _mark_best(rows: list[dict[str, Any]]) -> None:
+    """Marks the fastest row of each title."""
+    for row in rows:
+        rivals = [r for r in rows if r["title"] == row["title"]]
+        row["best"] = row is max(rivals, key=lambda r: r["tokens_per_second"] or 0.0)

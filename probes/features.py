@@ -1,0 +1,182 @@
+"""What probes see and what they are to predict, for every exit layer, from one forward pass over the texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from decode.probe import confidence_features
+from decode.rules import pick, ratio
+from decode.walk import check_walk, final_norm
+from decode.warp import Warp
+from distill.models import Head
+from probes.texts import Text
+
+
+@dataclass
+class Features:
+    """Response positions of some texts, seen from every exit.
+
+    Attributes:
+        exits: number of layers before each exit.
+        inputs: ``[exits, n, width + 3]``: the state that the exit's head sees, then `decode.probe.FEATURES`.
+        labels: by name ``[exits, n]`` in [0, 1]; greedy: ``match``; sampled: ``accept`` (min(1, p/q)) and ``top-p``.
+        outcome: ``[exits, n]`` of 0 and 1: was the drafted token accepted, where that is a draw by that draw.
+        text: ``[n]``, the text that each position belongs to, ascending.
+    """
+
+    exits: list[int]
+    inputs: Tensor
+    labels: dict[str, Tensor]
+    outcome: Tensor
+    text: Tensor
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    @property
+    def width(self) -> int:
+        """Width of the hidden states."""
+        return self.inputs.shape[-1] - 3
+
+    @property
+    def token_probability(self) -> Tensor:
+        """q(x) of the drafted tokens, unwarped, ``[exits, n]``: what a probe has to beat."""
+        return self.inputs[..., -3].exp()
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of the exit's unwarped distribution in bits, ``[exits, n]``."""
+        return self.inputs[..., -2]
+
+
+def exit_layers(model: PreTrainedModel, wanted: Sequence[int] = ()) -> list[int]:
+    """The exits asked for, or all.
+
+    Raises:
+        UserError: a layer outside the model, or layers that cannot be reached.
+    """
+    check_walk(model)
+    depth = int(model.config.get_text_config().num_hidden_layers)
+    outside = [layer for layer in wanted if not 1 <= layer < depth]
+    if outside:
+        raise UserError(
+            f"probes.layers has {outside[0]}; the model has {depth} layers, so exits are 1 to {depth - 1} "
+            "(the number of layers that run)"
+        )
+    if depth < 2:
+        raise UserError("the model has one layer, so there is no early exit; probes need two layers or more")
+    return sorted(set(wanted)) or list(range(1, depth))
+
+
+@torch.inference_mode()
+def collect(
+    target: PreTrainedModel,
+    texts: Sequence[Text],
+    warp: Warp,
+    *,
+    exits: Sequence[int] = (),
+    draft: PreTrainedModel | None = None,
+    positions: int | None = None,
+    batch_size: int = 32,
+    seed: int = 0,
+) -> Features:
+    """Read the texts once, and note for every exit what it would draft and whether the target would accept it.
+
+    Args:
+        target: the model whose acceptance is predicted.
+        texts: what it wrote.
+        warp: the decoding mode.
+        exits: exit layers, all of them taken from one pass; ignored with a draft.
+        draft: a separate draft model, whose last hidden state is then the only exit.
+        positions: keep a random sample of this many response positions of each text.
+        batch_size: texts read together.
+        seed: of the drafted tokens, of their acceptance and of the sample.
+    """
+    chance = torch.Generator().manual_seed(seed)
+    layers = [int(draft.config.get_text_config().num_hidden_layers)] if draft is not None else list(exits)
+    heads = Head(target), Head(draft if draft is not None else target)
+    texts = [text for text in texts if len(text[0]) > text[1]]
+    if not texts:
+        raise UserError("the target wrote nothing for any prompt, so there is nothing to learn from; check the data")
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i][0]))
+    found: dict[int, dict[str, Tensor]] = {}
+    for at in range(0, len(order), batch_size):
+        chosen = order[at : at + batch_size]
+        ids, rows, owner = _rows([texts[i] for i in chosen], positions, chance)
+        ids = ids.to(target.device)
+        final, states = _states(target, draft, ids, layers, rows)
+        batch = _look(heads, final, states, warp, chance)
+        for place, i in enumerate(chosen):
+            mine = owner == place
+            found[i] = {name: value[:, mine] for name, value in batch.items()}
+    parts = [found[i] for i in range(len(texts))]
+    joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+    counts = torch.tensor([part["outcome"].shape[1] for part in parts])
+    return Features(
+        layers,
+        joined.pop("inputs"),
+        {name: value for name, value in joined.items() if name != "outcome"},
+        joined["outcome"],
+        torch.repeat_interleave(torch.arange(len(texts)), counts),
+    )
+
+
+def _rows(texts: Sequence[Text], positions: int | None, chance: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Right-padded ids, the (row, column) of every position that predicts a response token, and its row."""
+    ids = torch.zeros(len(texts), max(len(t) for t, _ in texts), dtype=torch.long)
+    places = []
+    for row, (tokens, start) in enumerate(texts):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        columns = torch.arange(max(0, start - 1), len(tokens) - 1)
+        if positions is not None and len(columns) > positions:
+            columns = columns[torch.randperm(len(columns), generator=chance)[:positions].sort().values]
+        places.append(torch.stack([torch.full_like(columns, row), columns]))
+    rows = torch.cat(places, 1)
+    return ids, rows, rows[0]
+
+
+def _states(
+    target: PreTrainedModel, draft: PreTrainedModel | None, ids: Tensor, layers: Sequence[int], rows: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Head inputs at the rows: the full target's ``[n, width]``, and those of every exit."""
+    at = tuple(rows.to(ids.device))
+    out = target.base_model(input_ids=ids, use_cache=False, output_hidden_states=draft is None)
+    final = out.last_hidden_state[at]
+    if draft is not None:
+        return final, [draft.base_model(input_ids=ids.to(draft.device), use_cache=False).last_hidden_state[at]]
+    norm = final_norm(target)
+    return final, [norm(out.hidden_states[layer][at]) for layer in layers]
+
+
+def _look(
+    heads: tuple[Head, Head], final: Tensor, states: Sequence[Tensor], warp: Warp, chance: torch.Generator
+) -> dict[str, Tensor]:
+    """Inputs, labels and outcomes of every exit, ``[exits, n, ...]``, on the CPU."""
+    p = warp(heads[0](final)).cpu()
+    made: dict[str, list[Tensor]] = {}
+    for state in states:
+        logits = heads[1](state).float().cpu()
+        q = warp(logits)
+        shared = min(p.shape[-1], q.shape[-1])
+        q, law = q[:, :shared], p[:, :shared]
+        x = q.argmax(-1) if warp.greedy else torch.multinomial(q, 1, generator=chance).squeeze(-1)
+        accept = ratio(law, q, x)
+        values = {"inputs": torch.cat([state.float().cpu(), confidence_features(logits, x)], -1)}
+        if warp.greedy:
+            values |= {"match": accept, "outcome": accept}
+        else:
+            draw = torch.rand(len(x), generator=chance)
+            values |= {
+                "accept": accept,
+                "top-p": (pick(law, x) > 0).float(),
+                "outcome": (draw < accept).float(),
+            }
+        for name, value in values.items():
+            made.setdefault(name, []).append(value)
+    return {name: torch.stack(value) for name, value in made.items()}

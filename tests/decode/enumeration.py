@@ -1,0 +1,261 @@
+"""The exact output law of the production loop: an `Rng` that enumerates, and models that are tables."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from decode.draft import Draft
+from decode.loop import System, decode
+from decode.rng import Rng
+from decode.runner import Runner
+from decode.target import Target
+from decode.trace import Trace
+from decode.warp import Warp
+
+Law = dict[tuple[int, ...], float]
+NEGLIGIBLE = 1e-17  # branches of less mass are rounding noise; ten thousand of them stay below the tolerance
+
+
+@dataclass
+class Question:
+    """One random choice: its possible outcomes with their probabilities, and the one being tried."""
+
+    outcomes: list[tuple[int, float]]
+    at: int = 0
+
+
+class EnumerationRng:
+    """Replays the choices in `questions`, then answers every new one with its first outcome and appends it."""
+
+    def __init__(self, questions: list[Question]) -> None:
+        self.questions = questions
+        self.asked = 0
+        self.weight = 1.0
+
+    def _choose(self, weights: Tensor) -> int:
+        values = weights.double()
+        assert (values >= 0).all(), weights
+        if self.asked == len(self.questions):
+            table = list(enumerate((values / values.sum()).tolist()))
+            kept = [(i, w) for i, w in table if w * self.weight > NEGLIGIBLE]
+            self.questions.append(Question(kept or [max(table, key=lambda pair: pair[1])]))
+        question = self.questions[self.asked]
+        self.asked += 1
+        outcome, probability = question.outcomes[question.at]
+        self.weight *= probability
+        return outcome
+
+    def draw(self, weights: Tensor) -> Tensor:
+        """See `Rng.draw`."""
+        return torch.tensor(self._choose(weights))
+
+    def draw_rows(self, weights: Tensor) -> Sequence[int]:
+        """See `Rng.draw_rows`; a row is drawn when it is read, so unread rows cost no branches."""
+        return _LazyRows(self, weights)
+
+    def first_reject(self, accept: Tensor) -> Tensor:
+        """See `Rng.first_reject`: outcome i has probability a₀ … aᵢ₋₁ (1 − aᵢ), outcome k that of no rejection."""
+        a = accept.double()
+        assert ((a >= 0) & (a <= 1)).all(), accept
+        reach = torch.cat([torch.ones(1, dtype=a.dtype), a.cumprod(0)])
+        return torch.tensor(self._choose(reach * torch.cat([1 - a, torch.ones(1, dtype=a.dtype)])))
+
+
+class _LazyRows(Sequence):
+    def __init__(self, rng: EnumerationRng, weights: Tensor) -> None:
+        self._rng, self._weights = rng, weights
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __getitem__(self, row):  # type: ignore[no-untyped-def]
+        return self._rng._choose(self._weights[row])
+
+
+def enumerate_runs(run: Callable[[Rng], tuple[int, ...]]) -> Law:
+    """The exact law of what `run` returns, over every sequence of random outcomes."""
+    law: Law = defaultdict(float)
+    questions: list[Question] = []
+    while True:
+        rng = EnumerationRng(questions)
+        law[run(rng)] += rng.weight
+        assert rng.asked == len(questions), "the run is not a function of its random choices"
+        while questions and questions[-1].at + 1 == len(questions[-1].outcomes):
+            questions.pop()
+        if not questions:
+            return dict(law)
+        questions[-1].at += 1
+
+
+def autoregressive_law(
+    probabilities: Callable[[list[int]], Tensor], prompt: list[int], length: int, stop_ids: Collection[int] = ()
+) -> Law:
+    """The law of plain sampling: what every lossless method has to reproduce."""
+    law: Law = {}
+    open_texts: Law = {(): 1.0}
+    for _ in range(length):
+        grown: Law = {}
+        for text, weight in open_texts.items():
+            for token, p in enumerate(probabilities(prompt + list(text)).double().tolist()):
+                if p > 0:
+                    into = law if token in stop_ids or len(text) + 1 == length else grown
+                    into[(*text, token)] = weight * p
+        open_texts = grown
+    return law
+
+
+def total_variation(a: Law, b: Law) -> float:
+    """Half the L1 distance of two laws."""
+    return sum(abs(a.get(text, 0.0) - b.get(text, 0.0)) for text in {*a, *b}) / 2
+
+
+@dataclass
+class Clock:
+    """A clock that only the scripted models advance, so that measured times repeat."""
+
+    now: float = 0.0
+
+    def perf_counter(self) -> float:
+        """Seconds."""
+        return self.now
+
+
+def random_table(seed: int, vocab: int, *, zeros: float = 0.15, memory: int = 3) -> Callable[[tuple[int, ...]], Tensor]:
+    """Random float64 logits ``[vocab]`` for every context (its last tokens and its length), some of them −inf."""
+    cache: dict[tuple[int, ...], Tensor] = {}
+
+    def logits(context: tuple[int, ...]) -> Tensor:
+        key = (len(context), *context[-memory:])
+        if key not in cache:
+            dice = random.Random(f"{seed} {key}")
+            row = [dice.gauss(0, 1.2) for _ in range(vocab)]
+            sure = dice.randrange(vocab)
+            cache[key] = torch.tensor(
+                [x if i == sure or dice.random() > zeros else -torch.inf for i, x in enumerate(row)],
+                dtype=torch.float64,
+            )
+        return cache[key]
+
+    return logits
+
+
+class ScriptedRunner(Runner):
+    """A model that is a table of logits by context; everything else behaves as `Runner` does."""
+
+    def __init__(
+        self,
+        logits: Callable[[tuple[int, ...]], Tensor],
+        vocab: int,
+        *,
+        limit: int = 1 << 30,
+        clock: Clock | None = None,
+        cost: float = 1.0,
+    ) -> None:
+        self.logits, self.vocab_size, self.limit = logits, vocab, limit
+        self.clock, self.cost = clock or Clock(), cost
+        self.device, self.dtype = torch.device("cpu"), torch.float64
+        self.held: list[int] = []
+        self.hidden = torch.empty(0)
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        """Positions held."""
+        return len(self.held)
+
+    def reserve(self, capacity: int) -> None:
+        """A table needs no room."""
+
+    def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
+        """See `Runner.read`; a token costs `cost` plus a tenth of it for every further one."""
+        new = tokens.tolist()
+        past = tuple(self.held)
+        if tree is None:
+            contexts = [past + tuple(new[: i + 1]) for i in range(len(new))]
+        else:
+            root = [*past, new[0]]
+            contexts = [tuple(tree.text_before(root, i)) for i in range(-1, len(tree))]
+        self.held += new
+        assert self.limit >= max(map(len, contexts)), "read beyond the context"
+        self.clock.now += self.cost * (0.9 + 0.1 * len(new))
+        wanted = contexts if head is None else contexts[len(contexts) - head :]
+        self.hidden = torch.tensor([[len(c), c[-1]] for c in wanted], dtype=torch.float64).view(-1, 2)
+        rows = [self.logits(c) for c in wanted]
+        return torch.stack(rows) if rows else torch.empty(0, self.vocab_size, dtype=torch.float64)
+
+    def truncate(self, length: int) -> None:
+        """See `Runner.truncate`."""
+        del self.held[length:]
+
+    def keep(self, base: int, slots: list[int]) -> None:
+        """See `Runner.keep`."""
+        assert slots == sorted(set(slots)), slots
+        self.held[base:] = [self.held[i] for i in slots]
+
+
+@dataclass
+class Experiment:
+    """A target, a warp and a prompt, whose law under any system is compared with plain sampling.
+
+    Attributes:
+        tokens: how many tokens the law is over.
+        forward: logits ``[vocab]`` after a text; the target's own runner, read afresh, if not given.
+        traces: trace of every enumerated run, to see what was exercised.
+    """
+
+    target: Runner
+    warp: Warp
+    prompt: list[int]
+    tokens: int
+    stop_ids: tuple[int, ...] = ()
+    forward: Callable[[list[int]], Tensor] | None = None
+    clock: Clock = field(default_factory=Clock)
+    traces: list[Trace] = field(default_factory=list)
+
+    def run(self, system: System, rng: Rng, tokens: int | None = None) -> tuple[int, ...]:
+        """Decode once from the system's present state, leaving that state as it is."""
+        self.clock.now = 0.0
+        # models and corpora stay, everything learned is copied
+        parts = [self.target, *(getattr(system.drafter, name, None) for name in ("runner", "store", "table"))]
+        system = copy.deepcopy(system, {id(part): part for part in parts if part is not None})
+        out = decode(
+            Target(self.target),
+            system,
+            self.warp,
+            self.prompt,
+            max_new_tokens=tokens or self.tokens,
+            stop_ids=self.stop_ids,
+            rng=rng,
+        )
+        self.traces.append(out.trace)
+        return tuple(out.new_ids)
+
+    def law(self, system: System) -> Law:
+        """The exact law of the first tokens under this system."""
+        self.traces.clear()
+        return enumerate_runs(lambda rng: self.run(system, rng))
+
+    def bias(self, system: System) -> float:
+        """Total variation between the system's law and the target's own."""
+        law = self.law(system)
+        assert abs(sum(law.values()) - 1) < 1e-12
+        return total_variation(law, autoregressive_law(self.next_law, self.prompt, self.tokens, self.stop_ids))
+
+    def next_law(self, text: list[int]) -> Tensor:
+        """The target's warped law after `text`, from a forward over the whole of it."""
+        if self.forward is not None:
+            return self.warp(self.forward(text)[None], [text])[0]
+        self.target.truncate(0)
+        return self.warp(self.target.read(torch.tensor(text), head=1), [text])[0]
+
+    @property
+    def drafted(self) -> set[int]:
+        """All draft lengths that occurred."""
+        return set(itertools.chain.from_iterable(t.drafted for t in self.traces))

@@ -1,0 +1,63 @@
+"""A tiny target and a draft that resembles it, with a byte-level tokenizer, for tests of whole commands."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from decode.suites import Prompt, Suite
+
+TEXT = "Tom has 3 apples and buys 4 more. How many apples does he have? Das Maß ist voll, 日本語."
+
+
+def make_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 280 tokens; characters beyond ASCII take several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<eos>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    if chat:
+        fast.chat_template = (
+            "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+            "{% if add_generation_prompt %}[assistant]{% endif %}"
+        )
+    return fast
+
+
+def make_pair(tiny: Callable[..., PreTrainedModel], noise: float = 0.1) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A target, and a draft with its weights a little off, so that about half of what it drafts is accepted."""
+    target = copy.deepcopy(tiny("llama", vocab_size=280, max_position_embeddings=256, eos_token_id=0))
+    target.generation_config.eos_token_id = 0
+    draft = copy.deepcopy(target)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=generator))
+    return target, draft
+
+
+def save_pair(folder: Path, tiny: Callable[..., PreTrainedModel]) -> Path:
+    """``target`` and ``draft`` as plain folders with their tokenizer."""
+    tokenizer = make_tokenizer(chat=True)
+    for name, model in zip(("target", "draft"), make_pair(tiny)):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+def make_suite(count: int = 3, name: str = "toy") -> Suite:
+    """Prompts of different lengths; an answer scores whether it has an even number of characters."""
+    prompts = [Prompt(f"{name}/{i}", f"Tom has {i} apples" + " and more" * i, None) for i in range(count)]
+    return Suite(name, prompts, lambda prompt, text: float(len(text) % 2 == 0))

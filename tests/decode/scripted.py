@@ -1,0 +1,153 @@
+"""Drafters that tests steer, and the drafters of the package built on a small random corpus."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from decode.datastore import Datastore
+from decode.datastore import build as build_datastore
+from decode.draft import Draft
+from decode.drafters import Drafter, NoDrafter
+from decode.drafters.lookahead import LookaheadDrafter
+from decode.drafters.lookup import LookupDrafter
+from decode.drafters.ngrams import NgramTable, build_trigram_table
+from decode.drafters.retrieval import RetrievalDrafter
+from decode.drafters.trigram import TrigramDrafter
+from decode.rng import Rng
+from decode.stop import StopRule
+
+
+@dataclass
+class RandomTree(NoDrafter):
+    """A deterministic tree of any shape, another one for every text."""
+
+    vocab: int
+    nodes: int = 6
+    seed: int = 0
+
+    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
+        """Up to `nodes` nodes, no deeper than `room`; siblings may repeat a token."""
+        dice = random.Random(f"{self.seed} {ids}")
+        parents: list[int] = []
+        depths: list[int] = []
+        for i in range(dice.randrange(self.nodes + 1)):
+            parent = dice.randrange(-1, i)
+            depth = 1 if parent < 0 else depths[parent] + 1
+            if depth > room:
+                break
+            parents.append(parent)
+            depths.append(depth)
+        return Draft.tree([dice.randrange(self.vocab) for _ in parents], parents)
+
+
+@dataclass
+class Oracle(NoDrafter):
+    """Knows the text that greedy decoding will produce and drafts from it, well or badly.
+
+    Attributes:
+        text: prompt and continuation.
+        how: name of a way in `WAYS`.
+        rounds: rounds so far in this text.
+    """
+
+    text: list[int]
+    how: str
+    vocab: int
+    rounds: int = field(default=0, init=False)
+
+    def start(self, ids: list[int]) -> None:
+        """A new text begins."""
+        self.rounds = 0
+
+    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
+        """The draft of this round."""
+        self.rounds += 1
+        future = self.text[len(ids) :]
+        return WAYS[self.how](self, future, room)
+
+    def wrong(self, token: int, by: int = 1) -> int:
+        """Another token."""
+        return (token + by) % self.vocab
+
+
+def _perfect(oracle: Oracle, future: list[int], room: int) -> Draft:
+    return _chain(future[: min(5, room)])
+
+
+def _wrong(oracle: Oracle, future: list[int], room: int) -> Draft:
+    return _chain([oracle.wrong(t) for t in future[: min(4, room)]])
+
+
+def _alternating(oracle: Oracle, future: list[int], room: int) -> Draft:
+    k = min(6, room)
+    return _chain([t if i % 3 else oracle.wrong(t) if oracle.rounds % 2 else t for i, t in enumerate(future[:k])])
+
+
+def _empty(oracle: Oracle, future: list[int], room: int) -> Draft:
+    return Draft.empty()
+
+
+def _overlong(oracle: Oracle, future: list[int], room: int) -> Draft:
+    """Perfect, and longer than the budget allows: the future is padded."""
+    return _chain((future + [0] * 20)[:12])
+
+
+def _tree(oracle: Oracle, future: list[int], room: int) -> Draft:
+    """The right path hidden among wrong branches, its nodes neither first nor adjacent."""
+    dice = random.Random(f"{oracle.rounds} {future}")
+    tokens: list[int] = []
+    parents: list[int] = []
+    above = -1
+    for depth, token in enumerate(future[: min(4, room)]):
+        sides = [oracle.wrong(token, 1 + j) for j in range(dice.randrange(3))]
+        children = [*sides, token]
+        dice.shuffle(children)
+        right = -1
+        for child in children:
+            if child == token:
+                right = len(tokens)
+            tokens.append(child)
+            parents.append(above)
+        if depth + 1 < room and sides:  # a subtree below a wrong branch
+            wrong = next(i for i in range(len(tokens) - len(children), len(tokens)) if i != right)
+            tokens += [dice.randrange(oracle.vocab)]
+            parents += [wrong]
+        if dice.random() < 0.2:
+            break
+        above = right
+    return Draft.tree(tokens, parents)
+
+
+WAYS: dict[str, Callable[[Oracle, list[int], int], Draft]] = {
+    "perfect": _perfect,
+    "wrong": _wrong,
+    "alternating": _alternating,
+    "empty": _empty,
+    "overlong": _overlong,
+    "tree": _tree,
+}
+
+
+def _chain(tokens: list[int]) -> Draft:
+    return Draft.tree(tokens, list(range(-1, len(tokens) - 1)))
+
+
+def corpus_drafters(folder: Path, vocab: int, extra: list[list[int]] | None = None) -> dict[str, Callable[[], Drafter]]:
+    """The drafters that read a text or a corpus, over random documents (and `extra` ones)."""
+    dice = random.Random(0)
+    documents = [[dice.randrange(vocab) for _ in range(40)] for _ in range(5)] + (extra or [])
+    build_datastore(documents, folder, "test")
+    build_trigram_table(documents, folder, "test")
+    store, table = Datastore.open(folder, "test"), NgramTable.open(folder, "test")
+    return {
+        "none": NoDrafter,
+        "prompt-lookup": lambda: LookupDrafter(length=3),
+        "rest": lambda: RetrievalDrafter(store, nodes=8, max_span=4, min_span=1, length=3),
+        "adaptix": lambda: TrigramDrafter(table, nodes=8, searches=20, depth=2, sequences=4),
+        "adaptix-best-first": lambda: TrigramDrafter(table, method="best-first", nodes=8),
+        "lookahead": lambda: LookaheadDrafter(level=3, window=3, guesses=3, pool_from_prompt=True),
+        "random-tree": lambda: RandomTree(vocab),
+    }

@@ -1,0 +1,198 @@
+import json
+import random
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from decode import datastore
+from decode.datastore import FILE, Datastore, build, build_from_text_files, suffix_array
+from decode.drafters import corpus
+from decode.drafters.corpus import join_documents, read_texts, tokenizer_fingerprint
+from decode.drafters.ngrams import NgramTable
+from decode.errors import UserError
+
+
+def random_documents(source, vocabulary, count=8, longest=60):
+    return [[source.randrange(vocabulary) for _ in range(source.randrange(longest))] for _ in range(count)]
+
+
+def occurrences(documents, pattern):
+    n = len(pattern)
+    return sum(doc[i : i + n] == pattern for doc in documents for i in range(len(doc) - n + 1))
+
+
+def following(documents, pattern, length):
+    """Every continuation of ``pattern``, padded with -1 at the end of its document, sorted."""
+    n, rows = len(pattern), []
+    for doc in documents:
+        for i in range(len(doc) - n + 1):
+            if doc[i : i + n] == pattern:
+                rest = doc[i + n : i + n + length]
+                rows.append(rest + [-1] * (length - len(rest)))
+    return sorted(rows)
+
+
+def word_tokenizer(words):
+    vocabulary = {word: i for i, word in enumerate(["<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+@pytest.fixture
+def store(tmp_path):
+    build([[1, 2, 3, 4], [2, 3, 5], [2, 3, 4, 6]], tmp_path, "tok")
+    return Datastore.open(tmp_path, "tok")
+
+
+@pytest.mark.parametrize("block", [4, 1 << 20])
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_suffix_array_is_in_the_order_of_a_plain_sort(monkeypatch, block, dtype):
+    monkeypatch.setattr(datastore, "BLOCK", block)
+    source = np.random.default_rng(0)
+    for vocabulary in (1, 2, 5, 60_000):
+        for n in (1, 2, 3, 7, 64, 333):
+            text = np.append(source.integers(1, vocabulary + 1, n - 1), 0).astype(dtype)
+            text[n // 2 : min(n // 2 + 1, n - 2)] = 0  # a border inside, never two in a row
+            order = suffix_array(text, depth=16)
+            assert sorted(order.tolist()) == list(range(n))
+            tails = [text[i : i + 16].tolist() for i in order]
+            assert tails == sorted(tails)
+
+
+def test_find_counts_what_a_scan_counts(tmp_path):
+    source = random.Random(1)
+    for trial in range(20):
+        documents = random_documents(source, vocabulary=source.choice([1, 2, 4]))
+        documents.append([0, 1, 0])
+        build(documents, tmp_path / str(trial), "tok")
+        store = Datastore.open(tmp_path / str(trial), "tok")
+        for _ in range(40):
+            pattern = [source.randrange(4) for _ in range(source.randrange(1, 7))]
+            low, high = store.find(pattern)
+            assert high - low == occurrences(documents, pattern)
+
+
+def test_longest_tail_and_its_continuations_equal_a_scan(tmp_path):
+    source = random.Random(2)
+    for trial in range(20):
+        documents = [*random_documents(source, vocabulary=3), [1, 2, 3]]
+        build(documents, tmp_path / str(trial), "tok")
+        store = Datastore.open(tmp_path / str(trial), "tok")
+        for _ in range(30):
+            ids = [source.randrange(3) for _ in range(source.randrange(12))]
+            spans = [n for n in range(2, min(6, len(ids)) + 1) if occurrences(documents, ids[-n:])]
+            span, (low, high) = store.longest(ids, max_span=6)
+            assert span == max(spans, default=0)
+            want = following(documents, ids[-span:], 5) if span else []
+            assert high - low == len(want)
+            assert store.continuations(ids, length=5, max_span=6).tolist() == want
+
+
+def test_continuations_stop_at_the_end_of_their_document(store):
+    assert store.continuations([9, 2, 3], length=3).tolist() == [[4, -1, -1], [4, 6, -1], [5, -1, -1]]
+
+
+def test_too_many_hits_are_thinned_evenly(tmp_path):
+    build([[200, 200, i] for i in range(100)], tmp_path, "tok")
+    rows = Datastore.open(tmp_path, "tok").continuations([200, 200], length=1, limit=10)
+    assert rows[:, 0].tolist() == list(range(0, 100, 10))
+
+
+def test_no_hits_give_no_rows(store):
+    assert store.continuations([9, 9], length=3).shape == (0, 3)
+    assert store.continuations([], length=3).shape == (0, 3)
+    assert store.find([4, 1])[0] == store.find([4, 1])[1]
+
+
+@pytest.mark.parametrize("top", [65_534, 65_535, 150_000])
+def test_ids_of_large_vocabularies_fit(tmp_path, top):
+    documents = [[top, 1, 2], [3, top, 1, top]]
+    build(documents, tmp_path, "tok")
+    store = Datastore.open(tmp_path, "tok")
+    assert store.continuations([top, 1], length=2).tolist() == [[2, -1], [top, -1]]
+
+
+def test_ids_the_store_cannot_hold_are_unknown_and_not_an_error(store):
+    low, high = store.find([70_000, 2])
+    assert low == high
+    assert store.longest([70_000, 2, 3])[0] == 2
+    assert store.longest([2, 3, 70_000])[0] == 0
+
+
+def test_another_tokenizer_is_refused(tmp_path, store):
+    with pytest.raises(UserError, match=r"another tokenizer \(tok; this one is other\)"):
+        Datastore.open(tmp_path, "other")
+
+
+def test_missing_truncated_corrupt_and_foreign_files_are_refused(tmp_path, store):
+    whole = (tmp_path / FILE).read_bytes()
+    cases = {
+        "truncated": whole[:-1],
+        "is empty": b"",
+        "header is damaged": whole[:40],
+        "is no datastore": b"not a datastore at all, only text",
+        "corrupt": whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:],
+    }
+    for message, content in cases.items():
+        (tmp_path / "broken").mkdir(exist_ok=True)
+        (tmp_path / "broken" / FILE).write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            Datastore.open(tmp_path / "broken", "tok")
+    with pytest.raises(UserError, match=r"no datastore at .*: build one"):
+        Datastore.open(tmp_path / "nowhere", "tok")
+
+
+def test_a_failed_build_leaves_the_old_store_and_no_partial_file(tmp_path, store, monkeypatch):
+    before = (tmp_path / FILE).read_bytes()
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(corpus.os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        build([[1, 2]], tmp_path, "tok")
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert (tmp_path / FILE).read_bytes() == before
+
+
+def test_empty_and_negative_input_is_refused():
+    with pytest.raises(UserError, match="no tokens"):
+        join_documents([[], []])
+    with pytest.raises(UserError, match="negative"):
+        join_documents([[1, -1]])
+    with pytest.raises(UserError, match="negative"):
+        join_documents([[1, -5]])
+
+
+def test_text_files_become_a_store_and_a_table(tmp_path):
+    tokenizer = word_tokenizer(["a", "b", "c", "d"])
+    (tmp_path / "one.jsonl").write_text(
+        json.dumps({"text": "a b c"}) + "\n\n" + json.dumps({"question": "a b", "answer": "d", "n": 1}) + "\n"
+    )
+    (tmp_path / "two.txt").write_text("b c\nd\n")
+    build_from_text_files([tmp_path / "one.jsonl", tmp_path / "two.txt"], tmp_path / "out", tokenizer)
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    store = Datastore.open(tmp_path / "out", fingerprint)
+    assert store.continuations([1, 2], length=2).tolist() == [[3, -1], [4, -1]]
+    assert store.continuations([2, 3], length=2).tolist() == [[-1, -1], [4, -1]]
+    table = NgramTable.open(tmp_path / "out", fingerprint)
+    assert table.successors(table.context([1, 2])) == ([3, 4], [0.5, 0.5])
+
+
+def test_missing_and_malformed_text_files_are_refused(tmp_path):
+    tokenizer = word_tokenizer(["a"])
+    with pytest.raises(UserError, match=r"no file .*nothing\.txt"):
+        build_from_text_files([tmp_path / "nothing.txt"], tmp_path / "out", tokenizer)
+    for line in ("{broken", '"a string"', "[1]"):
+        (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n' + line)
+        with pytest.raises(UserError, match="line 2 is not a JSON object"):
+            list(read_texts(tmp_path / "bad.jsonl"))
+
+
+def test_fingerprint_tells_vocabularies_apart():
+    one, same, other = word_tokenizer(["a", "b"]), word_tokenizer(["a", "b"]), word_tokenizer(["b", "a"])
+    assert tokenizer_fingerprint(one) == tokenizer_fingerprint(same)
+    assert tokenizer_fingerprint(one) != tokenizer_fingerprint(other)

@@ -1,0 +1,184 @@
+"""Self-speculation is lossless, shares the target's cache, and reads no layer twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from enumeration import Experiment
+
+from decode.draft import Draft
+from decode.drafters.early_exit import EarlyExitDrafter
+from decode.errors import UserError
+from decode.exits import FAMILIES, Part, PartialRunner, early_exit, separate_copy, walkable
+from decode.loop import System, decode, rounds
+from decode.methods import MethodOptions, Parts, build
+from decode.rng import TorchRng
+from decode.runner import open_runner
+from decode.stop import Fixed, StopRule, max_probability, token_probability
+from decode.target import Target
+from decode.warp import Warp
+
+WALKED = ["llama", "llama-mha", "llama-tied", "mistral", "qwen2", "qwen3", "phi", "gpt_neox", "gpt_neox-sequential"]
+DEPTH = 4
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+STOPS = {
+    "length": lambda: StopRule(3),
+    "token": lambda: StopRule(5, token_probability, threshold=Fixed(0.5)),
+    "product": lambda: StopRule(5, token_probability, product=True, threshold=Fixed(0.3)),
+    "refuse": lambda: StopRule(5, max_probability, threshold=Fixed(0.45), refuse=True),
+}
+SUBSETS = {
+    "mlp of the first": ([], [0]),
+    "attention of the second": ([1], []),
+    "mixed": ([1, 2], [2, 3]),
+    "last layer": ([3], [3]),
+}
+
+
+def open_deep(tiny, family: str, **options) -> PartialRunner:
+    """Without the comparison of `open_runner`: transformers' norms compute in float32 even where weights are float64."""
+    return PartialRunner(tiny(family, num_hidden_layers=DEPTH, **options))
+
+
+def system_of(runner: PartialRunner, part: Part, stop: StopRule, warp: Warp) -> System:
+    return System("self", EarlyExitDrafter(runner, warp, part), stop)
+
+
+@pytest.mark.parametrize("family", WALKED)
+def test_greedy_text_is_that_of_generate_for_every_exit_and_subset(tiny, family: str) -> None:
+    model = tiny(family, num_hidden_layers=DEPTH)
+    runner = open_deep(tiny, family)
+    wanted = model.generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False)[0].tolist()
+    parts = [Part(e) for e in range(1, DEPTH)] + [Part.skipping(DEPTH, *s) for s in SUBSETS.values()]
+    for part in parts:
+        for stop in STOPS.values() if family == "llama" else [STOPS["product"]]:
+            out = decode(Target(runner), system_of(runner, part, stop(), Warp()), Warp(), PROMPT, max_new_tokens=24)
+            assert out.ids == wanted, (family, part)
+
+
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("exit_layer", [1, 2, 3])
+@torch.inference_mode()
+def test_the_law_of_the_output_is_the_targets_for_every_exit_and_stop_rule(tiny, exit_layer: int, stop: str) -> None:
+    warp = Warp(temperature=1.3)
+    runner = open_deep(tiny, "llama", vocab_size=3, dtype=torch.float64)
+    experiment = Experiment(runner, warp, [0, 2, 1], tokens=3)
+    assert experiment.bias(system_of(runner, Part(exit_layer), STOPS[stop](), warp)) < 1e-12
+    assert max(experiment.drafted) > 0
+
+
+@pytest.mark.parametrize("subset", SUBSETS)
+@torch.inference_mode()
+def test_the_law_of_the_output_is_the_targets_for_layer_subsets(tiny, subset: str) -> None:
+    warp = Warp(temperature=1.3)
+    runner = open_deep(tiny, "gpt_neox", vocab_size=3, dtype=torch.float64)
+    experiment = Experiment(runner, warp, [0, 2, 1], tokens=3)
+    part = Part.skipping(DEPTH, *SUBSETS[subset])
+    assert experiment.bias(system_of(runner, part, STOPS["token"](), warp)) < 1e-12
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "phi"])
+@pytest.mark.parametrize("part", [Part(1), Part(3), Part.skipping(DEPTH, [1], [2])], ids=["1", "3", "subset"])
+def test_the_cache_is_the_texts_after_every_round_and_gives_the_same_logits(tiny, family: str, part: Part) -> None:
+    runner = open_deep(tiny, family)
+    fresh = open_deep(tiny, family)
+    warp = Warp(temperature=1.5)
+    ids, lengths = list(PROMPT), set()
+    system = system_of(runner, part, StopRule(4, token_probability, threshold=Fixed(0.2)), warp)
+    for result, new in rounds(Target(runner), system, warp, PROMPT, max_new_tokens=30, rng=TorchRng(0)):
+        ids += new
+        lengths.add((result.drafted, result.accepted))
+        assert (runner.length, runner.ahead) == (len(ids) - 1, [])
+        fresh.truncate(0)
+        with torch.inference_mode():
+            wanted = fresh.read(torch.tensor(ids))[-1]
+            seen = runner.read(torch.tensor(ids[-1:]))[0]
+            runner.truncate(len(ids) - 1)
+        torch.testing.assert_close(seen, wanted, atol=2e-4, rtol=1e-4)
+    assert len(lengths) > 3
+
+
+def test_verification_runs_the_early_layers_for_one_token_only(tiny, monkeypatch) -> None:
+    runner = open_deep(tiny, "llama")
+    seen: list[tuple[int, int, int]] = []
+    run = PartialRunner.run_layers
+
+    def spy(self, x, first, last, *rest):
+        seen.append((len(x), first, last))
+        return run(self, x, first, last, *rest)
+
+    monkeypatch.setattr(PartialRunner, "run_layers", spy)
+    next(iter(rounds(Target(runner), system_of(runner, Part(2), StopRule(3), Warp()), Warp(), PROMPT)))
+    assert seen == [(7, 0, 4), (1, 0, 2), (1, 0, 2), (1, 0, 2), (1, 0, 2), (4, 2, 4)]
+
+
+def test_the_stop_rule_sees_the_state_that_the_exits_head_saw(tiny) -> None:
+    model = tiny("llama", num_hidden_layers=DEPTH)
+    runner = open_deep(tiny, "llama")
+    states: list[torch.Tensor] = []
+
+    def watch(step) -> float:
+        states.append(step.hidden)
+        return 1.0
+
+    draft = []
+    for result, _ in rounds(Target(runner), system_of(runner, Part(2), StopRule(3, watch), Warp()), Warp(), PROMPT):
+        draft = result.draft.tokens.tolist()
+        break
+    with torch.no_grad():
+        out = model(torch.tensor([PROMPT + draft[:-1]]), output_hidden_states=True)
+        wanted = model.model.norm(out.hidden_states[2])[0, len(PROMPT) - 1 :]
+    torch.testing.assert_close(torch.stack(states), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_separate_cache_drafts_the_same_and_costs_memory(tiny) -> None:
+    runner = open_deep(tiny, "qwen2")
+    texts = []
+    for method in ("layerskip", "layerskip-separate"):
+        parts = Parts(runner, Warp(temperature=1.0), options=MethodOptions(exit_layer=2, draft_length=3))
+        out = decode(Target(runner), build(method, parts), parts.warp, PROMPT, max_new_tokens=20, rng=TorchRng(5))
+        texts.append((out.ids, out.trace.accepted))
+    assert texts[0] == texts[1]
+    assert separate_copy(runner, 2).kv.shape[0] == 2
+
+
+@pytest.mark.parametrize("method", ["layerskip", "draft-verify", "adaspeed"])
+def test_methods_are_greedy_identical_through_the_table(tiny, method: str) -> None:
+    model = tiny("llama", num_hidden_layers=DEPTH)
+    runner = open_deep(tiny, "llama")
+    wanted = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False)[0].tolist()
+    skips = [MethodOptions(), MethodOptions(exit_layer=3, threshold=0.1)]
+    if method == "draft-verify":
+        skips.append(MethodOptions(skip_attention=[2], skip_mlp=[1, 2]))
+    for options in skips:
+        system = build(method, Parts(runner, Warp(), options=options))
+        assert decode(Target(runner), system, Warp(), PROMPT, max_new_tokens=20).ids == wanted
+
+
+@pytest.mark.parametrize("layer", [-1, 0, DEPTH, 99])
+def test_an_exit_outside_the_model_is_refused_with_the_layers_there_are(tiny, layer: int) -> None:
+    runner = open_deep(tiny, "llama")
+    with pytest.raises(UserError, match=rf"exit_layer is {layer}; .* 1 to {DEPTH - 1}"):
+        early_exit(runner, layer)
+    with pytest.raises(UserError, match="cannot be skipped"):
+        Part.skipping(DEPTH, [0, DEPTH], [])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "codegen", "opt", "gemma2"])
+def test_families_whose_layers_cannot_be_walked_are_named(tiny, family: str) -> None:
+    with pytest.raises(UserError, match=rf"\({family}\) cannot draft with its own layers.*{FAMILIES[0]}"):
+        build("layerskip", Parts(open_runner(tiny(family)), Warp()))
+    assert walkable(open_runner(tiny("llama", num_hidden_layers=DEPTH))).depth == DEPTH
+
+
+def test_a_text_that_follows_an_abandoned_draft_is_read_afresh(tiny) -> None:
+    runner = open_deep(tiny, "llama")
+    with torch.inference_mode():
+        runner.read(torch.tensor(PROMPT))
+        runner.read_part(torch.tensor([7]), Part(2))
+        runner.truncate(len(PROMPT))
+        seen = runner.read(torch.tensor([8]))
+        runner.truncate(0)
+        wanted = runner.read(torch.tensor([*PROMPT, 8]))[-1:]
+    torch.testing.assert_close(seen, wanted, atol=1e-4, rtol=1e-4)
+    assert len(Draft.empty()) == 0

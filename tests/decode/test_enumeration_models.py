@@ -1,0 +1,122 @@
+"""Invariant 1 through real models: tiny random transformers in float64, with the real caches, positions and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+
+import pytest
+import torch
+from enumeration import Experiment
+from scripted import RandomTree, corpus_drafters
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.drafters import Drafter
+from decode.drafters.early_exit import EarlyExitDrafter
+from decode.drafters.model import ModelDrafter
+from decode.exits import Part, PartialRunner
+from decode.loop import System
+from decode.runner import Runner
+from decode.stop import Fixed, MeanOfRejected, StopRule, negative_entropy, token_probability
+from decode.warp import Warp
+
+TOLERANCE = 1e-12
+VOCAB = 8
+PROMPT = [3, 1, 4, 1, 5, 1, 4]
+WARP = Warp(temperature=1.3, top_k=2)  # two tokens a position: many rounds at little cost
+
+
+def in_double(model: PreTrainedModel) -> PreTrainedModel:
+    """Transformers computes RMS norms in float32 whatever the model; their rounding would blur the law."""
+
+    def norm(self: torch.nn.Module, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(norm, module)
+    return model
+
+
+@pytest.fixture(scope="module")
+def double(tiny) -> Callable[..., PreTrainedModel]:
+    def get(family: str, **options) -> PreTrainedModel:  # type: ignore[no-untyped-def]
+        return in_double(tiny(family, vocab_size=VOCAB, dtype=torch.float64, **options))
+
+    return get
+
+
+def experiment(model: PreTrainedModel, runner: Runner, *, tokens: int = 4, warp: Warp = WARP) -> Experiment:
+    @torch.inference_mode()
+    def forward(text: list[int]) -> Tensor:
+        return model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
+
+    return Experiment(runner, warp, PROMPT, tokens, forward=forward)
+
+
+CASES = [
+    ("llama", PartialRunner),
+    ("llama", Runner),
+    ("mistral", PartialRunner),
+    ("mistral", Runner),
+    ("gpt_neox", PartialRunner),
+    ("gpt_neox", Runner),
+    ("gpt2", Runner),
+    ("gemma2", Runner),
+]
+IDS = [f"{family}-{runner.__name__}" for family, runner in CASES]
+
+
+@pytest.mark.parametrize(("family", "runner"), CASES, ids=IDS)
+def test_a_draft_model_is_lossless_through_real_caches(family: str, runner: type[Runner], double) -> None:
+    target, draft = double(family), double(family, seed=9)
+    there = experiment(target, runner(target), tokens=3)
+    drafter = ModelDrafter(runner(draft), WARP, VOCAB)
+    assert there.bias(System("model", drafter, StopRule(5))) < TOLERANCE
+    assert {m for trace in there.traces for m in trace.accepted} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(("family", "runner"), CASES, ids=IDS)
+def test_trees_are_lossless_through_real_caches(family: str, runner: type[Runner], double) -> None:
+    target = double(family)
+    there = experiment(target, runner(target), tokens=5)
+    accepted = set()
+    for seed in range(2):
+        assert there.bias(System("tree", RandomTree(VOCAB, nodes=24, seed=seed), StopRule())) < TOLERANCE
+        accepted |= {m for trace in there.traces for m in trace.accepted}
+    assert accepted >= {0, 1}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_adaptive_stop_rules_are_lossless_through_real_caches(family: str, double) -> None:
+    target, draft = double(family), double(family, seed=9)
+    there = experiment(target, PartialRunner(target), tokens=4)
+    stop = StopRule(20, negative_entropy, threshold=MeanOfRejected())
+    assert there.bias(System("entropy", ModelDrafter(PartialRunner(draft), WARP, VOCAB), stop)) < TOLERANCE
+    warp = Warp(temperature=0.8, top_p=0.7, repetition_penalty=1.6)
+    there = experiment(target, PartialRunner(target), tokens=3, warp=warp)
+    stop = StopRule(5, token_probability, product=True, threshold=Fixed(0.3))
+    assert there.bias(System("product", ModelDrafter(PartialRunner(draft), warp, VOCAB), stop)) < TOLERANCE
+
+
+@pytest.mark.parametrize("part", [Part(1), Part.skipping(2, [0], [1]), Part.skipping(2, [1], [])])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_drafting_with_the_targets_own_layers_is_lossless(family: str, part: Part, double) -> None:
+    runner = PartialRunner(double(family))
+    there = experiment(runner.model, runner, tokens=3)
+    assert there.bias(System("early exit", EarlyExitDrafter(runner, WARP, part), StopRule(4))) < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], Drafter]]:
+    return corpus_drafters(tmp_path_factory.mktemp("corpus"), VOCAB, [PROMPT * 3])
+
+
+@pytest.mark.parametrize("name", ["prompt-lookup", "rest", "adaptix", "adaptix-best-first", "lookahead"])
+def test_drafts_from_texts_are_lossless_through_real_caches(name: str, drafters, double) -> None:
+    for family, runner in (("llama", PartialRunner), ("gpt2", Runner)):
+        target = double(family)
+        there = experiment(target, runner(target), tokens=5)
+        assert there.bias(System(name, drafters[name](), StopRule())) < TOLERANCE
+        assert max(there.drafted) > 0

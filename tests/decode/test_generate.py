@@ -1,0 +1,201 @@
+"""Streaming, stop strings and what ``generate`` prints."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+
+import pytest
+import torch
+from pairs import TEXT, make_tokenizer, save_pair
+
+from decode.errors import UserError
+from decode.generate import run, start
+from decode.load import load_model
+from decode.settings import GenerateSettings
+from decode.stream import Detokenizer, encode_prompt, marked, stop_at
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair"), tiny)
+
+
+def settings_for(folder, **changes):
+    base = {"target": str(folder / "target"), "draft": str(folder / "draft"), "max_new_tokens": 24, "threads": 1}
+    return GenerateSettings(**(base | {"prompt": "Tom has 3 apples"} | changes))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_streamed_pieces_join_to_the_text_of_all_ids(seed):
+    tokenizer, chance = make_tokenizer(), random.Random(seed)
+    text = "".join(chance.choice("aé日🎉 \n.") for _ in range(60))
+    ids = tokenizer(text).input_ids
+    if seed % 2:  # any ids at all, whole characters or not
+        ids = [chance.randrange(len(tokenizer)) for _ in range(200)]
+    stream, pieces, rest = Detokenizer(tokenizer), [], list(ids)
+    while rest:
+        size = chance.randint(1, 4)
+        pieces.append(stream.push(rest[:size]))
+        rest = rest[size:]
+    pieces.append(stream.finish())
+    assert "".join(pieces) == stream.text(ids)
+    if not seed % 2:
+        assert "".join(pieces) == text
+        assert not any("\ufffd" in piece for piece in pieces)  # no piece shows half a character
+
+
+def test_spaces_of_sentencepiece_like_tokenizers_survive_streaming():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "▁Tom": 1, "▁has": 2, "▁apples": 3, "s": 4, "<0xE2>": 5, "<0x82>": 6, "<0xAC>": 7}
+    raw = Tokenizer(models.BPE(vocab=words, merges=[], unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    raw.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")
+    stream = Detokenizer(tokenizer)
+    ids = [1, 2, 5, 6, 7, 3, 4]
+    pieces = [stream.push([i]) for i in ids] + [stream.finish()]
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert pieces[1] == " has"
+    assert pieces[2:4] == ["", ""]
+    assert pieces[4].endswith("€")
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "vanilla", "hf-constant"])
+def test_a_stop_string_ends_the_text_where_transformers_ends_it(folder, method):
+    tokenizer, target = make_tokenizer(), load_model(folder / "target")
+    whole = start(settings_for(folder, ignore_eos=True, max_new_tokens=40), "Tom has 3 apples")
+    for _ in whole.pieces:
+        pass
+    clean = [i for i, token in enumerate(whole.ids) if tokenizer.decode([token]).isascii() and 5 < i < 30]
+    strings = [tokenizer.decode([whole.ids[clean[0]]]), "never"]
+    ids = torch.tensor([whole.prompt])
+    wanted = target.generate(
+        ids, max_new_tokens=40, do_sample=False, stop_strings=strings, tokenizer=tokenizer, eos_token_id=279
+    )
+    settings = settings_for(folder, method=method, stop=strings, ignore_eos=True, max_new_tokens=40)
+    ours = start(settings, "Tom has 3 apples")
+    for _ in ours.pieces:
+        pass
+    assert ours.ids == wanted[0, ids.shape[1] :].tolist()
+    assert strings[0] in ours.text
+    assert len(ours.ids) < 40
+
+
+def test_rounds_pass_untouched_without_stop_strings():
+    rounds = [("round", [1, 2]), ("round", [3])]
+    assert list(stop_at(rounds, [0], make_tokenizer(), [])) == rounds
+
+
+def test_greedy_text_is_the_targets_whatever_drafts(folder):
+    texts = set()
+    for method in ("autoregressive", "vanilla", "prompt-lookup"):
+        generation = start(settings_for(folder, method=method), "Tom has 3 apples")
+        for _ in generation.pieces:
+            pass
+        texts.add(generation.text)
+        assert generation.lossless
+    assert len(texts) == 1
+
+
+def test_json_holds_text_ids_metrics_and_who_wrote_what(folder, capsys):
+    run(settings_for(folder, json=True, temperature=1.0, seed=7))
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == {"text", "ids", "prompt_ids", "method", "lossless", "seed", "metrics", "tokens"}
+    assert found["method"] == "vanilla"
+    assert found["seed"] == 7
+    assert found["text"] == Detokenizer(make_tokenizer()).text(found["ids"])
+    assert "".join(t["text"] for t in found["tokens"] if t["who"] != "rejected") == found["text"]
+    assert found["metrics"]["tokens"] == len(found["ids"]) == 24
+    assert {"accepted", "rejected", "corrected"} <= {t["who"] for t in found["tokens"]}
+    run(settings_for(folder, json=True, temperature=1.0, seed=7))
+    assert json.loads(capsys.readouterr().out)["ids"] == found["ids"]
+
+
+def test_the_stream_is_the_text_and_show_adds_the_statistics(folder, capsys):
+    run(settings_for(folder, json=True))
+    text = json.loads(capsys.readouterr().out)["text"]
+    run(settings_for(folder))
+    assert capsys.readouterr().out == text + "\n"
+    run(settings_for(folder, show=True))
+    shown = capsys.readouterr().out
+    assert "drafted and rejected" in shown
+    assert "vanilla (lossless)" in shown
+    assert "Σm / Σk" in shown
+    run(settings_for(folder, show=True, method="ears", temperature=1.0, seed=1))
+    assert "relaxed" in capsys.readouterr().out
+
+
+def test_the_prompt_comes_from_standard_input_if_none_is_given(folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Tom has 3 apples"))
+    run(settings_for(folder, prompt=None))
+    piped = capsys.readouterr().out
+    run(settings_for(folder))
+    assert capsys.readouterr().out == piped
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(UserError, match="the prompt is empty"):
+        run(settings_for(folder, prompt=None))
+
+
+def test_chat_puts_the_prompt_into_the_template(folder):
+    generation = start(settings_for(folder, chat=True), "Hi")
+    assert make_tokenizer().decode(generation.prompt) == "[user]Hi\n[assistant]"
+    with pytest.raises(UserError, match="no chat template"):
+        encode_prompt(make_tokenizer(), "Hi", chat=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "vanila"}, "did you mean 'vanilla'"),
+        ({"rule": "eras"}, "did you mean 'ears'"),
+        ({"stop_rule": "entrpy"}, "did you mean 'entropy'"),
+        ({"draft": None, "method": "adasd"}, "give one with --draft"),
+        ({"method": "rest"}, "datastore build"),
+        ({"method": "adaptix"}, "trigrams build"),
+        ({"method": "generate"}, "only for comparison"),
+        ({"target": None}, "--target is missing"),
+        ({"dtype": "f32"}, "choose one of float32"),
+        ({"draft_length": 0}, "draft_length is 0"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+    ],
+)
+def test_mistakes_are_told_before_any_model_is_loaded(folder, monkeypatch, changes, message):
+    monkeypatch.setattr("decode.setup.load_model", lambda *args, **extra: pytest.fail("loaded a model"))
+    with pytest.raises(UserError, match=message):
+        start(settings_for(folder, **changes), "Hi")
+
+
+def test_a_draft_with_another_tokenizer_is_refused(folder, tmp_path, tiny):
+    other = save_pair(tmp_path, tiny) / "draft"
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    a, b = list(vocabulary)[40:42]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="the draft's tokenizer is not the target's"):
+        start(settings_for(folder, draft=str(other)), "Hi")
+
+
+def test_marks_put_rejected_tokens_before_their_correction():
+    tokenizer = make_tokenizer()
+    a, b, c = tokenizer("abc").input_ids
+    pieces = marked(Detokenizer(tokenizer), [a, b], ["draft", "fix"], [[], [c]])
+    assert pieces == [
+        {"text": "a", "who": "accepted"},
+        {"text": "c", "who": "rejected"},
+        {"text": "b", "who": "corrected"},
+    ]
+    assert marked(Detokenizer(tokenizer), [a], ["target"], [[]], alone=True)[0]["who"] == "target"
+
+
+def test_a_prompt_gets_no_end_token_and_may_not_be_empty():
+    tokenizer = make_tokenizer()
+    ids = encode_prompt(tokenizer, TEXT)
+    assert ids[-1] != tokenizer.eos_token_id
+    assert tokenizer.decode(ids) == TEXT
+    with pytest.raises(UserError, match="the prompt is empty"):
+        encode_prompt(tokenizer, "")

@@ -1,0 +1,199 @@
+import random
+
+import pytest
+import torch
+
+from decode.drafters.lookahead import LookaheadDrafter
+from decode.errors import UserError
+from decode.rng import TorchRng
+from decode.stop import StopRule
+from decode.trace import Round
+
+RNG, STOP, VOCAB = TorchRng(seed=0), StopRule(), 50
+
+
+def paths(draft):
+    return [tuple(draft.text_before([], node)) for node in range(len(draft))]
+
+
+def answered(draft, ids, target):
+    """The round in which a deterministic target verified ``draft``: its answers, the path it agrees with."""
+    rows = [target(draft.text_before(ids, node)) for node in range(-1, len(draft))]
+    logits = torch.nn.functional.one_hot(torch.tensor(rows), VOCAB).float()
+    table, path, row = draft.children(), [], 0
+    while rows[row] in table[row]:
+        path.append(table[row][rows[row]])
+        row = path[-1] + 1
+    return Round(draft, path, rows[row], logits, logits)
+
+
+def decode(drafter, ids, target, count, check=None):
+    """The loop on a scripted target; the number of rounds it took."""
+    ids, end, rounds = list(ids), len(ids) + count, 0
+    drafter.start(ids)
+    while len(ids) < end:
+        draft = drafter.propose(ids, STOP, end - len(ids) - 1, RNG)
+        assert max(draft.depths(), default=0) <= end - len(ids) - 1
+        result = answered(draft, ids, target)
+        if check:
+            check(drafter, ids, draft)
+        ids += result.emitted
+        drafter.observe(result)
+        drafter.commit(ids)
+        rounds += 1
+    return ids, rounds
+
+
+def hashed(ids):
+    return random.Random(str(ids[-2:])).randrange(VOCAB)
+
+
+def counting(ids):
+    return (ids[-1] + 1) % VOCAB
+
+
+def test_window_and_guesses_form_the_expected_tree():
+    drafter = LookaheadDrafter(level=4, window=3, guesses=2)
+    drafter.start([9])
+    drafter._levels = [[1, 2], [11, 12, 13], [21, 22, 23]]
+    drafter._pool = {9: [(1, 2, 5), (7, 8, 6)], 1: [(3, 3, 3)]}
+    draft = drafter.propose([9], STOP, 100, RNG)
+    assert paths(draft) == [
+        (1,),
+        (1, 2),
+        (11,),  # level 1: the pending token's child, then a child of each guess of level 0
+        (1, 12),
+        (1, 2, 13),
+        (11, 21),  # level 2: the same columns, one deeper
+        (1, 12, 22),
+        (1, 2, 13, 23),
+        (7,),  # the newest guess first; the other shares the window's nodes
+        (7, 8),
+        (7, 8, 6),
+        (1, 2, 5),
+    ]
+    assert draft.parents == [-1, 0, -1, 0, 1, 2, 3, 4, -1, 8, 9, 1]
+    assert draft.probs is None
+
+
+def test_first_window_holds_prompt_tokens_and_depends_on_the_seed_only():
+    prompt = [3, 14, 15, 9, 2, 6]
+    first = LookaheadDrafter().propose(prompt, STOP, 100, RNG)
+    assert first.is_chain
+    assert len(first) == 7 + 5 - 3
+    assert set(first.tokens.tolist()) <= set(prompt)
+    assert LookaheadDrafter().propose(prompt, STOP, 100, RNG).tokens.equal(first.tokens)
+    assert not LookaheadDrafter(seed=1).propose(prompt, STOP, 100, RNG).tokens.equal(first.tokens)
+
+
+def test_window_fills_moves_on_and_feeds_the_pool():
+    drafter = LookaheadDrafter(level=3, window=2, guesses=2)
+    drafter.start([9])
+    drafter._levels = [[20, 30]]
+    draft = drafter.propose([9], STOP, 100, RNG)
+    assert paths(draft) == [(20,), (20, 30)]
+    drafter.observe(answered(draft, [9], counting))
+    # the answer after the pending token is dropped with the first column: the text has passed it
+    assert drafter._levels == [[30], [21, 31]]
+    assert drafter._pool == {}
+
+    draft = drafter.propose([9, 10], STOP, 100, RNG)
+    assert paths(draft) == [(30,), (21,), (30, 31)]
+    drafter.observe(answered(draft, [9, 10], counting))
+    assert drafter._pool == {10: [(21, 22)], 30: [(31, 32)]}
+    assert drafter._levels == [[31], [22, 32]]
+
+    draft = drafter.propose([9, 10, 11], STOP, 100, RNG)
+    assert paths(draft) == [(31,), (22,), (31, 32)]
+    drafter.observe(answered(draft, [9, 10, 11], counting))
+    assert drafter._pool == {10: [(21, 22)], 30: [(31, 32)], 11: [(22, 23)], 31: [(32, 33)]}
+
+
+def test_pool_forgets_the_ngram_that_was_found_longest_ago():
+    drafter = LookaheadDrafter(level=3, guesses=2)
+    for gram in ((1, 1), (2, 2), (1, 1), (3, 3)):
+        drafter._remember(5, gram)
+    assert drafter._pool == {5: [(1, 1), (3, 3)]}
+
+
+@pytest.mark.parametrize(("level", "window"), [(2, 1), (2, 4), (3, 1), (5, 7), (7, 2)])
+def test_output_is_the_targets_and_pooled_ngrams_are_its_answers(level, window):
+    def check(drafter, ids, draft):
+        for key, grams in drafter._pool.items():
+            assert len(grams) <= 3
+            for gram in grams:
+                assert len(gram) == level - 1
+                # the last token answers the one before it; earlier ones answered in other contexts
+                assert gram[-1] == counting([key, *gram[:-1]])
+
+    drafter = LookaheadDrafter(level, window, guesses=3)
+    ids, _ = decode(drafter, [4, 8, 3], counting, 40, check)
+    assert ids[3:] == [(4 + i) % VOCAB for i in range(40)]
+
+
+def test_columns_keep_the_place_that_their_tokens_were_guessed_for():
+    """With one token a round, a token guessed for place t is offered for place t until the text reaches it."""
+    offered = set()
+    drafter = LookaheadDrafter(level=4, window=3, guesses=0)
+    ids = list(range(10))
+    drafter.start(ids)
+    for _ in range(12):
+        draft = drafter.propose(ids, STOP, 100, RNG)
+        for path in paths(draft):
+            if min(path) >= 10:  # an answer, not a token of the prompt
+                assert path[-1] == len(ids) + len(path) - 1
+                offered.add(path[-1])
+        # the target answers with the place of its answer, so a token names the place it is meant for
+        drafter.observe(answered(draft, ids, len))
+        ids = [*ids, len(ids)]
+    assert len(offered) > 8
+
+
+def test_a_repetitive_target_is_decoded_in_fewer_rounds():
+    cycle = [7, 3, 9, 4]
+
+    def target(ids):
+        return cycle[(cycle.index(ids[-1]) + 1) % 4]
+
+    ids, rounds = decode(LookaheadDrafter(), [7, 3, 9], target, 60)
+    assert ids == [cycle[i % 4] for i in range(63)]
+    assert rounds <= 20
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 5, 8, 9])
+def test_draft_is_never_deeper_than_room_and_a_cut_window_stays(room):
+    drafter = LookaheadDrafter()
+    ids = [1, 2, 3, 4]
+    drafter.start(ids)
+    for _ in range(6):  # fill the window
+        draft = drafter.propose(ids, STOP, 100, RNG)
+        ids = [*ids, hashed(ids)]
+        drafter.observe(answered(draft, ids, hashed))
+    before = [row.copy() for row in drafter._levels]
+    draft = drafter.propose(ids, STOP, room, RNG)
+    assert max(draft.depths(), default=0) == room
+    drafter.observe(answered(draft, ids, hashed))
+    assert (drafter._levels == before) == (room < 9)
+
+
+def test_prompt_ngrams_enter_the_pool_on_request():
+    ids = [1, 2, 3, 4, 1]
+    drafter = LookaheadDrafter(level=3, pool_from_prompt=True)
+    drafter.start(ids)
+    assert (2, 3) in {path for path in paths(drafter.propose(ids, STOP, 100, RNG)) if len(path) == 2}
+    assert drafter._pool == {1: [(2, 3)], 2: [(3, 4)], 3: [(4, 1)]}
+    drafter.propose([*ids, 2, 5], STOP, 100, RNG)
+    assert drafter._pool == {1: [(2, 3), (2, 5)], 2: [(3, 4)], 3: [(4, 1)], 4: [(1, 2)]}
+
+
+def test_a_new_text_starts_with_an_empty_pool_and_window():
+    drafter = LookaheadDrafter(pool_from_prompt=True)
+    decode(drafter, [1, 2, 3, 1, 2, 3], counting, 20)
+    drafter.start([40, 41])
+    draft = drafter.propose([40, 41], STOP, 100, RNG)
+    assert set(draft.tokens.tolist()) <= {40, 41}
+
+
+def test_impossible_sizes_are_refused():
+    with pytest.raises(UserError, match="level >= 2"):
+        LookaheadDrafter(level=1)

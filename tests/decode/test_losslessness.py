@@ -1,0 +1,274 @@
+"""Invariant 1: the law of the production loop's output, enumerated, equals the target's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from enumeration import Clock, Experiment, ScriptedRunner, random_table
+from scripted import RandomTree, corpus_drafters
+from torch import Tensor
+
+from decode import loop
+from decode.draft import Draft
+from decode.drafters import Drafter
+from decode.drafters.lookup import LookupDrafter
+from decode.drafters.model import ModelDrafter
+from decode.loop import System
+from decode.methods import STOPS, MethodOptions, Parts
+from decode.rng import Rng, TorchRng
+from decode.rules import Ears, Exact, Fuzzy, JensenShannon, Typical
+from decode.stop import Fixed, StopRule, max_probability, negative_entropy, token_probability
+from decode.verify import verify_tree_relaxed
+from decode.warp import Warp
+
+TOLERANCE = 1e-12
+PROMPT = [0, 2, 1, 0, 2]
+SAMPLE = Warp(temperature=0.7)
+
+
+def scripted_pair(
+    vocab: int = 3, *, tokens: int = 4, draft_vocab: int | None = None, warp: Warp = SAMPLE, **options: tuple[int, ...]
+) -> tuple[Experiment, ScriptedRunner]:
+    clock = Clock()
+    target = ScriptedRunner(random_table(1, vocab), vocab, clock=clock)
+    size = draft_vocab or vocab
+    draft = ScriptedRunner(random_table(3, size), size, clock=clock, cost=0.2)
+    return Experiment(target, warp, PROMPT, tokens, clock=clock, **options), draft
+
+
+@pytest.fixture
+def scripted_clock(monkeypatch: pytest.MonkeyPatch):
+    """Time is what the scripted models say it is."""
+
+    def use(experiment: Experiment) -> None:
+        monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=experiment.clock.perf_counter))
+
+    return use
+
+
+def parts(experiment: Experiment, draft: ScriptedRunner) -> Parts:
+    return Parts(experiment.target, experiment.warp, draft)
+
+
+def warm_up(experiment: Experiment, system: System, texts: int = 4) -> None:
+    """Let the adaptive parts adapt, so that the enumeration starts in the middle of their life."""
+    for seed in range(texts):
+        list(
+            loop.rounds(
+                loop.Target(experiment.target),
+                system,
+                experiment.warp,
+                PROMPT,
+                max_new_tokens=14,
+                rng=TorchRng(seed),
+            )
+        )
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.parametrize("name", STOPS)
+def test_every_stop_rule_is_lossless_with_a_draft_model(name: str, warm: bool, scripted_clock) -> None:
+    experiment, draft = scripted_pair()
+    scripted_clock(experiment)
+    stop = STOPS[name](parts(experiment, draft))
+    start = stop.threshold.value, stop.cap()
+    system = System(name, ModelDrafter(draft, SAMPLE, 3), stop)
+    if warm:
+        warm_up(experiment, system)
+        adaptive = name not in ("length", "copy", "hf-constant")
+        assert ((stop.threshold.value, stop.cap()) != start) == adaptive
+    assert experiment.bias(system) < TOLERANCE
+    if stop.confidence is not None and (name, warm) != ("entropy", False):
+        assert len({trace.drafted[0] for trace in experiment.traces}) > 1  # where it stops depends on chance
+
+
+def test_thresholds_that_adapt_within_the_text_are_lossless(scripted_clock) -> None:
+    """Five tokens of two: four rounds and more, each of which moves the threshold that the next one uses."""
+    experiment, draft = scripted_pair(2, tokens=5)
+    experiment.prompt = [0, 1, 1]
+    scripted_clock(experiment)
+    for name in ("entropy", "product", "hf-heuristic", "cost-optimal"):
+        stop = STOPS[name](parts(experiment, draft))
+        stop.threshold = _Eager(stop.threshold) if name == "product" else stop.threshold
+        assert experiment.bias(System(name, ModelDrafter(draft, SAMPLE, 2), stop)) < TOLERANCE
+
+
+class _Eager:
+    """A controller that jumps between extremes with every round."""
+
+    def __init__(self, inner: object) -> None:
+        self.value = 0.5
+
+    def observe(self, round, confidence) -> None:  # type: ignore[no-untyped-def]
+        self.value = 0.95 if round.accepted < round.drafted else 0.05
+
+    def reset(self) -> None:
+        self.value = 0.5
+
+
+@pytest.mark.parametrize(
+    ("confidence", "product", "value"),
+    [(max_probability, False, 0.55), (max_probability, True, 0.45), (negative_entropy, False, -1.2)],
+)
+def test_refusing_to_draw_is_lossless_where_the_rule_reads_only_the_distribution(
+    confidence, product: bool, value: float
+) -> None:
+    experiment, draft = scripted_pair(4, tokens=3)
+    stop = StopRule(5, confidence, product=product, threshold=Fixed(value), refuse=True)
+    assert experiment.bias(System("refuse", ModelDrafter(draft, SAMPLE, 4), stop)) < TOLERANCE
+    assert {trace.drafted[0] for trace in experiment.traces} >= {1, 2}
+
+
+WARPS = {
+    "plain": Warp(temperature=1.0),
+    "hot-top-k": Warp(temperature=1.5, top_k=3),
+    "top-p": Warp(temperature=0.8, top_p=0.8),
+    "min-p": Warp(temperature=1.2, min_p=0.2),
+    "repetition": Warp(temperature=1.0, repetition_penalty=1.7),
+    "repetition-top-p": Warp(temperature=0.7, repetition_penalty=0.6, top_p=0.9),
+    "greedy": Warp(),
+    "greedy-repetition": Warp(repetition_penalty=1.9),
+}
+
+
+@pytest.mark.parametrize("warp", WARPS.values(), ids=WARPS)
+def test_every_warp_is_lossless(warp: Warp) -> None:
+    experiment, draft = scripted_pair(4, tokens=3, warp=warp)
+    stop = StopRule(5, token_probability, threshold=Fixed(0.2))
+    assert experiment.bias(System("model", ModelDrafter(draft, warp, 4), stop)) < TOLERANCE
+    assert experiment.bias(System("tree", RandomTree(4), stop)) < TOLERANCE
+
+
+@pytest.mark.parametrize("draft_vocab", [2, 3, 5, 7])
+@pytest.mark.parametrize("warp", ["plain", "repetition-top-p", "greedy-repetition"])
+def test_padded_vocabularies_are_lossless(draft_vocab: int, warp: str) -> None:
+    experiment, draft = scripted_pair(4, tokens=3, draft_vocab=draft_vocab, warp=WARPS[warp])
+    experiment.prompt = [0, 1, 1, 0]
+    assert experiment.bias(System("padded", ModelDrafter(draft, WARPS[warp], 4), StopRule(5))) < TOLERANCE
+
+
+@pytest.mark.parametrize("stop_ids", [(0,), (1, 2)])
+def test_texts_that_end_early_are_lossless(stop_ids: tuple[int, ...]) -> None:
+    experiment, draft = scripted_pair(4, tokens=3, stop_ids=stop_ids)
+    for drafter in (ModelDrafter(draft, SAMPLE, 4), RandomTree(4), LookupDrafter()):
+        assert experiment.bias(System("eos", drafter, StopRule(5))) < TOLERANCE
+
+
+def test_short_contexts_are_lossless() -> None:
+    """The draft model's context ends before the target's, and the target's before the budget."""
+    experiment, draft = scripted_pair(4, tokens=4)
+    experiment.target.limit = len(PROMPT) + 2
+    draft.limit = len(PROMPT) + 1
+    law = experiment.law(System("short", ModelDrafter(draft, SAMPLE, 4), StopRule(5)))
+    assert {len(text) for text in law} == {3}
+    experiment.tokens = 3
+    assert experiment.bias(System("short", ModelDrafter(draft, SAMPLE, 4), StopRule(5))) < TOLERANCE
+    draft.limit = 2  # the prompt does not even fit
+    assert experiment.bias(System("short", ModelDrafter(draft, SAMPLE, 4), StopRule(5))) < TOLERANCE
+    assert experiment.drafted == {0}
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory):
+    return corpus_drafters(tmp_path_factory.mktemp("corpus"), 4, [PROMPT * 3])
+
+
+@pytest.mark.parametrize("name", ["none", "prompt-lookup", "rest", "adaptix", "adaptix-best-first", "lookahead", "random-tree"])
+def test_every_deterministic_drafter_is_lossless_with_every_stop_rule(name: str, drafters, scripted_clock) -> None:
+    experiment, draft = scripted_pair(4, tokens=3)
+    scripted_clock(experiment)
+    system = System(name, drafters[name](), StopRule())
+    warm_up(experiment, system, texts=2)
+    for make in STOPS.values():
+        system.stop = make(parts(experiment, draft))
+        assert experiment.bias(system) < TOLERANCE
+        assert (experiment.drafted == {0}) == (name == "none")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_trees_of_any_shape_are_lossless(seed: int) -> None:
+    experiment, _ = scripted_pair(3, tokens=4)
+    assert experiment.bias(System("tree", RandomTree(3, nodes=12, seed=seed), StopRule())) < TOLERANCE
+
+
+def test_trying_the_children_in_turn_is_lossless_with_the_exact_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Exact, "neutral", False)
+    experiment, _ = scripted_pair(4, tokens=3)
+    for seed in range(3):
+        assert experiment.bias(System("tree", RandomTree(4, nodes=8, seed=seed), StopRule())) < TOLERANCE
+
+
+# -- rules that are not exact ------------------------------------------------------------------------------------------
+
+
+class _DropsTheToken(ModelDrafter):
+    """Biased: the token that made the rule stop is taken back."""
+
+    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
+        draft = super().propose(ids, stop, room, rng)
+        if not draft.confidence or draft.confidence[-1] >= stop.threshold.value:
+            return draft
+        kept = len(draft) - 1
+        return Draft.chain(draft.tokens[:kept], draft.probs[:kept]) if kept else Draft.empty()
+
+
+class _CorrectsFromP(Exact):
+    """Biased: a rejected token is replaced by one from p instead of the residual."""
+
+    def residual(self, p: Tensor, q: Tensor) -> Tensor:
+        return p
+
+
+def _draw_per_path(draft: Draft, p: Tensor, rng: Rng) -> tuple[list[int], int]:
+    """Biased: the longest of independent draws along each path of the tree, then a fresh token (REST's code)."""
+    best: list[int] = []
+    tokens = draft.tokens.tolist()
+    for leaf in range(len(draft)):
+        path: list[int] = []
+        node = leaf
+        while node >= 0:
+            path.insert(0, node)
+            node = draft.parents[node]
+        if leaf in draft.parents:
+            continue
+        accepted: list[int] = []
+        for node in path:
+            if int(rng.draw(p[draft.parents[node] + 1])) != tokens[node]:
+                break
+            accepted.append(node)
+        best = max(best, accepted, key=len)
+    return best, int(rng.draw(p[best[-1] + 1 if best else 0]))
+
+
+def _redraw_from_p(draft: Draft, p: Tensor, rng: Rng) -> tuple[list[int], int]:
+    """Biased: a copied token is kept with probability p, and a rejected one drawn anew from the whole of p."""
+    k = len(draft)
+    accept = p[torch.arange(k), draft.tokens] if k else p.new_empty(0)
+    m = int(rng.first_reject(accept)) if k else 0
+    return list(range(m)), int(rng.draw(p[m]))
+
+
+def test_biased_rules_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, draft = scripted_pair(3, tokens=3)
+    model = ModelDrafter(draft, SAMPLE, 3)
+    stop = StopRule(5, token_probability, threshold=Fixed(0.4))
+    assert experiment.bias(System("fine", model, stop)) < TOLERANCE
+    assert experiment.bias(System("drops", _DropsTheToken(draft, SAMPLE, 3), stop)) > 0.01
+    assert experiment.bias(System("from p", model, StopRule(), _CorrectsFromP())) > 0.01
+
+    tree = System("tree", RandomTree(3, nodes=8, seed=3), StopRule())
+    copy = System("copy", LookupDrafter(), StopRule())
+    for system, biased in ((tree, _draw_per_path), (copy, _redraw_from_p)):
+        assert experiment.bias(system) < TOLERANCE
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "verify_tree", biased)
+            assert experiment.bias(system) > 0.01
+
+
+@pytest.mark.parametrize("rule", [Ears(0.2), JensenShannon(threshold=0.4), Fuzzy(0.2), Typical()])
+def test_relaxed_rules_are_seen_to_be_relaxed(rule) -> None:
+    experiment, draft = scripted_pair(3, tokens=3)
+    assert experiment.bias(System("relaxed", ModelDrafter(draft, SAMPLE, 3), StopRule(), rule)) > 0.01
+    assert experiment.bias(System("tree", RandomTree(3, nodes=8, seed=3), StopRule(), rule)) > 0.001

@@ -1,0 +1,92 @@
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from decode.datastore import Datastore, build
+from decode.drafters.retrieval import RetrievalDrafter
+from decode.drafters.trie import Trie, heaviest_tree
+from decode.errors import UserError
+from decode.rng import TorchRng
+from decode.stop import StopRule
+
+RNG, STOP = TorchRng(seed=0), StopRule()
+
+
+def opened(tmp_path, documents):
+    build(documents, tmp_path, "tok")
+    return Datastore.open(tmp_path, "tok")
+
+
+def paths(draft):
+    return [tuple(draft.text_before([], node)) for node in range(len(draft))]
+
+
+def test_trie_merges_prefixes_and_keeps_siblings_apart():
+    trie = Trie()
+    for sequence in ([1, 2, 3], [1, 2, 4], [5], [1, 2, 3]):
+        node = -1
+        for token in sequence:
+            node = trie.add(node, token)
+    assert (trie.tokens, trie.parents) == ([1, 2, 3, 4, 5], [-1, 0, 1, 1, -1])
+
+
+def test_heaviest_tree_on_a_known_corpus():
+    rows = np.array([[1, 2, 3], [1, 2, 4], [1, 2, 4], [1, 5, -1], [6, -1, -1], [6, 7, 8]])
+    draft = heaviest_tree(rows, 6)
+    assert paths(draft) == [(1,), (1, 2), (6,), (1, 2, 4), (1, 5), (6, 7)]
+    assert draft.parents == [-1, 0, -1, 1, 0, 2]
+
+
+def test_heaviest_tree_takes_the_most_frequent_prefixes():
+    source = random.Random(0)
+    for _ in range(100):
+        length, nodes = source.randrange(1, 6), source.randrange(1, 30)
+        rows = sorted([source.randrange(3) for _ in range(length)] for _ in range(source.randrange(1, 40)))
+        weight = Counter(tuple(row[: n + 1]) for row in rows for n in range(length))
+        draft = heaviest_tree(np.array(rows), nodes)
+        found = paths(draft)
+        assert len(set(found)) == len(found) == min(nodes, len(weight))
+        assert [weight[path] for path in found] == sorted(weight.values(), reverse=True)[: len(found)]
+        assert all(len(path) == 1 or path[:-1] in found[:i] for i, path in enumerate(found))
+
+
+def test_draft_is_the_tree_of_what_followed_the_longest_tail(tmp_path):
+    store = opened(tmp_path, [[9, 1, 2, 3, 4], [8, 1, 2, 3, 5], [1, 2, 3, 5], [7, 2, 3, 6]])
+    drafter = RetrievalDrafter(store)
+    draft = drafter.propose([0, 1, 2, 3], STOP, 100, RNG)
+    assert (draft.tokens.tolist(), draft.parents) == ([5, 4], [-1, -1])
+    draft = drafter.propose([0, 0, 2, 3], STOP, 100, RNG)
+    assert (draft.tokens.tolist(), draft.parents) == ([5, 4, 6], [-1, -1, -1])
+    assert draft.probs is None
+
+
+def test_draft_is_no_deeper_than_room_and_no_larger_than_nodes(tmp_path):
+    source = random.Random(0)
+    store = opened(tmp_path, [[source.randrange(4) for _ in range(3000)]])
+    for room in (0, 1, 3, 50):
+        draft = RetrievalDrafter(store, nodes=20).propose([1, 2], STOP, room, RNG)
+        assert max(draft.depths(), default=0) <= min(room, 10)
+        assert len(draft) == (0 if room == 0 else 4 if room == 1 else 20)
+
+
+def test_unknown_context_gives_an_empty_draft(tmp_path):
+    drafter = RetrievalDrafter(opened(tmp_path, [[1, 2, 3]]))
+    for ids in ([3], [3, 1], [2, 3], [5, 6, 7]):
+        assert len(drafter.propose(ids, STOP, 100, RNG)) == 0
+
+
+def test_same_text_gives_the_same_draft(tmp_path):
+    source = random.Random(0)
+    store = opened(tmp_path, [[source.randrange(4) for _ in range(500)]])
+    one, two = (RetrievalDrafter(store).propose([1, 2], STOP, 100, RNG) for _ in range(2))
+    assert (one.tokens.tolist(), one.parents) == (two.tokens.tolist(), two.parents)
+
+
+def test_settings_that_the_store_cannot_answer_are_refused(tmp_path):
+    store = opened(tmp_path, [[1, 2, 3]])
+    with pytest.raises(UserError, match="max_span 16 plus length 20 exceeds the datastore's depth 32"):
+        RetrievalDrafter(store, length=20)
+    with pytest.raises(UserError, match="min_span <= max_span"):
+        RetrievalDrafter(store, min_span=20)

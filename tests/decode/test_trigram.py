@@ -1,0 +1,275 @@
+import heapq
+import math
+import random
+from collections import Counter, defaultdict
+
+import pytest
+
+from decode.drafters.mcts import C1, C2, most_visited, search
+from decode.drafters.ngrams import NgramTable, build_trigram_table
+from decode.drafters.trigram import TrigramDrafter
+from decode.errors import UserError
+from decode.rng import TorchRng
+from decode.stop import StopRule
+
+RNG, STOP = TorchRng(seed=0), StopRule()
+
+
+def opened(path, documents, order=3, **settings):
+    build_trigram_table(documents, path, "tok", order=order, **settings)
+    return NgramTable.open(path, "tok", order=order)
+
+
+def corpus(seed, vocabulary=6, count=10, longest=80):
+    source = random.Random(seed)
+    return [[source.randrange(vocabulary) for _ in range(source.randrange(longest))] for _ in range(count)]
+
+
+def successors(table, context):
+    return dict(zip(*table.successors(table.context(context))))
+
+
+def paths(draft):
+    return [tuple(draft.text_before([], node)) for node in range(len(draft))]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    return opened(tmp_path_factory.mktemp("table"), corpus(0))
+
+
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_probabilities_are_count_ratios_within_documents(tmp_path, order):
+    documents = corpus(1)
+    table = opened(tmp_path, documents, order)
+    counts = defaultdict(Counter)
+    for doc in documents:
+        for i in range(len(doc) - order + 1):
+            counts[tuple(doc[i : i + order - 1])][doc[i + order - 1]] += 1
+    assert len(table) == len(counts)
+    for context, count in counts.items():
+        tokens, weights = table.successors(table.context(context))
+        ranked = sorted(count, key=lambda token: (-count[token], token))
+        assert tokens == ranked
+        assert weights == pytest.approx([count[token] / count.total() for token in ranked])
+
+
+def test_only_the_most_frequent_successors_are_kept_and_not_renormalised(tmp_path):
+    documents = [[1, 2, token] for token in range(20) for _ in range(token + 1)]
+    table = opened(tmp_path, documents)
+    tokens, weights = table.successors(table.context([1, 2]))
+    assert tokens == list(range(19, 7, -1))
+    assert weights == pytest.approx([(token + 1) / 210 for token in tokens])
+
+
+def test_unknown_short_and_outsized_contexts_have_no_successors(table):
+    assert table.successors(table.context([77, 78])) == ([], [])
+    assert table.context([1]) is None
+    assert table.context([1, 1 << 21]) is None
+
+
+def test_texts_shorter_than_an_ngram_give_an_empty_table(tmp_path):
+    assert len(opened(tmp_path, [[1], [1, 2]])) == 0
+
+
+def test_wrong_order_tokenizer_and_too_large_ids_are_refused(tmp_path):
+    with pytest.raises(UserError, match="order 5"):
+        build_trigram_table([[1, 2]], tmp_path, "tok", order=5)
+    with pytest.raises(UserError, match=r"order 4 takes token ids below 65,536, the corpus holds 65,536"):
+        build_trigram_table([[1, 2, 3, 65_536]], tmp_path, "tok", order=4)
+    opened(tmp_path, [[1, 2, 65_535, 3]], order=4)
+    with pytest.raises(UserError, match="another tokenizer"):
+        NgramTable.open(tmp_path, "other", order=4)
+    with pytest.raises(UserError, match="no n-gram table at"):
+        NgramTable.open(tmp_path, "tok", order=2)
+
+
+def test_recent_ngrams_gain_weight_up_to_the_ceiling(tmp_path):
+    drafter = TrigramDrafter(opened(tmp_path, [[1, 2, 3], [1, 2, 4]]))
+    context = drafter.table.context([1, 2])
+    ids = [1, 2, 3, 1, 2, 9]
+    drafter.propose(ids, STOP, 5, RNG)
+    assert drafter.successors(context) == ([3, 4, 9], pytest.approx([0.54, 0.5, 0.04]))
+    drafter.propose(ids, STOP, 5, RNG)  # the same n-grams count again while they are in the window
+    assert drafter.successors(context)[1] == pytest.approx([0.58, 0.5, 0.08])
+    drafter.propose([1, 2, 9] + [0] * 13, STOP, 5, RNG)
+    assert drafter.successors(context)[1] == pytest.approx([0.58, 0.5, 0.12])
+    drafter.propose([1, 2, 9] + [0] * 14, STOP, 5, RNG)  # now 17 tokens back
+    assert drafter.successors(context)[1] == pytest.approx([0.58, 0.5, 0.12])
+    for _ in range(100):
+        drafter.propose(ids, STOP, 5, RNG)
+    assert drafter.successors(context)[1] == pytest.approx([3.0, 0.5, 3.0])
+    assert drafter.table.successors(context)[1] == pytest.approx([0.5, 0.5])
+
+
+def test_learned_weights_outlive_the_text_until_reset(tmp_path):
+    drafter = TrigramDrafter(opened(tmp_path, [[5, 6, 7]]))
+    drafter.propose([1, 2, 9], STOP, 5, RNG)
+    drafter.start([1, 2])
+    assert drafter.propose([1, 2], STOP, 5, RNG).tokens.tolist() == [9]
+    drafter.reset()
+    assert len(drafter.propose([1, 2], STOP, 5, RNG)) == 0
+
+
+def test_learning_can_be_turned_off(tmp_path):
+    drafter = TrigramDrafter(opened(tmp_path, [[5, 6, 7]]), gain=0)
+    drafter.propose([1, 2, 9], STOP, 5, RNG)
+    assert len(drafter.propose([1, 2], STOP, 5, RNG)) == 0
+
+
+def plain_search(model, root, iterations, depth, source, backup):
+    """A second, slow writing of the search: visits by path."""
+    visits, score, children = Counter({(): 0}), Counter(), {}
+
+    def law(path):
+        text = (*root, *path)
+        return model(text)
+
+    def value(weight):
+        return weight if backup == "sum" else math.log(weight)
+
+    for _ in range(iterations):
+        path = ()
+        while len(path) < depth and path in children and children[path]:
+            unseen = [child for child in children[path] if not visits[child]]
+            if unseen:
+                path = unseen[0]
+                continue
+            n, here = visits[path], path
+
+            def puct(child, n=n, here=here):
+                prior = dict(zip(*law(here)))[child[-1]]
+                explore = (C1 + math.log((n + C2 + 1) / C2)) * prior * math.sqrt(n) / (1 + visits[child])
+                return score[child] / visits[child] + explore
+
+            path = max(children[path], key=puct)
+        if len(path) < depth and path not in children:
+            children[path] = [(*path, token) for token in law(path)[0]]
+            if children[path]:
+                path = children[path][0]
+        full = path
+        while len(full) < depth and law(full)[0]:
+            tokens, weights = law(full)
+            left = source.random() * sum(weights)
+            at = 0
+            while at < len(tokens) - 1 and left >= weights[at]:
+                left -= weights[at]
+                at += 1
+            full = (*full, tokens[at])
+        total = 1.0 if backup == "sum" else 0.0
+        for i in range(len(full)):
+            total += value(dict(zip(*law(full[:i])))[full[i]])
+        for i in range(len(path) + 1):
+            visits[path[:i]] += 1
+            score[path[:i]] += total
+    return {path: n for path, n in visits.items() if path and n}
+
+
+@pytest.mark.parametrize("backup", ["sum", "log"])
+def test_search_equals_a_plain_writing_of_the_algorithm(table, backup):
+    for seed, root in enumerate([(0, 1), (3, 3), (5, 2)]):
+        tree, visits, _ = search(
+            table.context(root),
+            table.successors,
+            bits=table.bits,
+            mask=table.mask,
+            iterations=80,
+            depth=3,
+            random=random.Random(seed),
+            backup=backup,
+        )
+        found = dict(zip(paths(tree.draft()), visits))
+        want = plain_search(
+            lambda text: table.successors(table.context(text)), root, 80, 3, random.Random(seed), backup
+        )
+        assert found == want
+
+
+def test_most_visited_keeps_the_top_sequences_and_extends_each_by_its_likeliest_successor(table):
+    tree, visits, contexts = search(
+        table.context([0, 1]),
+        table.successors,
+        bits=table.bits,
+        mask=table.mask,
+        iterations=150,
+        depth=3,
+        random=random.Random(0),
+    )
+    every = paths(tree.draft())
+    top = [every[i] for i in sorted(range(len(visits)), key=lambda i: -visits[i])[:24]]
+    draft = most_visited(tree, visits, contexts, table.successors, sequences=24, nodes=64, room=9).draft()
+    want = set(top)
+    for path in top:
+        tokens, weights = table.successors(table.context((0, 1, *path)))
+        want.add((*path, tokens[weights.index(max(weights))]))
+    found = paths(draft)
+    assert len(found) == len(set(found))
+    assert set(found) == want
+
+
+def test_mcts_drafts_are_reproducible_legal_and_within_bounds(table):
+    ids = [4, 2, 0, 1]
+    one, two = TrigramDrafter(table, seed=3), TrigramDrafter(table, seed=3)
+    for room in (0, 1, 2, 3, 4, 50):
+        a, b = one.propose(ids, STOP, room, RNG), two.propose(ids, STOP, room, RNG)
+        assert (a.tokens.tolist(), a.parents) == (b.tokens.tolist(), b.parents)
+        assert max(a.depths(), default=0) == min(room, 4)
+        assert len(a) <= 48
+        for path in paths(a):
+            text = [*ids, *path]
+            assert text[-1] in one.successors(table.context(text[:-1]))[0]
+
+
+def test_a_new_text_restarts_the_searchs_generator(table):
+    drafter = TrigramDrafter(table, gain=0)
+    first = drafter.propose([0, 1], STOP, 9, RNG)
+    drafter.start([0])
+    again = drafter.propose([0, 1], STOP, 9, RNG)
+    assert first.tokens.tolist() == again.tokens.tolist()
+
+
+def test_search_never_draws_from_the_decoders_generator(table):
+    rng = TorchRng(seed=0)
+    before = rng.generator.get_state()
+    TrigramDrafter(table).propose([0, 1], STOP, 9, rng)
+    assert rng.generator.get_state().equal(before)
+
+
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_best_first_takes_the_most_probable_nodes(tmp_path, order):
+    table = opened(tmp_path, corpus(5), order)
+    source = random.Random(0)
+    for _ in range(20):
+        root = [source.randrange(6) for _ in range(order - 1)]
+        drafter = TrigramDrafter(table, "best-first", nodes=source.randrange(1, 30), depth=4, gain=0)
+        probability = {(): 1.0}
+        for _ in range(4):
+            for path in list(probability):
+                for token, weight in successors(table, [*root, *path]).items():
+                    probability[(*path, token)] = probability[path] * weight
+        del probability[()]
+        found = paths(drafter.propose(root, STOP, 9, RNG))
+        best = heapq.nlargest(drafter.nodes, probability.values())
+        assert [probability[path] for path in found] == pytest.approx(best)
+        assert len(set(found)) == len(found)
+
+
+def test_best_first_normalises_weights_that_learning_has_raised_above_one(tmp_path):
+    drafter = TrigramDrafter(opened(tmp_path, [[1, 2, 3], [1, 2, 4], [2, 4, 5]]), "best-first", nodes=3, depth=2)
+    for _ in range(40):
+        drafter._learn([1, 2, 3])
+    draft = drafter.propose([1, 2], STOP, 9, RNG)  # weights 2.1 and 0.5: 4 has 0.19, 4 5 the same, deeper
+    assert paths(draft) == [(3,), (4,), (4, 5)]
+
+
+def test_best_first_respects_room(table):
+    for room in (0, 1, 2):
+        draft = TrigramDrafter(table, "best-first").propose([0, 1], STOP, room, RNG)
+        assert max(draft.depths(), default=0) == room
+
+
+def test_unknown_search_and_empty_sizes_are_refused(table):
+    with pytest.raises(UserError, match="unknown search 'mtcs'"):
+        TrigramDrafter(table, "mtcs")
+    with pytest.raises(UserError, match="at least one node"):
+        TrigramDrafter(table, nodes=0)

@@ -1,0 +1,344 @@
+"""The exported draft: what is in the folder, who can load it, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PhiConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from decode.errors import UserError
+from distill import export
+from distill.card import export_profile, speculation_profile
+from distill.export import ExportSettings, check_export_path, export_draft, fit_vocabulary
+
+WORDS = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz0123456789.,+-*/=<>#?$", "tom", "has"]
+PROFILE = {
+    "best_draft_length": 4,
+    "speedup": 1.62,
+    "speedup_ci95": [1.5, 1.7],
+    "offline_alpha": 0.912,
+    "offline_alpha_se": 0.002,
+    "identical_to_target": True,
+    "acceptance_by_position": [
+        {"position": 1, "tested": 100, "conditional": 0.9, "marginal": 0.9},
+        {"position": 2, "tested": 90, "conditional": 70 / 90, "marginal": 0.7},
+        {"position": 3, "tested": 70, "conditional": 1.0, "marginal": 0.7},
+        {"position": 4, "tested": 50, "conditional": 0.8, "marginal": 0.5},
+    ],
+    "conditions": {"dataset": "arithmetic", "temperature": 0.0},
+}
+
+
+def tokenizer(words: list[str] = WORDS) -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+
+
+def config(family: str, vocabulary: int, **more):
+    shape = {"vocab_size": vocabulary, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    shape |= {"intermediate_size": 32, "max_position_embeddings": 96, "eos_token_id": 1}
+    return {"llama": LlamaConfig, "gpt_neox": GPTNeoXConfig, "phi": PhiConfig}[family](**shape, **more)
+
+
+def make(folder: Path, family: str, vocabulary: int, words: list[str] = WORDS, **more) -> PreTrainedModel:
+    torch.manual_seed(sum(map(ord, folder.name)))
+    model = AutoModelForCausalLM.from_config(config(family, vocabulary, **more))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(8)  # spread the logits, so that the argmax is no matter of rounding
+    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
+    model.save_pretrained(folder)
+    tokenizer(words).save_pretrained(folder)
+    return model
+
+
+def pair(tmp_path: Path, family: str, target: int = 64, draft: int = 64, **more) -> tuple[Path, Path]:
+    make(tmp_path / "target", family, target)
+    make(tmp_path / "trained", family, draft, **more)
+    return tmp_path / "trained", tmp_path / "target"
+
+
+def run_export(tmp_path: Path, family: str = "llama", settings=None, profile=PROFILE, **sizes) -> Path:
+    draft, target = pair(tmp_path, family, **sizes)
+    return export_draft(draft, target, tmp_path / "draft", profile, settings or ExportSettings())
+
+
+USER_SCRIPT = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+for line in sys.stdin.read().splitlines():
+    first, *folders = line.split("|")
+    target = AutoModelForCausalLM.from_pretrained(first)
+    for folder in folders:
+        draft = AutoModelForCausalLM.from_pretrained(folder)
+        AutoTokenizer.from_pretrained(folder)
+        for prompt in ([5, 9, 11], [40, 41, 7, 7, 7, 30]):
+            ids = torch.tensor([prompt])
+            options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False)
+            plain = target.generate(ids, **options)
+            assert torch.equal(plain, target.generate(ids, assistant_model=draft, **options)), folder
+        print("identical")
+assert not [name for name in sys.modules if name.split(".")[0] in ("distill", "decode", "probes")]
+"""
+
+
+def exports(tmp_path: Path, family: str) -> list[Path]:
+    """A target, and drafts of its own size, smaller vocabularies, a larger one, and the target as its own."""
+    draft, target = pair(tmp_path, family)
+    folders = [target, export_draft(draft, target, tmp_path / "draft", PROFILE, ExportSettings())]
+    for name, vocabulary, tied in (("padded", 52, False), ("tied", 52, True), ("cut", 70, False)):
+        trained = tmp_path / f"{name}-trained"
+        make(trained, family, vocabulary, tie_word_embeddings=tied)
+        folders.append(export_draft(trained, target, tmp_path / name, PROFILE, ExportSettings()))
+    return [*folders, export_draft(target, target, tmp_path / "self", PROFILE, ExportSettings())]
+
+
+def test_a_script_with_only_transformers_uses_it_as_assistant_with_identical_tokens(tmp_path):
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "neox").mkdir()
+    groups = [exports(tmp_path / "llama", "llama"), exports(tmp_path / "neox", "gpt_neox")]
+    script = tmp_path / "use.py"
+    script.write_text(USER_SCRIPT)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    result = subprocess.run(
+        [sys.executable, str(script)], input="\n".join("|".join(map(str, group)) for group in groups),
+        capture_output=True, text=True, cwd=tmp_path, env=environment,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.split() == ["identical"] * 10
+
+
+def test_the_folder_holds_what_engines_read(tmp_path):
+    folder = run_export(tmp_path)
+    names = {path.name for path in folder.iterdir()}
+    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= names
+    assert {"speculation_profile.json", "README.md", "tokenizer_config.json"} <= names
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation["num_assistant_tokens"] == 4
+    assert generation["num_assistant_tokens_schedule"] == "constant"
+    assert generation["assistant_confidence_threshold"] == 0.0
+    assert (generation["eos_token_id"], generation["pad_token_id"]) == (1, 0)
+    written = json.loads((folder / "config.json").read_text())
+    assert written["dtype"] == written["torch_dtype"] == "float32"
+    assert written["eos_token_id"] == 1
+    assert not list(tmp_path.glob(".draft*"))
+
+
+def test_rope_is_written_in_the_new_and_the_old_fields(tmp_path):
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
+    draft, target = pair(tmp_path, "llama", rope_parameters=scaled)
+    folder = export_draft(draft, target, tmp_path / "draft", PROFILE, ExportSettings())
+    written = json.loads((folder / "config.json").read_text())
+    assert written["rope_parameters"] == scaled
+    assert written["rope_theta"] == 5000.0
+    assert written["rope_scaling"] == {"rope_type": "linear", "type": "linear", "factor": 2.0}
+
+    neox = tmp_path / "neox"
+    neox.mkdir()
+    folder = run_export(neox, "gpt_neox")
+    written = json.loads((folder / "config.json").read_text())
+    assert (written["rotary_emb_base"], written["rotary_pct"]) == (10000, 0.25)
+    assert (written["rope_theta"], written["rope_scaling"]) == (10000, None)
+
+
+def with_negative_logits(family: str, tied: bool) -> PreTrainedModel:
+    """A model of 40 ids all of whose logits are negative, whatever the text."""
+    model = AutoModelForCausalLM.from_config(config(family, 40, tie_word_embeddings=tied))
+    last = {"llama": "model.norm", "gpt_neox": "gpt_neox.final_layer_norm", "phi": "model.final_layernorm"}
+    norm = model.get_submodule(last[family])
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            layer.weight.copy_(1 + 0.1 * torch.randn_like(layer.weight))
+        (norm.weight if family == "llama" else norm.bias).fill_(-1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "phi"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_padded_ids_are_never_the_most_likely_where_zero_rows_would_be(family, tied):
+    torch.manual_seed(1)
+    model = with_negative_logits(family, tied)
+    ids = torch.randint(40, (8, 64))
+    before = model(ids).logits
+    assert fit_vocabulary(model, 64) == 40
+    after = model(ids).logits
+    assert model.config.vocab_size == after.shape[-1] == 64
+    assert torch.allclose(after[..., :40], before, atol=1e-5)
+    assert int(after.argmax(-1).max()) < 40
+
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        head.weight[40:] = 0
+        if head.bias is not None:
+            head.bias[40:] = 0
+    assert int(model(ids).logits.argmax(-1).min()) >= 40
+
+
+def test_cutting_keeps_the_logits_of_the_ids_that_stay(tmp_path):
+    folder = run_export(tmp_path, target=56, draft=64)
+    exported = AutoModelForCausalLM.from_pretrained(folder)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    ids = torch.arange(20)[None]
+    assert exported.config.vocab_size == 56
+    assert torch.allclose(exported(ids).logits, trained(ids).logits[..., :56])
+
+
+@pytest.mark.parametrize("name", ["eagle-arithmetic", "my-EAGLE3", "dflash", "runs-dspark"])
+def test_a_path_that_vllm_reads_as_another_method_is_refused_before_anything_is_loaded(tmp_path, name):
+    with pytest.raises(UserError, match="vLLM"):
+        export_draft(tmp_path / "no", tmp_path / "no", tmp_path / name / "draft", PROFILE, ExportSettings())
+
+
+def test_a_folder_of_something_else_is_not_overwritten(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="no earlier export"):
+        check_export_path(tmp_path)
+
+
+def test_a_tokenizer_with_other_ids_is_refused_with_the_first_differing_token(tmp_path):
+    swapped = list(WORDS)
+    swapped[7], swapped[8] = swapped[8], swapped[7]
+    draft, target = pair(tmp_path, "llama", words=swapped)
+    with pytest.raises(UserError, match=r"id 7 is 'e' for the target and 'f' for the draft"):
+        export_draft(draft, target, tmp_path / "draft", PROFILE, ExportSettings())
+    assert not (tmp_path / "draft").exists()
+
+
+def test_a_tokenizer_with_the_same_ids_that_splits_differently_is_refused():
+    other = tokenizer()
+    other.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    with pytest.raises(UserError, match="splits text differently"):
+        export.check_same_tokenizer(tokenizer(), other)
+
+
+def test_a_draft_trained_without_tokenizer_files_gets_the_targets(tmp_path):
+    draft, target = pair(tmp_path, "llama")
+    for path in draft.glob("tokenizer*"):
+        path.unlink()
+    folder = export_draft(draft, target, tmp_path / "draft", PROFILE, ExportSettings())
+    saved = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    assert saved == tokenizer().get_vocab()
+
+
+@pytest.mark.parametrize("profile", [{}, {"best_draft_length": 2.5}, {"best_draft_length": None}])
+def test_a_missing_draft_length_is_refused(tmp_path, profile):
+    with pytest.raises(UserError, match=r"export\.draft_length"):
+        export_draft(tmp_path, tmp_path, tmp_path / "draft", profile, ExportSettings())
+
+
+def test_settings_override_length_threshold_and_number_format(tmp_path):
+    settings = ExportSettings(dtype="bfloat16", draft_length=7, confidence_threshold=0.3)
+    folder = run_export(tmp_path, settings=settings)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert (generation["num_assistant_tokens"], generation["assistant_confidence_threshold"]) == (7, 0.3)
+    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype == torch.bfloat16
+    # Acceptance was measured at length 4, so nothing is claimed about length 7.
+    assert json.loads((folder / "speculation_profile.json").read_text())["num_speculative_tokens"] == 7
+
+
+def test_a_failed_export_leaves_the_earlier_one_untouched(tmp_path, monkeypatch):
+    folder = run_export(tmp_path)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def broken(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "add_legacy_fields", broken)
+    with pytest.raises(OSError, match="No space"):
+        export_draft(tmp_path / "trained", tmp_path / "target", folder, PROFILE, ExportSettings())
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert not list(tmp_path.glob(".draft*"))
+
+
+def test_an_earlier_export_and_the_rest_of_a_killed_one_are_replaced(tmp_path):
+    folder = run_export(tmp_path)
+    (folder / "stale.txt").write_text("old")
+    (tmp_path / ".draft.partial-killed").mkdir()
+    export_draft(tmp_path / "trained", tmp_path / "target", folder, PROFILE, ExportSettings())
+    assert not (folder / "stale.txt").exists()
+    assert (folder / "model.safetensors").exists()
+    assert not list(tmp_path.glob(".draft*"))
+
+
+def test_the_draft_may_be_exported_onto_itself(tmp_path):
+    draft, target = pair(tmp_path, "llama", draft=52)
+    assert export_draft(draft, target, draft, PROFILE, ExportSettings()) == draft
+    assert AutoModelForCausalLM.from_pretrained(draft).config.vocab_size == 64
+
+
+def test_the_profile_gives_conditional_and_marginal_rates_of_the_same_rounds():
+    profile = speculation_profile(PROFILE, 4)
+    # 100 rounds; 90 accepted at least one token, 70 at least two and three; 20 texts ended before the fourth.
+    assert profile["conditional_accept_rates"] == [0.9, round(70 / 90, 6), 1.0, 0.8]
+    assert profile["marginal_accept_rates"] == [0.9, 0.7, 0.7, 0.56]
+    assert profile["acceptance_length_histogram"] == {"1": 10, "2": 20, "3": 0, "4": 30, "5": 40}
+    assert profile["mean_accept_length"] == 3.7
+    assert profile["measured"] is True
+    assert profile["measurement_conditions"]["dataset"] == "arithmetic"
+
+
+def test_a_profile_without_matching_rounds_claims_nothing():
+    assert speculation_profile({"best_draft_length": 4}, 4)["measured"] is False
+    other_length = speculation_profile(PROFILE, 7)
+    assert other_length["measured"] is False
+    assert other_length["marginal_accept_rates"] is None
+    assert other_length["vectors_unavailable_reason"]
+
+
+def test_a_report_becomes_the_profile_of_its_fastest_identical_greedy_row():
+    row = {"draft": "adaspec", "temperature": 0.0, "draft_length": 4, "speedup": 1.6, "alpha": 0.9, "suite": "s"}
+    report = {
+        "drafts": [{"name": "undistilled"}, {"name": "adaspec", "offline_alpha": 0.9, "offline_alpha_se": 0.01}],
+        "decoding": [
+            row | {"identical_to_target": True},
+            row | {"draft_length": 8, "speedup": 2.0, "identical_to_target": False},
+            row | {"temperature": 1.0, "draft_length": 9, "speedup": 3.0, "identical_to_target": None},
+            row | {"draft": "generate", "draft_length": None, "speedup": 9.0},
+        ],
+        "profile": {"draft": "adaspec", "cost_ratio": 0.1},
+        "analysis": {"acceptance_by_position": {"adaspec": PROFILE["acceptance_by_position"]}},
+        "machine": {"cpu": "Some CPU"},
+    }
+    profile = export_profile(report)
+    assert (profile["best_draft_length"], profile["speedup"], profile["cost_ratio"]) == (4, 1.6, 0.1)
+    assert (profile["offline_alpha"], profile["conditions"]["cpu"]) == (0.9, "Some CPU")
+    assert speculation_profile(profile, 4)["measured"] is True
+    assert "best_draft_length" not in export_profile(report, "undistilled")
+
+
+def test_the_card_states_the_measurements_and_lines_to_paste(tmp_path):
+    folder = run_export(tmp_path, draft=52)
+    card = (folder / "README.md").read_text()
+    assert "**1.62 times**" in card
+    assert "0.912 ± 0.002" in card
+    assert "assistant_model=draft" in card
+    config_line = card.split("--speculative-config '")[1].split("'")[0]
+    assert json.loads(config_line) == {
+        "method": "draft_model", "model": str(folder), "num_speculative_tokens": 4
+    }  # fmt: skip
+    assert "--speculative-algorithm STANDALONE" in card
+    assert "--speculative-num-steps 4" in card
+    assert "--speculative-num-draft-tokens 5" in card
+    assert "52 to 63 are padding" in card
+
+
+def test_the_card_of_a_pair_that_cannot_win_says_so(tmp_path):
+    folder = run_export(tmp_path, profile={"best_draft_length": 0, "speedup": 0.8})
+    assert "did not gain speed" in (folder / "README.md").read_text()
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation["num_assistant_tokens"] == 1

@@ -1,0 +1,163 @@
+"""The two Lightning modules: what a step computes, what validation adds up, on tiny models."""
+
+import copy
+from collections.abc import Callable
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from distill.batches import Rows, Schedule, TrainBatches
+from distill.losses import IGNORE, label_mask, token_loss
+from distill.models import Head, check_head, last_hidden
+from distill.modules import CausalLMModule, DistillModule, token_counts
+from distill.selection import Selection
+from distill.settings import TrainingSettings
+from distill.signals import Target
+
+Tiny = Callable[..., PreTrainedModel]
+TRAINING = TrainingSettings(steps=4, batch_size=2, lr=1e-2)
+
+
+def some_rows(count: int = 6, seed: int = 0) -> Rows:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(5, 12, count)
+    ids = [rng.integers(2, 48, n).astype(np.int32) for n in lengths]
+    labels = [np.where(np.arange(len(row)) < 3, IGNORE, row).astype(np.int32) for row in ids]
+    offsets = np.concatenate([[0], lengths.cumsum()])
+    label_offsets = np.concatenate([[0], (lengths - 3).cumsum()])
+    return Rows(np.concatenate(ids), np.concatenate(labels), offsets, label_offsets)
+
+
+def loss_and_gradients(module: L.LightningModule, batch: dict[str, torch.Tensor]) -> tuple[float, list[torch.Tensor]]:
+    module.zero_grad()
+    loss = module.training_step(batch, 0)
+    loss.backward()
+    return loss.item(), [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def quiet(module: CausalLMModule | DistillModule) -> CausalLMModule | DistillModule:
+    """A module outside a trainer: nothing to log to."""
+    module.report = lambda loss, **values: None  # type: ignore[method-assign]
+    return module
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "llama-tied", "qwen3", "gemma2", "phi", "gpt_neox", "codegen", "gpt2", "opt", "mistral"]
+)
+def test_head_on_gathered_rows_equals_the_models_own_logits(tiny: Tiny, family: str) -> None:
+    model = tiny(family)
+    check_head(model, Head(model))
+    batch = some_rows().batch(np.arange(4), 0)
+    mask = label_mask(batch["labels"])
+    with torch.no_grad():
+        got = Head(model)(last_hidden(model, batch["input_ids"], mask))
+        for row in range(4):  # alone, so that padding cannot have helped
+            length = int((batch["input_ids"][row] != 0).sum())
+            own = model(input_ids=batch["input_ids"][row : row + 1, :length]).logits[0]
+            wanted = own[mask[row, :length]]
+            start = int(mask[:row].sum())
+            assert torch.allclose(got[start : start + len(wanted)], wanted, atol=1e-4)
+
+
+def test_a_model_with_another_kind_of_head_is_refused(tiny: Tiny) -> None:
+    head = Head(tiny("llama"))
+    head.scale = 2.0
+    with pytest.raises(UserError, match="does not compute its logits"):
+        check_head(tiny("llama"), head)
+
+
+def test_next_token_loss_equals_the_models_own_loss(tiny: Tiny) -> None:
+    model = tiny("llama", seed=3)
+    batch = some_rows().batch(np.arange(4), 0)
+    got = quiet(CausalLMModule(model, TRAINING, 4)).training_step(batch, 0)
+    wanted = model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+    assert got.item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_adaspec_with_k_one_is_distillspec_bit_by_bit(tiny: Tiny) -> None:
+    rows = some_rows()
+    rows.signals["reference_ce"] = np.random.default_rng(1).random(rows.label_count).astype(np.float32)
+    batch = rows.batch(np.arange(5), 0)
+    target = Target(tiny("llama", seed=4), cached=False)
+    plain = loss_and_gradients(quiet(DistillModule(tiny("llama", seed=5), TRAINING, 4, target=target)), batch)
+    for normalisation in ("paper", "official"):
+        selection = Selection(1.0, normalisation=normalisation)  # type: ignore[arg-type]
+        module = quiet(DistillModule(tiny("llama", seed=5), TRAINING, 4, target=target, selection=selection))
+        chosen = loss_and_gradients(module, batch)
+        assert chosen[0] == plain[0]
+        assert all(torch.equal(a, b) for a, b in zip(plain[1], chosen[1], strict=True))
+
+
+def test_adaspec_takes_gradient_from_the_selected_tokens_only(tiny: Tiny) -> None:
+    rows = some_rows()
+    target, draft = Target(tiny("llama", seed=4), cached=False), tiny("llama", seed=5)
+    batch = rows.batch(np.arange(5), 0)
+    mask = label_mask(batch["labels"])
+    with torch.no_grad():
+        logits = Head(draft)(last_hidden(draft, batch["input_ids"], mask))
+        cross_entropy = token_loss(target.logits(batch, mask), logits).cross_entropy
+    wanted_rows = [1, 4, 7, 8]
+    lead = torch.zeros(len(cross_entropy))
+    lead[wanted_rows] = 1.0
+    batch["reference_ce"] = cross_entropy - lead  # ΔL is 1 on four tokens and 0 elsewhere
+    module = quiet(
+        DistillModule(draft, TRAINING, 4, target=target, selection=Selection(4 / len(lead), normalisation="paper"))
+    )
+    loss, gradients = loss_and_gradients(module, batch)
+    draft.zero_grad()
+    own = token_loss(target.logits(batch, mask), Head(draft)(last_hidden(draft, batch["input_ids"], mask))).divergence
+    wanted = own[wanted_rows].mean()
+    wanted.backward()
+    assert loss == pytest.approx(wanted.item(), rel=1e-6)
+    for got, parameter in zip(gradients, (p for p in draft.parameters() if p.grad is not None), strict=True):
+        assert torch.allclose(got, parameter.grad, atol=1e-7)
+    labels = batch["labels"].roll(-1, 1)[mask][wanted_rows]
+    assert isinstance(module, DistillModule)
+    assert module.selected is not None
+    assert sum(count for _, count in token_counts(module.selected)) == 4
+    assert {token for token, _ in token_counts(module.selected)} == set(labels.tolist())
+
+
+@pytest.mark.parametrize("selection", [None, Selection(0.4), Selection(0.4, "sequence", "paper")])
+def test_a_batch_without_labels_gives_zero_loss_connected_to_every_parameter(
+    tiny: Tiny, selection: Selection | None
+) -> None:
+    batch = some_rows().batch(np.arange(2), 0)
+    batch["labels"].fill_(IGNORE)
+    batch["reference_ce"] = torch.empty(0)
+    target = Target(tiny("llama", seed=4), cached=False)
+    model = tiny("llama", seed=6)
+    loss, gradients = loss_and_gradients(
+        quiet(DistillModule(model, TRAINING, 4, target=target, selection=selection)), batch
+    )
+    assert loss == 0.0
+    assert len(gradients) == len(list(model.parameters()))
+    assert all(not gradient.any() for gradient in gradients)
+
+
+def test_cached_hidden_states_give_the_recomputed_loss(tiny: Tiny) -> None:
+    rows, model = some_rows(), tiny("gemma2", seed=7)
+    batch = rows.batch(np.arange(3), 0)
+    mask = label_mask(batch["labels"])
+    with torch.no_grad():
+        hidden = last_hidden(model, batch["input_ids"], mask)
+    recomputed = Target(model, cached=False).logits(batch, mask)
+    cached = Target(model, cached=True)
+    assert cached.model is None
+    assert torch.allclose(cached.logits(batch | {"target_hidden": hidden}, mask), recomputed, atol=1e-6)
+
+
+def test_a_loss_that_is_no_number_stops_with_step_and_learning_rate(tiny: Tiny, tmp_path: object) -> None:
+    module = CausalLMModule(copy.deepcopy(tiny("llama")), TRAINING, 4)
+    trainer = L.Trainer(
+        max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=str(tmp_path),
+    )  # fmt: skip
+    rows = some_rows()
+    next(module.parameters()).data.fill_(torch.nan)
+    with pytest.raises(UserError, match=r"the loss is NaN at step 0: lower the learning rate"):
+        trainer.fit(module, TrainBatches(rows, Schedule(rows.lengths, 2), 0, 0, 1))

@@ -1,0 +1,242 @@
+"""What makes a stage run again, and what does not; bad settings; what a failure leaves behind."""
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from tiny_run import bench, run_tiny, tiny_settings
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from decode.errors import UserError
+from distill.files import only_one
+from distill.keys import stage_keys
+from distill.pipeline import run_pipeline
+from distill.run import Run, StageRecord
+from distill.settings import ComparisonSettings, Settings, TargetSettings
+from distill.stages import Made
+
+STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    folder = tmp_path_factory.mktemp("finished")
+    ran, run, _ = run_tiny(tiny_settings(folder))
+    assert ran == STAGES
+    return folder, run
+
+
+def changed_stages(folder: Path, change: Any) -> list[str]:
+    before, settings = stage_keys(tiny_settings(folder)), tiny_settings(folder)
+    change(settings)
+    after = stage_keys(settings)
+    return [stage for stage in STAGES if stage in after and before[stage][0] != after[stage][0]]
+
+
+def setting(path: str, value: Any) -> Any:
+    def change(settings: Settings) -> None:
+        *sections, name = path.split(".")
+        place: Any = settings
+        for section in sections:
+            place = getattr(place, section)
+        assert hasattr(place, name)
+        setattr(place, name, value)
+
+    return change
+
+
+def test_nothing_runs_again_when_nothing_changed(finished: tuple[Path, Run]) -> None:
+    folder, run = finished
+    times = {stage: (run.path(stage) / "model.safetensors").stat().st_mtime_ns for stage in STAGES}
+    ran, _, printed = run_tiny(tiny_settings(folder))
+    assert ran == []
+    assert printed.count("up to date") == len(STAGES)
+    assert times == {stage: (run.path(stage) / "model.safetensors").stat().st_mtime_ns for stage in STAGES}
+
+
+def test_an_up_to_date_run_reads_no_data(finished: tuple[Path, Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distill.stages.load_corpus", lambda *_, **__: pytest.fail("the data was read"))
+    assert run_tiny(tiny_settings(finished[0]))[0] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        (setting("draft.k", 0.5), ["draft"]),
+        (setting("reference.training.lr", 1e-4), ["reference", "draft", "equal-tokens"]),
+        (setting("initial.architecture.hidden_size", 8), ["initial", "reference", "draft", "equal-tokens"]),
+        (setting("target.training.steps", 9), STAGES),
+        (setting("data.difficulty", 2), STAGES),
+        (setting("seed", 5), STAGES),
+        (setting("trainer.precision", "bf16-mixed"), STAGES),
+        (setting("data.test_examples", 3), []),
+        (setting("evaluation.prompts", 3), []),
+        (setting("trainer.log_every", 1), []),
+        (setting("target.lora.rank", 3), []),  # not used by a target from scratch
+        (setting("threads", 2), []),
+    ],
+)
+def test_a_changed_setting_makes_its_stage_and_the_later_ones_run_again(
+    tmp_path: Path, change: Any, wanted: list[str]
+) -> None:
+    assert changed_stages(tmp_path, change) == wanted
+
+
+def test_a_changed_data_file_makes_every_stage_run_again(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text("{}")
+    settings = tiny_settings(tmp_path)
+    settings.data.train_file = str(file)
+    before = stage_keys(settings)
+    file.write_text("{} ")
+    assert all(before[stage][0] != stage_keys(settings)[stage][0] for stage in STAGES)
+
+
+def test_a_changed_draft_setting_runs_that_stage_only(finished: tuple[Path, Run]) -> None:
+    folder, _ = finished
+    settings = tiny_settings(folder)
+    settings.comparisons = [ComparisonSettings(name="all-tokens", method="distillspec")]
+    assert run_tiny(settings)[0] == ["all-tokens"]
+
+
+def test_a_damaged_folder_is_made_again(finished: tuple[Path, Run]) -> None:
+    folder, run = finished
+    weights = run.draft / "model.safetensors"
+    sound = {name: tensor.clone() for name, tensor in load_file(weights).items()}
+    weights.write_bytes(weights.read_bytes()[:-10])
+    assert run_tiny(tiny_settings(folder))[0] == ["draft"]
+    again = load_file(weights)
+    assert all((again[name] == sound[name]).all() for name in sound)
+
+
+def test_every_stage_is_a_plain_folder_that_transformers_loads(finished: tuple[Path, Run]) -> None:
+    _, run = finished
+    for stage in STAGES:
+        folder = run.path(stage)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        ids = tokenizer("Mia has 3 pens.", return_tensors="pt")["input_ids"]
+        out = model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+        assert out.shape[1] == ids.shape[1] + 3
+        assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+        assert not [path for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".ckpt")]
+
+
+def test_records_hold_the_account_of_every_draft(finished: tuple[Path, Run]) -> None:
+    _, run = finished
+    reference, draft, other = (run.record(stage) for stage in ("reference", "draft", "equal-tokens"))
+    assert reference is not None
+    assert draft is not None
+    assert other is not None
+    assert reference.account["optimiser_steps"] == draft.account["optimiser_steps"] == 12
+    assert draft.account["examples"] == 12 * 10  # batch 4 / 0.4
+    assert other.account["optimiser_steps"] == 5  # 12 · 4 / 10
+    tokens = draft.account["teacher_tokens"]
+    assert 0.4 * tokens <= draft.account["selected_tokens"] <= 0.4 * tokens + 12
+    assert draft.account["cumulative_teacher_tokens"] == tokens + reference.account["teacher_tokens"]
+    assert sum(count for _, count in draft.selected) <= draft.account["selected_tokens"]
+    assert list(run.drafts) == ["undistilled", "distillspec", "adaspec", "equal-tokens"]
+    assert run.draft_record("undistilled").account == {}
+
+
+def test_a_full_disk_leaves_no_half_written_folder(finished: tuple[Path, Run], tmp_path: Path) -> None:
+    _, run = finished
+    other = Run(tmp_path)
+
+    def fail(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        other.put("draft", StageRecord("key"), fail)
+    assert other.record("draft") is None
+    assert [path for path in tmp_path.rglob("*") if path.is_file() or "draft" in path.name] == []
+    kept = run.record("target")
+    with pytest.raises(OSError, match="No space left"):
+        run.put("target", StageRecord("other"), fail)
+    assert run.record("target") == kept
+
+
+def test_a_model_taken_as_it_is_becomes_a_link_and_may_be_shared(finished: tuple[Path, Run], tmp_path: Path) -> None:
+    _, run = finished
+    settings = tiny_settings(tmp_path)
+    settings.target = TargetSettings(kind="as_is", model=str(run.target))
+    settings.comparisons = []
+    made, _ = bench(settings)
+    result = made.language_model("target", "key")
+    assert result.source == run.target
+    made.run.put("target", result.record, result.save)
+    assert made.run.target.is_symlink()
+    assert made.run.record("target") is not None
+    made.run.put("target", StageRecord("new"), Made(StageRecord("new"), source=run.path("initial")).save)
+    assert (run.target / "model.safetensors").exists()  # replacing the link leaves what it points to
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (setting("draft.k", 0.0), r"draft.k is 0.0, wanted a share of tokens above 0 and at most 1"),
+        (setting("draft.k", 1.1), r"draft.k is 1.1"),
+        (setting("target.training.steps", None), r"target.training.steps and target.training.epochs: neither is set"),
+        (setting("target.training.epochs", 1.0), r"both are set; give exactly one"),
+        (setting("target.kind", "finetune"), r"target.model is None: wanted a folder or Hub name"),
+        (setting("initial.model", "somewhere"), r"initial.model is 'somewhere': wanted no model"),
+        (setting("initial.architecture.heads", 3), r"hidden_size is 16, which 3 heads do not divide"),
+        (setting("reference.divergence", "reverse"), r"reference.divergence is 'reverse'; known are forward_kl"),
+        (setting("reference.examples", 0), r"reference.examples is 0"),
+        (setting("comparisons", [ComparisonSettings(name="adaspec")]), r"names one of the three standard drafts"),
+        (setting("comparisons", [ComparisonSettings()]), r"comparisons\[0\].name is ''"),
+        (setting("name", "a/b"), r"name is 'a/b', wanted a plain folder name"),
+        (setting("evaluation.temperatures", []), r"evaluation.temperatures"),
+        (setting("trainer.validate_every", 0), r"trainer.validate_every is 0"),
+        (setting("data.train_examples", 0), r"data.train_examples"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_runs(tmp_path: Path, change: Any, words: str) -> None:
+    settings = tiny_settings(tmp_path)
+    change(settings)
+    with pytest.raises(UserError, match=words):
+        run_pipeline(settings)
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_a_draft_larger_than_the_target_is_refused_before_training(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.initial.architecture.layers = 9
+    with pytest.raises(UserError, match=r"the draft has [\d,]+ parameters and the target [\d,]+: a draft has to be"):
+        run_tiny(settings)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_an_unknown_model_family_or_folder_says_what_is_wanted(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.initial.architecture.model_type = "lama"
+    with pytest.raises(UserError, match=r"architecture.model_type 'lama' cannot be built"):
+        run_tiny(settings)
+    settings = tiny_settings(tmp_path, target=TargetSettings(kind="as_is", model=str(tmp_path / "nowhere")))
+    with pytest.raises(UserError, match=r"nowhere"):
+        run_tiny(settings)
+
+
+def test_two_processes_cannot_work_in_one_folder(tmp_path: Path) -> None:
+    with (
+        only_one(tmp_path / "run/work/lock"),
+        pytest.raises(UserError, match="another process is working in"),
+        only_one(tmp_path / "run/work/lock"),
+    ):
+        pass
+    with only_one(tmp_path / "run/work/lock"):
+        pass  # free again
+
+
+def test_the_description_of_a_stage_names_what_it_was_made_from(finished: tuple[Path, Run]) -> None:
+    folder, run = finished
+    note = json.loads((run.work / "reference.json").read_text())
+    keys = stage_keys(tiny_settings(folder))
+    assert note["fingerprint"] == keys["reference"][0]
+    assert note["made_from"]["target"] == keys["target"][0]
+    assert note["made_from"]["reference"]["training"]["steps"] == 12

@@ -1,0 +1,212 @@
+"""The report: required parts, plain numbers, and what it says in words about the result."""
+
+import copy
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from distill.report import check, console_table, plain, verdicts, write_report
+from distill.report_figures import figures
+
+
+def decoding(draft, temperature, length, speedup, same=True):
+    return {
+        "draft": draft, "temperature": temperature, "draft_length": length, "tokens_per_second": 594.0 * speedup,
+        "speedup": speedup, "speedup_ci95": [speedup - 0.05, speedup + 0.05], "speedup_vs_generate": 2.4 * speedup,
+        "predicted_speedup": speedup * 1.05, "block_efficiency": 4.2, "alpha": 0.94, "accepted_per_drafted": 0.7,
+        "identical_to_target": same,
+    }  # fmt: skip
+
+
+def draft(name, alpha):
+    return {
+        "name": name, "parameters": 81_472, "offline_alpha": alpha, "offline_alpha_se": 0.001,
+        "optimiser_steps": 1500, "examples": 48_000, "teacher_tokens": 2_900_000, "selected_tokens": 1_160_000,
+    }  # fmt: skip
+
+
+HISTOGRAM = {"edges": [-1.0, 0.0, 1.0], "counts": [3, 9]}
+POSITIONS = [
+    {"position": 1, "tested": 100, "conditional": 0.9, "marginal": 0.9},
+    {"position": 2, "tested": 80, "conditional": 0.75, "marginal": 0.6},
+]
+FULL = {
+    "name": "quickstart",
+    "created": "2025-11-21 09:40 UTC",
+    "machine": {"cpu": "Some CPU", "cores": 2},
+    "settings": {"seed": 7, "data": {"source": "arithmetic"}},
+    "target": {"parameters": 1_938_432, "accuracy": 0.64, "accuracy_n": 400},
+    "drafts": [draft("undistilled", 0.8751), draft("distillspec", 0.9461), draft("adaspec", 0.9480)],
+    "paired": [{"a": "adaspec", "b": "distillspec", "difference": 0.0019, "se": 0.0004, "p_value": 2e-6, "n": 61_234}],
+    "decoding": [
+        {
+            **decoding("autoregressive", 0.0, None, 1.0),
+            "speedup_ci95": None,
+            "alpha": None,
+            "accepted_per_drafted": None,
+        },
+        decoding("distillspec", 0.0, 4, 1.50),
+        decoding("adaspec", 0.0, 4, 1.55),
+        decoding("adaspec", 0.0, 6, 1.62),
+        decoding("adaspec", 1.0, 4, 1.40, same=None),
+    ],
+    "profile": {"cost_ratio": 0.14, "verify_cost": [1, 1.1, 1.3], "best_draft_length": 6, "break_even_alpha": 0.41},
+    "analysis": {
+        "margins": {"distillspec": HISTOGRAM, "adaspec": HISTOGRAM},
+        "kl": {"distillspec": HISTOGRAM, "adaspec": HISTOGRAM},
+        "acceptance_by_position": {"adaspec": POSITIONS},
+        "curves": {"adaspec": [[0, 0.87], [100, 0.94]]},
+        "selected_tokens": [{"token": " $", "count": 12, "share": 0.9, "lift": 2.2}],
+    },
+    "samples": [{"prompt": "How many?", "tokens": [{"text": "<3", "who": "accepted"}, {"text": ".", "who": "bonus"}]}],
+    "commands": ["python -m distill --config configs/quickstart.yaml"],
+}
+MINIMAL = {key: FULL[key] for key in ("name", "target", "drafts", "decoding")}
+
+
+def changed(**parts):
+    return {**copy.deepcopy(FULL), **parts}
+
+
+def said(report) -> str:
+    return " ".join(sentence.text for sentence in verdicts(report))
+
+
+def text(page: str) -> str:
+    body = re.sub(r"<style>.*?</style>", "", page, flags=re.S)
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", body))
+
+
+def written(tmp_path, report) -> str:
+    write_report(tmp_path, report)
+    return text((tmp_path / "report.html").read_text(encoding="utf-8"))
+
+
+def test_the_page_begins_with_how_much_faster_with_which_draft_and_whether_identical(tmp_path):
+    write_report(tmp_path, FULL)
+    lead = re.search(r'<p class="lead">(.*?)</p>', (tmp_path / "report.html").read_text(encoding="utf-8"))[1]
+    assert "AdaSPEC draft at draft length 6" in lead
+    assert "1.62 times as fast as the same loop without a draft" in lead
+    assert "1.57 to 1.67" in lead
+    assert "output is identical" in lead
+
+
+def test_a_full_report_has_every_part(tmp_path):
+    page = written(tmp_path, FULL)
+    for part in (
+        "Drafts", "Paired comparison", "Greedy", "Sampled at temperature 1", "Cost model", "What the drafts learned",
+        "Samples", "vLLM", "SGLang", "assistant_model=draft", "Some CPU", "python -m distill --config", "seed",
+    ):  # fmt: skip
+        assert part in page
+    assert set(figures(FULL)) == {
+        "speedup", "speedup_by_length", "verify_cost", "acceptance_by_position", "margins", "kl", "curves",
+        "selected_tokens",
+    }  # fmt: skip
+
+
+def test_a_minimal_report_leaves_out_what_was_not_measured(tmp_path):
+    page = written(tmp_path, MINIMAL)
+    for part in ("Paired comparison", "Cost model", "What the drafts learned", "Samples", "Commands that reproduce"):
+        assert part not in page
+
+
+def test_a_report_without_decoding_or_scores_is_still_a_report(tmp_path):
+    report = {**MINIMAL, "decoding": [], "target": {"parameters": 10, "accuracy": None}}
+    report["drafts"] = [{**draft("undistilled", None), "offline_alpha_se": None}]
+    assert "Decoding was not measured" in written(tmp_path, report)
+    Console(file=io.StringIO()).print(console_table(report))
+
+
+def test_absent_required_keys_are_all_named():
+    report = changed()
+    del report["target"]
+    del report["drafts"][1]["teacher_tokens"]
+    del report["decoding"][2]["speedup"]
+    with pytest.raises(ValueError, match=r"target, drafts\[1\].teacher_tokens, decoding\[2\].speedup"):
+        check(report)
+
+
+def test_the_json_is_strict_and_has_numbers_of_every_kind(tmp_path):
+    report = changed(
+        target={"parameters": np.int64(5), "accuracy": float("nan")},
+        profile={"cost_ratio": torch.tensor(0.25), "verify_cost": np.array([1.0, np.inf]), "folder": tmp_path},
+        analysis={},
+    )
+    write_report(tmp_path, report)
+
+    def refuse(value):
+        raise AssertionError(value)
+
+    data = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"), parse_constant=refuse)
+    assert data["target"] == {"parameters": 5, "accuracy": None}
+    assert data["profile"] == {"cost_ratio": 0.25, "verify_cost": [1.0, None], "folder": str(tmp_path)}
+    assert data["decoding"][3]["speedup"] == 1.62
+
+
+def test_the_same_report_gives_the_same_bytes_whatever_the_order_of_its_parts(tmp_path):
+    names = ("report.json", "report.html")
+    write_report(tmp_path, MINIMAL)
+    first = [(tmp_path / name).read_bytes() for name in names]
+    write_report(tmp_path, dict(reversed(MINIMAL.items())))
+    assert [(tmp_path / name).read_bytes() for name in names] == first
+    assert list(json.loads(first[0]))[:2] == ["name", "verdict"]
+
+
+@pytest.mark.parametrize(
+    ("difference", "p_value", "sentence"),
+    [
+        (0.0019, 2e-6, "AdaSPEC is better than DistillSpec"),
+        (-0.0026, 1e-4, "AdaSPEC did not beat DistillSpec; DistillSpec is better"),
+        (0.0003, 0.4, "AdaSPEC and DistillSpec cannot be told apart"),
+        (-0.0003, None, "AdaSPEC and DistillSpec cannot be told apart"),
+    ],
+)
+def test_it_says_plainly_whether_adaspec_beat_distillspec(difference, p_value, sentence):
+    pair = {"a": "adaspec", "b": "distillspec", "difference": difference, "se": 0.0004, "p_value": p_value, "n": 10}
+    assert sentence in said(changed(paired=[pair]))
+
+
+def test_it_says_plainly_that_a_pair_cannot_win():
+    report = changed(decoding=[decoding("adaspec", 0.0, 2, 0.81), decoding("adaspec", 0.0, 4, 0.7)])
+    assert "No draft speeds up greedy decoding on this machine" in said(report)
+
+
+def test_a_gain_within_its_interval_is_called_uncertain():
+    report = changed(decoding=[decoding("adaspec", 0.0, 2, 1.03)])
+    assert "The interval includes 1" in said(report)
+
+
+def test_distillation_that_did_not_help_is_called_so():
+    report = changed(drafts=[draft("undistilled", 0.95), draft("adaspec", 0.94)])
+    assert "did not raise the acceptance rate" in said(report)
+
+
+def test_a_faster_row_with_other_output_does_not_win():
+    report = changed(decoding=[*FULL["decoding"], decoding("adaspec", 0.0, 8, 2.5, same=False)])
+    page = said(report)
+    assert "1.62 times as fast" in page
+    only = changed(decoding=[decoding("adaspec", 0.0, 8, 2.5, same=False)])
+    assert "differs from the target" in said(only)
+
+
+def test_the_console_table_shows_drafts_the_fastest_lengths_and_the_verdict():
+    console = Console(file=io.StringIO(), width=140)
+    console.print(console_table(FULL))
+    shown = console.file.getvalue()
+    for part in ("0.9480", "2,900,000", "1.62", "identical", "AdaSPEC is better than DistillSpec"):
+        assert part in shown
+    assert "921" not in shown  # tokens/s of AdaSPEC at a slower length
+
+
+def test_plain_data_keeps_booleans_and_turns_sets_into_lists():
+    assert plain({1: True, "s": {"b", "a"}, "n": None, "t": (1, 2)}) == {
+        "1": True,
+        "s": ["a", "b"],
+        "n": None,
+        "t": [1, 2],
+    }

@@ -1,0 +1,142 @@
+"""A killed run, started again, ends with the weights of an uninterrupted one, bit by bit."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import bench, run_tiny, tiny_settings
+
+from decode.errors import UserError
+from distill.checkpoints import Keeper
+from distill.fit import StageProgress
+from distill.pipeline import run_stages
+from distill.run import Run
+from distill.settings import Settings
+
+STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+@contextmanager
+def killed(stage: str, step: int) -> Iterator[None]:
+    """Inside, training of the stage ends after the given step, as by a kill."""
+    original = StageProgress.on_train_batch_end
+
+    def end(self: StageProgress, trainer: Any, module: Any, *rest: Any) -> None:
+        original(self, trainer, module, *rest)
+        if self.name == stage and trainer.global_step == step:
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageProgress, "on_train_batch_end", end)
+        with pytest.raises(Killed):
+            yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights of every stage of a run that nothing disturbed."""
+    _, run, _ = run_tiny(tiny_settings(tmp_path_factory.mktemp("whole")))
+    return {stage: load_file(run.path(stage) / "model.safetensors") for stage in STAGES}
+
+
+def finish_target(settings: Settings) -> tuple[Run, str]:
+    """Runs the target stage to its end and stops in the next one; returns the run and what was printed."""
+    made, text = bench(settings)
+    with killed("initial", 1):
+        run_stages(made)
+    return made.run, text.getvalue()
+
+
+def assert_same(whole: dict[str, dict[str, torch.Tensor]], run: Run, *stages: str) -> None:
+    for stage in stages or STAGES:
+        weights = load_file(run.path(stage) / "model.safetensors")
+        assert weights.keys() == whole[stage].keys()
+        assert all(torch.equal(weights[name], whole[stage][name]) for name in weights), stage
+
+
+def test_every_stage_continues_from_its_checkpoint(whole: dict[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    steps = {"target": 7, "initial": 11, "reference": 5, "draft": 9}
+    for stage, step in steps.items():
+        with killed(stage, step):
+            run_tiny(settings)
+    ran, run, printed = run_tiny(settings)
+    assert ran == ["draft", "equal-tokens"]
+    assert "continuing from step 5" in printed
+    assert_same(whole, run)
+    assert [row["step"] for row in run.record("draft").history] == [0, 5, 10, 12]  # type: ignore[union-attr]
+
+
+def test_killed_before_the_first_checkpoint_starts_over(
+    whole: dict[str, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    settings = tiny_settings(tmp_path)
+    with killed("target", 3):
+        run_tiny(settings)
+    run, printed = finish_target(settings)
+    assert "continuing" not in printed
+    assert_same(whole, run, "target")
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    whole: dict[str, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    settings = tiny_settings(tmp_path)
+    with killed("target", 11):
+        run_tiny(settings)
+    newest = max((tmp_path / "tiny/work/checkpoints-target").glob("step-*.ckpt"))
+    newest.write_bytes(newest.read_bytes()[:-100])
+    run, printed = finish_target(settings)
+    assert "step-00000010.ckpt is damaged or incomplete and is not used" in printed
+    assert "continuing from step 5" in printed
+    assert_same(whole, run, "target")
+
+
+def test_without_any_sound_checkpoint_the_stage_starts_over_and_says_so(
+    whole: dict[str, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    settings = tiny_settings(tmp_path)
+    with killed("target", 11):
+        run_tiny(settings)
+    folder = tmp_path / "tiny/work/checkpoints-target"
+    for best in folder.glob("best-*"):  # sound checkpoints that name lost weights do not count either
+        data = bytearray(best.read_bytes())
+        data[-1] ^= 1
+        best.write_bytes(data)
+    run, printed = finish_target(settings)
+    assert "no sound checkpoint is left: the stage starts from its beginning" in printed
+    assert_same(whole, run, "target")
+
+
+def test_checkpoints_of_other_settings_are_not_continued(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    with killed("target", 7):
+        run_tiny(settings)
+    settings.seed = 1
+    with killed("target", 2):
+        run_tiny(settings)
+    assert not list((tmp_path / "tiny/work/checkpoints-target").glob("step-*"))
+
+
+def test_no_more_than_two_checkpoints_and_their_best_weights_are_kept(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.trainer.validate_every = 2
+    with killed("target", 11):
+        run_tiny(settings)
+    folder = tmp_path / "tiny/work/checkpoints-target"
+    assert sorted(path.name for path in folder.glob("step-*.ckpt")) == ["step-00000008.ckpt", "step-00000010.ckpt"]
+    assert 1 <= len(list(folder.glob("best-*"))) <= 2
+    assert not list(folder.glob(".tmp-*"))
+
+
+def test_a_stage_without_any_validation_has_no_weights_to_keep(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no weights to keep"):
+        Keeper(tmp_path, "alpha", "max").restore_best(torch.nn.Linear(1, 1))

@@ -1,0 +1,58 @@
+"""AdaSPEC's selection: exact counts, ties, scopes, normalisations, on hand-made values."""
+
+import pytest
+import torch
+
+from distill.selection import Selection, share, top_share
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "wanted"),
+    [(0.4, 5, 2), (0.4, 6, 3), (0.4, 1, 1), (0.1, 30, 3), (0.3, 10, 3), (1.0, 7, 7), (0.001, 3, 1), (0.4, 0, 0)],
+)
+def test_share_is_the_ceiling_of_k_times_n_despite_binary_fractions(k: float, n: int, wanted: int) -> None:
+    assert share(k, n) == wanted
+
+
+def test_the_largest_values_are_chosen_in_ascending_order_of_place() -> None:
+    assert top_share(torch.tensor([0.1, 0.9, -1.0, 0.5, 0.7]), 0.6).tolist() == [1, 3, 4]
+
+
+def test_among_equals_the_lowest_place_wins_and_the_count_stays_exact() -> None:
+    assert top_share(torch.zeros(10), 0.4).tolist() == [0, 1, 2, 3]
+    assert top_share(torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0]), 0.6).tolist() == [0, 1, 3]
+
+
+def test_nothing_to_choose_from_gives_nothing() -> None:
+    for scope in ("microbatch", "sequence"):
+        chosen = Selection(0.4, scope).choose(torch.empty(0), torch.empty(0, dtype=torch.long))  # type: ignore[arg-type]
+        assert chosen.tolist() == []
+
+
+def test_scope_sequence_takes_the_share_of_every_example() -> None:
+    delta = torch.tensor([5.0, 6.0, 7.0, 8.0, 0.1, 0.3, 0.2])
+    sequence = torch.tensor([0, 0, 0, 0, 2, 2, 2])
+    assert Selection(0.5, "microbatch").choose(delta, sequence).tolist() == [0, 1, 2, 3]
+    assert Selection(0.5, "sequence").choose(delta, sequence).tolist() == [2, 3, 5, 6]
+
+
+def test_normalisations_divide_by_selected_or_by_all_tokens() -> None:
+    losses = torch.tensor([2.0, 4.0])
+    assert Selection(normalisation="paper").normalise(losses, 5).item() == pytest.approx(3.0)
+    assert Selection(normalisation="official").normalise(losses, 5).item() == pytest.approx(6.0 / 5)
+
+
+def test_an_empty_selection_gives_a_zero_that_backward_accepts() -> None:
+    losses = torch.ones(3, requires_grad=True)
+    loss = Selection().normalise(losses[torch.empty(0, dtype=torch.long)], 0)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert losses.grad is not None
+
+
+def test_selecting_everything_is_the_plain_mean_in_both_normalisations() -> None:
+    losses = torch.rand(9, generator=torch.Generator().manual_seed(0))
+    for normalisation in ("paper", "official"):
+        selection = Selection(1.0, normalisation=normalisation)  # type: ignore[arg-type]
+        chosen = selection.choose(torch.randn(9), torch.zeros(9, dtype=torch.long))
+        assert torch.equal(selection.normalise(losses[chosen], 9), losses.sum() / 9)

@@ -1,0 +1,68 @@
+"""A whole run in seconds, for tests: arithmetic, models of a few thousand parameters, a few steps."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from distill.data.settings import DataSettings
+from distill.pipeline import run_stages
+from distill.run import Run
+from distill.settings import (
+    AdaSpecSettings,
+    Architecture,
+    ComparisonSettings,
+    DistillSettings,
+    InitialDraftSettings,
+    Settings,
+    TargetSettings,
+    TrainerSettings,
+    TrainingSettings,
+)
+from distill.stages import Bench
+from distill.tracking import TrackerSettings
+
+
+def tiny_settings(folder: Path, **changes: Any) -> Settings:
+    """Settings of a run under ``folder``; ``changes`` are top-level fields."""
+    training = TrainingSettings(steps=12, batch_size=4, lr=3e-3, warmup_steps=2, schedule="cosine", length_bucket=4)
+    settings = Settings(
+        name="tiny",
+        output_dir=str(folder),
+        data=DataSettings(train_examples=48, validation_examples=8, test_examples=8, tokenizer_vocab_size=300),
+        target=TargetSettings(
+            architecture=Architecture(hidden_size=24, layers=2, heads=2, positions=256),
+            training=copy.copy(training),
+        ),
+        initial=InitialDraftSettings(
+            architecture=Architecture(hidden_size=16, layers=1, heads=2, positions=256),
+            training=copy.copy(training),
+        ),
+        reference=DistillSettings(examples=20, training=copy.copy(training)),
+        draft=AdaSpecSettings(k=0.4),
+        comparisons=[ComparisonSettings(name="equal-tokens", iso="teacher_tokens", scope="sequence")],
+        trainer=TrainerSettings(accelerator="cpu", validate_every=5, validation_examples=8, log_every=3),
+        tracker=TrackerSettings(kind="none"),
+    )
+    settings.target.training.optimizer = "muon"
+    for key, value in changes.items():
+        setattr(settings, key, value)
+    return settings
+
+
+def bench(settings: Settings) -> tuple[Bench, io.StringIO]:
+    """A bench for the settings, and what it prints."""
+    text = io.StringIO()
+    run = Run(Path(settings.output_dir) / settings.name, [c.name for c in settings.comparisons])
+    return Bench(settings, run, Console(file=text, width=200)), text
+
+
+def run_tiny(settings: Settings) -> tuple[list[str], Run, str]:
+    """Runs what is not up to date; returns the names of those stages, the run, and what was printed."""
+    made, text = bench(settings)
+    ran = run_stages(made)
+    return ran, made.run, text.getvalue()
