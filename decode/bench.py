@@ -167,6 +167,8 @@ class Bench(Workbench):
                     tell(f"{suite} T={entrant.contender.temperature:g} {entrant.contender.label}")
             for entrant in running:
                 entrant.record.takes.append(takes[id(entrant)])
+            for meter in self.meters.values():  # under the load that the methods meet
+                meter.turn()
 
     def _warm_up(self, entrant: Entrant, ids: list[int]) -> None:
         """A short text, then every verification shape of a fixed length."""
@@ -189,6 +191,7 @@ class Bench(Workbench):
     # -- results ---------------------------------------------------------------------------------------------------
 
     def _report(self, suite: Suite, items: Sequence[Item], entrants: list[Entrant], complete: bool = True) -> Block:
+        self.costs = {name: meter.cost() for name, meter in self.meters.items()}
         rows, details = [], []
         for entrant in entrants:
             where = {

@@ -123,7 +123,12 @@ def _parser(settings_class: type, prog: str, description: str) -> Any:
 
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(
-        prog=prog, description=description, exit_on_error=False, allow_abbrev=False, default_env=False
+        prog=prog,
+        usage=f"{prog} [--config FILE] [--key value ...]",
+        description=description,
+        exit_on_error=False,
+        allow_abbrev=False,
+        default_env=False,
     )
     parser.add_argument("--config", help="YAML file with settings; a later file overrides an earlier one.")
     parser.add_class_arguments(settings_class, None)

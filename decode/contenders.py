@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedModel
 
-from .cost import watch_forwards
 from .loop import Output, System, decode
 from .methods import METHODS, SELF_SPECULATIVE, MethodOptions, Parts, build, is_lossless
 from .peers import NEEDS_DRAFT, PEERS, Peer
 from .rng import TorchRng
 from .rows import Record, Take
 from .target import Target
+from .watch import watch_forwards
 from .workbench import BASELINE, Workbench
 
 REFERENCE = "generate"

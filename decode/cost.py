@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,6 +23,8 @@ from .runner import Runner
 
 LONGEST = 15
 """Draft lengths are compared up to here: v is measured for 1 to 16 tokens."""
+BURST = 5
+"""Forwards that are timed in a row."""
 
 
 @dataclass
@@ -65,7 +66,93 @@ class CostModel:
         return asdict(self) | {"verify_cost": [[n, v] for n, v in sorted(self.verify_cost.items())]}
 
 
-@torch.inference_mode()
+class CostMeter:
+    """Forwards of a pair, timed in the order in which decoding runs them.
+
+    A one-token target forward follows another one, as without a draft; the draft's follow each other, and an n-token
+    target forward follows n − 1 of them (at most `BURST`). Timed apart from each other the same forwards take up to
+    twice as long or half as long, for what the caches of the processor hold. Turns may be spread over a benchmark, so
+    that the costs meet the same load of the machine as the speeds do.
+
+    Args:
+        target: the target.
+        draft: the draft model, if there is one.
+        widths: the n of v(n).
+        context: tokens before the measured ones; less where a model's context is shorter.
+    """
+
+    def __init__(
+        self,
+        target: Runner,
+        draft: Runner | None = None,
+        *,
+        widths: Iterable[int] = range(1, LONGEST + 2),
+        context: int = 128,
+    ) -> None:
+        self.target, self.draft = target, draft
+        self.runners = [target] if draft is None or draft is target else [target, draft]
+        room = min(runner.limit for runner in self.runners)
+        self.widths = sorted({n for n in widths if 1 < n < room})
+        longest = max([BURST + 1, *self.widths])
+        self.context = max(1, min(context, room - longest))
+        vocab = min(runner.vocab_size for runner in self.runners)
+        self.tokens = torch.randint(vocab, (self.context + longest,), generator=torch.Generator().manual_seed(0))
+        self.plain: list[float] = []
+        self.drafting: list[float] = []
+        self.verifying: dict[int, list[float]] = {n: [] for n in self.widths}
+        self.turns = 0
+
+    @torch.inference_mode()
+    def turn(self) -> None:
+        """Time every forward once more; the caches are empty afterwards."""
+        for runner in self.runners:
+            runner.truncate(0)
+            runner.reserve(len(self.tokens))
+            runner.read(self.tokens[: self.context].to(runner.device), head=0)
+        self.plain += self._steps(self.target, BURST)[1:]
+        for i in range(len(self.widths)):
+            n = self.widths[(i + self.turns) % len(self.widths)]
+            if self.draft is not None:
+                self.drafting += self._steps(self.draft, min(n - 1, BURST))
+            if self.draft is None or not self.turns:
+                self._time(self.target, n)
+                self.target.truncate(self.context)
+            self.verifying[n].append(self._time(self.target, n))
+            self.target.truncate(self.context)
+        for runner in self.runners:
+            runner.truncate(0)
+        self.turns += 1
+
+    def _steps(self, runner: Runner, count: int) -> list[float]:
+        times = [self._time(runner, 1) for _ in range(count)]
+        runner.truncate(self.context)
+        return times
+
+    def _time(self, runner: Runner, n: int) -> float:
+        feed = self.tokens[runner.length : runner.length + n].to(runner.device)
+        synchronize(runner.device)
+        began = time.perf_counter()
+        runner.read(feed, head=1 if n == 1 else None)
+        synchronize(runner.device)
+        return time.perf_counter() - began
+
+    def cost(self) -> CostModel:
+        """Medians over all turns so far."""
+        one = statistics.median(self.plain)
+        spent = statistics.median(self.drafting) if self.drafting else 0.0
+        verify = {1: 1.0} | {n: statistics.median(times) / one for n, times in self.verifying.items()}
+        return CostModel(spent / one, verify, target_seconds=one, draft_seconds=spent, context=self.context)
+
+    def run(self, repeats: int = 21, seconds: float = 5.0) -> CostModel:
+        """Up to `repeats` turns; after the fifth, none begins once `seconds` have passed."""
+        began = time.perf_counter()
+        for turn in range(repeats):
+            if turn >= 5 and time.perf_counter() - began > seconds:
+                break
+            self.turn()
+        return self.cost()
+
+
 def measure_cost(
     target: Runner,
     draft: Runner | None = None,
@@ -75,94 +162,8 @@ def measure_cost(
     repeats: int = 21,
     seconds: float = 5.0,
 ) -> CostModel:
-    """Time one-token draft forwards and n-token target forwards in turn, and take medians.
-
-    The caches are rolled back after each forward, so that every one is timed at the same context.
-
-    Args:
-        target: the target.
-        draft: the draft model, if there is one.
-        widths: the n of v(n); 1 is always among them.
-        context: tokens before the measured ones; less where a model's context is shorter.
-        repeats: most rounds of measurements.
-        seconds: no further round begins after this time, once five are done.
-    """
-    room = min([target.limit] + ([draft.limit] if draft is not None else []))
-    wanted = sorted({1, *(n for n in widths if n < room)})
-    context = max(1, min(context, room - wanted[-1]))
-    vocab = min([target.vocab_size] + ([draft.vocab_size] if draft is not None else []))
-    tokens = torch.randint(vocab, (context + wanted[-1],), generator=torch.Generator().manual_seed(0))
-    jobs: list[tuple[Runner, int]] = [(target, n) for n in wanted] + ([(draft, 1)] if draft is not None else [])
-    for runner in {id(r): r for r, _ in jobs}.values():
-        runner.truncate(0)
-        runner.reserve(context + wanted[-1])
-        runner.read(tokens[:context].to(runner.device), head=0)
-    times: list[list[float]] = [[] for _ in jobs]
-    began = time.perf_counter()
-    for turn in range(repeats + 1):
-        if turn > 5 and time.perf_counter() - began > seconds:
-            break
-        for j in range(len(jobs)):
-            at = (j + turn) % len(jobs)
-            spent = _time_read(*jobs[at], tokens, context)
-            if turn:  # the first turn warms up
-                times[at].append(spent)
-    for runner, _ in jobs:
-        runner.truncate(0)
-    medians = [statistics.median(t) for t in times]
-    one = medians[0]
-    last = medians[-1] if draft is not None else 0.0
-    return CostModel(
-        cost_ratio=last / one,
-        verify_cost={n: t / one for n, t in zip(wanted, medians)},
-        target_seconds=one,
-        draft_seconds=last,
-        context=context,
-    )
-
-
-def _time_read(runner: Runner, n: int, tokens: torch.Tensor, context: int) -> float:
-    feed = tokens[context : context + n].to(runner.device)
-    synchronize(runner.device)
-    began = time.perf_counter()
-    runner.read(feed)
-    synchronize(runner.device)
-    spent = time.perf_counter() - began
-    runner.truncate(context)
-    return spent
-
-
-class Stopwatch:
-    """Seconds spent inside the forwards of some runners."""
-
-    seconds = 0.0
-
-
-@contextmanager
-def watch_forwards(*runners: Runner) -> Iterator[Stopwatch]:
-    """Add up the time of all forwards, those of early layers among them; what is left of a round is bookkeeping."""
-    watch = Stopwatch()
-    different = list({id(r): r for r in runners}.values())
-
-    def timed(read: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
-        def call(*args: Any, **extra: Any) -> torch.Tensor:
-            synchronize(device)
-            began = time.perf_counter()
-            logits = read(*args, **extra)
-            synchronize(device)
-            watch.seconds += time.perf_counter() - began
-            return logits
-
-        return call
-
-    reads = [(runner, name) for runner in different for name in ("read", "read_part") if hasattr(runner, name)]
-    for runner, name in reads:
-        vars(runner)[name] = timed(getattr(runner, name), runner.device)
-    try:
-        yield watch
-    finally:
-        for runner, name in reads:
-            del vars(runner)[name]
+    """Costs of one pair, or of the target alone (see `CostMeter` and its `run`)."""
+    return CostMeter(target, draft, widths=widths, context=context).run(repeats, seconds)
 
 
 # -- formulas ------------------------------------------------------------------------------------------------------

@@ -10,16 +10,11 @@ import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .drafters.corpus import join_documents, map_arrays, save_arrays, tokenize_files, tokenizer_fingerprint
-from .drafters.ngrams import save_ngram_table
+from .drafters.corpus import join_documents, map_arrays, save_arrays
 from .errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 KIND = "datastore"
 FILE = "datastore.safetensors"
@@ -100,10 +95,11 @@ def build(
     Raises:
         UserError: no tokens, negative ids, or more than 2^31 tokens.
     """
-    return _save(join_documents(documents), Path(path), fingerprint, depth)
+    return save_datastore(join_documents(documents), Path(path), fingerprint, depth=depth)
 
 
-def _save(text: np.ndarray, path: Path, fingerprint: str, depth: int) -> Path:
+def save_datastore(text: np.ndarray, path: Path, fingerprint: str, *, depth: int = DEPTH) -> Path:
+    """`build` for a text in the form that `join_documents` returns."""
     if len(text) >= 2**31:
         raise UserError(f"the corpus has {len(text):,} tokens, the most is {2**31 - 1:,}: split it")
     file = path / FILE
@@ -120,34 +116,6 @@ def _save(text: np.ndarray, path: Path, fingerprint: str, depth: int) -> Path:
         depth=depth,
     )
     return file
-
-
-def build_from_text_files(
-    files: Sequence[str | Path], path: str | Path, tokenizer: PreTrainedTokenizerBase, *, order: int = 3
-) -> tuple[Path, Path]:
-    """Tokenise files once and build everything that drafters take from a corpus.
-
-    Args:
-        files: plain text, or JSON Lines with one document a line.
-        path: the folder to write to.
-        tokenizer: the target's tokenizer.
-        order: of the n-gram table (`decode.drafters.trigram`).
-
-    Returns:
-        The datastore's file and the n-gram table's file.
-
-    Raises:
-        UserError: a file is missing or malformed, or there is no text.
-    """
-    from rich.console import Console
-
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    text = join_documents(tokenize_files(files, tokenizer))
-    with Console().status(f"sorting {len(text):,} tokens"):
-        return (
-            _save(text, Path(path), fingerprint, DEPTH),
-            save_ngram_table(text, Path(path), fingerprint, order=order),
-        )
 
 
 class Datastore:
@@ -221,8 +189,7 @@ class Datastore:
         pattern = self._encode(ids)
         return self._interval(pattern) if len(pattern) == len(ids) * self._width else (0, 0)
 
-    def longest(self, ids: Sequence[int], max_span: int = 16, min_span: int = 2) -> tuple[int, tuple[int,
-    int]]:
+    def longest(self, ids: Sequence[int], max_span: int = 16, min_span: int = 2) -> tuple[int, tuple[int, int]]:
         """The longest tail of ``ids`` that occurs (its length, 0 if none does) and its interval."""
         pattern, width = self._encode(ids[-max_span:]), self._width
         # Where a tail occurs every shorter one does, so the longest is found by bisection.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class Draft:
     def __len__(self) -> int:
         return len(self.parents)
 
-    @property
+    @cached_property
     def is_chain(self) -> bool:
         """Whether every node is the only child of the one before it."""
         return all(p == i - 1 for i, p in enumerate(self.parents))

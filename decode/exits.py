@@ -106,19 +106,16 @@ class PartialRunner(FastRunner):
         n = len(x)
         for i in range(part.shared, self.depth):
             w, attends, thinks = self.layers[i], i in part.attention, i in part.mlp
+            a = m = torch.zeros((), dtype=x.dtype, device=x.device)
             if attends:
                 slot, seen = self.kv[i].narrow(2, start, n), self.kv[i].narrow(2, 0, start + n)
                 keys, values = seen[:, : self.kv_heads], seen[:, self.kv_heads :]
                 a = self._attention(w, w.norm1(x), n, cos, sin, slot, keys, values, mask)
-            else:
-                a = 0.0
-            if self.parallel:
-                m = self._mlp(w, (w.norm2 or w.norm1)(x)) if thinks else 0.0
-                x = m + a + x
-            else:
+            if not self.parallel:
                 x = a + x
-                assert w.norm2 is not None
-                x = x + self._mlp(w, w.norm2(x)) if thinks else x
+            if thinks:
+                m = self._mlp(w, (w.norm2 or w.norm1)(x))
+            x = m + a + x if self.parallel else x + m
         return x
 
     def _forward(self, tokens: Tensor, tree: Draft | None, head: int | None) -> Tensor:

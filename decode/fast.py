@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 
 from .draft import Draft
 from .runner import Runner, tree_mask
@@ -79,12 +80,12 @@ def _norm(module: Any) -> Callable[[Tensor], Tensor]:
     weight, eps = module.weight, module.variance_epsilon
 
     if weight.dtype in (torch.float32, torch.float64):
-        # x/√(Σx²/d + ε)·w as x/√(Σx² + dε)·(w√d): two operations less, the same to rounding
+        # x/√(Σx²/d + ε)·w as x/hypot(‖x‖, √(dε))·(w√d): four operations instead of six, the same to rounding
         width = weight.shape[-1]
-        scaled, floor = weight.detach() * width**0.5, weight.new_tensor(eps * width)
+        scaled, floor = weight.detach() * width**0.5, weight.new_tensor((eps * width) ** 0.5)
 
         def rms(x: Tensor) -> Tensor:
-            return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + floor) * scaled
+            return (x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)).mul_(scaled)
 
         return rms
 
@@ -150,7 +151,9 @@ class FastRunner(Runner):
         self.layers = [make(block, self.heads, self.kv_heads) for block in base.layers]
         self.gated = config.model_type in LLAMA_LIKE
         self.parallel = config.model_type == "phi" or getattr(config, "use_parallel_residual", False)
-        self.activation = base.layers[0].mlp.act_fn if self.gated else self._plain_activation(base)
+        act = base.layers[0].mlp.act_fn if self.gated else self._plain_activation(base)
+        # the function costs half of the module's call
+        self.activation: Callable[[Tensor], Tensor] = F.silu if isinstance(act, nn.SiLU | SiLUActivation) else act
         self.embedding = self.model.get_input_embeddings().weight
         final = getattr(base, "norm", None) or getattr(base, "final_layer_norm", None) or base.final_layernorm
         self.final_norm = _norm(final)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -143,6 +144,11 @@ def rounds(
         draft = drafter.propose(ids, stop, end - len(ids) - 1, rng)
         t1 = clock()
         logits = target.score(ids[-1], draft)
+        if math.isnan(logits.sum().item()):  # one pass; −inf, a token ruled out, stays −inf
+            raise UserError(
+                f"the target's logits are not numbers after {len(ids)} tokens; check its weights, "
+                "or load it in bfloat16 or float32"
+            )
         p = warp(logits, [draft.text_before(ids, i) for i in range(-1, len(draft))] if warp.needs_prefix else None)
         path, token, measured = _verify(draft, p, logits, rule, rng)
         target.commit(path)
@@ -150,6 +156,8 @@ def rounds(
         result.seconds = (t1 - t0, clock() - t1)
         new = _cut(result.emitted, end - len(ids), stop_ids)
         ids += new
+        if len(new) <= len(path):
+            target.runner.truncate(len(ids) - 1)
         drafter.commit(ids)
         stop.observe(result)
         rule.observe(result)

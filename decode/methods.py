@@ -21,17 +21,8 @@ from .exits import Part, early_exit, separate_copy, walkable
 from .loop import System
 from .rules import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical
 from .runner import Runner
-from .stop import (
-    CostOptimal,
-    Fixed,
-    MeanOfRejected,
-    Roc,
-    StopRule,
-    TargetAcceptance,
-    negative_entropy,
-    token_probability,
-    warped_token_probability,
-)
+from .stop import StopRule, negative_entropy, token_probability, warped_token_probability
+from .thresholds import CostOptimal, Fixed, MeanOfRejected, Roc, TargetAcceptance
 from .warp import Warp
 
 

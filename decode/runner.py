@@ -42,8 +42,6 @@ class Runner:
         self._kinds = kinds if len(kinds) > 1 else set()
         self._window = getattr(self.config, "sliding_window", None)
         self._captured = torch.empty(0)
-        # the states the head reads, without asking the model to keep those of every layer
-        self.model.get_output_embeddings().register_forward_pre_hook(self._capture)
 
     def _capture(self, module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
         self._captured = inputs[0]
@@ -57,13 +55,18 @@ class Runner:
         else:
             positions = torch.arange(self.length, self.length + len(tokens), device=self.device)
             extra["position_ids"] = positions[None]
-        out = self.model(
-            input_ids=tokens[None],
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=0 if head is None else max(1, head),
-            **extra,
-        )
+        # the states the head reads, without asking the model to keep those of every layer
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(self._capture)
+        try:
+            out = self.model(
+                input_ids=tokens[None],
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=0 if head is None else max(1, head),
+                **extra,
+            )
+        finally:
+            hook.remove()
         self.hidden = self._captured[0]
         return out.logits[0] if head != 0 else out.logits[0, :0]
 
@@ -122,7 +125,7 @@ class Runner:
 
     def truncate(self, length: int) -> None:
         """Hold the first `length` positions only (no effect if fewer are held)."""
-        if length < self.length:
+        if length <= self.length:  # an interrupted forward may have left more in some layers
             self._truncate(length)
             self.length = length
 

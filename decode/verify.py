@@ -11,7 +11,7 @@ from .rules import AcceptanceRule, Raw
 
 
 def verify_chain(draft: Draft, p: Tensor, accept: Tensor, rule: AcceptanceRule, rng: Rng) -> tuple[list[int], int]:
-    """Modified rejection sampling on a chain drawn from `draft.probs`, with one host synchronisation.
+    """Modified rejection sampling on a chain drawn from `draft.probs`; the host waits twice a round, never per token.
 
     Args:
         draft: a chain of k tokens with their laws.
@@ -24,14 +24,10 @@ def verify_chain(draft: Draft, p: Tensor, accept: Tensor, rule: AcceptanceRule, 
         The accepted nodes and the token after them: a correction from the residual, or the bonus token from p.
     """
     assert draft.probs is not None
-    k = len(draft)
-    m = rng.first_reject(accept)
-    row = p.index_select(0, m.view(1))[0]
-    # past the last drafted token there is nothing to subtract: the residual of q = 0 is p, the bonus token's law
-    q = torch.where(m < k, draft.probs.index_select(0, m.clamp(max=k - 1).view(1))[0], 0.0)
-    token = rng.draw(torch.where(m < k, rule.residual(row, q), row))
-    accepted, following = torch.stack([m, token]).tolist()
-    return list(range(accepted)), following
+    m = int(rng.first_reject(accept))
+    if m == len(draft):
+        return list(range(m)), int(rng.draw(p[m]))
+    return list(range(m)), int(rng.draw(rule.residual(p[m], draft.probs[m])))
 
 
 def verify_tree(draft: Draft, p: Tensor, rng: Rng) -> tuple[list[int], int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import machine
-from .cost import LONGEST, CostModel, measure_cost
+from .cost import LONGEST, CostMeter, CostModel
 from .errors import UserError
 from .load import stop_ids
 from .loop import decode
@@ -100,10 +100,11 @@ class Workbench:
         self.tokenizer = tokenizer
         self.draft_models: dict[str, PreTrainedModel] = dict(drafts or {})
         self.runner = open_runner(model)
-        self.threads = machine.set_threads(self.runner, self.options.threads)[1]
         self.drafts: dict[str, Runner] = {name: open_runner(draft) for name, draft in self.draft_models.items()}
+        self.threads = machine.set_threads(self.runner, self.options.threads)[1]
         self.stop_ids: Collection[int] = set() if self.options.ignore_eos else stop_ids(model, tokenizer)
         self.costs: dict[str | None, CostModel] = {}
+        self.meters: dict[str | None, CostMeter] = {}
 
     def items(self, suite: Suite) -> list[Item]:
         """All prompts, and in chats all turns, that fit the contexts together with their answers."""
@@ -161,9 +162,11 @@ class Workbench:
         """
         context = int(statistics.median(len(i.ids) for i in items)) + self.options.max_new_tokens // 2
         widths = [*range(1, LONGEST + 2), *range(20, longest + 5, 4), *(WIDE if trees else ())]
-        self.costs[None] = measure_cost(self.runner, widths=widths, context=context)
-        for name in drafts:
-            self.costs[name] = measure_cost(self.runner, self.drafts[name], widths=widths, context=context)
+        pairs: dict[str | None, Runner | None] = {None: None} | {name: self.drafts[name] for name in drafts}
+        self.meters = {
+            name: CostMeter(self.runner, draft, widths=widths, context=context) for name, draft in pairs.items()
+        }
+        self.costs = {name: meter.run() for name, meter in self.meters.items()}
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of generated tokens."""

@@ -1,0 +1,1 @@
+"""Trains draft models: data, target, DistillSpec, AdaSPEC, measurement, export, report."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,6 +44,14 @@ def checksum(path: Path) -> int:
         while block := file.read(BLOCK):
             value = zlib.crc32(block, value)
     return value
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a folder with all that is in it, or a link (but not what it points to); absent is fine."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def fingerprint(*parts: object) -> str:

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from decode.errors import UserError
 from decode.load import load_model
@@ -169,3 +176,33 @@ def check_head(model: PreTrainedModel, head: Head) -> None:
             f"{type(model).__name__} does not compute its logits as head(last hidden state) (relative difference "
             f"{off:.1e}), so it cannot be distilled here; please report the model's name"
         )
+
+
+def with_adapter(model: PreTrainedModel, settings: ModelSettings) -> Any:
+    """Puts a low-rank adapter into the model; only the adapter is trained."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = settings.lora
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.modules or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"lora.modules is {lora.modules}: {error}") from error
+
+
+def ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """In evaluation mode on the CPU, with the special tokens that generation needs."""
+    model = model.eval().requires_grad_(True).cpu()
+    if model.generation_config is None or model.generation_config.eos_token_id is None:
+        model.generation_config = GenerationConfig(
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+        )
+    return model

@@ -58,7 +58,8 @@ class Module(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The settings' optimiser and its learning-rate schedule."""
-        optimizer = make_optimizer(self.model, self.training_settings)
+        fused = "mixed" not in str(self.trainer.precision)
+        optimizer = make_optimizer(self.model, self.training_settings, fused=fused)
         schedule = make_schedule(optimizer, self.training_settings, self.steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -14,8 +14,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from distill.settings import TrainingSettings
 
 
-def make_optimizer(model: nn.Module, settings: TrainingSettings) -> Optimizer:
-    """The optimiser of the trainable parameters; weight decay on the matrices inside the layers only."""
+def make_optimizer(model: nn.Module, settings: TrainingSettings, *, fused: bool = True) -> Optimizer:
+    """The optimiser of the trainable parameters; weight decay on the matrices inside the layers only.
+
+    ``fused`` AdamW is faster, but Lightning cannot clip its gradients under mixed precision.
+    """
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }  # a tied head shares it
@@ -30,7 +33,7 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings) -> Optimizer:
     ]
     groups = [group for group in groups if group["params"]]
     kind = MuonAdamW if settings.optimizer == "muon" else AdamW
-    return kind(groups, lr=settings.lr, betas=(0.9, settings.beta2), fused=True)
+    return kind(groups, lr=settings.lr, betas=(0.9, settings.beta2), fused=fused)
 
 
 def learning_rate(settings: TrainingSettings, steps: int) -> Callable[[int], float]:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import yaml
 from rich.console import Console
+from transformers.utils import logging as hf_logging
 
 from distill import data
 from distill.card import export_profile
 from distill.export import check_export_path, export_draft
-from distill.files import fingerprint, only_one, write_json, write_safely
+from distill.files import fingerprint, only_one, remove, write_json, write_safely
 from distill.keys import VERSION, stage_keys
 from distill.report import console_table, write_report
 from distill.report_figures import figures
@@ -34,11 +35,14 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
     """
     settings.validate()
     console = console or Console()
+    hf_logging.disable_progress_bar()  # a bar for every file read or written hides what matters
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     run = Run(Path(settings.output_dir) / settings.name, [comparison.name for comparison in settings.comparisons])
     check_export_path(run.export)
     with only_one(run.work / "lock"):
+        for left in run.work.rglob(".tmp-*"):  # what a killed process was writing
+            remove(left)
         return _run(settings, run, console)
 
 

@@ -7,14 +7,13 @@ description that is there always speaks of the folder beside it.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from distill.accounting import Account
-from distill.files import write_json
+from distill.files import remove, write_json
 
 FOLDERS = ("target", "initial", "reference", "draft")
 """Stages with a folder of their own in the run; further drafts live under ``work/``."""
@@ -110,24 +109,24 @@ class Run:
         """Has ``make`` fill a new folder, then puts it in the stage's place together with its description."""
         path, temporary = self.path(stage), self.work / f".tmp-{stage}"
         self.work.mkdir(parents=True, exist_ok=True)
-        _remove(temporary)
+        remove(temporary)
         try:
             make(temporary)
             record.files = sizes(temporary)
             self._note(stage).unlink(missing_ok=True)
-            _remove(path)
+            remove(path)
             temporary.rename(path)
             write_json(self._note(stage), vars(record))
-            _remove(self.work / f"checkpoints-{stage}")
+            remove(self.work / f"checkpoints-{stage}")
         finally:
-            _remove(temporary)
+            remove(temporary)
 
     def checkpoints(self, stage: str, key: str) -> Path:
         """Folder for a stage's checkpoints, emptied of those that were made under another fingerprint."""
         folder = self.work / f"checkpoints-{stage}"
         note = folder / "fingerprint.json"
         if not note.exists() or json.loads(note.read_text(encoding="utf-8")) != key:
-            _remove(folder)
+            remove(folder)
             folder.mkdir(parents=True)
             write_json(note, key)
         return folder
@@ -144,10 +143,3 @@ def sizes(folder: Path) -> dict[str, int]:
 def account_of(record: StageRecord) -> Account:
     """The account of a distillation; zeros for a draft that was not distilled."""
     return Account(**record.account)
-
-
-def _remove(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)

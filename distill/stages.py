@@ -10,12 +10,10 @@ import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as hf_logging
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.errors import UserError
 from decode.load import check_tokenizers, load_model, load_tokenizer
@@ -26,7 +24,7 @@ from distill.data import Corpus, load_corpus
 from distill.files import fingerprint
 from distill.fit import Segments, fit
 from distill.layerskip import LayerSkip
-from distill.models import Head, check_head, count_parameters, obtain, source_folder
+from distill.models import Head, check_head, count_parameters, obtain, ready, source_folder, with_adapter
 from distill.modules import CausalLMModule, DistillModule, Module, token_counts
 from distill.run import Run, StageRecord, account_of
 from distill.selection import Selection
@@ -60,10 +58,8 @@ class Made:
             return
         assert self.model is not None
         assert self.tokenizer is not None
-        hf_logging.disable_progress_bar()
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-        hf_logging.enable_progress_bar()
 
 
 @dataclass
@@ -135,7 +131,7 @@ class Bench:
         model = obtain(settings, self.corpus.tokenizer, vocab, self.settings.seed + offset)
         parameters = model.num_parameters()
         check_head(model.train(), Head(model))
-        adapted = _with_adapter(model, settings) if settings.kind == "lora" else None
+        adapted = with_adapter(model, settings) if settings.kind == "lora" else None
         self._say_size(model, parameters)
         rows = Rows.of(self.corpus.train)
         module = CausalLMModule(
@@ -156,7 +152,7 @@ class Bench:
             model = adapted.merge_and_unload()
         return Made(
             StageRecord(key, parameters=parameters, seconds=seconds, history=history),
-            _ready(model, self.corpus.tokenizer),
+            ready(model, self.corpus.tokenizer),
             self.corpus.tokenizer,
         )
 
@@ -203,7 +199,7 @@ class Bench:
             history=history,
             selected=self._most_selected(module),
         )
-        return Made(record, _ready(model, self.corpus.tokenizer), self.corpus.tokenizer)
+        return Made(record, ready(model, self.corpus.tokenizer), self.corpus.tokenizer)
 
     def _signals(self, *, with_reference: bool) -> tuple[signals.Target, Rows, Rows]:
         """The target as a source of logits, and train and validation examples with the cached values they need."""
@@ -301,33 +297,3 @@ class Bench:
 def _bare(rows: Rows) -> Rows:
     """The same examples without cached signals."""
     return Rows(rows.ids, rows.labels, rows.offsets, rows.label_offsets)
-
-
-def _with_adapter(model: PreTrainedModel, settings: ModelSettings) -> Any:
-    """Puts a low-rank adapter into the model; only the adapter is trained."""
-    from peft import LoraConfig, get_peft_model
-
-    lora = settings.lora
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=lora.modules or "all-linear",
-        task_type="CAUSAL_LM",
-    )
-    try:
-        return get_peft_model(model, config)
-    except ValueError as error:
-        raise UserError(f"lora.modules is {lora.modules}: {error}") from error
-
-
-def _ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """In evaluation mode on the CPU, with the special tokens that generation needs."""
-    model = model.eval().requires_grad_(True).cpu()
-    if model.generation_config is None or model.generation_config.eos_token_id is None:
-        model.generation_config = GenerationConfig(
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-        )
-    return model

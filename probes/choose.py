@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.cost import CostModel, speedup_of_rounds, watch_forwards
+from decode.cost import CostModel, speedup_of_rounds
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.exits import Part, PartialRunner
 from decode.loop import System, decode
@@ -24,11 +24,15 @@ from decode.machine import synchronize
 from decode.methods import Parts, build
 from decode.probe import AcceptanceProbe
 from decode.rng import TorchRng
-from decode.stop import Confidence, Fixed, StopRule, token_probability
+from decode.stop import Confidence, StopRule, token_probability
 from decode.target import Target
+from decode.thresholds import Fixed
 from decode.warp import Warp
+from decode.watch import watch_forwards
 
-WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
+WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25)
+METHODS = ("layerskip", "draft-verify", "adaspeed", "adaspeed-probe", "confidence-probe")
+"""Methods among which the best setting is looked for."""
 
 
 @dataclass
@@ -252,6 +256,8 @@ def _confidences(
     rng = TorchRng(0, runner.device)
     chance = rng.for_greedy() if warp.greedy else rng
     spent: dict[str, list[float]] = {name: [] for name in rules}
+    runner.truncate(0)
+    runner.read(tokens[:context], head=0)
     ids = tokens[: context + 1].tolist()
     for turn in range(12):
         for name, confidence in rules.items():
@@ -263,7 +269,6 @@ def _confidences(
             if turn:
                 spent[name].append((time.perf_counter() - began) / 8)
             runner.truncate(context)
-            runner.ahead.clear()
     return {name: statistics.median(seen) for name, seen in spent.items()}
 
 

@@ -23,10 +23,10 @@ TITLES = {
     "layerskip": "LayerSkip",
     "layerskip-separate": "LayerSkip, separate cache",
     "draft-verify": "Draft & Verify",
-    "draft-verify-subset": "Draft & Verify, layer subset",
+    "draft-verify-subset": "Draft & Verify, subset",
     "adaspeed": "AdaSPEED",
-    "adaspeed-probe": "AdaSPEED with probe",
-    "confidence-probe": "AdaSPEED with confidence probe",
+    "adaspeed-probe": "AdaSPEED, probe",
+    "confidence-probe": "AdaSPEED, confidence probe",
 }
 """How tables call the methods."""
 
@@ -101,7 +101,8 @@ def confirm(
         row["top_p"] = warp.top_p
         row["predicted_speedup"] = candidate.predicted if candidate else row["predicted_speedup"]
         given = candidate.options if candidate else {}
-        row["exit_layer"], row["threshold"] = given.get("exit_layer"), given.get("threshold")
+        for key in ("exit_layer", "threshold", "target_acceptance"):
+            row[key] = given.get(key)
     _mark_best(rows)
     base = next((r["name"] for r in rows if r["title"] == "layerskip" and r["best"]), None)
     for row in rows:

@@ -74,7 +74,7 @@ def exit_layers(model: PreTrainedModel, wanted: Sequence[int] = ()) -> list[int]
     return sorted(set(wanted)) or list(range(1, depth))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def collect(
     target: PreTrainedModel,
     texts: Sequence[Text],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from decode.probe import AcceptanceProbe
 from probes.features import Features
-from probes.module import EXTRAS
+from probes.module import EXTRA_PENALTY, EXTRAS
 
 
 @dataclass
@@ -117,35 +118,51 @@ def auroc_gain(probe: Tensor, other: Tensor, outcome: Tensor, text: Tensor, *, s
     return [float(q) for q in np.quantile(gains, [0.025, 0.975])] if gains else None
 
 
-def scikit_check(train: Features, test: Features, label: str, l2: float) -> tuple[list[float | None], float]:
-    """scikit-learn's logistic regression on the hidden states, exit by exit, as the reference for our optimiser.
+def scikit_check(
+    train: Features, test: Features, label: str, l2: Sequence[float], compared: float
+) -> tuple[list[float | None], float, int]:
+    """scikit-learn's logistic regression, fit by fit, as the reference for our optimiser's result and its time.
 
     Args:
         train: what to learn from.
         test: held-out prompts.
         label: a hard label.
-        l2: the same penalty as ours, on standardised inputs.
+        l2: the same penalties as ours, on standardised inputs; all are fitted, for both kinds of probe.
+        compared: the one of them whose plain probes are judged.
 
     Returns:
-        AUROC of each exit, and the seconds that the fits took.
+        AUROC of each exit's plain probe, the seconds of all fits, and their number.
     """
     found: list[float | None] = []
-    spent = 0.0
+    spent, fits = 0.0, 0
     for i in range(len(train.exits)):
-        x, y = train.inputs[i, :, :-EXTRAS].numpy(), train.labels[label][i].round().int().numpy()
+        raw, y = train.inputs[i].numpy(), train.labels[label][i].round().int().numpy()
+        truth = test.labels[label][i].round().int().numpy()
         if not 0 < y.sum() < len(y):
             found.append(None)
             continue
-        began = time.perf_counter()
-        mean, scale = x.mean(0), np.maximum(x.std(0), 1e-6)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)
-            fitted = LogisticRegression(C=1 / max(l2 * len(y), 1e-9), max_iter=1000).fit((x - mean) / scale, y)
-        spent += time.perf_counter() - began
-        score = fitted.decision_function((test.inputs[i, :, :-EXTRAS].numpy() - mean) / scale)
-        truth = test.labels[label][i].round().int().numpy()
-        found.append(float(roc_auc_score(truth, score)) if 0 < truth.sum() < len(truth) else None)
-    return found, spent
+        mean, scale = raw.mean(0), np.maximum(raw.std(0), 1e-6)
+        x, held = (raw - mean) / scale, (test.inputs[i].numpy() - mean) / scale
+        for strength in l2:
+            for width in (x.shape[1] - EXTRAS, x.shape[1]):
+                began = time.perf_counter()
+                fitted = _scikit_fit(x[:, :width], y, strength, EXTRAS if width == x.shape[1] else 0)
+                spent += time.perf_counter() - began
+                fits += 1
+                if strength == compared and width < x.shape[1]:
+                    fitted = _scikit_fit(x[:, :width], y, strength, 0, tol=1e-7)
+                    score = fitted.decision_function(held[:, :width])
+                    found.append(float(roc_auc_score(truth, score)) if 0 < truth.sum() < len(truth) else None)
+    return found, spent, fits
+
+
+def _scikit_fit(x: np.ndarray, y: np.ndarray, l2: float, extras: int, tol: float = 1e-4) -> LogisticRegression:
+    """One fit; the last `extras` inputs are scaled so that their penalty is `EXTRA_PENALTY`."""
+    if extras:
+        x = np.concatenate([x[:, :-extras], x[:, -extras:] * (l2 / EXTRA_PENALTY) ** 0.5], 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        return LogisticRegression(C=1 / max(l2 * len(y), 1e-9), max_iter=2000, tol=tol).fit(x, y)
 
 
 def judge_exits(

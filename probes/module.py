@@ -1,8 +1,9 @@
 """The linear probes of all layers, trained at once.
 
 The losses of different probes share nothing, so one optimiser minimises their sum. L-BFGS works in coordinates in
-which the inputs are white: the curvature of a logistic loss is bounded by a quarter of the inputs' second moment, so a
-few dozen iterations reach the optimum whatever the scale and correlation of the hidden states.
+which the curvature is close to the identity: at first the inputs are whitened, since the curvature of a logistic loss
+is bounded by a quarter of their second moment, then the curvature found on the way takes its place. A few dozen passes
+over the data reach the optimum, whatever the scale and correlation of the hidden states.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ from distill.fit import quiet
 from probes.features import Features
 
 EXTRAS = 3
-ITERATIONS = 10
+ITERATIONS = 6
 """L-BFGS iterations of an epoch."""
+RENEWALS = 2
+"""Epochs after which the coordinates are fitted to the curvature anew."""
+EXTRA_PENALTY = 1e-4
+"""Penalty on the extras, which is not part of the choice: a strong one on the state leaves them free to speak."""
 
 
 @dataclass
@@ -31,16 +36,18 @@ class Training:
     """How probes are fitted.
 
     Attributes:
-        l2: strengths λ of the penalty λ/2·‖w‖², on standardised inputs; the best on validation is taken, per probe.
+        l2: strengths λ of the penalty λ/2·‖w‖² on the standardised state; each probe takes the best on validation.
         max_epochs: most epochs of `ITERATIONS` iterations.
         patience: epochs without a better validation loss.
         class_balance: weigh both classes equally, and shift the bias back afterwards.
+        early_stopping: keep the weights that were best on validation; without, those of the optimum on the data.
     """
 
-    l2: tuple[float, ...] = (1e-4, 1e-3, 1e-2)
+    l2: tuple[float, ...] = (1e-3, 1e-2, 1e-1, 1.0)
     max_epochs: int = 20
-    patience: int = 3
+    patience: int = 2
     class_balance: bool = False
+    early_stopping: bool = True
 
 
 class ProbeModule(L.LightningModule):
@@ -62,18 +69,19 @@ class ProbeModule(L.LightningModule):
         x = train.inputs
         self.register_buffer("mean", x.mean(1, keepdim=True))
         self.register_buffer("scale", x.std(1, keepdim=True).clamp_min(1e-6))
-        self.x = (x - self.mean) / self.scale
-        self.validation_x = (validation.inputs - self.mean) / self.scale
+        # tokens last: products with a few columns of weights then run along memory
+        self.x = ((x - self.mean) / self.scale).mT.contiguous()
+        self.validation_x = ((validation.inputs - self.mean) / self.scale).mT.contiguous()
         self.y, self.validation_y = train.labels[label], validation.labels[label]
-        exits, n, width = self.x.shape
-        moment = self.x.mT @ self.x / n + 1e-4 * torch.eye(width)
-        # upper triangular: inputs times this are white, for all of them as for the leading ones (the hidden state)
-        self.register_buffer("white", torch.linalg.inv(torch.linalg.cholesky(moment)).mT.contiguous())
+        exits, width, n = self.x.shape
+        self.register_buffer("white", _whitener(self.x @ self.x.mT / n / 4))
         probes = len(KINDS) * len(training.l2)
         mask = torch.ones(1, width, probes)
         mask[:, width - EXTRAS :, : len(training.l2)] = 0  # the plain probe does not see the extras
         self.register_buffer("mask", mask)
-        self.register_buffer("penalty", torch.tensor(list(training.l2) * len(KINDS)))
+        penalty = torch.tensor(list(training.l2) * len(KINDS)).repeat(width, 1)
+        penalty[width - EXTRAS :] = EXTRA_PENALTY
+        self.register_buffer("penalty", penalty)
         rate = self.y.mean(1).clamp(1e-3, 1 - 1e-3)
         self.register_buffer("rate", rate)
         self.v = nn.Parameter(torch.zeros(exits, width, probes))
@@ -106,25 +114,38 @@ class ProbeModule(L.LightningModule):
 
     def _losses(self, x: Tensor, y: Tensor, w: Tensor, b: Tensor) -> Tensor:
         """Mean binary cross-entropy ``[exits, kinds · penalties]``."""
-        z = torch.baddbmm(b[:, None], x, w)
-        target = y[..., None].expand_as(z)
+        z = w.mT @ x + b[..., None]
+        target = y[:, None].expand_as(z)
         if not self.training_options.class_balance:
-            return F.binary_cross_entropy_with_logits(z, target, reduction="none").mean(1)
+            return F.binary_cross_entropy_with_logits(z, target, reduction="none").mean(-1)
         rate = self.rate[:, None, None]
         weight = target / (2 * rate) + (1 - target) / (2 * (1 - rate))
-        return F.binary_cross_entropy_with_logits(z, target, weight, reduction="none").mean(1)
+        return F.binary_cross_entropy_with_logits(z, target, weight, reduction="none").mean(-1)
+
+    def on_train_epoch_end(self) -> None:
+        """Fits the coordinates to the curvature at the present weights, during the first epochs."""
+        if self.current_epoch >= RENEWALS:
+            return
+        with torch.no_grad():
+            w = self.weights
+            middle = [i * len(self.training_options.l2) for i in range(len(KINDS))]
+            p = (w[..., middle].mT @ self.x + self.b[:, middle, None]).sigmoid()
+            curvature = (p * (1 - p)).mean(1, keepdim=True)
+            self.white = _whitener(self.x * curvature @ self.x.mT / self.x.shape[-1])
+            self.v.copy_(torch.linalg.solve_triangular(self.white, w, upper=True))
+        self.optimizers().optimizer.state.clear()  # type: ignore[union-attr]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """The sum over all probes of loss and penalty, on all data."""
         w = self.weights
-        penalty = (w.square().sum(1) * self.penalty / 2).sum()
+        penalty = (w.square() * self.penalty).sum() / 2
         return self._losses(self.x, self.y, w, self.b).sum() + penalty
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         """Keeps each probe's weights where its loss on held-out prompts is the best so far."""
         w = self.weights.detach()
         losses = self._losses(self.validation_x, self.validation_y, w, self.b.detach())
-        better = losses < self.best - 1e-6
+        better = (losses < self.best - 1e-6) | (not self.training_options.early_stopping)
         self.best = torch.where(better, losses, self.best)
         self.best_w = torch.where(better[:, None], w, self.best_w)
         self.best_b = torch.where(better, self.b.detach(), self.best_b)
@@ -132,9 +153,7 @@ class ProbeModule(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """L-BFGS with a line search; an epoch is `ITERATIONS` of its iterations."""
-        return torch.optim.LBFGS(
-            self.parameters(), max_iter=ITERATIONS, history_size=2 * ITERATIONS, line_search_fn="strong_wolfe"
-        )
+        return torch.optim.LBFGS(self.parameters(), max_iter=ITERATIONS, history_size=20, line_search_fn="strong_wolfe")
 
     def train_dataloader(self) -> list[Tensor]:
         """One step an epoch, over all data."""
@@ -159,6 +178,16 @@ class ProbeModule(L.LightningModule):
                 extra = w[-EXTRAS:] if kind != "probe" else torch.empty(0)
                 made.append(AcceptanceProbe(layer, kind, label, w[:-EXTRAS].clone(), extra.clone(), bias))
         return made
+
+
+def _whitener(curvature: Tensor) -> Tensor:
+    """Upper triangular A ``[exits, width, width]`` with Aᵀ·curvature·A close to the identity.
+
+    Triangular, so that it does the same for the leading inputs alone, which are those of the plain probe.
+    """
+    size = curvature.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    damped = curvature + (1e-3 * size + 1e-6) * torch.eye(curvature.shape[-1], device=curvature.device)
+    return torch.linalg.inv(torch.linalg.cholesky(damped)).mT.contiguous()
 
 
 def check_labels(features: Features, label: str) -> None:
@@ -195,13 +224,13 @@ def train_probes(
     training = training or Training()
     check_labels(train, label)
     module = ProbeModule(train, validation, label, training)
-    stop = EarlyStopping("validation_loss", min_delta=1e-5, patience=training.patience, check_on_train_epoch_end=False)
+    stop = EarlyStopping("validation_loss", min_delta=1e-4, patience=training.patience, check_on_train_epoch_end=False)
     with quiet():
         trainer = L.Trainer(
             accelerator="auto" if train.inputs.numel() > 1 << 28 else "cpu",
             devices=1,
             max_epochs=training.max_epochs,
-            callbacks=[stop],
+            callbacks=[stop] if training.early_stopping else [],
             logger=logger or False,
             log_every_n_steps=1,
             num_sanity_val_steps=0,

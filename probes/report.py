@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from decode import machine
-from decode.page import Column, Page, Tile
+from decode.page import Column, Page, Tile, Tone, Tone
 from decode.plots import calibration, lines
 from probes.confirm import TITLES
 
@@ -65,8 +65,8 @@ def findings(added: Row) -> list[str]:
         gaps = [abs(a - b) for a, b in zip(check["auroc"], check["auroc_ours"]) if a is not None and b is not None]
         ratio = check["seconds"] / max(1e-9, check["seconds_ours"])
         found.append(
-            f"scikit-learn, {check['fits']} fits: {check['seconds']:.1f} s; ours, {check['fits_ours']} probes at once: "
-            f"{check['seconds_ours']:.1f} s ({ratio:.1f} times as fast); largest difference in AUROC "
+            f"scikit-learn, {check['fits']} fits one by one: {check['seconds']:.1f} s; the same at once: "
+            f"{check['seconds_ours']:.1f} s ({ratio:.1f} times as fast); largest difference in AUROC of a layer "
             f"{max(gaps, default=0.0):.4f}"
         )
     return found
@@ -85,7 +85,7 @@ def _shared(mode: str, rows: Mapping[str, Row]) -> str:
 
 def _verdict(mode: str, row: Row, layer: int | None) -> str:
     """Whether the probes of the chosen exit beat the token probability, and if not, why."""
-    if row["layer"] != layer or row["auroc"] is None:
+    if row["layer"] != layer or row["auroc"] is None or row["auroc_token_probability"] is None:
         return ""
     parts = []
     for name, suffix in (("probe", ""), ("confidence probe", "_confidence_probe")):
@@ -113,7 +113,7 @@ def console_tables(added: Row) -> Group:
     """The paper's table, the probes of each mode, and the sentences."""
     parts: list[Any] = [_judged(added, mode) for mode in ("greedy", "sampled")]
     if added["self_speculation"]:
-        parts.append(_speeds(added))
+        parts += [_speeds(added, mode) for mode in ("greedy", "sampled")]
     return Group(*parts, *(Text(sentence) for sentence in added.get("probe_findings") or findings(added)))
 
 
@@ -126,28 +126,30 @@ def _table(title: str, *headings: str) -> Table:
 
 def _judged(added: Row, mode: str) -> Table:
     label = added["probe_settings"]["labels"][mode]
-    headings = [f"{metric} {short}" for metric in ("AUROC", "Brier") for short in ("probe", "conf.", "q(x)", "H")]
-    table = _table(f"\nProbes on held-out prompts, {mode}, label {label}", "exit", "accepted", *headings, "ECE probe")
+    headings = ["AUROC", "conf.", "q(x)", "H", "Brier", "conf.", "q(x)", "H", "ECE"]
+    title = f"\nProbe, confidence probe, token probability, entropy on held-out prompts: {mode}, label {label}"
+    table = _table(title, "exit", "accepted", *headings)
     for row in of_mode(added, mode):
-        cells = [_number(row[metric + s], ".4f") for metric in ("auroc", "brier") for s in SCORES.values()]
+        cells = [
+            _number(row[metric + s], ".3f" if metric == "auroc" else ".4f")
+            for metric in ("auroc", "brier")
+            for s in SCORES.values()
+        ]
         table.add_row(str(row["layer"]), _number(row["base_rate"], ".3f"), *cells, _number(row["ece"], ".4f"))
     return table
 
 
-def _speeds(added: Row) -> Table:
-    modes = ("greedy", "sampled")
-    headings = ["exit", "k", "γ", "tokens/s", "÷ LayerSkip", "÷ no drafting", "predicted", "tokens/round"]
-    table = _table("\nSelf-speculation, each method at its fastest setting", "method", "mode", *headings, "output")
-    for mode in modes:
-        for row in best_rows(added, mode):
-            same = {True: "identical", False: "differs", None: "–"}[row.get("identical_to_target")]
-            table.add_row(
-                TITLES.get(row["title"], row["title"]), mode, _number(row["exit_layer"], "d"),
-                _number(row["draft_length"], "d"), _number(row["threshold"], "g"),
-                _number(row["tokens_per_second"], ",.0f"), _number(row.get("speedup_vs_layerskip"), ".2f"),
-                _number(row["speedup"], ".2f"), _number(row["predicted_speedup"], ".2f"),
-                _number(row["block_efficiency"], ".2f"), same,
-            )  # fmt: skip
+def _speeds(added: Row, mode: str) -> Table:
+    headings = ["exit", "k", "γ", "tokens/s", "÷ LayerSkip", "÷ none", "predicted"]
+    table = _table(f"\nSelf-speculation, {mode}, each method at its fastest setting", "method", *headings)
+    for row in best_rows(added, mode):
+        title = str(TITLES.get(row["title"], row["title"]))
+        table.add_row(
+            title + (" (differs!)" if row.get("identical_to_target") is False else ""),
+            _number(row["exit_layer"], "d"), _number(row["draft_length"], "d"), _number(row["threshold"], "g"),
+            _number(row["tokens_per_second"], ",.0f"), _number(row.get("speedup_vs_layerskip"), ".2f"),
+            _number(row["speedup"], ".2f"), _number(row["predicted_speedup"], ".2f"),
+        )  # fmt: skip
     return table
 
 
@@ -208,7 +210,7 @@ def _tiles(added: Row) -> list[Tile]:
         rows = [r for r in best_rows(added, mode) if r["speedup"] and r["title"] not in ("autoregressive", "generate")]
         if rows:
             best = max(rows, key=lambda r: r["speedup"])
-            tone = "good" if best["speedup"] > 1 else "warn"
+            tone: Tone = "good" if best["speedup"] > 1 else "warn"
             tiles.append(Tile(f"{mode}, over no drafting", f"{best['speedup']:.2f}×", TITLES[best["title"]], tone))
         judged = [r for r in of_mode(added, mode) if r["auroc_confidence_probe"] is not None]
         if judged:

@@ -38,11 +38,12 @@ class ProbeSettings:
     """What probes for sampled decoding learn. accept: min(1, p/q) of the drafted token, which is the acceptance
     probability itself; top-p: whether the token is in the target's top-p set. Both are trained and judged; this one
     is used. Greedy decoding always uses match: both argmaxes agree."""
-    l2: list[float] = field(default_factory=lambda: [1e-4, 1e-3, 1e-2])
-    """Strengths of the L2 penalty tried, all at once; each probe takes the one with the best validation loss."""
+    l2: list[float] = field(default_factory=lambda: [1e-3, 1e-2, 1e-1, 1.0])
+    """Strengths of the L2 penalty on the standardised hidden state, all tried at once; each probe takes the one with
+    the best validation loss."""
     max_epochs: int = 20
-    """Most epochs; one is ten L-BFGS iterations over all data."""
-    patience: int = 3
+    """Most epochs; one is six L-BFGS iterations over all data."""
+    patience: int = 2
     """Epochs without a better validation loss before training stops."""
     class_balance: bool = False
     """Weigh accepted and rejected tokens equally, and correct the bias afterwards. Helps ranking when one class is
@@ -51,8 +52,8 @@ class ProbeSettings:
     """Bins of the expected calibration error and of reliability diagrams."""
     check: bool = True
     """Fit scikit-learn's logistic regression layer by layer too: the check of our optimiser, and its time."""
-    window: int = 12
-    """Longest draft considered."""
+    window: int = 24
+    """Longest draft considered. Where nearly every token is accepted, a stop rule needs room to show what it saves."""
     thresholds: list[float] = field(
         default_factory=lambda: [0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98]
     )

@@ -80,11 +80,12 @@ def read_texts(path: Path) -> Iterator[str]:
                 continue
             try:
                 row = json.loads(line)
-                yield (row["text"] if "text" in row else "\n".join(v for v in row.values() if isinstance(v, str)))
-            except (json.JSONDecodeError, AttributeError, TypeError) as error:
+                strings = {name: value for name, value in row.items() if isinstance(value, str)}
+            except (json.JSONDecodeError, AttributeError) as error:
                 raise UserError(
                     f"{path}, line {number} is not a JSON object ({error}): give one object a line"
                 ) from None
+            yield strings.get("text") or "\n".join(strings.values())
 
 
 def tokenize_files(files: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
@@ -134,7 +135,8 @@ def save_arrays(path: Path, arrays: dict[str, np.ndarray], *, kind: str, fingerp
     manifest |= {name: str(value) for name, value in facts.items()}
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        save_file(arrays, partial, metadata=manifest)
+        # one entry, since safetensors writes several in random order and equal stores should be equal files
+        save_file(arrays, partial, metadata={"manifest": json.dumps(manifest)})
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -161,14 +163,14 @@ def map_arrays(
     try:
         with path.open("rb") as file:
             whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"no {kind} at {path}: build one with `python -m decode datastore build`") from None
     except ValueError:
         raise UserError(f"{path} is empty: {again}") from None
     try:
         start = 8 + int.from_bytes(whole[:8], "little")
         header = json.loads(bytes(whole[8:start]))
-        manifest = header.pop("__metadata__")
+        manifest = json.loads(header.pop("__metadata__")["manifest"])
         spans = {name: entry["data_offsets"] for name, entry in sorted(header.items())}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{path} is no {kind}, or its header is damaged: {again}") from None

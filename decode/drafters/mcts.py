@@ -1,7 +1,6 @@
 """Searches for the draft tree of an n-gram model: Monte Carlo tree search with PUCT, and the exact best tree.
 
-Both work on packed contexts (`NgramTable`): appending a token to a context is ``((context << bits) | token) &
-mask``.
+Both work on packed contexts (`NgramTable`): ``((context << bits) | token) & mask`` appends a token to one.
 """
 
 from __future__ import annotations
@@ -18,11 +17,7 @@ Successors = Callable[[int], tuple[list[int], list[float]]]
 C1, C2 = 32.0, 8.0
 
 
-def _likelihood(weight: float) -> float:
-    return math.log(weight)
-
-
-BACKUPS: dict[str, Callable[[float], float] | None] = {"sum": None, "log": _likelihood}
+BACKUPS: dict[str, Callable[[float], float] | None] = {"sum": None, "log": math.log}
 
 
 def search(
@@ -50,12 +45,14 @@ def search(
         iterations: number of searches.
         depth: deepest node.
         random: for the samples.
-        backup: ``sum`` scores a path with 1 + Σ w, ``log`` with Σ ln w (Eq. 8).
+        backup: ``sum`` scores a path with 1 + Σ w, ``log`` with Σ ln w (Eq. 8). The published code looks each w
+            up one token early, so its score hardly varies.
 
     Returns:
         The tree of visited nodes, the visits of each and the packed context after each; a node comes after
         its parent.
     """
+    # One function over flat lists: node objects and calls would cost more than the search itself.
     transform, base = BACKUPS[backup], 1.0 if backup == "sum" else 0.0
     # Node 0 is the root. The children of n are first[n] .. last[n] - 1; fresh[n] is its next unvisited one.
     token, context, parent, gain = [-1], [root], [-1], [0.0]

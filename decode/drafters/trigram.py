@@ -67,8 +67,8 @@ class TrigramDrafter:
             )
         if self.depth is None:
             self.depth = DEPTHS[self.method]
-        if min(self.nodes, self.searches, self.depth, self.sequences) < 1:
-            raise UserError("the search needs at least one node, iteration, level and sequence")
+        if min(self.nodes, self.searches, self.depth, self.sequences) < 1 or self.gain < 0:
+            raise UserError("the search needs at least one node, iteration, level and sequence, and no negative gain")
         self._random.seed(self.seed)
 
     def start(self, ids: list[int]) -> None:

@@ -21,13 +21,13 @@ from decode.cost import (
     speedup_of_rounds,
     tokens_per_round,
     verdict,
-    watch_forwards,
 )
 from decode.loop import decode
 from decode.methods import MethodOptions, Parts, build
 from decode.runner import open_runner
 from decode.target import Target
 from decode.warp import Warp
+from decode.watch import watch_forwards
 
 
 def flat(n: float) -> float:

@@ -7,10 +7,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from decode import datastore
-from decode.datastore import FILE, Datastore, build, build_from_text_files, suffix_array
+from decode.datastore import FILE, Datastore, build, save_datastore, suffix_array
 from decode.drafters import corpus
-from decode.drafters.corpus import join_documents, read_texts, tokenizer_fingerprint
-from decode.drafters.ngrams import NgramTable
+from decode.drafters.corpus import join_documents, read_texts, tokenize_files, tokenizer_fingerprint
 from decode.errors import UserError
 
 
@@ -167,29 +166,36 @@ def test_empty_and_negative_input_is_refused():
         join_documents([[1, -5]])
 
 
-def test_text_files_become_a_store_and_a_table(tmp_path):
+def test_text_files_become_documents(tmp_path):
     tokenizer = word_tokenizer(["a", "b", "c", "d"])
     (tmp_path / "one.jsonl").write_text(
-        json.dumps({"text": "a b c"}) + "\n\n" + json.dumps({"question": "a b", "answer": "d", "n": 1}) + "\n"
+        json.dumps({"text": "a b c", "note": "d"}) + "\n\n" + json.dumps({"question": "a b", "answer": "d", "n": 1})
     )
     (tmp_path / "two.txt").write_text("b c\nd\n")
-    build_from_text_files([tmp_path / "one.jsonl", tmp_path / "two.txt"], tmp_path / "out", tokenizer)
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    store = Datastore.open(tmp_path / "out", fingerprint)
-    assert store.continuations([1, 2], length=2).tolist() == [[3, -1], [4, -1]]
-    assert store.continuations([2, 3], length=2).tolist() == [[-1, -1], [4, -1]]
-    table = NgramTable.open(tmp_path / "out", fingerprint)
-    assert table.successors(table.context([1, 2])) == ([3, 4], [0.5, 0.5])
+    documents = list(tokenize_files([tmp_path / "one.jsonl", tmp_path / "two.txt"], tokenizer))
+    assert documents == [[1, 2, 3], [1, 2, 4], [2, 3, 4]]
+
+
+def test_joined_text_builds_the_same_file_as_its_documents(tmp_path):
+    documents = [[1, 2, 3], [4, 1, 2]]
+    one = build(documents, tmp_path / "one", "tok")
+    two = save_datastore(join_documents(documents), tmp_path / "two", "tok")
+    assert one.read_bytes() == two.read_bytes()
 
 
 def test_missing_and_malformed_text_files_are_refused(tmp_path):
-    tokenizer = word_tokenizer(["a"])
     with pytest.raises(UserError, match=r"no file .*nothing\.txt"):
-        build_from_text_files([tmp_path / "nothing.txt"], tmp_path / "out", tokenizer)
+        list(tokenize_files([tmp_path / "nothing.txt"], word_tokenizer(["a"])))
     for line in ("{broken", '"a string"', "[1]"):
         (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n' + line)
         with pytest.raises(UserError, match="line 2 is not a JSON object"):
             list(read_texts(tmp_path / "bad.jsonl"))
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match=r"no datastore at .*: build one"):
+        Datastore.open(tmp_path / "file", "tok")
 
 
 def test_fingerprint_tells_vocabularies_apart():

@@ -14,8 +14,9 @@ from decode.loop import System, decode, rounds
 from decode.methods import MethodOptions, Parts, build
 from decode.rng import TorchRng
 from decode.runner import open_runner
-from decode.stop import Fixed, StopRule, max_probability, token_probability
+from decode.stop import StopRule, max_probability, token_probability
 from decode.target import Target
+from decode.thresholds import Fixed
 from decode.warp import Warp
 
 WALKED = ["llama", "llama-mha", "llama-tied", "mistral", "qwen2", "qwen3", "phi", "gpt_neox", "gpt_neox-sequential"]
@@ -36,7 +37,7 @@ SUBSETS = {
 
 
 def open_deep(tiny, family: str, **options) -> PartialRunner:
-    """Without the comparison of `open_runner`: transformers' norms compute in float32 even where weights are float64."""
+    """Without `open_runner`'s comparison: transformers' norms compute in float32 even for float64 weights."""
     return PartialRunner(tiny(family, num_hidden_layers=DEPTH, **options))
 
 

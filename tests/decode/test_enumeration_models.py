@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import MethodType
 
@@ -13,12 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.drafters import Drafter
-from decode.drafters.early_exit import EarlyExitDrafter
 from decode.drafters.model import ModelDrafter
-from decode.exits import Part, PartialRunner
+from decode.exits import PartialRunner
 from decode.loop import System
 from decode.runner import Runner
-from decode.stop import Fixed, MeanOfRejected, StopRule, negative_entropy, token_probability
+from decode.stop import StopRule, negative_entropy, token_probability
+from decode.thresholds import Fixed, MeanOfRejected
 from decode.warp import Warp
 
 TOLERANCE = 1e-12
@@ -31,20 +32,33 @@ def in_double(model: PreTrainedModel) -> PreTrainedModel:
     """Transformers computes RMS norms in float32 whatever the model; their rounding would blur the law."""
 
     def norm(self: torch.nn.Module, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def gemma(self: torch.nn.Module, x: Tensor) -> Tensor:
+        return (1 + self.weight) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
-            module.forward = MethodType(norm, module)
+            module.forward = MethodType(norm if hasattr(module, "variance_epsilon") else gemma, module)
     return model
 
 
 @pytest.fixture(scope="module")
 def double(tiny) -> Callable[..., PreTrainedModel]:
-    def get(family: str, **options) -> PreTrainedModel:  # type: ignore[no-untyped-def]
-        return in_double(tiny(family, vocab_size=VOCAB, dtype=torch.float64, **options))
+    def get(family: str) -> PreTrainedModel:
+        return in_double(tiny(family, vocab_size=VOCAB, dtype=torch.float64))
 
     return get
+
+
+def resembling(target: PreTrainedModel, noise: float = 0.2) -> PreTrainedModel:
+    """A draft that agrees with the target now and then."""
+    draft = copy.deepcopy(target)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight += noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+    return draft
 
 
 def experiment(model: PreTrainedModel, runner: Runner, *, tokens: int = 4, warp: Warp = WARP) -> Experiment:
@@ -70,7 +84,8 @@ IDS = [f"{family}-{runner.__name__}" for family, runner in CASES]
 
 @pytest.mark.parametrize(("family", "runner"), CASES, ids=IDS)
 def test_a_draft_model_is_lossless_through_real_caches(family: str, runner: type[Runner], double) -> None:
-    target, draft = double(family), double(family, seed=9)
+    target = double(family)
+    draft = resembling(target)
     there = experiment(target, runner(target), tokens=3)
     drafter = ModelDrafter(runner(draft), WARP, VOCAB)
     assert there.bias(System("model", drafter, StopRule(5))) < TOLERANCE
@@ -83,14 +98,15 @@ def test_trees_are_lossless_through_real_caches(family: str, runner: type[Runner
     there = experiment(target, runner(target), tokens=5)
     accepted = set()
     for seed in range(2):
-        assert there.bias(System("tree", RandomTree(VOCAB, nodes=24, seed=seed), StopRule())) < TOLERANCE
+        assert there.bias(System("tree", RandomTree(VOCAB, nodes=60, seed=seed), StopRule())) < TOLERANCE
         accepted |= {m for trace in there.traces for m in trace.accepted}
-    assert accepted >= {0, 1}
+    assert accepted >= {0, 1, 2}  # the cache was gathered along paths
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_adaptive_stop_rules_are_lossless_through_real_caches(family: str, double) -> None:
-    target, draft = double(family), double(family, seed=9)
+    target = double(family)
+    draft = resembling(target)
     there = experiment(target, PartialRunner(target), tokens=4)
     stop = StopRule(20, negative_entropy, threshold=MeanOfRejected())
     assert there.bias(System("entropy", ModelDrafter(PartialRunner(draft), WARP, VOCAB), stop)) < TOLERANCE
@@ -98,14 +114,6 @@ def test_adaptive_stop_rules_are_lossless_through_real_caches(family: str, doubl
     there = experiment(target, PartialRunner(target), tokens=3, warp=warp)
     stop = StopRule(5, token_probability, product=True, threshold=Fixed(0.3))
     assert there.bias(System("product", ModelDrafter(PartialRunner(draft), warp, VOCAB), stop)) < TOLERANCE
-
-
-@pytest.mark.parametrize("part", [Part(1), Part.skipping(2, [0], [1]), Part.skipping(2, [1], [])])
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_drafting_with_the_targets_own_layers_is_lossless(family: str, part: Part, double) -> None:
-    runner = PartialRunner(double(family))
-    there = experiment(runner.model, runner, tokens=3)
-    assert there.bias(System("early exit", EarlyExitDrafter(runner, WARP, part), StopRule(4))) < TOLERANCE
 
 
 @pytest.fixture(scope="module")

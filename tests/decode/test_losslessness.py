@@ -12,15 +12,14 @@ from torch import Tensor
 
 from decode import loop
 from decode.draft import Draft
-from decode.drafters import Drafter
 from decode.drafters.lookup import LookupDrafter
 from decode.drafters.model import ModelDrafter
 from decode.loop import System
-from decode.methods import STOPS, MethodOptions, Parts
+from decode.methods import STOPS, Parts
 from decode.rng import Rng, TorchRng
 from decode.rules import Ears, Exact, Fuzzy, JensenShannon, Typical
-from decode.stop import Fixed, StopRule, max_probability, negative_entropy, token_probability
-from decode.verify import verify_tree_relaxed
+from decode.stop import StopRule, max_probability, negative_entropy, token_probability
+from decode.thresholds import Fixed
 from decode.warp import Warp
 
 TOLERANCE = 1e-12
@@ -175,7 +174,9 @@ def drafters(tmp_path_factory: pytest.TempPathFactory):
     return corpus_drafters(tmp_path_factory.mktemp("corpus"), 4, [PROMPT * 3])
 
 
-@pytest.mark.parametrize("name", ["none", "prompt-lookup", "rest", "adaptix", "adaptix-best-first", "lookahead", "random-tree"])
+@pytest.mark.parametrize(
+    "name", ["none", "prompt-lookup", "rest", "adaptix", "adaptix-best-first", "lookahead", "random-tree"]
+)
 def test_every_deterministic_drafter_is_lossless_with_every_stop_rule(name: str, drafters, scripted_clock) -> None:
     experiment, draft = scripted_pair(4, tokens=3)
     scripted_clock(experiment)

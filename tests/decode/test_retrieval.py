@@ -3,9 +3,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from decode.datastore import Datastore, build
-from decode.drafters.retrieval import RetrievalDrafter
+from decode.drafters.corpus import tokenizer_fingerprint
+from decode.drafters.retrieval import RetrievalDrafter, open_rest
 from decode.drafters.trie import Trie, heaviest_tree
 from decode.errors import UserError
 from decode.rng import TorchRng
@@ -90,3 +93,15 @@ def test_settings_that_the_store_cannot_answer_are_refused(tmp_path):
         RetrievalDrafter(store, length=20)
     with pytest.raises(UserError, match="min_span <= max_span"):
         RetrievalDrafter(store, min_span=20)
+
+
+def test_rest_opens_only_with_the_tokenizer_it_was_built_with(tmp_path):
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    build([[0, 1, 0]], tmp_path, tokenizer_fingerprint(tokenizer))
+    assert open_rest(tmp_path, tokenizer).propose([0, 1], STOP, 5, RNG).tokens.tolist() == [0]
+    other = Tokenizer(models.WordLevel({"b": 0, "a": 1}, unk_token="a"))
+    with pytest.raises(UserError, match="another tokenizer"):
+        open_rest(tmp_path, PreTrainedTokenizerFast(tokenizer_object=other))
+    with pytest.raises(UserError, match="needs the target's tokenizer"):
+        open_rest(tmp_path, None)

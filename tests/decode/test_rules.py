@@ -26,7 +26,7 @@ from decode.warp import Warp
 Law = list[Fraction]
 
 
-# -- an oracle of its own: rules in rational arithmetic, from their papers' definitions ----------------------------------
+# -- an oracle of its own: rules in rational arithmetic, from their papers' definitions ------------------------
 
 
 def rational_law(dice: random.Random, vocab: int) -> Law:

@@ -1,0 +1,211 @@
+"""Invariant 2: greedy output is that of `generate(do_sample=False)`, whatever is drafted, on every architecture."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import CONTEXT, FAMILIES, VOCAB
+from scripted import WAYS, Oracle, RandomTree, corpus_drafters
+from transformers import PreTrainedModel
+
+from decode.drafters import Drafter
+from decode.drafters.model import ModelDrafter
+from decode.fast import supports
+from decode.loop import System, decode
+from decode.methods import STOPS, Parts
+from decode.runner import Runner, open_runner
+from decode.stop import StopRule
+from decode.target import Target
+from decode.warp import Warp
+
+GREEDY = Warp()
+PROMPTS = [[3, 7, 1, 9], [1, 2, 3, 1, 2, 3, 1, 2]]
+NEW = 28
+NOT_REPRODUCED = {"qwen2-sliding", "gemma2", "codegen", "gpt2", "opt"}
+
+
+def generate(model: PreTrainedModel, prompt: list[int], new: int = NEW, **options) -> list[int]:  # type: ignore[no-untyped-def]
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, pad_token_id=0, **options
+    )
+    return out[0].tolist()
+
+
+@pytest.fixture(scope="module")
+def texts(tiny) -> Callable[[str], list[list[int]]]:
+    """What generate writes after each of `PROMPTS`."""
+    cache: dict[str, list[list[int]]] = {}
+
+    def get(family: str) -> list[list[int]]:
+        if family not in cache:
+            cache[family] = [generate(tiny(family), prompt) for prompt in PROMPTS]
+            for prompt, text in zip(PROMPTS, cache[family]):
+                assert len(set(text[len(prompt) :])) >= 8, "the text is too monotonous to test anything"
+        return cache[family]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def runners(tiny) -> Callable[[str, bool], Runner]:
+    cache: dict[tuple[str, bool], Runner] = {}
+
+    def get(family: str, fast: bool) -> Runner:
+        if (family, fast) not in cache:
+            cache[family, fast] = open_runner(tiny(family), fast=fast)
+            assert (type(cache[family, fast]) is not Runner) == fast
+        return cache[family, fast]
+
+    return get
+
+
+PATHS = [(family, fast) for family in FAMILIES for fast in (True, False) if not (fast and family in NOT_REPRODUCED)]
+IDS = [f"{family}-{'fast' if fast else 'ordinary'}" for family, fast in PATHS]
+
+
+def resembling(model: PreTrainedModel, noise: float = 0.15) -> PreTrainedModel:
+    """A draft that agrees with the target about half of the time."""
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
+    return draft
+
+
+def check(runner: Runner, system: System, wanted: list[int], prompt: list[int], new: int = NEW, **options):  # type: ignore[no-untyped-def]
+    out = decode(Target(runner), system, GREEDY, prompt, max_new_tokens=new, **options)
+    assert out.ids == wanted
+    assert out.trace.tokens == len(wanted) - len(prompt)
+    return out.trace
+
+
+def test_the_fast_forward_serves_the_families_it_names(tiny) -> None:
+    assert {family for family in FAMILIES if not supports(tiny(family))} == NOT_REPRODUCED
+
+
+@pytest.mark.parametrize(("family", "fast"), PATHS, ids=IDS)
+def test_adversarial_drafts_do_not_change_the_text(family: str, fast: bool, runners, texts) -> None:
+    runner = runners(family, fast)
+    for prompt, wanted in zip(PROMPTS, texts(family)):
+        accepted = {}
+        for way in WAYS:
+            system = System(way, Oracle(wanted, way, VOCAB), StopRule())
+            trace = check(runner, system, wanted, prompt)
+            accepted[way] = sum(trace.accepted)
+        assert accepted["wrong"] == accepted["empty"] == 0
+        assert min(accepted[way] for way in WAYS if way not in ("wrong", "empty")) > 5
+        check(runner, System("random", RandomTree(VOCAB, nodes=20), StopRule()), wanted, prompt)
+
+
+@pytest.mark.parametrize(("family", "fast"), PATHS, ids=IDS)
+def test_a_draft_model_does_not_change_the_text(family: str, fast: bool, runners, texts, tiny) -> None:
+    runner = runners(family, fast)
+    draft = open_runner(resembling(tiny(family)), fast=fast)
+    itself = type(runner)(tiny(family))
+    for prompt, wanted in zip(PROMPTS, texts(family)):
+        trace = check(runner, System("draft", ModelDrafter(draft, GREEDY, VOCAB), StopRule(4)), wanted, prompt)
+        assert 0 < sum(trace.accepted) < sum(trace.drafted)
+        trace = check(runner, System("itself", ModelDrafter(itself, GREEDY, VOCAB), StopRule(4)), wanted, prompt)
+        assert trace.accepted == trace.drafted
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory, texts) -> dict[str, Callable[[], Drafter]]:
+    known = [text for family in ("llama", "gpt2", "gemma2") for text in texts(family)]
+    return corpus_drafters(tmp_path_factory.mktemp("corpus"), VOCAB, known)
+
+
+@pytest.mark.parametrize("name", ["prompt-lookup", "rest", "adaptix", "adaptix-best-first", "lookahead"])
+def test_drafts_from_texts_do_not_change_the_text(name: str, drafters, runners, texts) -> None:
+    accepted = 0
+    for family, fast in PATHS:
+        for prompt, wanted in zip(PROMPTS, texts(family)):
+            accepted += sum(
+                check(runners(family, fast), System(name, drafters[name](), StopRule()), wanted, prompt).accepted
+            )
+    assert accepted > 10
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_no_stop_rule_changes_the_text(name: str, runners, texts, tiny) -> None:
+    runner, draft = runners("llama", True), open_runner(resembling(tiny("llama")))
+    stop = STOPS[name](Parts(runner, GREEDY, draft))
+    for prompt, wanted in zip(PROMPTS * 2, texts("llama") * 2):
+        check(runner, System(name, ModelDrafter(draft, GREEDY, VOCAB), stop), wanted, prompt)
+
+
+@pytest.mark.parametrize("processor", [{"repetition_penalty": 1.5}, {"repetition_penalty": 0.7}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt"])
+def test_repetition_penalties_act_as_in_generate(family: str, processor: dict[str, float], tiny) -> None:
+    model = tiny(family)
+    warp = Warp(**processor)
+    for prompt in PROMPTS:
+        wanted = generate(model, prompt, **processor)
+        assert wanted != generate(model, prompt)
+        runner = open_runner(model)
+        for drafter in (
+            ModelDrafter(open_runner(resembling(model)), warp, VOCAB),
+            Oracle(wanted, "tree", VOCAB),
+            Oracle(wanted, "perfect", VOCAB),
+        ):
+            out = decode(Target(runner), System("", drafter, StopRule()), warp, prompt, max_new_tokens=NEW)
+            assert out.ids == wanted
+            assert sum(out.trace.accepted) > 3
+
+
+@pytest.mark.parametrize("way", ["perfect", "tree", "alternating", "overlong", "empty"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_text_ends_with_the_first_stop_token_wherever_it_stands_in_a_draft(
+    family: str, way: str, runners, texts
+) -> None:
+    runner = runners(family, family == "llama")
+    for prompt, text in zip(PROMPTS, texts(family)):
+        for end in range(len(prompt), len(prompt) + 8):
+            eos = text[end]
+            first = text.index(eos, len(prompt))
+            wanted = text[: first + 1]
+            check(runner, System(way, Oracle(text, way, VOCAB), StopRule()), wanted, prompt, stop_ids={eos})
+
+
+def test_stop_tokens_act_as_in_generate(tiny, runners) -> None:
+    model = tiny("llama")
+    text = generate(model, PROMPTS[0])
+    eos = text[len(PROMPTS[0]) + 6]
+    wanted = generate(model, PROMPTS[0], eos_token_id=eos)
+    assert wanted[-1] == eos
+    assert len(wanted) < len(text)
+    check(
+        runners("llama", True),
+        System("", Oracle(text, "perfect", VOCAB), StopRule()),
+        wanted,
+        PROMPTS[0],
+        stop_ids=[eos],
+    )
+
+
+@pytest.mark.parametrize("new", range(1, 9))
+def test_every_budget_is_met_exactly(new: int, runners, texts) -> None:
+    wanted = texts("llama")[0][: len(PROMPTS[0]) + new]
+    for way in WAYS:
+        check(runners("llama", True), System(way, Oracle(wanted, way, VOCAB), StopRule()), wanted, PROMPTS[0], new)
+
+
+@pytest.mark.parametrize(("family", "fast"), PATHS, ids=IDS)
+def test_prompts_of_one_token_and_of_the_whole_context_are_served(family: str, fast: bool, runners, tiny) -> None:
+    model, runner = tiny(family), runners(family, fast)
+    draft = ModelDrafter(open_runner(resembling(model), fast=fast), GREEDY, VOCAB)
+    one = generate(model, [5], 10)
+    check(runner, System("", draft, StopRule()), one, [5], 10)
+    check(runner, System("", Oracle(one, "tree", VOCAB), StopRule()), one, [5], 10)
+
+    full = [(7 * i * i + 3) % VOCAB for i in range(CONTEXT)]
+    for free in (0, 3):  # tokens that still fit; the last one written is never read, so it may stand past the end
+        prompt = full[: CONTEXT - free]
+        wanted = generate(model, prompt, free + 1)
+        for drafter in (draft, Oracle(wanted, "tree", VOCAB), Oracle(wanted, "perfect", VOCAB)):
+            check(runner, System("", drafter, StopRule()), wanted, prompt, 20)

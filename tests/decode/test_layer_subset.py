@@ -1,0 +1,54 @@
+"""The search for the layer subset finds what pays, from acceptance alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decode.drafters.layer_subset import acceptance, search, target_rows
+from decode.exits import Part, PartialRunner
+from decode.warp import Warp
+
+DEPTH = 4
+GREEDY = Warp()
+
+
+@pytest.fixture
+def runner(tiny) -> PartialRunner:
+    """A model whose layers 1 and 2 do nothing: their output projections are zero."""
+    from conftest import build_tiny
+
+    model = build_tiny("llama", num_hidden_layers=DEPTH)
+    with torch.no_grad():
+        for i in (1, 2):
+            model.model.layers[i].self_attn.o_proj.weight.zero_()
+            model.model.layers[i].mlp.down_proj.weight.zero_()
+    return PartialRunner(model)
+
+
+TEXTS = [([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], 3), ([2, 7, 1, 8, 2, 8, 1, 8], 2)]
+
+
+def test_the_whole_model_accepts_itself_and_idle_layers_cost_nothing(runner: PartialRunner) -> None:
+    rows = target_rows(runner, TEXTS, GREEDY)
+    assert [len(r) for r in rows] == [8, 6]
+    for skip in ([], [1], [1, 2]):
+        found = acceptance(runner, Part.skipping(DEPTH, skip, skip), TEXTS, rows, GREEDY)
+        assert found == [[1.0] * 8, [1.0] * 6]
+    assert runner.length == 0
+    worse = acceptance(runner, Part.skipping(DEPTH, [0], [0]), TEXTS, rows, GREEDY)
+    assert sum(map(sum, worse)) < 14
+
+
+def test_the_search_skips_the_idle_sublayers_first_and_predicts_a_gain(runner: PartialRunner) -> None:
+    seen: list[tuple[int, float]] = []
+    found = search(runner, TEXTS, GREEDY, verify_cost=lambda n: 1 + 0.02 * (n - 1), progress=lambda *s: seen.append(s))
+    assert {("attention", 1), ("mlp", 1), ("attention", 2), ("mlp", 2)} <= found.skip
+    assert found.layers("mlp")[:1] == sorted(found.layers("mlp"))[:1]
+    assert found.speedup > 1
+    assert found.speedup == max(s for _, s in seen)
+
+
+def test_nothing_is_skipped_where_drafting_cannot_pay(runner: PartialRunner) -> None:
+    found = search(runner, TEXTS[1:], GREEDY, verify_cost=lambda n: 3.0 * n, fixed=0.9, longest=3)
+    assert found.speedup < 1

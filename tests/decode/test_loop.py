@@ -1,0 +1,209 @@
+"""The loop: cache invariants after every round, α(model, itself) = 1, cuts, errors at the border, annotations."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from conftest import CONTEXT, FAMILIES, VOCAB
+from enumeration import ScriptedRunner, random_table
+from scripted import Oracle
+from transformers import PreTrainedModel
+
+from decode.draft import Draft
+from decode.drafters import NoDrafter
+from decode.drafters.model import ModelDrafter
+from decode.errors import UserError
+from decode.fast import supports
+from decode.loop import System, decode, rounds
+from decode.rng import TorchRng
+from decode.rules import Ears
+from decode.runner import Runner, open_runner
+from decode.stop import StopRule
+from decode.target import Target
+from decode.warp import Warp
+
+PROMPT = [3, 7, 1, 9, 3, 7]
+SAMPLE = Warp(temperature=1.0)
+
+
+@torch.inference_mode()
+def next_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+
+
+@torch.inference_mode()
+def peek(runner: Runner, ids: list[int]) -> torch.Tensor:
+    """The runner's logits after `ids`, whose last token it has not read; its cache is left as it was."""
+    length = runner.length
+    logits = runner.read(torch.tensor(ids[length:]), head=1)[0].clone()
+    runner.truncate(length)
+    return logits
+
+
+@pytest.mark.parametrize("drafter", ["model", "tree"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_every_round_the_cache_holds_the_text_but_its_last_token(family: str, drafter: str, tiny) -> None:
+    model, other = tiny(family), tiny(family, seed=2)
+    text = model.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=16, pad_token_id=0)[0].tolist()
+    for fast in {supports(model), False}:
+        runner, draft = open_runner(model, fast=fast), open_runner(other, fast=fast)
+        chain = drafter == "model"
+        warp = Warp(temperature=2.0) if chain else Warp()
+        part = ModelDrafter(draft, warp, VOCAB) if chain else Oracle(text, "tree", VOCAB)
+        ids = list(PROMPT)
+        accepted = 0
+        for result, new in rounds(
+            Target(runner), System("", part, StopRule()), warp, PROMPT, max_new_tokens=16, rng=TorchRng(5)
+        ):
+            ids += new
+            accepted += result.accepted
+            assert runner.length == len(ids) - 1
+            assert torch.allclose(peek(runner, ids), next_logits(model, ids), atol=2e-4, rtol=1e-4)
+            if chain:
+                assert draft.length <= len(ids) - 1
+                assert torch.allclose(peek(draft, ids), next_logits(other, ids), atol=2e-4, rtol=1e-4)
+        assert accepted > 0
+        assert len(ids) == len(PROMPT) + 16
+
+
+def test_a_cut_text_leaves_the_cache_at_the_cut(tiny) -> None:
+    model = tiny("llama")
+    text = model.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=24, pad_token_id=0)[0].tolist()
+    eos = text[len(PROMPT) + 3]
+    assert eos not in text[: len(PROMPT) + 3]
+    runner = open_runner(model)
+    system = System("", Oracle(text, "perfect", VOCAB), StopRule())
+    for result, new in rounds(Target(runner), system, Warp(), PROMPT, max_new_tokens=24, stop_ids={eos}):
+        assert len(result.emitted) > len(new)
+    assert runner.length == len(PROMPT) + len(new) - 1
+
+
+WARPS = [
+    Warp(),
+    Warp(temperature=1.0),
+    Warp(temperature=0.7, top_k=5),
+    Warp(temperature=1.2, top_p=0.8, min_p=0.05),
+    Warp(temperature=1.0, repetition_penalty=1.6),
+    Warp(repetition_penalty=1.6),
+]
+
+
+@pytest.mark.parametrize("warp", WARPS, ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_model_that_drafts_for_itself_is_always_accepted(family: str, warp: Warp, tiny) -> None:
+    target, draft = open_runner(tiny(family)), open_runner(tiny(family))
+    system = System("", ModelDrafter(draft, warp, VOCAB), StopRule(4))
+    out = decode(Target(target), system, warp, PROMPT, max_new_tokens=40, rng=TorchRng(0))
+    metrics = out.trace.metrics()
+    assert metrics["alpha"] == pytest.approx(1, abs=1e-5)
+    assert metrics["accepted_per_drafted"] == 1
+    assert metrics["block_efficiency"] == 5
+
+
+def scripted_system(vocab: int = 6, warp: Warp = SAMPLE, **options) -> tuple[Target, System]:  # type: ignore[no-untyped-def]
+    target = ScriptedRunner(random_table(1, vocab), vocab, **options)
+    draft = ScriptedRunner(random_table(2, vocab), vocab)
+    return Target(target), System("model", ModelDrafter(draft, warp, vocab), StopRule(4))
+
+
+def test_the_same_seed_gives_the_same_text_and_another_seed_another() -> None:
+    target, system = scripted_system()
+    texts = [decode(target, system, SAMPLE, [0, 1], max_new_tokens=30, rng=TorchRng(s)).ids for s in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_one_target_serves_text_after_text(tiny) -> None:
+    """Nothing of a text stays in the caches when the next one begins."""
+    model, draft = tiny("llama"), tiny("llama", seed=2)
+    target, system = Target(open_runner(model)), System("", ModelDrafter(open_runner(draft), Warp(), VOCAB), StopRule())
+    for prompt in (PROMPT, [8], PROMPT[::-1], PROMPT):
+        wanted = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, pad_token_id=0)[0].tolist()
+        assert decode(target, system, Warp(), prompt, max_new_tokens=12).ids == wanted
+
+
+def test_the_stop_callback_sees_the_generated_tokens_after_every_round() -> None:
+    target, system = scripted_system()
+    seen: list[list[int]] = []
+
+    def finished(new: list[int]) -> bool:
+        seen.append(list(new))
+        return len(new) >= 7
+
+    out = decode(target, system, SAMPLE, [0, 1], max_new_tokens=30, rng=TorchRng(0), finished=finished)
+    assert seen[-1] == out.new_ids
+    assert 7 <= len(out.new_ids) < 12
+    assert len(seen) == out.trace.rounds
+
+
+def test_a_context_that_is_too_short_ends_the_text() -> None:
+    target, system = scripted_system(limit=9)
+    out = decode(target, system, SAMPLE, [0, 1, 2], max_new_tokens=100, rng=TorchRng(0))
+    assert len(out.ids) == 10  # nine positions read, and the token after them
+    system.drafter.runner.limit = 6  # type: ignore[attr-defined]
+    out = decode(target, system, SAMPLE, [0, 1, 2], max_new_tokens=100, rng=TorchRng(0))
+    assert len(out.ids) == 10
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "prompt is empty"),
+        ([0, 48], {}, "token id 48.*below 48"),
+        ([0, -1], {}, "tokenizer"),
+        ([1] * (CONTEXT + 1), {}, f"{CONTEXT + 1} tokens.*holds {CONTEXT}"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ],
+)
+def test_bad_prompts_are_refused_before_any_work(
+    prompt: list[int], options: dict[str, int], message: str, tiny
+) -> None:
+    runner = open_runner(tiny("llama"))
+    with pytest.raises(UserError, match=message):
+        decode(Target(runner), System("", NoDrafter(), StopRule()), Warp(), prompt, **options)
+    assert runner.length == 0
+
+
+@pytest.mark.parametrize("warp", [Warp(), SAMPLE], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_logits_that_are_not_numbers_are_an_error(family: str, warp: Warp, tiny) -> None:
+    model = copy.deepcopy(tiny(family))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[4] = math.nan
+    runner = Runner(model)
+    with pytest.raises(UserError, match="not numbers after 2 tokens"):
+        decode(Target(runner), System("", NoDrafter(), StopRule()), warp, [1, 4])
+
+
+def test_every_token_knows_its_author_and_what_was_rejected_in_its_place() -> None:
+    text = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+    def successor(context: tuple[int, ...]) -> torch.Tensor:
+        logits = torch.zeros(12, dtype=torch.float64)
+        logits[context[-1] + 1] = 50.0
+        return logits
+
+    class Plan(NoDrafter):
+        drafts = (Draft.tree([1, 2, 9], [-1, 0, 1]), Draft.empty(), Draft.tree([7, 5, 6, 7], [-1, -1, 1, 2]))
+
+        def start(self, ids: list[int]) -> None:
+            self.left = list(self.drafts)
+
+        def propose(self, ids, stop, room, rng):  # type: ignore[no-untyped-def]
+            return self.left.pop(0) if self.left else Draft.empty()
+
+    target = Target(ScriptedRunner(successor, 12))
+    out = decode(target, System("", Plan(), StopRule()), Warp(), [0], max_new_tokens=9, annotate=True)
+    assert out.ids == text
+    assert out.written_by == ["draft", "draft", "fix", "target", "draft", "draft", "draft", "target", "target"]
+    assert out.rejected == [[], [], [9], [], [], [], [], [], []]
+    assert (out.trace.drafted, out.trace.accepted, out.trace.tested) == ([3, 0, 4, 0], [2, 0, 3, 0], [3, 0, 3, 0])
+    cut = decode(target, System("", Plan(), StopRule()), Warp(), [0], max_new_tokens=9, stop_ids={2}, annotate=True)
+    assert (cut.new_ids, cut.written_by, cut.rejected) == ([1, 2], ["draft", "draft"], [[], []])
+
+
+def test_a_system_is_lossless_exactly_with_an_exact_rule() -> None:
+    assert System("", NoDrafter(), StopRule()).lossless
+    assert not System("", NoDrafter(), StopRule(), Ears()).lossless

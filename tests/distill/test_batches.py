@@ -1,0 +1,84 @@
+"""Batches: what is in them, and an order that is a pure function of seed and step."""
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from distill.batches import EvalBatches, Rows, Schedule, TrainBatches
+from distill.losses import IGNORE, label_mask
+
+
+def dataset() -> Dataset:
+    return Dataset.from_dict(
+        {
+            "input_ids": [[5, 6, 7], [8, 9], [10, 11, 12, 13]],
+            "labels": [[IGNORE, 6, 7], [8, 9], [IGNORE, IGNORE, 12, 13]],
+        }
+    )
+
+
+def test_rows_count_labels_that_can_be_predicted() -> None:
+    rows = Rows.of(dataset())
+    assert len(rows) == 3
+    assert rows.lengths.tolist() == [3, 2, 4]
+    assert rows.label_offsets.tolist() == [0, 2, 3, 5]  # the first token of a text has nothing to be predicted from
+    assert rows.label_count == 5
+    assert rows.labels_of(np.array([0, 2, 2])) == 6
+    assert len(Rows.of(dataset(), limit=2)) == 2
+
+
+def test_a_batch_is_padded_on_the_right_and_its_signals_are_in_the_order_of_its_labels() -> None:
+    rows = Rows.of(dataset())
+    rows.signals["value"] = np.arange(5, dtype=np.float32)
+    batch = rows.batch(np.array([2, 0]), pad_id=1)
+    assert batch["input_ids"].tolist() == [[10, 11, 12, 13], [5, 6, 7, 1]]
+    assert batch["labels"].tolist() == [[IGNORE, IGNORE, 12, 13], [IGNORE, 6, 7, IGNORE]]
+    assert batch["value"].tolist() == [3.0, 4.0, 0.0, 1.0]
+    assert int(label_mask(batch["labels"]).sum()) == len(batch["value"])
+
+
+def test_all_tokens_labels_the_prompt_but_never_the_padding() -> None:
+    batch = Rows.of(dataset()).batch(np.array([2, 1]), pad_id=1, all_tokens=True)
+    assert batch["labels"].tolist() == [[10, 11, 12, 13], [8, 9, IGNORE, IGNORE]]
+
+
+@pytest.mark.parametrize("bucket", [1, 4])
+def test_every_example_is_seen_equally_often_across_epochs(bucket: int) -> None:
+    schedule = Schedule(np.arange(20), batch_size=6, bucket=bucket, seed=3)
+    seen = np.concatenate([schedule.batch(step) for step in range(40)])  # 240 = 12 epochs
+    assert np.bincount(seen, minlength=20).tolist() == [12] * 20
+
+
+def test_a_batch_depends_on_seed_and_step_only() -> None:
+    forwards, backwards = (Schedule(np.arange(17), batch_size=4, bucket=3, seed=1) for _ in range(2))
+    wanted = [forwards.batch(step).tolist() for step in range(12)]
+    assert [backwards.batch(step).tolist() for step in reversed(range(12))] == wanted[::-1]
+    assert [Schedule(np.arange(17), 4, 3, seed=2).batch(step).tolist() for step in range(12)] != wanted
+
+
+def test_buckets_put_examples_of_like_length_together() -> None:
+    lengths = np.random.default_rng(0).integers(1, 100, 400)
+
+    def padding(bucket: int) -> float:
+        batches = [lengths[Schedule(lengths, 10, bucket).batch(step)] for step in range(40)]
+        return sum(int(batch.max() * len(batch) - batch.sum()) for batch in batches)
+
+    assert padding(20) < padding(1) / 4
+
+
+def test_ranks_share_every_batch_without_overlap() -> None:
+    rows = Rows.of(dataset())
+    schedule = Schedule(rows.lengths, batch_size=3, seed=0)
+    whole = list(TrainBatches(rows, schedule, 0, 0, 4))
+    shares = [list(TrainBatches(rows, schedule, 0, 0, 4, rank, 2)) for rank in range(2)]
+    for step in range(4):
+        tokens = sorted(int(x) for share in shares for x in share[step]["input_ids"].flatten() if x)
+        assert tokens == sorted(int(x) for x in whole[step]["input_ids"].flatten() if x)
+    assert [len(TrainBatches(rows, schedule, 0, 1, 4)), len(whole)] == [3, 4]
+
+
+def test_evaluation_sees_every_example_once() -> None:
+    rows = Rows.of(dataset())
+    batches = EvalBatches(rows, batch_size=2, pad_id=0)
+    assert sorted(int(i) for part in batches.indices() for i in part) == [0, 1, 2]
+    assert len(batches) == len(list(batches)) == 2

@@ -1,0 +1,98 @@
+"""``--dry-run``: every configuration that is shipped, and every family and kind, in miniature and without network."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from decode.cli import parse
+from decode.suites.presets import PRESETS
+from distill import dry_run
+from distill.__main__ import FOREIGN
+from distill.data import DataSettings
+from distill.dry_run import FAMILIES, shrink, stand_in
+from distill.models import Head, build_model, check_head, count_parameters
+from distill.pipeline import run_pipeline, run_stages
+from distill.run import Run
+from distill.settings import InitialDraftSettings, Settings, TargetSettings, TrainingSettings
+from distill.stages import Bench
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def load(config: Path, folder: Path) -> Settings:
+    argv = ["--config", str(config), "--output_dir", str(folder), "--tracker.kind", "none"]
+    return parse(Settings, argv, prog="distill", description="", foreign=FOREIGN)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever asks the network fails at once."""
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was used"))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_configuration_runs_through_every_stage(config: Path, tmp_path: Path) -> None:
+    small = shrink(load(config, tmp_path), Console(quiet=True))
+    assert small.name.endswith("-dry-run")
+    small.validate()
+    run = Run(tmp_path / small.name, [c.name for c in small.comparisons])
+    ran = run_stages(Bench(small, run, Console(quiet=True)))
+    assert ran == ["target", "initial", "reference", "draft", *(c.name for c in small.comparisons)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [small.name]
+
+
+def test_a_dry_run_goes_on_to_report_and_export(tmp_path: Path) -> None:
+    settings = load(CONFIGS[0], tmp_path)
+    settings.comparisons = []
+    run = run_pipeline(shrink(settings, Console(quiet=True)), Console(quiet=True))
+    for path in ("report.json", "report.html", "export/model.safetensors", "export/speculation_profile.json"):
+        assert (run.folder / path).stat().st_size > 0
+
+
+@pytest.mark.parametrize("kind", ["finetune", "lora", "as_is"])
+def test_models_from_the_hub_take_the_path_of_their_kind(kind: str, tmp_path: Path) -> None:
+    settings = Settings(
+        output_dir=str(tmp_path),
+        target=TargetSettings(kind=kind, model="lmsys/vicuna-7b-v1.3", training=TrainingSettings(epochs=1)),  # type: ignore[arg-type]
+        initial=InitialDraftSettings(kind=kind, model="double7/vicuna-68m", training=TrainingSettings(epochs=1)),  # type: ignore[arg-type]
+    )
+    settings.reference.training.epochs = 1
+    small = shrink(settings, Console(quiet=True))
+    assert small.target.kind == kind
+    ran = run_stages(Bench(small, Run(tmp_path / small.name), Console(quiet=True)))
+    assert ran == ["target", "initial", "reference", "draft"]
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES.values())))
+def test_a_tiny_model_of_every_family_can_be_built_and_distilled(family: str) -> None:
+    model = build_model(dry_run._shape(family, 32, 2), 320, None, seed=0)
+    assert model.config.model_type == family
+    assert model.num_parameters() < 1_000_000
+    check_head(model, Head(model))
+    shape = TargetSettings(architecture=dry_run._shape(family, 32, 2))
+    assert count_parameters(shape, 320) == model.num_parameters()
+
+
+@pytest.mark.parametrize("source", [name for name in PRESETS if name != "arithmetic"])
+def test_word_problems_can_stand_for_the_rows_of_every_preset(source: str) -> None:
+    preset = PRESETS[source]
+    row = stand_in(DataSettings(source=source), "How many?", "It is 3.\n#### 3", 700)
+    assert set(preset.columns) <= set(row)
+    assert "How many?" in preset.prompt(row)
+    assert preset.response(row) is not None
+
+
+def test_templates_of_the_users_own_decide_the_columns_of_the_stand_in() -> None:
+    data = DataSettings(source="me/mine", prompt_template="{question} ({hint})\n", response_template="{answer}")
+    assert set(stand_in(data, "q", "a", 0)) == {"question", "hint", "answer"}
+
+
+def test_a_second_dry_run_replaces_the_first(tmp_path: Path) -> None:
+    settings = Settings(output_dir=str(tmp_path), name="x")
+    for part in (settings.target, settings.initial, settings.reference):
+        part.training.steps = 1
+    shrink(settings, Console(quiet=True))
+    (tmp_path / "x-dry-run" / "left").mkdir(parents=True)
+    shrink(settings, Console(quiet=True))
+    assert not (tmp_path / "x-dry-run" / "left").exists()

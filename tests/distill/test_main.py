@@ -1,0 +1,92 @@
+"""``python -m distill``: what the command accepts, prints and returns."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny_run import tiny_settings
+
+from decode.cli import run_main
+from distill import __main__ as command
+from distill.settings import Settings
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.yaml"
+    content = asdict(tiny_settings(tmp_path / "runs")) | {"bench": {"anything": 1}, "probes": {"else": 2}}
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    status = run_main(lambda: command.main(list(argv)))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_show_example_prints_one_example_and_trains_nothing(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = run(capsys, "--config", config, "--show-example")
+    assert status == 0
+    assert "####" in out
+    assert "learned" in out
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("form", [("--tracker", "nonsense"), ("--tracker=nonsense",), ("--tracker.kind", "nonsense")])
+def test_tracker_is_short_for_its_kind(config: str, form: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "--config", config, *form)
+    assert status == 2
+    assert "'tracker.kind': Expected a Literal['wandb', 'csv', 'tensorboard', 'none']. Got value: nonsense" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--draft.k", "1.5"), "error: draft.k is 1.5, wanted a share of tokens above 0 and at most 1"),
+        (("--draft.kk", "0.5"), "error: unknown option '--draft.kk'; the nearest known key is 'draft.k'"),
+        (("--data.train_file", "no.jsonl"), "no.jsonl"),
+        (("--initial.architecture.layers", "40"), "a draft has to be smaller"),
+        (("--name", "eagle3"), "eagle3"),
+    ],
+)
+def test_mistakes_end_with_one_line_and_status_two(
+    config: str, argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = run(capsys, "--config", config, *argv)
+    assert status == 2
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_the_whole_run_goes_to_its_report_and_a_second_one_changes_nothing(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"prompts": "2", "accuracy_prompts": "2", "decode_prompts": "2", "max_new_tokens": "6"}
+    small |= {"temperatures": "[0.0]", "draft_lengths": "[2]"}
+    options = [f"--evaluation.{key}={value}" for key, value in small.items()]
+    status, out, _ = run(capsys, "--config", config, *options)
+    assert status == 0
+    folder = tmp_path / "runs/tiny"
+    report = folder / "report.json"
+    assert {path.name for path in folder.iterdir()} >= {
+        "target", "initial", "reference", "draft", "export", "report.json", "report.html", "settings.yaml", "work",
+    }  # fmt: skip
+    assert not list(folder.rglob(".tmp-*"))
+    before = report.stat().st_mtime_ns
+    status, out, _ = run(capsys, "--config", str(folder / "settings.yaml"))
+    assert status == 0
+    assert out.count("up to date") == 6
+    assert report.stat().st_mtime_ns == before
+
+
+def test_the_settings_written_beside_a_report_are_a_configuration_of_the_same_run(config: str, tmp_path: Path) -> None:
+    from decode.cli import parse
+    from distill.pipeline import _dump
+
+    settings = tiny_settings(tmp_path)
+    _dump(settings, tmp_path / "again.yaml")
+    assert parse(Settings, ["--config", str(tmp_path / "again.yaml")], prog="", description="") == settings
