@@ -44,8 +44,9 @@ def supports(model: PreTrainedModel) -> bool:
 
 def _fuse(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """One weight and bias for several projections of the same input; the originals become views of it."""
-    weight = torch.cat([m.weight.detach() for m in linears])
-    bias = None if linears[0].bias is None else torch.cat([m.bias.detach() for m in linears])
+    with torch.inference_mode(False):  # the model's own weights from now on: it may yet be trained
+        weight = torch.cat([m.weight.detach() for m in linears])
+        bias = None if linears[0].bias is None else torch.cat([m.bias.detach() for m in linears])
     start = 0
     for m in linears:
         end = start + m.out_features

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +22,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .errors import UserError
-from .rules import entropy
 from .stop import Step
 
 KINDS = ("probe", "confidence-probe")
 """`probe` sees the hidden state alone (AdaSPEED); `confidence-probe` also the exit's `confidence_features`."""
 FEATURES = ("log_probability", "entropy", "margin")
+LEAST = -30.0
+"""Smallest log-probability (and negative margin) that is told apart."""
 
 
 def confidence_features(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -39,11 +41,11 @@ def confidence_features(logits: Tensor, tokens: Tensor) -> Tensor:
     Returns:
         ``[n, 3]``: log q(x), the entropy of q in bits, and the difference of the two largest logits.
     """
-    logits = logits.float()
-    known = logits.log_softmax(-1)
-    top = logits.topk(2, -1).values
+    known = logits.float().log_softmax(-1).clamp_min(-1e30)  # excluded tokens: probability 0 times a finite number
+    top = known.topk(2, -1).values
     log_q = known.gather(-1, tokens[:, None]).squeeze(-1)
-    return torch.stack([log_q.clamp_min(-30.0), entropy(known.exp()), top[:, 0] - top[:, 1]], -1)
+    entropy = -(known.exp() * known).sum(-1) / math.log(2)
+    return torch.stack([log_q.clamp_min(LEAST), entropy, (top[:, 0] - top[:, 1]).clamp_max(-LEAST)], -1)
 
 
 @dataclass
@@ -86,8 +88,20 @@ class AcceptanceProbe:
     def __call__(self, step: Step) -> float:
         """Confidence of a drafted token, for `decode.stop.StopRule`."""
         assert step.token is not None
-        features = confidence_features(step.logits[None], step.token.view(1)) if len(self.extra) else None
-        return self.logit(step.hidden[None], features).sigmoid().item()
+        z = torch.dot(step.hidden.float(), self._weight_on(step.hidden.device)).item() + self.bias
+        if len(self.extra):
+            # `confidence_features` of one row, with as few operations as possible: this runs for every drafted token
+            known = step.logits.float().log_softmax(-1).clamp_min_(-1e30)
+            first, second = known.topk(2).values.tolist()
+            entropy = -torch.dot(known.exp(), known).item() / math.log(2)
+            u = self.extra.tolist()
+            z += u[0] * max(known[step.token].item(), LEAST) + u[1] * entropy + u[2] * min(first - second, -LEAST)
+        return 1 / (1 + math.exp(-max(-50.0, min(50.0, z / self.temperature))))
+
+    def _weight_on(self, device: torch.device) -> Tensor:
+        if self.weight.device != device:
+            self.weight = self.weight.to(device)
+        return self.weight
 
 
 def fingerprint(model: PreTrainedModel) -> str:

@@ -8,6 +8,7 @@ over the data reach the optimum, whatever the scale and correlation of the hidde
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import lightning as L
@@ -74,7 +75,7 @@ class ProbeModule(L.LightningModule):
         self.validation_x = ((validation.inputs - self.mean) / self.scale).mT.contiguous()
         self.y, self.validation_y = train.labels[label], validation.labels[label]
         exits, width, n = self.x.shape
-        self.register_buffer("white", _whitener(self.x @ self.x.mT / n / 4))
+        moment = self.x @ self.x.mT / n
         probes = len(KINDS) * len(training.l2)
         mask = torch.ones(1, width, probes)
         mask[:, width - EXTRAS :, : len(training.l2)] = 0  # the plain probe does not see the extras
@@ -82,6 +83,7 @@ class ProbeModule(L.LightningModule):
         penalty = torch.tensor(list(training.l2) * len(KINDS)).repeat(width, 1)
         penalty[width - EXTRAS :] = EXTRA_PENALTY
         self.register_buffer("penalty", penalty)
+        self.register_buffer("white", self._whitener(moment / 4))
         rate = self.y.mean(1).clamp(1e-3, 1 - 1e-3)
         self.register_buffer("rate", rate)
         self.v = nn.Parameter(torch.zeros(exits, width, probes))
@@ -105,7 +107,24 @@ class ProbeModule(L.LightningModule):
     @property
     def weights(self) -> Tensor:
         """Weights on standardised inputs, ``[exits, width + 3, kinds · penalties]``."""
-        return self.white @ (self.v * self.mask)
+        return self._change(self.v * self.mask, lambda v: self.white @ v)
+
+    def _change(self, values: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
+        """Change the coordinates of ``[exits, width, kinds · penalties]`` by ``[penalties, exits, width, kinds]``."""
+        exits, width, probes = values.shape
+        apart = values.view(exits, width, len(KINDS), -1).permute(3, 0, 1, 2)
+        return how(apart).permute(1, 2, 3, 0).reshape(exits, width, probes)
+
+    def _whitener(self, curvature: Tensor) -> Tensor:
+        """Upper triangular A ``[penalties, exits, width, width]`` with Aᵀ·(curvature + penalty)·A near the identity.
+
+        Triangular, so that it does the same for the leading inputs alone, which are those of the plain probe.
+        """
+        penalties = self.penalty[:, -len(self.training_options.l2) :].T
+        floor = 1e-4 * curvature.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] + 1e-7
+        damped = curvature + floor * torch.eye(curvature.shape[-1], device=curvature.device)
+        whole = damped[None] + torch.diag_embed(penalties)[:, None]
+        return torch.linalg.inv(torch.linalg.cholesky(whole)).mT.contiguous()
 
     def on_fit_start(self) -> None:
         """Moves the data to the device."""
@@ -131,8 +150,9 @@ class ProbeModule(L.LightningModule):
             middle = [i * len(self.training_options.l2) for i in range(len(KINDS))]
             p = (w[..., middle].mT @ self.x + self.b[:, middle, None]).sigmoid()
             curvature = (p * (1 - p)).mean(1, keepdim=True)
-            self.white = _whitener(self.x * curvature @ self.x.mT / self.x.shape[-1])
-            self.v.copy_(torch.linalg.solve_triangular(self.white, w, upper=True))
+            self.white = self._whitener(self.x * curvature @ self.x.mT / self.x.shape[-1])
+            solve = torch.linalg.solve_triangular
+            self.v.copy_(self._change(w, lambda apart: solve(self.white, apart, upper=True)))
         self.optimizers().optimizer.state.clear()  # type: ignore[union-attr]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -178,16 +198,6 @@ class ProbeModule(L.LightningModule):
                 extra = w[-EXTRAS:] if kind != "probe" else torch.empty(0)
                 made.append(AcceptanceProbe(layer, kind, label, w[:-EXTRAS].clone(), extra.clone(), bias))
         return made
-
-
-def _whitener(curvature: Tensor) -> Tensor:
-    """Upper triangular A ``[exits, width, width]`` with Aᵀ·curvature·A close to the identity.
-
-    Triangular, so that it does the same for the leading inputs alone, which are those of the plain probe.
-    """
-    size = curvature.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
-    damped = curvature + (1e-3 * size + 1e-6) * torch.eye(curvature.shape[-1], device=curvature.device)
-    return torch.linalg.inv(torch.linalg.cholesky(damped)).mT.contiguous()
 
 
 def check_labels(features: Features, label: str) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from decode import machine
-from decode.page import Column, Page, Tile, Tone, Tone
+from decode.page import Column, Page, Tile, Tone
 from decode.plots import calibration, lines
 from probes.confirm import TITLES
 

@@ -15,6 +15,7 @@ from decode.methods import MethodOptions, Parts, build
 from decode.probe import AcceptanceProbe, advised, confidence_features, fingerprint, load_probe, save_probes
 from decode.rng import TorchRng
 from decode.runner import open_runner
+from decode.stop import Step
 from decode.target import Target
 from decode.warp import Warp
 from probes.features import Features, collect, exit_layers
@@ -99,7 +100,7 @@ def test_sampled_labels_are_the_acceptance_probability_and_the_top_p_set(tiny) -
     soft, top_p = found.labels["accept"], found.labels["top-p"]
     assert len(found) == 4 * 15
     assert ((soft >= 0) & (soft <= 1)).all()
-    assert (0 < soft).sum() < soft.numel()
+    assert (soft > 0).sum() < soft.numel()
     assert torch.equal(soft > 0, top_p > 0)
     assert set(found.outcome.unique().tolist()) == {0.0, 1.0}
     assert (found.outcome <= top_p).all()
@@ -139,7 +140,7 @@ def test_the_optimiser_finds_scikit_learns_optimum_for_all_layers_at_once(l2: fl
 
 def test_soft_labels_are_estimated_as_probabilities() -> None:
     train, held, test = (synthetic(2000, seed=s) for s in (1, 2, 3))
-    for probe in train_probes(train, held, "soft"):
+    for probe in train_probes(train, held, "soft", Training((1e-5,))):
         error = probability(probe, test) - test.labels["soft"][probe.layer - 1]
         assert error.abs().mean() < 0.03
 
@@ -228,6 +229,19 @@ def test_probes_come_back_from_their_folder_as_they_were(tiny, folder: Path) -> 
         assert found.metrics == {"auroc": 0.9}
     assert not list(folder.glob(".tmp*"))
     assert advised(folder, "adaspeed-probe", greedy=True)["exit_layer"] == 3
+
+
+@pytest.mark.parametrize("kind", ["probe", "confidence-probe"])
+def test_one_step_is_judged_as_a_batch_is(tiny, kind: str) -> None:
+    probe = probe_for(model_of(tiny), 1, kind)
+    for seed in range(4):
+        dice = torch.Generator().manual_seed(seed)
+        hidden, logits = torch.randn(32, generator=dice), 9 * torch.randn(20, generator=dice)
+        logits[:3] = -torch.inf
+        x = torch.tensor(5 + seed)
+        features = confidence_features(logits[None], x.view(1))
+        wanted = probe.logit(hidden[None], features).sigmoid().item()
+        assert probe(Step(logits.softmax(-1), x, logits, hidden)) == pytest.approx(wanted, rel=1e-4)
 
 
 def test_probes_of_another_model_layer_or_nothing_are_refused(tiny, folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,245 @@
+"""Both runners give the model's own logits: chains, trees, rollback, growth, every family."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FAMILIES, VOCAB
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from decode import fast as fast_module
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.fast import supports
+from decode.runner import Runner, open_runner, tree_mask
+from decode.target import Target
+
+TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
+PATHS = ["fast", "ordinary"]
+
+
+@torch.inference_mode()
+def logits_of(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def open_path(model: PreTrainedModel, path: str) -> Runner:
+    if path == "fast" and not supports(model):
+        pytest.skip("no hand-written forward for this family")
+    return open_runner(model, fast=path == "fast")
+
+
+def close(seen: Tensor, wanted: Tensor, atol: float = 2e-4) -> bool:
+    return seen.shape == wanted.shape and torch.allclose(seen, wanted, atol=atol, rtol=1e-4)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_reading_in_pieces_gives_the_logits_of_one_forward(family: str, path: str, tiny) -> None:
+    model = tiny(family)
+    runner = open_path(model, path)
+    wanted = logits_of(model, TEXT)
+    ids = torch.tensor(TEXT)
+    assert runner.read(ids[:4], head=0).shape == (0, VOCAB)
+    assert close(runner.read(ids[4:5]), wanted[4:5])
+    assert close(runner.read(ids[5:9], head=2), wanted[7:9])
+    assert close(runner.read(ids[9:]), wanted[9:])
+    assert runner.length == len(TEXT)
+    head = model.get_output_embeddings()
+    projected = torch.nn.functional.linear(runner.hidden, head.weight, head.bias)
+    if getattr(model.config, "final_logit_softcapping", None):
+        cap = model.config.final_logit_softcapping
+        projected = cap * torch.tanh(projected / cap)
+    assert close(projected, wanted[9:])  # `hidden` is what the head saw
+    runner.truncate(6)
+    runner.truncate(50)
+    assert runner.length == 6
+    assert close(runner.read(ids[6:8]), wanted[6:8])
+
+
+def random_tree(seed: int, nodes: int = 12) -> Draft:
+    dice = random.Random(seed)
+    return Draft.tree([dice.randrange(VOCAB) for _ in range(nodes)], [dice.randrange(-1, i) for i in range(nodes)])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_every_node_of_a_tree_sees_its_own_path_and_nothing_else(family: str, path: str, tiny) -> None:
+    model = tiny(family)
+    runner = open_path(model, path)
+    target = Target(runner)
+    prompt = list(TEXT)
+    for seed in range(3):
+        target.prefill(prompt[:-1])
+        tree = random_tree(seed)
+        assert not tree.is_chain
+        scored = target.score(prompt[-1], tree)
+        for node in range(-1, len(tree)):
+            text = tree.text_before(prompt, node)
+            assert close(scored[node + 1], logits_of(model, text)[-1]), (seed, node)
+        deepest = max(range(len(tree)), key=tree.depths().__getitem__)
+        way = []
+        while deepest >= 0:
+            way.insert(0, deepest)
+            deepest = tree.parents[deepest]
+        target.commit(way)
+        text = [*tree.text_before(prompt, way[-1]), 5, 6]
+        assert runner.length == len(text) - 2
+        assert close(runner.read(torch.tensor([5, 6])), logits_of(model, text)[-2:])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox", "phi"])
+@torch.inference_mode()
+def test_texts_longer_than_the_first_allocation_are_read_right(family: str, path: str, tiny) -> None:
+    model = tiny(family, max_position_embeddings=1024)
+    runner = open_path(model, path)
+    ids = torch.arange(600) * 7919 % VOCAB
+    wanted = logits_of(model, ids.tolist())
+    seen = torch.cat(
+        [
+            runner.read(ids[:250]),
+            runner.read(ids[250:270]),
+            runner.read(ids[270:]),
+        ]
+    )
+    assert close(seen, wanted, atol=1e-3)
+    runner.truncate(100)
+    runner.reserve(700)
+    assert close(runner.read(ids[100:400]), wanted[100:400], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 3.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+    ],
+    ids=lambda r: r["rope_type"],
+)
+@torch.inference_mode()
+def test_scaled_rotary_positions_are_the_models_own(rope: dict, tiny) -> None:
+    model = tiny("llama", rope_parameters=rope | {"rope_theta": 10000.0})
+    for fast in (True, False):
+        assert close(open_runner(model, fast=fast).read(torch.tensor(TEXT)), logits_of(model, TEXT))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi", "gpt_neox", "gpt2", "gemma2"])
+@torch.inference_mode()
+def test_bfloat16_models_run_and_stay_close(family: str, tiny) -> None:
+    model = tiny(family, dtype=torch.bfloat16)
+    runner = open_runner(model)
+    wanted = logits_of(model, TEXT).float()
+    seen = torch.cat([runner.read(torch.tensor(TEXT[:6])), runner.read(torch.tensor(TEXT[6:]))]).float()
+    assert (seen - wanted).abs().max() < 0.15 * wanted.std()
+    assert seen.isfinite().all()
+
+
+def test_the_fast_forward_is_given_up_where_it_does_not_reproduce_the_model(
+    tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    monkeypatch.setattr(fast_module, "_norm", lambda module: torch.tanh)
+    with pytest.warns(UserWarning, match="differs from LlamaForCausalLM"):
+        assert type(open_runner(model)) is Runner
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-tied", "phi", "gpt_neox", "gpt2"])
+def test_an_opened_model_can_still_be_run_saved_and_trained(family: str, tiny, tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny(family))
+    before, weights = logits_of(model, TEXT), {k: v.clone() for k, v in model.state_dict().items()}
+    with torch.inference_mode():
+        runner = open_runner(model)
+        runner.read(torch.tensor(TEXT))
+    assert torch.equal(before, logits_of(model, TEXT))
+    assert weights.keys() == model.state_dict().keys()
+    assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(before, logits_of(again, TEXT))
+
+    ids = torch.tensor([TEXT])
+    model(input_ids=ids, labels=ids).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.05).step()
+    after = logits_of(model, TEXT)
+    assert not torch.allclose(after, before, atol=1e-3)
+    with torch.inference_mode():
+        runner.truncate(0)
+        assert close(runner.read(torch.tensor(TEXT)), after), "the runner serves the weights as they are"
+
+
+def test_weights_that_are_not_numbers_are_refused(tiny) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = math.nan
+    with pytest.raises(UserError, match="not finite"):
+        open_runner(model)
+
+
+@torch.inference_mode()
+def test_a_text_begins_clean_after_an_interrupted_forward(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("gpt2")
+    runner = open_runner(model)
+
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.transformer.h[1], "forward", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            runner.read(torch.tensor(TEXT))
+    Target(runner).prefill([])
+    assert close(runner.read(torch.tensor(TEXT)), logits_of(model, TEXT))
+
+
+def test_several_runners_share_a_model_without_touching_each_other(tiny) -> None:
+    model = tiny("gpt2")
+    one, two = Runner(model), Runner(model)
+    with torch.inference_mode():
+        one.read(torch.tensor(TEXT))
+        hidden = one.hidden.clone()
+        two.read(torch.tensor(TEXT[:3]))
+    assert torch.equal(one.hidden, hidden)
+    assert (one.length, two.length) == (len(TEXT), 3)
+    assert not model.get_output_embeddings()._forward_pre_hooks
+
+
+def test_the_tree_mask_shows_the_past_the_pending_token_and_the_ancestors() -> None:
+    tree = Draft.tree([5, 6, 7, 8], [-1, 0, -1, 2])
+    seen = tree_mask(tree, past=2).int().tolist()
+    assert seen == [
+        [1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 0, 0, 1, 0],
+        [1, 1, 1, 0, 0, 1, 1],
+    ]
+
+
+def test_a_tree_knows_its_depths_children_and_texts() -> None:
+    tree = Draft.tree([5, 6, 7, 5], [-1, 0, -1, -1])
+    assert tree.depths() == [1, 2, 1, 1]
+    assert tree.children() == [{5: 0, 7: 2}, {6: 1}, {}, {}, {}]  # of equal siblings the first counts
+    assert tree.text_before([1, 2], 1) == [1, 2, 5, 6]
+    assert tree.text_before([1, 2], -1) == [1, 2]
+    assert Draft.chain(torch.tensor([4, 4])).is_chain
+    assert Draft.empty().is_chain
+    assert len(Draft.empty()) == 0
+    with pytest.raises(ValueError, match="precede"):
+        Draft.tree([1, 2], [1, -1])

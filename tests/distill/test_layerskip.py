@@ -1,0 +1,201 @@
+"""LayerSkip's recipe: its schedules by their formulas, on every family whose layers can be found."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from decode.errors import UserError
+from decode.walk import check_walk, decoder_layers, final_norm
+from distill.keys import stage_keys
+from distill.layerskip import LayerSkip, LayerSkipSettings, dropout_rates, exit_weights, exits_on
+from distill.losses import label_mask, next_token_loss
+from distill.modules import CausalLMModule
+from distill.settings import Settings, TrainingSettings
+
+ON = LayerSkipSettings(enabled=True)
+BATCH = {
+    "input_ids": torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]]),
+    "labels": torch.tensor([[-100, -100, 4, 1, 5, 9], [-100, 6, 5, 3, 5, 8]]),
+}
+
+
+@pytest.fixture
+def build():
+    from conftest import build_tiny
+
+    return build_tiny
+
+
+def module_of(model, settings: LayerSkipSettings, steps: int = 100, *, scratch: bool = False) -> CausalLMModule:
+    module = CausalLMModule(model, TrainingSettings(steps=steps), steps)
+    module.layerskip = LayerSkip(model, settings, steps, scratch=scratch)
+    module.report = lambda loss, **values: None  # type: ignore[method-assign]  # no trainer here
+    return module.train()
+
+
+def loss_at(module: CausalLMModule, step: int) -> Tensor:
+    """The training loss of a step, without a trainer."""
+    skip = module.layerskip
+    skip.begin(step)
+    logits, mask = module.rows(BATCH)
+    labels = BATCH["labels"].roll(-1, 1)[mask]
+    return skip.combine(
+        next_token_loss(logits, labels), lambda rows: next_token_loss(module._head[0](rows), labels), mask
+    )
+
+
+def test_layers_are_dropped_by_the_papers_formula() -> None:
+    rates = dropout_rates(5, 0, 100, 0.2, scratch=False)
+    assert rates[0] == 0
+    assert rates[-1] == pytest.approx(0.2)
+    assert rates[2] == pytest.approx(0.2 * (math.sqrt(2) - 1))
+    assert dropout_rates(5, 0, 100, 0.2, scratch=True) == [0] * 5
+    assert dropout_rates(5, 99, 100, 0.2, scratch=True) == pytest.approx(rates)
+
+
+def test_the_rotation_trains_every_exit_in_turn_and_the_gradual_one_all_from_half_time() -> None:
+    assert [exits_on(ON, 5, step, 100) for step in range(5)] == [[0], [1], [2], [3], [0]]
+    pairs = LayerSkipSettings(rotation=2)
+    assert [exits_on(pairs, 5, step, 100) for step in range(3)] == [[0, 2], [1, 3], [0, 2]]
+    gradual = LayerSkipSettings(curriculum="gradual")
+    assert exits_on(gradual, 5, 0, 100) == []
+    assert exits_on(gradual, 5, 10, 100) == [3]
+    assert exits_on(gradual, 5, 50, 100) == exits_on(gradual, 5, 99, 100) == [0, 1, 2, 3]
+
+
+def test_the_weights_are_the_papers_and_add_up_to_one() -> None:
+    early, last = exit_weights(LayerSkipSettings(weighting="depth", early_exit_scale=0.2), 4, [1, 2])
+    raw = [0.2 * 1, 0.2 * 3, 3 + 0.2 * 3]
+    assert [*early, last] == pytest.approx([w / sum(raw) for w in raw])
+    assert exit_weights(ON, 4, [1]) == ([0.5], 0.5)
+    assert exit_weights(ON, 4, []) == ([], 1.0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "phi", "gpt2", "opt", "codegen", "gemma2", "mistral"])
+def test_the_loss_is_the_weighted_sum_of_the_exits_losses_on_every_family(build, family: str) -> None:
+    model = build(family, num_hidden_layers=3) if family not in ("gpt2", "codegen") else build(family, n_layer=3)
+    module = module_of(model, LayerSkipSettings(enabled=True, dropout=0.0, early_exit_scale=0.5))
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+        elif isinstance(getattr(part, "dropout", None), float):
+            part.dropout = 0.0
+    mask = label_mask(BATCH["labels"])
+    labels = BATCH["labels"].roll(-1, 1)[mask]
+    head = module._head[0]
+    out = model.base_model(BATCH["input_ids"], use_cache=False, output_hidden_states=True)
+    losses = [next_token_loss(head(final_norm(model)(out.hidden_states[e + 1][mask])), labels) for e in (0, 1)]
+    whole = next_token_loss(head(out.last_hidden_state[mask]), labels)
+    for step, early in ((0, losses[0]), (1, losses[1]), (2, losses[0])):
+        torch.testing.assert_close(loss_at(module, step), (whole + 0.5 * early) / 1.5, atol=1e-5, rtol=1e-5)
+
+
+def test_a_dropped_layer_is_dropped_for_single_samples(build) -> None:
+    model = build("llama", num_hidden_layers=2)
+    skip = LayerSkip(model, LayerSkipSettings(dropout=0.5, early_exit_scale=0.0), 10, scratch=False)
+    model.train()
+    with torch.no_grad():
+        plain = model.eval()(BATCH["input_ids"], output_hidden_states=True)
+        without = model.get_output_embeddings()(model.model.norm(plain.hidden_states[1]))
+        model.train()
+        kinds = set()
+        for seed in range(12):
+            torch.manual_seed(seed)
+            skip.begin(5)
+            seen = model(BATCH["input_ids"]).logits
+            for row in range(2):
+                dropped = torch.allclose(seen[row], without[row], atol=1e-5)
+                assert dropped or torch.allclose(seen[row], plain.logits[row], atol=1e-5)
+                kinds.add((row, dropped))
+    assert kinds == {(0, True), (1, True), (0, False), (1, False)}
+
+
+def test_evaluation_and_a_finished_model_are_untouched(build) -> None:
+    model = build("llama", num_hidden_layers=2)
+    wanted = model(BATCH["input_ids"]).logits
+    module = module_of(model, LayerSkipSettings(enabled=True, dropout=0.9))
+    module.layerskip.begin(3)
+    model.eval()
+    torch.testing.assert_close(model(BATCH["input_ids"]).logits, wanted)
+    module.layerskip.remove()
+    assert all(not layer._forward_hooks for layer in decoder_layers(model))
+
+
+@pytest.mark.parametrize("scratch", [True, False])
+def test_training_makes_the_early_exit_better(build, scratch: bool) -> None:
+    model = build("llama", num_hidden_layers=3)
+    module = module_of(model, ON, 60, scratch=scratch)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+
+    def early() -> float:
+        model.eval()
+        with torch.no_grad():
+            mask = label_mask(BATCH["labels"])
+            out = model.base_model(BATCH["input_ids"], output_hidden_states=True)
+            rows = module._head[0](final_norm(model)(out.hidden_states[1][mask]))
+        model.train()
+        return next_token_loss(rows, BATCH["labels"].roll(-1, 1)[mask]).item()
+
+    before = early()
+    for step in range(60):
+        optimizer.zero_grad()
+        loss_at(module, step).backward()
+        optimizer.step()
+    assert early() < 0.5 * before
+
+
+def test_an_adapter_is_trained_through_the_exits(build) -> None:
+    model = build("llama", num_hidden_layers=3)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    module = module_of(model, ON)
+    loss_at(module, 0).backward()
+    with_gradient = [name for name, p in adapted.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0]
+    assert any("layers.0." in name for name in with_gradient)
+    assert all("lora" in name for name in with_gradient)
+
+
+def test_the_module_trains_with_it_and_reports_the_last_layers_loss(build) -> None:
+    model = build("llama", num_hidden_layers=3)
+    module = module_of(model, ON)
+    seen: dict[str, Tensor] = {}
+    module.report = lambda loss, **values: seen.update(values, loss=loss)  # type: ignore[method-assign]
+    module._trainer = type("T", (), {"global_step": 1})()
+    loss = module.training_step(BATCH, 0)
+    assert {"loss", "last_layer_loss"} == seen.keys()
+    assert loss.requires_grad
+
+
+def test_models_without_an_exit_are_refused(build) -> None:
+    with pytest.raises(UserError, match="at least two layers"):
+        LayerSkip(build("llama", num_hidden_layers=1), ON, 10, scratch=True)
+    model = build("llama")
+    model.model.norm = None
+    with pytest.raises(UserError, match=r"LlamaForCausalLM \(llama\) cannot be reached: no norm"):
+        final_norm(model)
+    for family in ("llama", "gpt2", "phi"):
+        check_walk(build(family))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"dropout": 1.0}, "dropout"), ({"early_exit_scale": -1}, "scale"), ({"rotation": 0}, "rotation")],
+)
+def test_settings_out_of_range_are_refused(change: dict, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        LayerSkipSettings(**change).validate("target.layerskip")
+
+
+def test_the_recipe_changes_the_targets_fingerprint_only_where_it_is_used() -> None:
+    def key(**given) -> str:
+        settings = Settings()
+        for name, value in given.items():
+            setattr(settings.target.layerskip, name, value)
+        return stage_keys(settings)["target"][0]
+
+    assert key() == key(dropout=0.3)
+    assert key() != key(enabled=True) != key(enabled=True, dropout=0.3)
