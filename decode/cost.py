@@ -24,7 +24,9 @@ from .runner import Runner
 LONGEST = 15
 """Draft lengths are compared up to here: v is measured for 1 to 16 tokens."""
 BURST = 5
-"""Forwards that are timed in a row."""
+"""Most draft forwards in a row before a target forward is timed."""
+SETTLE, STEADY = 0.03, 8
+"""Seconds of one-token target forwards until the processor has settled, and how many are timed then."""
 
 
 @dataclass
@@ -69,7 +71,7 @@ class CostModel:
 class CostMeter:
     """Forwards of a pair, timed in the order in which decoding runs them.
 
-    A one-token target forward follows another one, as without a draft; the draft's follow each other, and an n-token
+    A one-token target forward follows several others, as without a draft; the draft's follow each other, and an n-token
     target forward follows n − 1 of them (at most `BURST`). Timed apart from each other the same forwards take up to
     twice as long or half as long, for what the caches of the processor hold. Turns may be spread over a benchmark, so
     that the costs meet the same load of the machine as the speeds do.
@@ -93,7 +95,7 @@ class CostMeter:
         self.runners = [target] if draft is None or draft is target else [target, draft]
         room = min(runner.limit for runner in self.runners)
         self.widths = sorted({n for n in widths if 1 < n < room})
-        longest = max([BURST + 1, *self.widths])
+        longest = max([min(STEADY, room - 1), *self.widths])
         self.context = max(1, min(context, room - longest))
         vocab = min(runner.vocab_size for runner in self.runners)
         self.tokens = torch.randint(vocab, (self.context + longest,), generator=torch.Generator().manual_seed(0))
@@ -109,7 +111,10 @@ class CostMeter:
             runner.truncate(0)
             runner.reserve(len(self.tokens))
             runner.read(self.tokens[: self.context].to(runner.device), head=0)
-        self.plain += self._steps(self.target, BURST)[1:]
+        steps, settled = min(STEADY, len(self.tokens) - self.context), 0.0
+        while settled < SETTLE:
+            settled += sum(self._steps(self.target, steps))
+        self.plain += self._steps(self.target, steps)
         for i in range(len(self.widths)):
             n = self.widths[(i + self.turns) % len(self.widths)]
             if self.draft is not None:

@@ -131,6 +131,8 @@ def rounds(
     began = clock()
     target.runner.reserve(end)
     target.prefill(ids[:-1])
+    if hasattr(drafter, "ends"):
+        drafter.ends = stop_ids
     drafter.start(ids)
     stop.start()
     start_rule = getattr(rule, "start", None)

@@ -15,6 +15,9 @@ import transformers
 from .errors import UserError
 from .runner import Runner
 
+SLOW = 0.05
+"""Seconds of a one-token forward above which more threads always pay, and measuring that would take long."""
+
 
 def describe(device: torch.device | str = "cpu") -> dict[str, Any]:
     """Processor, cores, threads, accelerator and library versions, for reports."""
@@ -89,10 +92,13 @@ def set_threads(runner: Runner, threads: int | None = None) -> tuple[int, str]:
         if threads < 1:
             raise UserError(f"threads is {threads}; give at least 1, or leave it out to have it measured")
         torch.set_num_threads(threads)
-        return threads, f"{threads} threads, as set"
+        return threads, f"{threads} thread{'s' if threads > 1 else ''}, as set"
     most = torch.get_num_threads()
     if most == 1 or runner.device.type != "cpu":
-        return most, f"{most} threads, torch's own choice"
+        return most, f"{most} thread{'s' if most > 1 else ''}, torch's own choice"
+    alone = seconds_per_token(runner, context=1, repeats=2)
+    if alone > SLOW:
+        return most, f"{most} threads: a one-token target forward takes {1e3 * alone:.0f} ms, enough to share out"
     times: dict[int, list[float]] = {1: [], most: []}
     for _ in range(3):  # interleaved, so that a neighbour's load meets both
         for count, seen in times.items():

@@ -138,7 +138,9 @@ def counts(record: Record, cost: CostModel | None, drafts_with_model: bool) -> d
         c = cost.cost_ratio
         if not drafts_with_model:  # drafting without a model has no forward: its own time a token takes the place
             c = sum(trace.draft_seconds) / drafted / cost.target_seconds
-        row["predicted_speedup"] = speedup_of_rounds(trace.drafted, trace.accepted, c, cost.v)
+        # what an end-of-text token cuts off a round's tokens was paid for, but is not text
+        kept = trace.tokens / (sum(trace.accepted) + trace.rounds)
+        row["predicted_speedup"] = kept * speedup_of_rounds(trace.drafted, trace.accepted, c, cost.v)
     elif trace.rounds and not drafted:
         row["predicted_speedup"] = 1.0
     return row

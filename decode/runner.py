@@ -152,7 +152,7 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True) -> Runner:
 
     A hand-written forward is used for the families it knows, after it has reproduced the model's logits on a few
     tokens; everything else (other families, quantised weights, models spread over devices) goes through the
-    ordinary model call.
+    ordinary model call. Once the weights have changed, open the model anew.
     """
     from .exits import PartialRunner
     from .fast import supports

@@ -85,6 +85,7 @@ def walk(
     threshold: float = 0.0,
     *,
     product: bool = False,
+    ended: bool = False,
 ) -> tuple[list[int], list[int]]:
     """Rounds of decoding one text: tokens drafted and accepted in each.
 
@@ -94,10 +95,11 @@ def walk(
         window: most tokens a round.
         threshold: drafting ends with the token whose confidence (or their product) falls below.
         product: multiply over the draft.
+        ended: the last position is the text's end, which may be drafted; else the budget ends there, which may not.
     """
     drafted, accepted, s, n = [], [], 0, len(outcome)
     while s < n:
-        room = min(window, n - s - 1)
+        room = min(window, n - s - (not ended))
         k, aggregate = 0, 1.0
         while k < room:
             if confidence is not None:
@@ -106,7 +108,7 @@ def walk(
             if aggregate < threshold:
                 break
         m = 0
-        while m < k and outcome[s + m] > 0:
+        while m < min(k, n - s - 1) and outcome[s + m] > 0:
             m += 1
         drafted.append(k)
         accepted.append(m)
@@ -141,7 +143,7 @@ def predict(
         values = confidences.get(rule)
         for i, outcome in enumerate(outcomes):
             conf = values[i] if values is not None else None
-            d, a = walk(outcome, conf, k, threshold or 0.0, product=product)
+            d, a = walk(outcome, conf, k, threshold or 0.0, product=product, ended=True)
             drafted += d
             accepted += a
         c = cost.cost_ratio + cost.draft_overhead + costs.confidence.get(rule, 0.0)

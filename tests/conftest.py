@@ -62,7 +62,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+NOT_REPRODUCED = {"qwen2-sliding", "gemma2", "codegen", "gpt2", "opt"}
+"""Families without a hand-written forward."""
+RUNNER_PATHS = [(f, fast) for f in FAMILIES for fast in (True, False) if not (fast and f in NOT_REPRODUCED)]
+"""Every family through every runner that serves it."""
 
+
+@torch.inference_mode(False)
 def build_tiny(family: str, *, seed: int = 1, dtype: torch.dtype = torch.float32, **config: Any) -> PreTrainedModel:
     """A random two-layer model of a family of `FAMILIES`; weights are large, so that its output is varied.
 

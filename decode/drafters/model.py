@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +24,7 @@ class ModelDrafter:
         warp: the same object that warps the target.
         vocab: the target's vocabulary size. Padded vocabularies of one family differ behind the ids they share: a
             longer draft row is cut, a shorter one filled with probability 0, which the residual makes up for.
+        ends: tokens that end a text: a drafted one is kept and ends the draft.
     """
 
     def __init__(self, runner: Runner, warp: Warp, vocab: int, *, keep_logits: bool = False) -> None:
@@ -29,6 +32,7 @@ class ModelDrafter:
         self.warp = warp
         self.vocab = vocab
         self.keep_logits = keep_logits
+        self.ends: Collection[int] = ()
 
     def start(self, ids: list[int]) -> None:
         """Read the prompt but for its pending token, unless the draft's context cannot hold it."""
@@ -46,6 +50,8 @@ class ModelDrafter:
         logits: list[Tensor] = []
         hidden: list[Tensor] = []
         watch = stop.confidence is not None
+        # what follows the end of the text is never used; where nobody waits for the token anyway, looking is free
+        reads_tokens = bool(self.ends) and (watch or runner.device.type == "cpu")
         for _ in range(limit):
             row = self._fit(runner.read(feed, head=1))
             q = self.warp(row, [ids + [int(t) for t in tokens]] if self.warp.needs_prefix else None)[0]
@@ -60,6 +66,8 @@ class ModelDrafter:
                 hidden.append(runner.hidden[-1])
                 if stop.after(Step(q, x, row[0], runner.hidden[-1])):
                     break
+            if reads_tokens and int(x) in self.ends:
+                break
             feed = x.view(1)
         if not tokens:
             return Draft.empty()

@@ -183,3 +183,14 @@ def test_a_text_that_follows_an_abandoned_draft_is_read_afresh(tiny) -> None:
         wanted = runner.read(torch.tensor([*PROMPT, 8]))[-1:]
     torch.testing.assert_close(seen, wanted, atol=1e-4, rtol=1e-4)
     assert len(Draft.empty()) == 0
+
+
+def test_a_drafted_end_of_text_is_kept_and_ends_the_draft(tiny) -> None:
+    runner = open_deep(tiny, "llama")
+    plain = decode(Target(runner), build("autoregressive", Parts(runner, Warp())), Warp(), PROMPT, max_new_tokens=24)
+    end = plain.new_ids[10]
+    system = system_of(runner, Part(3), StopRule(12), Warp())
+    out = decode(Target(runner), system, Warp(), PROMPT, max_new_tokens=24, stop_ids={end})
+    assert out.new_ids == plain.new_ids[: plain.new_ids.index(end) + 1]
+    for result, _ in rounds(Target(runner), system, Warp(), PROMPT, max_new_tokens=24, stop_ids={end}):
+        assert end not in result.draft.tokens.tolist()[:-1]

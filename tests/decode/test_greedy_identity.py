@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import CONTEXT, FAMILIES, VOCAB
+from conftest import CONTEXT, FAMILIES, NOT_REPRODUCED, RUNNER_PATHS, VOCAB
 from scripted import WAYS, Oracle, RandomTree, corpus_drafters
 from transformers import PreTrainedModel
 
@@ -24,7 +24,6 @@ from decode.warp import Warp
 GREEDY = Warp()
 PROMPTS = [[3, 7, 1, 9], [1, 2, 3, 1, 2, 3, 1, 2]]
 NEW = 28
-NOT_REPRODUCED = {"qwen2-sliding", "gemma2", "codegen", "gpt2", "opt"}
 
 
 def generate(model: PreTrainedModel, prompt: list[int], new: int = NEW, **options) -> list[int]:  # type: ignore[no-untyped-def]
@@ -63,8 +62,7 @@ def runners(tiny) -> Callable[[str, bool], Runner]:
     return get
 
 
-PATHS = [(family, fast) for family in FAMILIES for fast in (True, False) if not (fast and family in NOT_REPRODUCED)]
-IDS = [f"{family}-{'fast' if fast else 'ordinary'}" for family, fast in PATHS]
+IDS = [f"{family}-{'fast' if fast else 'ordinary'}" for family, fast in RUNNER_PATHS]
 
 
 def resembling(model: PreTrainedModel, noise: float = 0.15) -> PreTrainedModel:
@@ -88,7 +86,7 @@ def test_the_fast_forward_serves_the_families_it_names(tiny) -> None:
     assert {family for family in FAMILIES if not supports(tiny(family))} == NOT_REPRODUCED
 
 
-@pytest.mark.parametrize(("family", "fast"), PATHS, ids=IDS)
+@pytest.mark.parametrize(("family", "fast"), RUNNER_PATHS, ids=IDS)
 def test_adversarial_drafts_do_not_change_the_text(family: str, fast: bool, runners, texts) -> None:
     runner = runners(family, fast)
     for prompt, wanted in zip(PROMPTS, texts(family)):
@@ -102,7 +100,7 @@ def test_adversarial_drafts_do_not_change_the_text(family: str, fast: bool, runn
         check(runner, System("random", RandomTree(VOCAB, nodes=20), StopRule()), wanted, prompt)
 
 
-@pytest.mark.parametrize(("family", "fast"), PATHS, ids=IDS)
+@pytest.mark.parametrize(("family", "fast"), RUNNER_PATHS, ids=IDS)
 def test_a_draft_model_does_not_change_the_text(family: str, fast: bool, runners, texts, tiny) -> None:
     runner = runners(family, fast)
     draft = open_runner(resembling(tiny(family)), fast=fast)
@@ -123,7 +121,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory, texts) -> dict[str, Calla
 @pytest.mark.parametrize("name", ["prompt-lookup", "rest", "adaptix", "adaptix-best-first", "lookahead"])
 def test_drafts_from_texts_do_not_change_the_text(name: str, drafters, runners, texts) -> None:
     accepted = 0
-    for family, fast in PATHS:
+    for family, fast in RUNNER_PATHS:
         for prompt, wanted in zip(PROMPTS, texts(family)):
             accepted += sum(
                 check(runners(family, fast), System(name, drafters[name](), StopRule()), wanted, prompt).accepted
@@ -195,7 +193,7 @@ def test_every_budget_is_met_exactly(new: int, runners, texts) -> None:
         check(runners("llama", True), System(way, Oracle(wanted, way, VOCAB), StopRule()), wanted, PROMPTS[0], new)
 
 
-@pytest.mark.parametrize(("family", "fast"), PATHS, ids=IDS)
+@pytest.mark.parametrize(("family", "fast"), RUNNER_PATHS, ids=IDS)
 def test_prompts_of_one_token_and_of_the_whole_context_are_served(family: str, fast: bool, runners, tiny) -> None:
     model, runner = tiny(family), runners(family, fast)
     draft = ModelDrafter(open_runner(resembling(model), fast=fast), GREEDY, VOCAB)

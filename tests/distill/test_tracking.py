@@ -111,6 +111,8 @@ def test_a_continued_run_keeps_its_id_and_changed_settings_get_a_new_one(tmp_pat
 
 @pytest.mark.parametrize("kind", ["wandb", "csv", "tensorboard"])
 def test_nothing_is_started_when_nothing_is_logged(tmp_path, kind):
+    if kind == "tensorboard":
+        pytest.importorskip("tensorboard")
     logger = make_logger(TrackerSettings(kind=kind), tmp_path, "quick", {"seed": 3})
     for_stage(logger, "target")
     finish(logger)

@@ -1,0 +1,153 @@
+"""Metrics are functions of the trace, by their definitions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode.draft import Draft
+from decode.loop import System, decode, rejected_tokens, who_wrote
+from decode.rng import TorchRng
+from decode.stop import StopRule
+from decode.target import Target
+from decode.trace import FORMULAS, Round, Trace
+from decode.warp import Warp
+
+
+def make_round(tokens: list[int], parents: list[int], path: list[int], token: int = 9) -> Round:
+    return Round(Draft.tree(tokens, parents), path, token, torch.empty(0), torch.empty(0), seconds=(0.25, 0.5))
+
+
+CHAIN = [-1, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("parents", "path", "tested"),
+    [
+        (CHAIN, [], 1),
+        (CHAIN, [0, 1], 3),
+        (CHAIN, [0, 1, 2, 3], 4),
+        ([], [], 0),
+        ([-1, -1, 0, 0], [], 1),
+        ([-1, -1, 0, 0], [0], 2),  # its children were tested and refused
+        ([-1, -1, 0, 0], [1], 1),  # it has none
+        ([-1, -1, 0, 0], [0, 3], 2),
+    ],
+)
+def test_tested_positions_are_the_accepted_ones_and_the_first_refused(
+    parents: list[int], path: list[int], tested: int
+) -> None:
+    result = make_round([1, 2, 3, 4][: len(parents)], parents, path)
+    assert (result.drafted, result.accepted, result.tested) == (len(parents), len(path), tested)
+    assert result.emitted == [[1, 2, 3, 4][i] for i in path] + [9]
+
+
+def test_authors_and_rejected_tokens_of_a_tree_round() -> None:
+    result = make_round([5, 6, 7, 8], [-1, -1, 0, 0], [0])
+    assert who_wrote(result) == ["draft", "fix"]
+    assert rejected_tokens(result) == [7, 8]
+    result = make_round([5, 6, 7, 8], [-1, -1, 0, 0], [0, 3])
+    assert who_wrote(result) == ["draft", "draft", "target"]
+    assert rejected_tokens(result) == []
+
+
+def example() -> Trace:
+    """Three rounds: 4 drafted 2 kept, 3 drafted 3 kept, nothing drafted; a tree of depth 2 with one node kept."""
+    trace = Trace()
+    trace.close(
+        make_round([1, 2, 3, 4], CHAIN, [0, 1]), torch.tensor([0.9, 0.6, 0.3]), torch.tensor([0.0, 0.1, 0.2]), None
+    )
+    trace.close(
+        make_round([1, 2, 3], CHAIN[:3], [0, 1, 2]), torch.tensor([1.0, 0.8, 0.6]), torch.tensor([0.0] * 3), None
+    )
+    trace.close(make_round([], [], []), None, None, None)
+    trace.close(make_round([1, 2, 3, 4], [-1, -1, 0, 0], [0]), torch.tensor([0.5, 0.1]), None, torch.tensor([0.4, 0.2]))
+    trace.tokens = 10
+    trace.total_seconds = 4.0
+    trace.prefill_seconds = 0.5
+    return trace
+
+
+def test_metrics_follow_their_definitions() -> None:
+    overlaps = [0.9, 0.6, 0.3, 1.0, 0.8, 0.6, 0.5, 0.1]
+    mean = sum(overlaps) / 8
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in overlaps) / 7)
+    assert example().metrics() == pytest.approx(
+        {
+            "rounds": 4,
+            "tokens": 10,
+            "alpha": mean,
+            "alpha_se": deviation / math.sqrt(8),
+            "accepted_per_tested": 6 / (3 + 3 + 0 + 2),
+            "accepted_per_drafted": 6 / 11,
+            "block_efficiency": (6 + 4) / 4,
+            "drafted_per_round": 11 / 4,
+            "tv_spent": 0.3 / 6,
+            "js_distance": 0.3,
+            "tokens_per_second": 2.5,
+            "prefill_seconds": 0.5,
+            "draft_seconds": 1.0,
+            "verify_seconds": 2.0,
+            "total_seconds": 4.0,
+        },
+        abs=1e-7,
+    )
+
+
+def test_acceptance_by_position_is_conditional_and_marginal() -> None:
+    rows = example().acceptance_by_position()
+    assert [row["tested"] for row in rows] == [3, 3, 2, 0]  # depths 4, 3, 0, 2 with 2, 3, 0, 1 kept
+    assert [row["conditional"] for row in rows[:3]] == [1.0, pytest.approx(2 / 3), 0.5]
+    assert math.isnan(rows[3]["conditional"])
+    assert [row["marginal"] for row in rows] == [1.0, pytest.approx(2 / 3), 0.5, 0.0]
+
+
+def test_an_empty_trace_has_no_rates_and_spent_nothing() -> None:
+    metrics = Trace().metrics()
+    assert metrics["tv_spent"] == 0
+    assert metrics["rounds"] == 0
+    assert all(math.isnan(metrics[name]) for name in ("alpha", "accepted_per_tested", "block_efficiency"))
+    assert Trace().acceptance_by_position() == []
+
+
+def test_traces_add_up() -> None:
+    both = example()
+    both.extend(example())
+    once, twice = example().metrics(), both.metrics()
+    for name in ("alpha", "accepted_per_drafted", "block_efficiency", "tv_spent", "tokens_per_second"):
+        assert twice[name] == pytest.approx(once[name])
+    for name in ("rounds", "tokens", "draft_seconds", "total_seconds"):
+        assert twice[name] == 2 * once[name]
+
+
+def test_every_defined_metric_has_its_formula() -> None:
+    derived = {"rounds", "tokens", "alpha_se", "drafted_per_round", "tokens_per_second"}
+    for name in example().metrics():
+        assert name in FORMULAS or name in derived or name.endswith("seconds"), name
+
+
+def test_alpha_of_a_deterministic_draft_is_the_targets_mass_on_it() -> None:
+    def logits(context: tuple[int, ...]) -> Tensor:
+        return torch.tensor([0.5, 0.2, 0.3, 0.0], dtype=torch.float64).log()
+
+    from enumeration import ScriptedRunner
+    from scripted import RandomTree
+
+    class Pair(RandomTree):
+        def propose(self, ids, stop, room, rng):  # type: ignore[no-untyped-def]
+            return Draft.tree([0, 2], [-1, -1]) if room else Draft.empty()
+
+    out = decode(
+        Target(ScriptedRunner(logits, 4)),
+        System("", Pair(4), StopRule()),
+        Warp(temperature=1.0),
+        [0],
+        max_new_tokens=30,
+        rng=TorchRng(1),
+    )
+    metrics = out.trace.metrics()
+    assert metrics["alpha"] == pytest.approx(0.8)
+    assert 0.5 < metrics["accepted_per_tested"] <= 1

@@ -1,0 +1,157 @@
+"""Logits become probabilities as in transformers' own generation, on drafted prefixes too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import VOCAB
+from scripted import Oracle
+from torch import Tensor
+from transformers import NoRepeatNGramLogitsProcessor, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper
+
+from decode.drafters.model import ModelDrafter
+from decode.errors import UserError
+from decode.loop import System, rounds
+from decode.rng import TorchRng
+from decode.runner import open_runner
+from decode.stop import StopRule
+from decode.target import Target
+from decode.warp import Warp
+
+PROMPT = [3, 7, 1, 9, 3, 7, 22, 3]
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+SETTINGS: list[dict[str, float | int]] = [
+    {},
+    {"temperature": 0.6},
+    {"top_k": 5},
+    {"top_p": 0.7},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.8},
+    {"temperature": 1.7, "top_k": 12, "top_p": 0.85},
+    {"temperature": 0.8, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 0.7},
+    {"temperature": 1.4, "top_k": 20, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.3},
+]
+
+
+def generated(model: PreTrainedModel, settings: dict[str, float | int], new: int) -> tuple[list[int], Tensor]:
+    """A sampled text of transformers, and the probabilities ``[new, vocab]`` that it was drawn from."""
+    torch.manual_seed(0)
+    out = model.generate(
+        torch.tensor([PROMPT]),
+        do_sample=True,
+        max_new_tokens=new,
+        output_scores=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+        **{**OFF, **settings},
+    )
+    return out.sequences[0].tolist(), torch.cat(out.scores).softmax(-1)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_probabilities_are_those_of_generate(settings: dict, tiny) -> None:
+    model = tiny("llama")
+    text, wanted = generated(model, settings, 12)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([text])).logits[0, len(PROMPT) - 1 : -1]
+    warp = Warp(**{"temperature": 1.0} | settings)
+    p = warp(logits, [text[:i] for i in range(len(PROMPT), len(text))])
+    assert torch.equal(p > 0, wanted > 0)
+    assert torch.allclose(p, wanted, atol=1e-5)
+    assert ((wanted > 0).sum(-1) < VOCAB).any() == bool({"top_k", "top_p", "min_p"} & settings.keys())
+
+
+@pytest.mark.parametrize("way", ["perfect", "tree", "model"])
+@pytest.mark.parametrize("settings", SETTINGS[-4:], ids=str)
+def test_drafted_prefixes_are_warped_as_generate_would_warp_them(settings: dict, way: str, tiny) -> None:
+    """Every row that verification looks at is the law that generate would compute after that node's own text."""
+    model = tiny("llama")
+    warp = Warp(**{"temperature": 1.0} | settings)
+    text, _ = generated(model, settings, 16)
+    drafter = ModelDrafter(open_runner(model), warp, VOCAB) if way == "model" else Oracle(text, way, VOCAB)
+    ids = list(PROMPT)
+    drafted = 0
+    system = System("", drafter, StopRule(4))
+    for result, new in rounds(Target(open_runner(model)), system, warp, PROMPT, max_new_tokens=16, rng=TorchRng(2)):
+        drafted += result.drafted
+        for node in range(-1, result.drafted):
+            before = result.draft.text_before(ids, node)
+            assert torch.allclose(
+                result.probs[node + 1], warp(next_logits(model, before)[None], [before])[0], atol=1e-4
+            )
+        if result.draft.probs is not None:  # the draft's own laws, of the same model, saw the same prefixes
+            assert torch.allclose(result.draft.probs, result.probs[:-1], atol=1e-4)
+        ids += new
+    assert drafted > 10
+
+
+@torch.inference_mode()
+def next_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+
+
+def test_temperature_zero_is_one_hot_at_the_argmax() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0], [-1.0, -3.0, -0.5]])
+    assert Warp().greedy
+    assert Warp()(logits).tolist() == [[0, 1, 0], [0, 0, 1]]
+    assert Warp(top_k=2, top_p=0.5)(logits).tolist() == [[0, 1, 0], [0, 0, 1]]
+    assert Warp(repetition_penalty=4.0)(logits, [[1], [2, 0]]).tolist() == [[0, 0, 1], [0, 0, 1]]
+
+
+def test_low_precision_logits_are_warped_in_float32_and_double_stays_double() -> None:
+    logits = torch.randn(3, 8)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert Warp(temperature=0.7)(logits.to(dtype)).dtype == torch.float32
+    assert Warp(temperature=0.7)(logits.double()).dtype == torch.float64
+    assert Warp()(logits.bfloat16()).dtype == torch.float32
+
+
+def test_a_warp_leaves_the_logits_it_was_given_alone() -> None:
+    logits = torch.randn(2, 8)
+    before = logits.clone()
+    Warp(temperature=0.5, top_k=3, top_p=0.8, min_p=0.1, repetition_penalty=2.0)(logits, [[1, 2], [3]])
+    Warp(repetition_penalty=2.0)(logits, [[1, 2], [3]])
+    assert torch.equal(logits, before)
+
+
+def test_further_processors_run_before_temperature_with_the_prefix() -> None:
+    warp = Warp(temperature=1.0, processors=[NoRepeatNGramLogitsProcessor(2)])
+    assert warp.needs_prefix
+    logits = torch.randn(2, 5)
+    p = warp(logits, [[1, 2, 3, 1], [1, 2, 3, 2]])
+    assert p[0, 2] == 0
+    assert p[1, 3] == 0
+    assert (p > 0).sum() == 8
+
+
+def test_a_warp_that_needs_the_prefix_asks_for_it() -> None:
+    warp = Warp(temperature=1.0, repetition_penalty=1.1)
+    for prefixes in (None, [[1]]):
+        with pytest.raises(ValueError, match="prefix"):
+            warp(torch.zeros(2, 4), prefixes)
+    assert not Warp(temperature=0.5, top_k=3).needs_prefix
+
+
+def test_ties_at_the_edge_of_top_k_are_cut_as_in_transformers() -> None:
+    logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    wanted = TopKLogitsWarper(2)(None, TemperatureLogitsWarper(0.5)(None, logits)).softmax(-1)
+    assert torch.equal(Warp(temperature=0.5, top_k=2)(logits), wanted)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused_by_name(settings: dict) -> None:
+    (name,) = settings
+    with pytest.raises(UserError, match=name):
+        Warp(**settings)

@@ -1,0 +1,92 @@
+"""The choice of exit and threshold: walks over texts, costs, and what is predicted from them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decode.cost import CostModel
+from decode.exits import PartialRunner
+from decode.loop import decode
+from decode.methods import MethodOptions, Parts, build
+from decode.target import Target
+from decode.warp import Warp
+from probes.choose import METHODS, Choice, Costs, best_of, measure, predict, split_texts, walk
+from probes.confirm import Candidate
+from probes.features import collect
+
+DEPTH = 4
+
+
+def test_a_walk_accepts_up_to_the_first_rejection_and_adds_the_targets_token() -> None:
+    outcome = [1, 1, 0, 1, 1, 1, 1, 0]
+    assert walk(outcome, None, 2) == ([2, 2, 1], [2, 2, 1])
+    assert walk(outcome, None, 4) == ([4, 4], [2, 4])
+    assert walk([1], None, 4) == ([0], [0])
+    assert walk([1, 1], None, 4, ended=True) == ([2], [1])
+
+
+def test_a_walk_stops_with_the_token_whose_confidence_falls_below() -> None:
+    outcome, confidence = [1] * 6, [0.9, 0.9, 0.4, 0.9, 0.9, 0.9]
+    assert walk(outcome, confidence, 9, 0.5) == ([3, 1], [3, 1])
+    assert walk(outcome, confidence, 9, 0.85, product=True) == ([2, 2], [2, 2])
+    assert walk(outcome, confidence, 1, 0.5) == ([1, 1, 1], [1, 1, 1])
+
+
+def test_walked_rounds_are_those_of_greedy_decoding(tiny) -> None:
+    """At a fixed length a greedy text decides every round, so the walk is exact."""
+    model = tiny("llama", num_hidden_layers=DEPTH)
+    runner = PartialRunner(model)
+    prompt = [3, 1, 4]
+    parts = Parts(runner, Warp(), options=MethodOptions(exit_layer=3, draft_length=3))
+    out = decode(Target(runner), build("layerskip", parts), Warp(), prompt, max_new_tokens=30)
+    found = collect(model, [(out.ids, 3)], Warp(), exits=[3])
+    drafted, accepted = walk(found.outcome[0].tolist(), None, 3)
+    assert drafted == out.trace.drafted
+    assert accepted[:-1] == out.trace.accepted[:-1]
+
+
+def test_the_best_setting_is_the_cheapest_way_to_the_same_tokens() -> None:
+    free, dear = (dict.fromkeys(range(1, 26), 1.0), {n: 1.0 * n for n in range(1, 26)})
+    outcomes = [[1.0] * 9 + [0.0] + [1.0] * 10]
+    sure = {"token": [[0.9] * 9 + [0.1] + [0.9] * 10]}
+    for verify, wanted in ((free, 9), (dear, 1)):
+        costs = Costs({2: CostModel(0.1, verify)})
+        found = predict(outcomes, sure, 2, costs, window=12, thresholds=[0.05, 0.5])
+        lengths = [c for c in found if c.method == "layerskip"]
+        best = best_of(found, "layerskip", 1)[0]
+        assert len(lengths) == 12
+        assert best.speedup == max(c.speedup for c in lengths)
+        assert (best.window >= wanted) if verify is free else (best.window == 1)
+    stopped = best_of(
+        predict(outcomes, sure, 2, Costs({2: CostModel(0.2, free)}), window=12, thresholds=[0.5]), "draft-verify", 1
+    )
+    assert stopped[0].accepted > 0.85
+    assert set(METHODS) - {c.method for c in found} == {"adaspeed-probe", "confidence-probe"}
+
+
+def test_a_choice_becomes_options_of_the_method_table() -> None:
+    options = Choice("adaspeed", 2, 12, 0.3, 1.5, 0.8, 4.0).options()
+    assert MethodOptions(**options).target_acceptance == 0.8
+    assert Candidate.of(Choice("layerskip", 2, 5, None, 1.5, 0.8, 4.0)).name == "layerskip E2 k5"
+
+
+def test_costs_are_in_steps_of_plain_decoding_and_deeper_exits_draft_dearer(tiny) -> None:
+    runner = PartialRunner(tiny("llama", num_hidden_layers=8, hidden_size=128))
+    costs = measure(runner, [1, 7], {}, Warp(), [[3, 1, 4]], max_new_tokens=8, seconds=2.0)
+    shallow, deep = costs.exits[1], costs.exits[7]
+    assert 0 < shallow.cost_ratio < deep.cost_ratio < 1.5
+    assert shallow.verify_cost[1] < 1.5
+    assert set(costs.confidence) == {"token"}
+    assert runner.length == 0
+
+
+def test_values_are_split_by_text() -> None:
+    assert split_texts(torch.arange(5.0), torch.tensor([0, 0, 2, 2, 2])) == [[0, 1], [2, 3, 4]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_of_the_choice_has_a_title(method: str) -> None:
+    from probes.confirm import TITLES
+
+    assert method in TITLES

@@ -1,0 +1,116 @@
+"""The whole command on a model of a few thousand parameters."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distill"))
+from tiny_run import tiny_settings
+
+from decode.errors import UserError
+from probes.__main__ import main
+from probes.pipeline import run_probes
+from probes.settings import ProbeSettings, Settings
+
+SMALL = {
+    "prompts": 12,
+    "validation_prompts": 6,
+    "test_prompts": 6,
+    "max_new_tokens": 12,
+    "max_epochs": 2,
+    "window": 3,
+    "thresholds": [0.3, 0.6],
+    "confirm": 1,
+    "bench_prompts": 2,
+    "repeats": 1,
+    "subset_prompts": 1,
+}
+
+
+def settings_in(folder: Path, **probes) -> Settings:
+    tiny = tiny_settings(folder)
+    tiny.target.architecture.layers = 3
+    tiny.target.layerskip.enabled = True
+    return Settings(**vars(tiny), probes=ProbeSettings(**SMALL | probes))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A finished run and what it printed; another command's report was there before."""
+    folder = tmp_path_factory.mktemp("runs")
+    run = folder / "tiny"
+    run.mkdir()
+    (run / "report.json").write_text(json.dumps({"name": "tiny", "drafts": [{"offline_alpha": 0.5}]}))
+    said = io.StringIO()
+    run_probes(settings_in(folder), Console(file=said, width=120))
+    return run, said.getvalue()
+
+
+def test_the_target_is_trained_if_it_is_not_there_and_the_probes_are_written(finished) -> None:
+    run, said = finished
+    assert (run / "target" / "model.safetensors").exists()
+    assert {"probes.json", "probes.safetensors"} == {p.name for p in (run / "probes").iterdir()}
+    note = json.loads((run / "probes" / "probes.json").read_text())
+    assert {(p["label"], p["layer"]) for p in note["probes"]} == {
+        (n, e) for n in ("match", "accept", "top-p") for e in (1, 2)
+    }
+    assert note["best"]["greedy"]["layerskip"].keys() >= {"exit_layer", "draft_length"}
+    assert "AdaSPEED, probe" in said
+
+
+def test_the_report_keeps_what_others_wrote_and_gets_the_rows(finished) -> None:
+    report = json.loads((finished[0] / "report.json").read_text())
+    assert report["drafts"] == [{"offline_alpha": 0.5}]
+    wanted = {"layer", "auroc", "brier", "ece", "accuracy", "base_rate", "auroc_token_probability"}
+    assert all(wanted <= row.keys() for row in report["probes"])
+    methods = {row["method"] for row in report["self_speculation"]}
+    assert {
+        "autoregressive",
+        "layerskip",
+        "layerskip-separate",
+        "draft-verify",
+        "adaspeed",
+        "adaspeed-probe",
+    } <= methods
+    greedy = [row for row in report["self_speculation"] if row["temperature"] == 0]
+    assert all(row["identical_to_target"] for row in greedy)
+    assert all(row["lossless"] for row in report["self_speculation"])
+
+
+def test_the_page_holds_tables_and_figures(finished) -> None:
+    page = (finished[0] / "probes.html").read_text()
+    for said in ("Reliability, greedy", "AUROC by exit", "Predicted speedup by exit", "AdaSPEED", "Provenance"):
+        assert said in page
+
+
+def test_a_target_that_is_there_is_used_as_it_is(finished, monkeypatch) -> None:
+    run, _ = finished
+    before = (run / "target" / "model.safetensors").stat().st_mtime_ns
+    settings = settings_in(run.parent, subset_prompts=0, check=False)
+    settings.target.training.steps = 99
+    run_probes(settings, Console(file=io.StringIO()))
+    assert (run / "target" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_families_without_a_walked_forward_get_probes_and_no_table(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path, check=False)
+    settings.target.architecture.model_type = "gpt2"
+    said = io.StringIO()
+    added = run_probes(settings, Console(file=said, width=120))
+    assert added["self_speculation"] == []
+    assert {row["layer"] for row in added["probes"]} == {1, 2}
+    assert "no decoding with early exits" in said.getvalue()
+
+
+def test_bad_settings_are_refused_by_name() -> None:
+    for change, said in (({"prompts": 0}, "prompts"), ({"top_p": 0.0}, "top_p"), ({"thresholds": [2.0]}, "thresholds")):
+        with pytest.raises(UserError, match=said):
+            ProbeSettings(**change).validate()
+    with pytest.raises(UserError, match=r"nearest known key is 'probes\.temperature'"):
+        main(["--probes.temprature", "1"])
