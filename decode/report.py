@@ -143,7 +143,7 @@ def _against(row: Row) -> str:
         told.append(f"{row['speedup_vs_assistant']:.2f} × generate(assistant_model=…)")
     if row.get("predicted_speedup") and row.get("speedup_without_prefill"):
         share = row["speedup_without_prefill"] / row["predicted_speedup"]
-        told.append(f"{share:.2f} of the predicted speedup (prompts' reading left out, as the prediction does)")
+        told.append(f"{share:.2f} of the predicted speedup of decoding")
     if row.get("bookkeeping_share") is not None:
         told.append(f"{row['bookkeeping_share']:.0%} of the time outside the models")
     return ", ".join(told)
@@ -236,23 +236,26 @@ def _block(made: Page, where: tuple[str, float], rows: Sequence[Row], details: S
     made.section(f"{suite}, {mode}", f"{prompts} prompts, {rows[0]['repeats']} repeats each. {note}".strip())
     made.table(COLUMNS, [shown(row) for row in rows])
     ours = [dict(row) | {"exact": row["lossless"]} for row in rows if row.get("speedup")]
-    figures = [(plots.speedup_bars(ours), "")]
-    drafting = [r for r in ours if not r["peer"] and r["method"] != "autoregressive"]
-    relaxed = any(not r["exact"] for r in drafting)
-    if relaxed:
-        figures.append((plots.speed_quality(drafting), "What relaxed rules buy, and for how much of the distribution."))
-        if any(r.get("accuracy") is not None for r in drafting):
+    made.figure(plots.speedup_bars(ours))
+    drafting = sorted((r for r in ours if not r["peer"] and r["method"] != "autoregressive"), key=_speed, reverse=True)
+    relaxed, exact = [r for r in drafting if not r["exact"]], [r for r in drafting if r["exact"]]
+    figures = []
+    if relaxed:  # labels of more points than these cannot be read
+        few = relaxed[:FEW] + exact[:2]
+        figures.append((plots.speed_quality(few), "What relaxed rules buy, and for how much of the distribution."))
+        if any(r.get("accuracy") is not None for r in few):
             label = "accuracy (the suite's scorer)"
-            figures.append((plots.speed_quality(drafting, "accuracy", label), "Speed against the answers' quality."))
-    if any(r.get("predicted_speedup") for r in drafting):
-        figures.append((plots.measured_against_predicted(drafting), ""))
+            figures.append((plots.speed_quality(few, "accuracy", label), "Speed against the answers' quality."))
+    predicted = [r | {"speedup": r["speedup_without_prefill"], "speedup_ci95": None} for r in _unlike(drafting)]
+    if any(r.get("predicted_speedup") for r in predicted):
+        figures.append((plots.measured_against_predicted(predicted), "Without the time of reading prompts."))
     chosen = _spread(details, drafting)
     positions = {
-        d["name"]: [p["conditional"] for p in d["acceptance_by_position"] if p["tested"] >= 10] for d in chosen
+        d["name"]: [p["conditional"] for p in d["acceptance_by_position"] if p["tested"] >= 30] for d in chosen
     }
     if any(positions.values()):
         figures.append((plots.acceptance_by_position({k: v for k, v in positions.items() if v}), ""))
-        lengths = {d["name"]: d["draft_lengths"] for d in chosen}
+        lengths = {d["name"]: d["draft_lengths"] for d in chosen[:3]}
         figures.append((plots.draft_lengths(lengths), ""))
     made.gallery(figures)
     for detail in chosen[:2]:
@@ -260,7 +263,20 @@ def _block(made: Page, where: tuple[str, float], rows: Sequence[Row], details: S
             made.tokens(sample["tokens"], f"{detail['name']}: {sample['prompt'].strip()[:160]}")
 
 
-def _spread(details: Sequence[Row], rows: Sequence[Row], most: int = 6) -> list[Row]:
+FEW = 8
+"""Points or lines of one figure."""
+
+
+def _unlike(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The fastest row of each distinct prediction, to two digits, and at most a few."""
+    kept: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if row.get("predicted_speedup") and row.get("speedup_without_prefill"):
+            kept.setdefault(f"{row['predicted_speedup']:.1f}", dict(row))
+    return list(kept.values())[:FEW]
+
+
+def _spread(details: Sequence[Row], rows: Sequence[Row], most: int = 5) -> list[Row]:
     """Details of the fastest methods, at most so many: more lines than that cannot be told apart."""
     order = [row["name"] for row in sorted(rows, key=_speed, reverse=True)]
     known = {d["name"]: d for d in details if d.get("acceptance_by_position")}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import CONTEXT, FAMILIES, NOT_REPRODUCED, RUNNER_PATHS, VOCAB
+from families import CONTEXT, FAMILIES, NOT_REPRODUCED, RUNNER_PATHS, VOCAB
 from scripted import WAYS, Oracle, RandomTree, corpus_drafters
 from transformers import PreTrainedModel
 

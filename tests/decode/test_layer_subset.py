@@ -16,7 +16,7 @@ GREEDY = Warp()
 @pytest.fixture
 def runner(tiny) -> PartialRunner:
     """A model whose layers 1 and 2 do nothing: their output projections are zero."""
-    from conftest import build_tiny
+    from families import build_tiny
 
     model = build_tiny("llama", num_hidden_layers=DEPTH)
     with torch.no_grad():

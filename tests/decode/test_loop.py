@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from conftest import CONTEXT, FAMILIES, VOCAB
 from enumeration import ScriptedRunner, random_table
+from families import CONTEXT, FAMILIES, VOCAB
 from scripted import Oracle
 from transformers import PreTrainedModel
 

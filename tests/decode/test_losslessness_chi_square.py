@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import build_tiny
 from enumeration import Experiment, Law, ScriptedRunner, autoregressive_law, random_table
+from families import build_tiny
 from scipy.stats import chi2
 from scripted import RandomTree
 
@@ -16,7 +16,8 @@ from decode.loop import System
 from decode.rng import TorchRng
 from decode.rules import Ears
 from decode.runner import open_runner
-from decode.stop import Fixed, StopRule, token_probability
+from decode.stop import StopRule, token_probability
+from decode.thresholds import Fixed
 from decode.warp import Warp
 
 

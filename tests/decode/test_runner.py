@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import RUNNER_PATHS, VOCAB
+from families import RUNNER_PATHS, VOCAB
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 

@@ -16,19 +16,14 @@ from decode.drafters.model import ModelDrafter
 from decode.methods import METHODS, STOPS, MethodOptions, Parts, build
 from decode.rng import TorchRng
 from decode.stop import (
-    CostOptimal,
-    Fixed,
-    MeanOfRejected,
-    Roc,
     Step,
     StopRule,
-    TargetAcceptance,
-    Threshold,
     max_probability,
     negative_entropy,
     token_probability,
     warped_token_probability,
 )
+from decode.thresholds import CostOptimal, Fixed, MeanOfRejected, Roc, TargetAcceptance, Threshold
 from decode.trace import Round
 from decode.warp import Warp
 
@@ -48,7 +43,7 @@ def log(*probabilities: float) -> list[float]:
     return [math.log(p) for p in probabilities]
 
 
-# -- what is read -------------------------------------------------------------------------------------------------------
+# -- what is read ----------------------------------------------------------------
 
 
 def test_confidences_read_what_their_papers_say() -> None:
@@ -100,7 +95,7 @@ def test_a_refused_token_is_not_part_of_the_draft() -> None:
     assert stop.seen == pytest.approx([0.7])
 
 
-# -- thresholds ---------------------------------------------------------------------------------------------------------
+# -- thresholds ----------------------------------------------------------------
 
 
 def test_draft_and_verify_moves_its_threshold_as_in_its_code() -> None:
@@ -231,7 +226,7 @@ def test_cost_optimal_confidence_is_calibrated_by_counting() -> None:
     assert 0 < controller.calibrate(1.0) <= 1
 
 
-# -- put together -------------------------------------------------------------------------------------------------------
+# -- put together ----------------------------------------------------------------
 
 
 def parts(**options) -> Parts:  # type: ignore[no-untyped-def]

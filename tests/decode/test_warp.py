@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import VOCAB
+from families import VOCAB
 from scripted import Oracle
 from torch import Tensor
 from transformers import NoRepeatNGramLogitsProcessor, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper

@@ -26,7 +26,7 @@ BATCH = {
 
 @pytest.fixture
 def build():
-    from conftest import build_tiny
+    from families import build_tiny
 
     return build_tiny
 
