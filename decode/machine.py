@@ -96,9 +96,11 @@ def set_threads(runner: Runner, threads: int | None = None) -> tuple[int, str]:
     most = torch.get_num_threads()
     if most == 1 or runner.device.type != "cpu":
         return most, f"{most} thread{'s' if most > 1 else ''}, torch's own choice"
+    torch.set_num_threads(1)
     alone = seconds_per_token(runner, context=1, repeats=2)
     if alone > SLOW:
-        return most, f"{most} threads: a one-token target forward takes {1e3 * alone:.0f} ms, enough to share out"
+        torch.set_num_threads(most)
+        return most, f"{most} threads: a one-token target forward takes {1e3 * alone:.0f} ms on one, enough to share"
     times: dict[int, list[float]] = {1: [], most: []}
     for _ in range(3):  # interleaved, so that a neighbour's load meets both
         for count, seen in times.items():

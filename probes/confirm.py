@@ -79,8 +79,9 @@ def confirm(
     """Run the candidates on a suite in one decoding mode.
 
     Returns:
-        Rows like those of `decode bench`, with ``title``, ``exit_layer``, ``threshold``, ``speedup_vs_layerskip`` with
-        its interval, ``predicted_speedup`` and ``best`` (the fastest of its title).
+        Rows like those of `decode bench`, with ``title``, ``exit_layer``, ``threshold``, ``target_acceptance``,
+        ``predicted_speedup``, ``best`` (the fastest of its title), and ``speedup_vs_layerskip`` with its interval
+        (where the cache is separate, also ``speedup_vs_shared`` at the same setting).
     """
     options = BenchOptions(
         max_new_tokens=max_new_tokens, repeats=repeats, seed=seed, warp=warp, threads=threads, costs=False, samples=0
@@ -106,11 +107,18 @@ def confirm(
     _mark_best(rows)
     base = next((r["name"] for r in rows if r["title"] == "layerskip" and r["best"]), None)
     for row in rows:
-        if base is not None and bench.records[row["name"]].takes:
-            ratios = paired_ratios(bench.records[row["name"]], bench.records[base])
-            middle, low, high = median_interval(ratios, seed=seed)
-            row["speedup_vs_layerskip"], row["speedup_vs_layerskip_ci95"] = middle, [low, high]
+        _compare(row, "speedup_vs_layerskip", base, bench.records, seed)
+        if row["title"] == "layerskip-separate":
+            twin = row["name"].replace("layerskip-separate", "layerskip")
+            _compare(row, "speedup_vs_shared", twin, bench.records, seed)
     return [plain(row) for row in rows]
+
+
+def _compare(row: dict[str, Any], key: str, other: str | None, records: dict[str, Record], seed: int) -> None:
+    """Adds the median of the paired ratios to another row's runs, with its interval."""
+    if other in records and records[other].takes and records[row["name"]].takes:
+        middle, low, high = median_interval(paired_ratios(records[row["name"]], records[other]), seed=seed)
+        row[key], row[f"{key}_ci95"] = middle, [low, high]
 
 
 def _mark_best(rows: list[dict[str, Any]]) -> None:

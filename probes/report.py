@@ -54,10 +54,10 @@ def findings(added: Row) -> list[str]:
         if ours:
             best = max(ours, key=lambda r: r["speedup"])
             found.append(
-                f"{mode}: fastest is {TITLES[best['title']]}, exit after layer {best['exit_layer'] or '–'}, "
-                f"{best['speedup']:.2f} times no drafting" + _over(best, "LayerSkip")
+                f"{mode}: fastest is {TITLES[best['title']]}{_where(best)}, {best['speedup']:.2f} times no drafting"
+                + _over(best, "LayerSkip")
             )
-        found += [_shared(mode, rows)] if {"layerskip", "layerskip-separate"} <= rows.keys() else []
+        found += [_shared(mode, rows["layerskip-separate"])] if "layerskip-separate" in rows else []
         layer = next((rows[t]["exit_layer"] for t in ("adaspeed-probe", "layerskip") if t in rows), None)
         found += [sentence for row in of_mode(added, mode) if (sentence := _verdict(mode, row, layer))]
     check = added["probe_settings"]["scikit_learn"]
@@ -72,15 +72,23 @@ def findings(added: Row) -> list[str]:
     return found
 
 
+def _where(row: Row) -> str:
+    return f", exit after layer {row['exit_layer']}" if row["exit_layer"] else ""
+
+
 def _over(row: Row, name: str) -> str:
     ratio = row.get("speedup_vs_layerskip")
     return f", {ratio:.2f} times {name} at its best" if ratio and row["title"] != "layerskip" else ""
 
 
-def _shared(mode: str, rows: Mapping[str, Row]) -> str:
-    ratio = rows["layerskip-separate"].get("speedup_vs_layerskip")
-    gain = f"{1 / ratio:.2f} times as fast as with a separate cache" if ratio else "not measured"
-    return f"{mode}: LayerSkip with the shared cache is {gain}"
+def _shared(mode: str, row: Row) -> str:
+    ratio, interval = row.get("speedup_vs_shared"), row.get("speedup_vs_shared_ci95")
+    if not ratio or not interval:
+        return f"{mode}: the gain of the shared cache was not measured"
+    return (
+        f"{mode}: LayerSkip with the shared cache is {1 / ratio:.2f} times as fast as with a separate one (95 %: "
+        f"{1 / interval[1]:.2f} to {1 / interval[0]:.2f}; exit {row['exit_layer']}, {row['draft_length']} tokens)"
+    )
 
 
 def _verdict(mode: str, row: Row, layer: int | None) -> str:
