@@ -17,7 +17,12 @@ from distill.run import Run
 from distill.settings import InitialDraftSettings, Settings, TargetSettings, TrainingSettings
 from distill.stages import Bench
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = [
+    path
+    for path in sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+    if "\nreference:" in path.read_text()
+]
+"""Recipes that distil; the others are for the probes alone."""
 
 
 def load(config: Path, folder: Path) -> Settings:
