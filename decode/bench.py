@@ -123,7 +123,8 @@ class Bench(Workbench):
                 with quiet():
                     self._block(items[suite.name], entrants, tell, suite.name)
             except KeyboardInterrupt:
-                self.blocks.append(self._report(suite, items[suite.name], entrants, complete=False))
+                if any(entrant.record.takes for entrant in entrants):
+                    self.blocks.append(self._report(suite, items[suite.name], entrants, complete=False))
                 raise
             self.blocks.append(self._report(suite, items[suite.name], entrants))
             if on_block is not None:

@@ -79,10 +79,13 @@ def run(settings: BenchSettings) -> None:
         work.clear()
     finally:  # an interrupt keeps what was measured
         if bench.blocks:
-            notes = {suite.name: suite.note for suite in suites if suite.note}
+            told = {s.name: [s.note, bench.left_out.get(s.name, "")] for s in suites}
+            notes = {name: "; ".join(filter(None, parts)) for name, parts in told.items() if any(parts)}
             files = write_report(bench, settings, folder, notes)
             for block in bench.blocks:
                 console.print(table(block, console.width))
+            for name, note in notes.items():
+                console.print(f"{name}: {note}", soft_wrap=True)
             for line in ratios(bench.rows):
                 console.print(line, soft_wrap=True)
             console.print("wrote " + " and ".join(map(str, files)), soft_wrap=True)

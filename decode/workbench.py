@@ -86,6 +86,7 @@ class Workbench:
         drafts: the drafts' runners by name.
         threads: why this many threads are used.
         costs: `CostModel` by draft name; None stands for the target alone.
+        left_out: by suite, how many of its prompts were too long.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Workbench:
         self.stop_ids: Collection[int] = set() if self.options.ignore_eos else stop_ids(model, tokenizer)
         self.costs: dict[str | None, CostModel] = {}
         self.meters: dict[str | None, CostMeter] = {}
+        self.left_out: dict[str, str] = {}
 
     def items(self, suite: Suite) -> list[Item]:
         """All prompts, and in chats all turns, that fit the contexts together with their answers."""
@@ -120,6 +122,10 @@ class Workbench:
                 f"no prompt of {suite.name} fits: the shortest of {len(items)} has {shortest} tokens, the context "
                 f"holds {room}, {self.options.max_new_tokens} new ones among them; lower max_new_tokens or take "
                 "another suite"
+            )
+        if len(fitting) < len(items):
+            self.left_out[suite.name] = (
+                f"{len(items) - len(fitting)} of {len(items)} prompts do not fit the context of {room} tokens"
             )
         return fitting
 

@@ -283,6 +283,10 @@ def test_prompts_that_cannot_fit_are_refused_with_the_numbers(models):
     bench = Bench(models[0], None, make_tokenizer(), BenchOptions(300, 1))
     with pytest.raises(UserError, match=r"context holds 256, 300 new ones"):
         bench.items(make_suite(2))
+    short = Bench(models[0], None, make_tokenizer(), BenchOptions(200, 1))
+    kept = short.items(make_suite(12))
+    assert 0 < len(kept) < 12
+    assert short.left_out["toy"].startswith(f"{12 - len(kept)} of 12 prompts do not fit")
 
 
 def test_a_missing_draft_is_refused_before_anything_is_measured(models):
