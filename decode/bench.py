@@ -33,6 +33,8 @@ from .suites import Suite
 from .workbench import BenchOptions, Item, Workbench
 
 TREES = {"rest", "adaptix", "adaptix-best-first", "lookahead"}
+COST_TURNS = 24
+"""Measurements of the costs, spread over a block's prompts (a few of them come first)."""
 Progress = Callable[[int, int, str], None]
 """Called with texts done, texts in all, and what is being done."""
 
@@ -106,6 +108,7 @@ class Bench(Workbench):
                 dict.fromkeys(c.draft for c in contenders if c.needs_draft and c.draft is not None),
                 longest=max((c.options.draft_length or 0 for c in contenders), default=0),
                 trees=any(c.method in TREES for c in contenders),
+                repeats=COST_TURNS // 4,
             )
         jobs = [(s, t) for s in suites for t in temperatures if (s.name, t) not in done]
         total = sum(len(items[s.name]) * len(table[t]) for s, t in jobs) * self.options.repeats
@@ -168,8 +171,8 @@ class Bench(Workbench):
                     tell(f"{suite} T={entrant.contender.temperature:g} {entrant.contender.label}")
             for entrant in running:
                 entrant.record.takes.append(takes[id(entrant)])
-            for meter in self.meters.values():  # under the load that the methods meet
-                meter.turn()
+            for meter in self.meters.values():  # costs too, under the load that the methods meet
+                meter.run(1 + COST_TURNS // len(items), seconds=1.0)
 
     def _warm_up(self, entrant: Entrant, ids: list[int]) -> None:
         """A short text, then every verification shape of a fixed length."""

@@ -149,10 +149,10 @@ class CostMeter:
         return CostModel(spent / one, verify, target_seconds=one, draft_seconds=spent, context=self.context)
 
     def run(self, repeats: int = 21, seconds: float = 5.0) -> CostModel:
-        """Up to `repeats` turns; after the fifth, none begins once `seconds` have passed."""
+        """Up to `repeats` turns; after the first few (five in all), none begins once `seconds` have passed."""
         began = time.perf_counter()
         for turn in range(repeats):
-            if turn >= 5 and time.perf_counter() - began > seconds:
+            if self.turns >= 5 and turn and time.perf_counter() - began > seconds:
                 break
             self.turn()
         return self.cost()

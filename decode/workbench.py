@@ -156,7 +156,7 @@ class Workbench:
         return out.new_ids
 
     def measure_costs(
-        self, items: Sequence[Item], drafts: Iterable[str], *, longest: int = 0, trees: bool = False
+        self, items: Sequence[Item], drafts: Iterable[str], *, longest: int = 0, trees: bool = False, repeats: int = 21
     ) -> None:
         """Fill `costs` for the target alone and for each draft, in the middle of a typical text.
 
@@ -165,6 +165,7 @@ class Workbench:
             drafts: names of the drafts in use.
             longest: the longest draft to come.
             trees: also measure the widths of draft trees.
+            repeats: most turns of measurements.
         """
         context = int(statistics.median(len(i.ids) for i in items)) + self.options.max_new_tokens // 2
         widths = [*range(1, LONGEST + 2), *range(20, longest + 5, 4), *(WIDE if trees else ())]
@@ -172,7 +173,7 @@ class Workbench:
         self.meters = {
             name: CostMeter(self.runner, draft, widths=widths, context=context) for name, draft in pairs.items()
         }
-        self.costs = {name: meter.run() for name, meter in self.meters.items()}
+        self.costs = {name: meter.run(repeats) for name, meter in self.meters.items()}
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of generated tokens."""
