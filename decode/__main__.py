@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from . import settings as s
-from .cli import parse, run_main
+from .cli import merge, parse, read_layers, run_main, take_flag
 from .errors import UserError
 
 
@@ -37,6 +37,13 @@ def _bench(settings: s.BenchSettings) -> None:
     from .compare import run
 
     run(settings)
+
+
+def _dry_bench(settings: s.BenchSettings) -> None:
+    from .compare import run
+    from .dry_run import shrink
+
+    run(shrink(settings))
 
 
 def _profile(settings: s.ProfileSettings) -> None:
@@ -73,7 +80,8 @@ COMMANDS = {
         s.BenchSettings,
         "Compare decoding methods with each other and with transformers: speed, acceptance, quality. Every prompt is "
         "given to all methods in turn; the table, report.json and an HTML page carry medians of paired ratios with "
-        "bootstrap intervals. A run that was stopped goes on where it was.",
+        "bootstrap intervals. A run that was stopped goes on where it was. --dry-run does all of it in "
+        "miniature, with tiny random models of the same families and no network, to find mistakes first.",
         """
   python -m decode bench --config configs/quickstart.yaml
   python -m decode bench --target T --draft D --methods vanilla,adasd,ears --suite gsm8k=test.jsonl --temperatures 0,1
@@ -140,13 +148,10 @@ def _help(name: str, command: Command) -> None:
 
 def _configured(argv: list[str], config: Path) -> s.BenchSettings:
     """Settings of ``bench`` from a configuration that also serves ``distill`` and ``probes``."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    except yaml.YAMLError:
-        content = {}  # the parser reads it again and says where it is wrong
-    content = content if isinstance(content, dict) else {}
+    content: dict[str, Any] = {}
+    with contextlib.suppress(UserError):  # the parser reads it again and says where it is wrong
+        for _, layer in read_layers(config):
+            content = merge(content, layer)
     own = {"bench", "name", "output_dir"}
     near = {key: difflib.get_close_matches(str(key), own, 1, 0.75) for key in content if key not in own}
     foreign = {key for key, match in near.items() if not match}
@@ -185,16 +190,18 @@ def _run(argv: list[str]) -> None:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(f"unknown command {name!r}; {hint}choose one of {', '.join(COMMANDS)}, methods")
     command = COMMANDS[name]
+    dry_run = name == "bench" and take_flag(rest, "--dry-run")
     if "-h" in rest or "--help" in rest:
         _help(name, command)
         return
     configs = [after for item, after in zip(rest, [*rest[1:], ""]) if item == "--config"]
     configs += [item.partition("=")[2] for item in rest if item.startswith("--config=")]
     if name == "bench" and configs:
-        command.run(_configured(rest, Path(configs[-1])))
+        (_dry_bench if dry_run else command.run)(_configured(rest, Path(configs[-1])))
         return
     tidied = s.tidy(rest, command.settings)
-    command.run(parse(command.settings, tidied, prog=f"python -m decode {name}", description=command.about))
+    settings: Any = parse(command.settings, tidied, prog=f"python -m decode {name}", description=command.about)
+    (_dry_bench if dry_run else command.run)(settings)
 
 
 if __name__ == "__main__":

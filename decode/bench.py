@@ -27,14 +27,12 @@ from .contenders import REFERENCE, Contender, Entrant, with_baselines
 from .errors import UserError
 from .methods import METHODS
 from .peers import PEERS, quiet
-from .rows import Record, Take, analysis, counts, identical_share, plain, speeds
+from .rows import Record, Take, accuracy, analysis, by_prompt, counts, identical_share, plain, speeds
 from .stream import Detokenizer, marked
 from .suites import Suite
 from .workbench import BenchOptions, Item, Workbench
 
 TREES = {"rest", "adaptix", "adaptix-best-first", "lookahead"}
-COST_TURNS = 24
-"""Measurements of the costs, spread over a block's prompts (a few of them come first)."""
 Progress = Callable[[int, int, str], None]
 """Called with texts done, texts in all, and what is being done."""
 
@@ -108,7 +106,7 @@ class Bench(Workbench):
                 dict.fromkeys(c.draft for c in contenders if c.needs_draft and c.draft is not None),
                 longest=max((c.options.draft_length or 0 for c in contenders), default=0),
                 trees=any(c.method in TREES for c in contenders),
-                repeats=COST_TURNS // 4,
+                repeats=max(1, self.options.cost_turns // 4),
             )
         jobs = [(s, t) for s in suites for t in temperatures if (s.name, t) not in done]
         total = sum(len(items[s.name]) * len(table[t]) for s, t in jobs) * self.options.repeats
@@ -172,7 +170,7 @@ class Bench(Workbench):
             for entrant in running:
                 entrant.record.takes.append(takes[id(entrant)])
             for meter in self.meters.values():  # costs too, under the load that the methods meet
-                meter.run(1 + COST_TURNS // len(items), seconds=1.0)
+                meter.run(1 + options.cost_turns // len(items), seconds=1.0)
 
     def _warm_up(self, entrant: Entrant, ids: list[int]) -> None:
         """A short text, then every verification shape of a fixed length."""
@@ -205,8 +203,9 @@ class Bench(Workbench):
             }
             rows.append(plain(where | self._row(entrant, suite, items, _opponents(entrant, entrants))))
             if entrant.record.takes:
-                kept = self._samples(entrant, items)
-                details.append(plain(where | analysis(entrant.record) | {"samples": kept}))
+                prompts = by_prompt(entrant.record, self._marks(entrant.record, suite, items))
+                kept = {"samples": self._samples(entrant, items), "prompts": prompts}
+                details.append(plain(where | analysis(entrant.record) | entrant.learned | kept))
         return Block(suite.name, entrants[0].contender.temperature, rows, details, complete)
 
     def _row(self, entrant: Entrant, suite: Suite, items: Sequence[Item], of: dict[str, Record]) -> dict[str, Any]:
@@ -226,27 +225,25 @@ class Bench(Workbench):
             return row
         row |= speeds(record, of, self.options.seed)
         row |= counts(record, self.costs.get(row["draft"]), contender.needs_draft)
-        row |= self._accuracy(record, suite, items)
+        row |= accuracy(self._marks(record, suite, items))
         if contender.temperature == 0 and REFERENCE in of:
             row["identical_share"] = identical_share(record, of[REFERENCE])
             row["identical_to_target"] = row["identical_share"] == 1.0
         return row
 
-    def _accuracy(self, record: Record, suite: Suite, items: Sequence[Item]) -> dict[str, Any]:
-        if suite.score is None:
-            return {}
+    def _marks(self, record: Record, suite: Suite, items: Sequence[Item]) -> list[float]:
+        """The mean score of each prompt's texts; empty where the suite has no scorer."""
         means = []
-        for item, takes in zip(items, record.takes):
+        for item, takes in zip(items, record.takes) if suite.score is not None else ():
             marks = []
             for take in takes:
                 text = self.text(take.new_ids)
                 key = (id(item), text)
                 if key not in self._scores:
-                    self._scores[key] = float(suite.score(item.prompt, text))
+                    self._scores[key] = float(suite.score(item.prompt, text))  # type: ignore[misc]
                 marks.append(self._scores[key])
             means.append(statistics.fmean(marks))
-        error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
-        return {"accuracy": statistics.fmean(means), "accuracy_se": error}
+        return means
 
     def _samples(self, entrant: Entrant, items: Sequence[Item]) -> list[dict[str, Any]]:
         if entrant.peer is not None:

@@ -3,7 +3,8 @@
 One YAML file serves several commands. Each command hands its settings class to `parse` together with the names
 of the top-level sections that belong to the others (``foreign``); those are skipped, anything else that the
 class does not know is an error that names the nearest known key. jsonargparse does the typing and the help,
-whose texts are the docstrings below each attribute.
+whose texts are the docstrings below each attribute. A file may build on another one: ``base: other.yaml`` (relative to
+itself) is read first, and the file says only what differs.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def parse(
     source = "the command line"
     try:
         values = None
-        for path in paths:
-            content = {k: v for k, v in _read_yaml(path).items() if k not in (foreign or set())}
+        for path, whole in [layer for given in paths for layer in read_layers(given)]:
+            content = {k: v for k, v in whole.items() if k not in (foreign or set())}
             _check_keys(content, settings_class, "", str(path))
             source = str(path)
             values = parser.parse_object(content, cfg_base=values)
@@ -100,6 +101,29 @@ def run_main(function: Callable[[], object]) -> int:
             "then run the same command again to continue",
             2,
         )
+
+
+def read_layers(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
+    """A configuration file after those that it builds on (its key ``base``), each with its own content.
+
+    Raises:
+        UserError: a file is missing, is not valid YAML, or builds on itself.
+    """
+    content = _read_yaml(path)
+    base = content.pop("base", None)
+    if base is None:
+        return [(path, content)]
+    if not isinstance(base, str) or (path.parent / base).resolve() in {p.resolve() for p in (path, *above)}:
+        raise UserError(f"{path}: 'base' is {base!r}, wanted the path of another configuration file, relative to this")
+    return [*read_layers(path.parent / base, (path, *above)), (path, content)]
+
+
+def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Two configurations as one: sections are merged key by key, everything else is the upper one's."""
+    both = {
+        k: merge(below[k], v) if isinstance(v, dict) and isinstance(below.get(k), dict) else v for k, v in above.items()
+    }
+    return below | both
 
 
 def take_flag(argv: list[str], flag: str) -> bool:

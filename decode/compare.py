@@ -14,10 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .bench import Bench, Block
-from .contenders import Contender, plan
+from .contenders import Contender, plan, split_spec
 from .drafters.corpus import join_documents
 from .errors import UserError
-from .methods import METHODS, PROBED, SELF_SPECULATIVE
+from .methods import METHODS, PROBED, SELF_SPECULATIVE, smaller_store
 from .page import write_text
 from .peers import NEEDS_DRAFT, PEERS
 from .report import ratios, table, write_report
@@ -143,13 +143,22 @@ def bench_options(
 ) -> BenchOptions:
     """Options of the measurement; stores that are needed and not given are built from the corpus."""
     datastore, trigrams = store_folders(settings)
-    missing = {STORES[m] for m in methods if m in STORES} - {
+    chosen = [split_spec(method) for method in methods]
+    missing = {STORES[m] for m, _ in chosen if m in STORES} - {
         name for name, given in (("datastore", datastore), ("trigrams", trigrams)) if given
     }
     if missing and settings.corpus:
         built = folder / "work" / "stores"
-        text = join_documents(read_corpus(settings.corpus, tokenizer, settings.corpus_texts, settings.seed))
-        write_stores(text, built, tokenizer, datastore="datastore" in missing)
+        tables = [own for method, own in chosen if STORES.get(method) == "trigrams"]
+        for texts in dict.fromkeys([None, *(own.get("texts") for own in tables)]):
+            orders = {own.get("order", 3) for own in tables if own.get("texts") == texts}
+            if not orders and (texts or "datastore" not in missing):
+                continue
+            read = join_documents(
+                read_corpus(settings.corpus, tokenizer, texts or settings.corpus_texts, settings.seed)
+            )
+            whole = texts is None and "datastore" in missing
+            write_stores(read, smaller_store(built, texts), tokenizer, datastore=whole, orders=orders)
         datastore, trigrams = datastore or built, trigrams or built
     return BenchOptions(
         max_new_tokens=settings.max_new_tokens,
@@ -162,6 +171,7 @@ def bench_options(
         datastore=datastore,
         trigrams=trigrams,
         samples=settings.samples,
+        cost_turns=settings.cost_turns,
     )
 
 

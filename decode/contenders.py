@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from transformers import PreTrainedModel
 
+from .errors import UserError
 from .loop import Output, System, decode
 from .methods import METHODS, SELF_SPECULATIVE, MethodOptions, Parts, build, is_lossless
 from .peers import NEEDS_DRAFT, PEERS, Peer
 from .rng import TorchRng
 from .rows import Record, Take
+from .rules import JensenShannon
 from .target import Target
 from .watch import watch_forwards
 from .workbench import BASELINE, Workbench
@@ -59,6 +63,40 @@ class Contender:
         return self.method in PEERS or is_lossless(self.method, self.rule)
 
 
+def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """A method as settings name it, ``NAME`` or ``NAME:option=value:...``, such as ``ears:beta=0.2``.
+
+    Returns:
+        The method, and the `MethodOptions` given for it alone.
+
+    Raises:
+        UserError: an unknown option, or a value of another type than the option's.
+    """
+    import yaml
+
+    method, *given = spec.split(":")
+    known, options = {f.name: getattr(MethodOptions(), f.name) for f in fields(MethodOptions)}, {}
+    for item in given:
+        key, _, text = item.partition("=")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise UserError(f"{spec!r}: unknown option {key!r}; {hint}choose one of {', '.join(known)}")
+        value = yaml.safe_load(text)
+        wanted = type(known[key]) if known[key] is not None else TYPES[key]
+        if not isinstance(value, wanted) and not (wanted is float and isinstance(value, int)):
+            raise UserError(f"{spec!r}: {key} is {text!r}, wanted a value of the type {wanted.__name__}")
+        options[key] = value
+    return method, options
+
+
+TYPES: dict[str, type] = {
+    "draft_length": int, "threshold": float, "target_acceptance": float, "exit_layer": int, "probes": str,
+    "texts": int,
+}  # fmt: skip
+"""Types of the options that are null where they are left open."""
+
+
 def with_baselines(contenders: list[Contender], temperature: float) -> list[Contender]:
     """The contenders of one temperature, the baselines first."""
     given = {c.method: c for c in reversed(contenders)}
@@ -78,19 +116,22 @@ def plan(
 ) -> list[Contender]:
     """Contenders for all combinations, with names that tell them apart.
 
-    Methods of a fixed length get one contender for each of `draft_lengths`; without any, the length that the draft was
-    exported with (``num_assistant_tokens`` of its generation config), or the method's own.
+    Methods may carry options of their own (`split_spec`). Methods of a fixed length get one contender for each of
+    `draft_lengths`; without any, the length that the draft was exported with (``num_assistant_tokens`` of its
+    generation config), or the method's own.
     """
-    base = options or MethodOptions()
     contenders = []
     for temperature in temperatures:
-        for method in methods:
+        for spec in methods:
+            method, own = split_spec(spec)
+            base = replace(options or MethodOptions(), **own)
             probe = Contender(method)
             for draft in list(drafts) if probe.needs_draft and drafts else [None]:
                 fixed = method == "generate-assistant" or (probe.needs_draft and _stop_of(method, stop) == "length")
-                lengths: Sequence[int | None] = draft_lengths if fixed and draft_lengths else [base.draft_length]
+                several = fixed and draft_lengths and "draft_length" not in own
+                lengths: Sequence[int | None] = draft_lengths if several else [base.draft_length]
                 for length in lengths:
-                    name = method
+                    name = spec.replace(":", " ")
                     if len(lengths) > 1:
                         name += f" k={length}"
                     if len(drafts) > 1 and draft is not None:
@@ -170,6 +211,12 @@ class Entrant:
         if self.contender.needs_draft or self.contender.method in {"prompt-lookup"} | SELF_SPECULATIVE:
             return int(self.systems[0].stop.window)
         return None
+
+    @property
+    def learned(self) -> dict[str, float]:
+        """Thresholds that the acceptance rule ended with, the mean over repeats."""
+        ends = [system.rule.theta for system in self.systems[:-1] if isinstance(system.rule, JensenShannon)]
+        return {"verification_threshold": sum(ends) / len(ends)} if ends else {}
 
     def take(self, ids: list[int], repeat: int, seed: int, budget: int, sample: bool = False) -> Take:
         """Write one text; repeat -1 warms up."""

@@ -53,6 +53,14 @@ class MethodOptions:
     """Draft & Verify: layers whose MLP the draft skips."""
     probes: str | None = None
     """Folder of acceptance probes (python -m probes), which also advise the options that are left open."""
+    searches: int = 150
+    """Adaptix: Monte Carlo iterations a round."""
+    adaptive: bool = True
+    """Adaptix: learn from the text; the paper's ablation does not."""
+    order: int = 3
+    """Adaptix: n of the n-grams, 2 to 4."""
+    texts: int | None = None
+    """Adaptix: use a table of so many texts of the benchmark's corpus only."""
 
 
 @dataclass
@@ -110,9 +118,17 @@ def _adaptix(best_first: bool) -> Callable[[Parts], Drafter]:
             raise UserError(
                 "adaptix needs a tri-gram table; build one with python -m decode trigrams build, give --trigrams DIR"
             )
-        return open_adaptix(parts.trigrams, parts.tokenizer, best_first=best_first)
+        options = parts.options
+        folder = smaller_store(parts.trigrams, options.texts)
+        drafter = open_adaptix(folder, parts.tokenizer, order=options.order, best_first=best_first)
+        return replace(drafter, searches=options.searches, gain=drafter.gain if options.adaptive else 0.0)
 
     return make
+
+
+def smaller_store(folder: Path, texts: int | None) -> Path:
+    """Where the tables of a part of the corpus lie, below those of all of it."""
+    return folder if texts is None else folder / f"texts-{texts}"
 
 
 def _lookahead(parts: Parts) -> Drafter:

@@ -146,6 +146,27 @@ def counts(record: Record, cost: CostModel | None, drafts_with_model: bool) -> d
     return row
 
 
+def accuracy(marks: Sequence[float]) -> dict[str, Any]:
+    """Mean score of the prompts, with its standard error."""
+    if not marks:
+        return {}
+    error = statistics.stdev(marks) / len(marks) ** 0.5 if len(marks) > 1 else None
+    return {"accuracy": statistics.fmean(marks), "accuracy_se": error}
+
+
+def by_prompt(record: Record, marks: Sequence[float]) -> list[dict[str, Any]]:
+    """What paired comparisons of two methods need: for every prompt its repeats, and the mean score of its texts."""
+    rows = []
+    for i, takes in enumerate(record.takes):
+        row: dict[str, Any] = {"tokens": [len(t.new_ids) for t in takes], "seconds": [t.seconds for t in takes]}
+        row |= {"forwards": sum(t.forwards for t in takes), "score": marks[i] if marks else None}
+        traces = [t.trace for t in takes if t.trace is not None]
+        if traces:
+            row["accepted"] = sum(sum(trace.accepted) for trace in traces)
+        rows.append(row)
+    return rows
+
+
 def analysis(record: Record) -> dict[str, Any]:
     """What a row has no room for: acceptance by position, draft lengths, seconds by phase."""
     trace = record.trace()

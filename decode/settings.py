@@ -124,7 +124,8 @@ class BenchSettings(SamplingSettings, MethodSettings, ModelSettings):
     draft: list[str] = field(default_factory=list)
     """Draft models: folders or hub names, NAME=PATH to name them in the table. Several are compared."""
     methods: list[str] = field(default_factory=list)
-    """Methods and peers to compare; empty: all that the given models and files allow."""
+    """Methods and peers to compare; empty: all that the given models and files allow. A method may carry options of its
+    own, NAME:option=value:...: ears:beta=0.2, adaptix:order=2, adaspeed:exit_layer=4, vanilla:draft_length=5."""
     peers: bool = True
     """Also run transformers' own generation: plain, with the draft as assistant, with prompt lookup."""
     draft_lengths: list[int] = field(default_factory=list)
@@ -154,6 +155,8 @@ class BenchSettings(SamplingSettings, MethodSettings, ModelSettings):
     where none is given."""
     corpus_texts: int = 20_000
     """Texts taken from each suite of the corpus."""
+    cost_turns: int = 24
+    """Measurements of c and v(n), spread over the prompts of each suite."""
     samples: int = 1
     """Prompts of each suite whose texts are kept in the report, with marks on who wrote each token."""
     allow_code_execution: bool = False

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .contenders import split_spec
 from .errors import UserError
 from .load import DTYPES, check_tokenizers, load_model, load_tokenizer
 from .methods import METHODS, PROBE_STOPS, PROBED, RULES, STOPS, MethodOptions
@@ -35,11 +36,12 @@ def check_methods(
     Raises:
         UserError: naming the nearest name, or the option that is missing.
     """
-    for method in methods:
+    for spec in methods:
+        method, own = split_spec(spec)
         _check_name("method", method, [*METHODS, *PEERS])
         if needs_draft(method) and not has_draft:
             raise UserError(f"{method} drafts with a model; give one with --draft (a folder or hub name)")
-        if method in PROBED and settings.probes is None:
+        if method in PROBED and own.get("probes", settings.probes) is None:
             raise UserError(f"{method} stops on a probe; train one with python -m probes, give --probes DIR")
         store = STORES.get(method)
         if store and not has_corpus and not dict(zip(("datastore", "trigrams"), store_folders(settings)))[store]:

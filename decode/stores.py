@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +63,7 @@ def _build(settings: StoreSettings, datastore: bool) -> None:
     tokenizer = load_tokenizer(str(settings.tokenizer), trust_remote_code=settings.trust_remote_code)
     folder, began = Path(str(settings.output)), time.perf_counter()
     text = join_documents(read_corpus(settings.input, tokenizer, settings.texts))
-    files = write_stores(text, folder, tokenizer, datastore=datastore, order=settings.order)
+    files = write_stores(text, folder, tokenizer, datastore=datastore, orders=[settings.order])
     documents = int(np.count_nonzero(text == 0))
     print(f"{documents:,} documents, {len(text) - documents:,} tokens, {time.perf_counter() - began:.1f} s")
     for file in files:
@@ -71,23 +71,28 @@ def _build(settings: StoreSettings, datastore: bool) -> None:
 
 
 def write_stores(
-    text: np.ndarray, folder: Path, tokenizer: PreTrainedTokenizerBase, *, datastore: bool = True, order: int = 3
+    text: np.ndarray,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    datastore: bool = True,
+    orders: Collection[int] = (3,),
 ) -> list[Path]:
-    """Write the n-gram table, and the datastore if wanted.
+    """Write n-gram tables, and the datastore if wanted.
 
     Args:
         text: as `decode.drafters.corpus.join_documents` returns it.
         folder: to write to.
         tokenizer: that made the ids.
         datastore: also sort all suffixes.
-        order: n of the n-grams.
+        orders: n of the n-grams of each table.
     """
     fingerprint = tokenizer_fingerprint(tokenizer)
     files = []
     with Console(stderr=True).status(f"sorting {len(text):,} tokens"):
         if datastore:
             files.append(build(_documents(text), folder, fingerprint))
-        files.append(save_ngram_table(text, folder, fingerprint, order=order))
+        files += [save_ngram_table(text, folder, fingerprint, order=order) for order in sorted(orders)]
     return files
 
 

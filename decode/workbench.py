@@ -44,6 +44,7 @@ class BenchOptions:
         trigrams: folder of an Adaptix table.
         samples: prompts of each suite whose texts are kept with their marks.
         costs: measure c and v(n), which `predicted_speedup` needs.
+        cost_turns: measurements of the costs, spread over a block's prompts (a few of them come first).
     """
 
     max_new_tokens: int = 128
@@ -57,6 +58,7 @@ class BenchOptions:
     trigrams: Path | None = None
     samples: int = 1
     costs: bool = True
+    cost_turns: int = 24
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "repeats"):

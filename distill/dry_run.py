@@ -9,7 +9,6 @@ files are word problems in their place.
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 import string
 from pathlib import Path
@@ -17,42 +16,17 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from decode.dry_run import row_with, write_rows
 from decode.errors import UserError
-from decode.suites.arithmetic import problems
+from decode.shapes import family_of
 from decode.suites.presets import PRESETS
 from distill.data import DataSettings, load_corpus
 from distill.models import build_model
 from distill.settings import Architecture, ModelSettings, Settings, TrainingSettings
 
-FAMILIES = {
-    "pythia": "gpt_neox",
-    "neox": "gpt_neox",
-    "phi-3": "phi3",
-    "phi-4": "phi3",
-    "phi": "phi",
-    "codegen": "codegen",
-    "gpt-j": "gptj",
-    "gpt2": "gpt2",
-    "opt-": "opt",
-    "qwen3": "qwen3",
-    "qwen": "qwen2",
-    "mixtral": "mixtral",
-    "mistral": "mistral",
-    "gemma-2": "gemma2",
-    "gemma": "gemma",
-    "olmo-2": "olmo2",
-    "smollm3": "smollm3",
-    "stablelm": "stablelm",
-    "vicuna": "llama",
-    "smollm": "llama",
-    "llama": "llama",
-}
-"""Model family by a part of the name, the first that fits; for models whose configuration is not on this machine."""
-
 STEPS = 4
-TEXT_COLUMNS = ("prompt", "question", "instruction", "input", "text", "article", "document")
 
 
 def shrink(settings: Settings, console: Console | None = None) -> Settings:
@@ -77,8 +51,11 @@ def shrink(settings: Settings, console: Console | None = None) -> Settings:
         if model.model is None:
             model.architecture = _shape(model.architecture.model_type, width, layers, model.architecture)
         else:
-            family = _family(model.model, console)
-            model.model = _save(_shape(family, width, layers), tokenizer, folder / "models" / stage)
+            family, grouped, told = family_of(model.model)
+            if told:
+                console.print(f"  {told}", highlight=False)
+            shape = _shape(family, width, layers, grouped=grouped)
+            model.model = _save(shape, tokenizer, folder / "models" / stage)
         _shorten(model.training)
     _shorten(small.reference.training)
     small.reference.examples = 16
@@ -99,9 +76,12 @@ def _shorten(training: TrainingSettings) -> None:
     training.warmup_steps = min(1, training.warmup_steps)
 
 
-def _shape(family: str, width: int, layers: int, like: Architecture | None = None) -> Architecture:
+def _shape(
+    family: str, width: int, layers: int, like: Architecture | None = None, *, grouped: bool = False
+) -> Architecture:
     """A tiny model of a family; grouped-query attention, tying and extra fields as in ``like``."""
-    grouped = like is not None and like.kv_heads is not None and like.kv_heads < like.heads
+    if like is not None:
+        grouped = like.kv_heads is not None and like.kv_heads < like.heads
     return Architecture(
         model_type=family,
         hidden_size=width,
@@ -112,20 +92,6 @@ def _shape(family: str, width: int, layers: int, like: Architecture | None = Non
         tie_embeddings=like is None or like.tie_embeddings,
         extra=dict(like.extra) if like else {},
     )
-
-
-def _family(model: str, console: Console) -> str:
-    """The family of a model: from its configuration if it is on this machine, otherwise from its name."""
-    try:
-        return str(AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().model_type)
-    except (OSError, ValueError):
-        name = model.lower()
-    for part, family in FAMILIES.items():
-        if part in name:
-            console.print(f"  {model} is not on this machine; a tiny {family} stands for it", highlight=False)
-            return family
-    console.print(f"  {model} is not on this machine and of a family unknown here; a tiny llama stands for it")
-    return "llama"
 
 
 def _save(shape: Architecture, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
@@ -151,18 +117,8 @@ def _shrink_data(data: DataSettings, folder: Path, console: Console) -> None:
     if local:
         return
     console.print(f"  word problems stand for the rows of {data.source}", highlight=False)
-    folder.mkdir(parents=True)
-    for split in ("train", "validation", "test"):
-        rows = [
-            stand_in(data, problem.question, problem.solution, number)
-            for number, problem in enumerate(problems(0, split, 48 if split == "train" else 8))
-        ]
-        if data.source == "mbpp":  # its task numbers say the split
-            first = {"test": 11, "validation": 511, "train": 601}[split]
-            rows = [row | {"task_id": first + number} for number, row in enumerate(rows)]
-        path = folder / f"{split}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        setattr(data, f"{split}_file", str(path))
+    files = write_rows(folder, data.source, lambda *problem: stand_in(data, *problem))
+    data.train_file, data.validation_file, data.test_file = (str(files[s]) for s in ("train", "validation", "test"))
 
 
 def stand_in(data: DataSettings, question: str, solution: str, number: int) -> dict[str, Any]:
@@ -174,19 +130,7 @@ def stand_in(data: DataSettings, question: str, solution: str, number: int) -> d
         return {data.messages_column: chat, "messages": chat}
     if data.kind == "text":
         return {data.text_column: f"{question}\n{solution}"}
-    special = {
-        "test_list": ["assert True"],
-        "task_id": number,
-        "choices": ["1", "2", "3", "4"],
-        "turns": [question],
-        "category": "word problems",
-    }
-    row = {name: special.get(name, question if name in TEXT_COLUMNS else solution) for name in columns}
-    if data.source == "mmlu":
-        row["answer"] = 0
-    if "category" in columns:  # the multi-turn sets, whose first turn is the prompt
-        row["turns"] = [question]
-    return row or {"prompt": question, "response": solution}
+    return row_with(columns, data.source, question, solution, number)
 
 
 def _fields(template: str | None) -> list[str]:

@@ -18,16 +18,8 @@ from transformers import (
 
 from decode.errors import UserError
 from decode.load import load_model
+from decode.shapes import config_for
 from distill.settings import Architecture, ModelSettings
-
-GPT2_NAMES = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "intermediate_size": "n_inner",
-    "max_position_embeddings": "n_positions",
-}
-"""How the families that descend from GPT-2 call their dimensions."""
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """What a model and its tokenizer need of a Hub repository."""
@@ -39,29 +31,19 @@ def build_config(shape: Architecture, vocab: int, tokenizer: PreTrainedTokenizer
     Raises:
         UserError: A family that transformers does not know, or fields that it refuses.
     """
-    inner = shape.intermediate_size or -(-shape.hidden_size * 8 // 96) * 32
-    values: dict[str, Any] = {
-        "hidden_size": shape.hidden_size,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads or shape.heads,
-        "intermediate_size": inner,
-        "max_position_embeddings": shape.positions,
-        "tie_word_embeddings": shape.tie_embeddings,
-        "vocab_size": vocab,
-        **{name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
-    }
-    if shape.model_type in ("gpt2", "codegen", "gptj"):
-        values = {GPT2_NAMES.get(key, key): value for key, value in values.items() if key != "num_key_value_heads"}
-        if shape.model_type != "gpt2":
-            values["rotary_dim"] = shape.hidden_size // shape.heads
-    elif shape.model_type.startswith(("qwen3", "gemma")):
-        values["head_dim"] = shape.hidden_size // shape.heads
-    try:
-        return AutoConfig.for_model(shape.model_type, **(values | shape.extra))
-    except (ValueError, TypeError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"architecture.model_type {shape.model_type!r} cannot be built: {first}") from error
+    return config_for(
+        shape.model_type,
+        width=shape.hidden_size,
+        layers=shape.layers,
+        heads=shape.heads,
+        vocab=vocab,
+        kv_heads=shape.kv_heads,
+        inner=shape.intermediate_size,
+        positions=shape.positions,
+        tied=shape.tie_embeddings,
+        tokenizer=tokenizer,
+        extra=shape.extra,
+    )
 
 
 def build_model(

@@ -396,3 +396,25 @@ def test_the_ratios_name_the_fastest_lossless_method(bench):
     assert len(told) == 2
     assert told[0].startswith("toy, greedy: without a draft ")
     assert "× generate(assistant_model=…)" in told[0]
+
+
+def test_methods_may_carry_options_of_their_own(models):
+    _, draft = models
+    methods = ["ears:beta=0.2", "vanilla:draft_length=5", "vanilla", "adaptix:adaptive=false"]
+    planned = plan(methods, {"d": draft}, draft_lengths=[3], options=MethodOptions(beta=0.05))
+    assert [c.name for c in planned] == [m.replace(":", " ") for m in methods]
+    assert [c.options.beta for c in planned] == [0.2, 0.05, 0.05, 0.05]
+    assert [c.options.draft_length for c in planned] == [3, 5, 3, None]
+    assert [c.options.adaptive for c in planned] == [True, True, True, False]
+
+
+def test_prompts_are_kept_for_paired_comparisons(bench):
+    for detail in bench.analysis:
+        row = next(r for r in bench.rows if all(r[k] == detail[k] for k in ("name", "suite", "temperature")))
+        prompts = detail["prompts"]
+        assert len(prompts) == row["prompts"]
+        assert sum(sum(p["tokens"]) for p in prompts) == row["tokens"]
+        assert sum(p["score"] for p in prompts) / len(prompts) == pytest.approx(row["accuracy"])
+        assert ("accepted" in prompts[0]) != row["peer"]
+    learned = {d["name"] for d in bench.analysis if d.get("verification_threshold") is not None}
+    assert learned == {"adasd"}

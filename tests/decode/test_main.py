@@ -108,6 +108,28 @@ def test_a_mistyped_configuration_is_told(tmp_path, capsys, content, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_configuration_may_build_on_another(tmp_path):
+    (tmp_path / "below").mkdir()
+    lowest = tmp_path / "below" / "a.yaml"
+    lowest.write_text("name: a\ndata: {source: gsm8k}\nbench: {target: T, limit: 3, methods: [vanilla, ears]}\n")
+    (tmp_path / "below" / "b.yaml").write_text("base: a.yaml\nname: b\nbench: {limit: 4}\n")
+    top = tmp_path / "c.yaml"
+    top.write_text("base: below/b.yaml\nbench: {methods: [adasd]}\n")
+    settings = _configured(["--config", str(top)], top)
+    assert (settings.target, settings.limit, settings.methods) == ("T", 4, ["adasd"])
+    assert (settings.suite, settings.output) == (["gsm8k"], "runs/b")
+
+
+def test_mistakes_in_a_file_that_another_builds_on_are_told(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("base: b.yaml\nbench: {limt: 3}\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    assert main(["bench", "--config", str(tmp_path / "b.yaml")]) == 2
+    assert "'base' is 'b.yaml', wanted the path of another configuration file" in capsys.readouterr().err
+    (tmp_path / "b.yaml").write_text("base: none.yaml\n")
+    assert main(["bench", "--config", str(tmp_path / "b.yaml")]) == 2
+    assert "none.yaml" in capsys.readouterr().err
+
+
 def test_the_suite_follows_the_training_data(tmp_path):
     assert default_suites(None) == ["arithmetic"]
     assert default_suites({"source": "gsm8k", "test_file": "t.jsonl"}) == ["gsm8k=t.jsonl"]
@@ -125,6 +147,8 @@ def test_the_suite_follows_the_training_data(tmp_path):
         (["generate", "--temprature", "1"], "nearest known key is 'temperature'"),
         (["generate", "--target", "no/such/folder", "--prompt", "x"], "there is no such folder"),
         (["bench", "--target", "t", "--methods", "vanila"], "did you mean 'vanilla'"),
+        (["bench", "--target", "t", "--methods", "ears:bta=0.2"], "unknown option 'bta'; did you mean 'beta'"),
+        (["bench", "--target", "t", "--methods", "ears:beta=x"], "wanted a value of the type float"),
         (["bench", "--target", "t", "--methods", "lookahead", "--suite", "gsm"], "unknown suite 'gsm'"),
         (["bench", "--target", "t", "--methods", "rest"], "python -m decode datastore build"),
         (["bench"], "--target is missing"),

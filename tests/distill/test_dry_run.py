@@ -6,11 +6,12 @@ import pytest
 from rich.console import Console
 
 from decode.cli import parse
+from decode.shapes import FAMILIES
 from decode.suites.presets import PRESETS
 from distill import dry_run
 from distill.__main__ import FOREIGN
 from distill.data import DataSettings
-from distill.dry_run import FAMILIES, shrink, stand_in
+from distill.dry_run import shrink, stand_in
 from distill.models import Head, build_model, check_head, count_parameters
 from distill.pipeline import run_pipeline, run_stages
 from distill.run import Run
