@@ -1,18 +1,18 @@
-"""Losses per token between the target's distribution p and the draft's q.
+"""Losses of gathered rows, one a label token: next tokens, and the plain form of the distillation loss.
 
-Every function takes gathered rows, one a label token, and returns one float32 value a row, so that selection,
-normalisation and metrics can be put on top. Rows are cast to float32: log-probabilities in half precision lose the
-differences that selection ranks by.
+`token_loss` builds every log-probability and leaves the gradient to autograd. `distill.fused` computes the same
+without keeping them; this is what it is tested against.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from distill.divergences import Divergence, Pair
 
 IGNORE = -100
 
@@ -23,56 +23,39 @@ class TokenLoss:
 
     Attributes:
         divergence: The loss per token; carries the gradient.
-        cross_entropy: -Σ p log q, detached. KL(p‖q) - KL(p‖r) is the difference of two of these.
         alpha: Σ min(p, q), the chance that the target accepts a token drawn from q, detached.
         agreement: 1 where both have the same most probable token, detached.
     """
 
     divergence: Tensor
-    cross_entropy: Tensor
     alpha: Tensor
     agreement: Tensor
 
 
-def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p‖q) = Σ p (log p - log q): covers every token that the target may choose. ``[rows, vocab] -> [rows]``."""
-    return functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+def log_probs(logits: Tensor, vocab: int, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities of the first ``vocab`` ids ``[rows, vocab]``, in float32 (float64 stays).
+
+    Log-probabilities in half precision lose the differences that selection ranks by.
+    """
+    wide = logits[:, :vocab].to(torch.promote_types(logits.dtype, torch.float32))
+    return (wide if temperature == 1.0 else wide / temperature).log_softmax(-1)
 
 
-DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"forward_kl": forward_kl}
-"""Loss per token from log p and log q, by name."""
-
-
-def token_loss(target_logits: Tensor, draft_logits: Tensor, divergence: str = "forward_kl") -> TokenLoss:
+def token_loss(target_logits: Tensor, draft_logits: Tensor, divergence: Divergence | None = None) -> TokenLoss:
     """Divergence of every row, with what else the two distributions tell.
 
     Args:
         target_logits: ``[rows, vocab]`` of the target; no gradient is taken.
         draft_logits: ``[rows, vocab]`` of the draft. A vocabulary larger than the other's by padding is cut: ids
             that only one model has are never drafted or never accepted.
-        divergence: A key of `DIVERGENCES`.
+        divergence: Which one; None: forward KL.
     """
-    shared = min(target_logits.shape[-1], draft_logits.shape[-1])
-    log_p = target_logits.detach()[:, :shared].float().log_softmax(-1)
-    log_q = draft_logits[:, :shared].float().log_softmax(-1)
-    loss = DIVERGENCES[divergence](log_p, log_q)
-    with torch.no_grad():
-        p = log_p.exp()
-        return TokenLoss(
-            divergence=loss,
-            cross_entropy=-(p * log_q).sum(-1),
-            alpha=torch.minimum(p, log_q.exp()).sum(-1),
-            agreement=(log_p.argmax(-1) == log_q.argmax(-1)).float(),
-        )
-
-
-def delta(draft_cross_entropy: Tensor, reference_cross_entropy: Tensor) -> Tensor:
-    """ΔL = KL(p‖q) - KL(p‖r) per token: how far the draft is behind the reference.
-
-    The target's entropy is in both terms and cancels, so two cross-entropies suffice, and the reference's one is a
-    constant of the data that can be computed once.
-    """
-    return draft_cross_entropy - reference_cross_entropy
+    divergence = divergence or Divergence()
+    vocab = min(target_logits.shape[-1], draft_logits.shape[-1])
+    log_p = log_probs(target_logits.detach(), vocab, divergence.temperature)
+    log_q = log_probs(draft_logits, vocab, divergence.temperature)
+    apart = Pair(log_p, log_q.detach())
+    return TokenLoss(divergence.loss(Pair(log_p, log_q)), apart.alpha, apart.agreement())
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -123,12 +124,32 @@ class Head(nn.Module):
         )
         self.cap = getattr(config, "final_logit_softcapping", None)
 
+    @property
+    def vocab(self) -> int:
+        """Ids that have a logit."""
+        return int(self.linear.weight.shape[0])
+
     def forward(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden] -> [rows, vocab]``."""
-        logits = self.linear(hidden)
-        if self.scale != 1.0:
-            logits = logits * self.scale
+        return self.finish(self.linear(hidden))
+
+    def first(self, hidden: Tensor, vocab: int) -> Tensor:
+        """The logits of the first ``vocab`` ids only, ``[rows, vocab]``."""
+        if vocab == self.vocab:
+            return self(hidden)
+        bias = self.linear.bias
+        return self.finish(
+            functional.linear(hidden, self.linear.weight[:vocab], None if bias is None else bias[:vocab])
+        )
+
+    def finish(self, products: Tensor) -> Tensor:
+        """Multiplier and soft-capping, on the linear layer's output."""
+        logits = products if self.scale == 1.0 else products * self.scale
         return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Derivative of `finish` where it gave these logits: one number, or as many."""
+        return self.scale * (1 - (logits / self.cap).square()) if self.cap else self.scale
 
 
 def last_hidden(model: PreTrainedModel, input_ids: Tensor, mask: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import lightning as L
 import torch
@@ -13,12 +13,14 @@ from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from distill.batches import Batch
+from distill.fused import LossRows, can_fuse, fused_loss, plain_loss
 from distill.layerskip import LayerSkip
-from distill.losses import delta, label_mask, next_token_loss, token_loss
+from distill.losses import label_mask, next_token_loss
 from distill.models import Head, last_hidden
+from distill.objective import Objective
 from distill.optimizers import make_optimizer, make_schedule
-from distill.selection import Selection
 from distill.settings import TrainingSettings
+from distill.teacher import Target
 
 
 class Module(L.LightningModule):
@@ -51,10 +53,20 @@ class Module(L.LightningModule):
         self._head = [Head(model)]  # in a list: its weights are the model's, not to be counted twice
         self._sums: Tensor | None = None
 
+    @property
+    def due(self) -> bool:
+        """Whether this step's values are logged."""
+        return self.global_step % self.log_every == 0
+
+    def hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Last hidden states ``[rows, hidden]`` where a label is predicted, and those positions ``[batch, time]``."""
+        mask = label_mask(batch["labels"])
+        return last_hidden(self.model, batch["input_ids"], mask), mask
+
     def rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits ``[rows, vocab]`` where a label is predicted, and the mask ``[batch, time]`` of those positions."""
-        mask = label_mask(batch["labels"])
-        return self._head[0](last_hidden(self.model, batch["input_ids"], mask)), mask
+        hidden, mask = self.hidden(batch)
+        return self._head[0](hidden), mask
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The settings' optimiser and its learning-rate schedule."""
@@ -70,7 +82,7 @@ class Module(L.LightningModule):
     def report(self, loss: Tensor, **values: Tensor) -> None:
         """Logs the values of this step if one is due, and stops a run whose loss is no number."""
         self.last_loss = loss.detach()
-        if self.global_step % self.log_every:
+        if not self.due:
             return
         value = loss.item()
         if value != value:
@@ -151,9 +163,9 @@ class DistillModule(Module):
 
     Args:
         model: The draft.
-        target: Where the target's logits come from.
-        divergence: A key of `distill.losses.DIVERGENCES`.
-        selection: AdaSPEC's token selection, for which batches carry ``reference_ce``; None takes every token.
+        target: Where the target's distributions come from.
+        objective: The loss per token and which tokens count. With a selection batches carry ``reference_loss``.
+        fused: Compute the loss in chunks, without the logits of all rows (see `distill.fused`).
 
     Attributes:
         selected: How often each token id was selected, ``[vocab]``; None without a selection.
@@ -169,43 +181,51 @@ class DistillModule(Module):
         training: TrainingSettings,
         steps: int,
         *,
-        target: Any,
-        divergence: str = "forward_kl",
-        selection: Selection | None = None,
+        target: Target,
+        objective: Objective | None = None,
+        fused: bool = True,
         seed: int = 0,
         log_every: int = 20,
     ) -> None:
         super().__init__(model, training, steps, seed=seed, log_every=log_every)
-        self.target, self.divergence, self.selection = target, divergence, selection
+        self.target, self.objective = target, objective or Objective()
+        self.compute = fused_loss if fused and can_fuse(self._head[0]) else plain_loss
         vocab = int(model.get_input_embeddings().num_embeddings)
-        self.register_buffer("selected", None if selection is None else torch.zeros(vocab, dtype=torch.long))
+        empty = None if self.objective.selection is None else torch.zeros(vocab, dtype=torch.long)
+        self.register_buffer("selected", empty)
 
     def on_fit_start(self) -> None:
         """Moves the frozen target to this rank's device."""
         self.target.to(self.device)
 
+    def loss_rows(self, batch: Batch, objective: Objective, *, metrics: bool) -> tuple[LossRows, Tensor]:
+        """The loss of a batch's label rows, and where they are, ``[batch, time]``."""
+        hidden, mask = self.hidden(batch)
+        task = objective.task(self.global_step, batch, mask, metrics=metrics)
+        return self.compute(hidden, self._head[0], self.target.rows(batch, mask), task), mask
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Divergence summed over the selected tokens and normalised (paper, training objective)."""
-        draft_logits, mask = self.rows(batch)
-        tokens = token_loss(self.target.logits(batch, mask), draft_logits, self.divergence)
-        losses, count = tokens.divergence, len(tokens.divergence)
-        if self.selection is None:
-            loss = losses.sum() / max(1, count)
-        else:
-            chosen = self.selection.choose(delta(tokens.cross_entropy, batch["reference_ce"]), mask.nonzero()[:, 0])
-            labels = batch["labels"].roll(-1, 1)[mask][chosen]
+        found, mask = self.loss_rows(batch, self.objective, metrics=self.due)
+        divisor = max(1, len(found.losses))
+        if self.objective.selection is not None:
+            assert found.chosen is not None
             assert self.selected is not None
+            labels = batch["labels"].roll(-1, 1)[mask][found.chosen]
             self.selected += torch.bincount(labels, minlength=len(self.selected))
-            loss = self.selection.normalise(losses[chosen], count)
-        self.report(loss, alpha=tokens.alpha.mean(), kl_all=losses.detach().mean())
+            divisor = self.objective.selection.divisor(len(labels), divisor)
+        loss = found.total / divisor
+        values = {} if found.alpha is None else {"alpha": found.alpha.mean(), "loss_all": found.losses.mean()}
+        self.report(loss, **values)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds up divergence, alpha and top-1 agreement over all label tokens, whatever the selection."""
-        draft_logits, mask = self.rows(batch)
-        tokens = token_loss(self.target.logits(batch, mask), draft_logits, self.divergence)
-        count = torch.tensor(float(len(tokens.alpha)), device=self.device)
-        self.add(tokens.divergence.sum(), tokens.alpha.sum(), tokens.agreement.sum(), count)
+        found, _ = self.loss_rows(batch, Objective(self.objective.divergence), metrics=True)
+        assert found.alpha is not None
+        assert found.agreement is not None
+        count = torch.tensor(float(len(found.losses)), device=self.device)
+        self.add(found.losses.sum(), found.alpha.sum(), found.agreement.sum(), count)
 
     def on_validation_epoch_end(self) -> None:
         """Publishes divergence, alpha and agreement."""

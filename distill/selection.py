@@ -41,9 +41,9 @@ class Selection:
         parts = [start + top_share(part, self.k) for start, part in zip(starts, delta.split(counts))]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device=delta.device)
 
-    def normalise(self, selected: Tensor, rows: int) -> Tensor:
-        """The loss from the selected tokens' losses ``[chosen]`` and the number of all label tokens."""
-        return selected.sum() / max(1, len(selected) if self.normalisation == "paper" else rows)
+    def divisor(self, selected: int, rows: int) -> int:
+        """What the selected tokens' summed loss is divided by, from their number and that of all label tokens."""
+        return max(1, selected if self.normalisation == "paper" else rows)
 
 
 def top_share(values: Tensor, k: float) -> Tensor:

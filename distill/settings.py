@@ -7,6 +7,7 @@ from typing import Literal
 
 from decode.errors import UserError
 from distill.data.settings import DataSettings
+from distill.divergences import LOSSES, Divergence, DivergenceName
 from distill.export import ExportSettings
 from distill.model_settings import (
     Architecture,
@@ -49,21 +50,43 @@ class DistillSettings:
     examples: int | None = None
     """Training examples used for distillation (the first ones); null: all. Many passes over few examples is the
     regime of the AdaSPEC paper, and lets the target's signal be computed once."""
-    divergence: str = "forward_kl"
-    """Loss per token between target p and draft q: forward_kl is KL(p || q)."""
+    divergence: DivergenceName = "forward_kl"
+    """Loss per token between target p and draft q. forward_kl: KL(p || q), the papers' and the safe choice.
+    reverse_kl: KL(q || p). jsd: between the two (jsd_beta). tv: 1 - alpha, the acceptance itself, which learns little
+    from a cold start. neg_log_alpha: -log alpha. lk_hybrid: KL while far apart, tv when near. kl_tv: KL + tv_weight*tv.
+    AdaSPEC measures its loss differences in the same."""
+    jsd_beta: float = 0.5
+    """Of jsd: the target's share in the mixture it compares both with; near 0 it behaves as forward_kl."""
+    tv_weight: float = 2.0
+    """Of kl_tv: how much total variation counts beside the KL."""
+    temperature: float = 1.0
+    """Both models' logits are divided by it in the loss: the temperature at which the draft will be used. Training
+    and validation alpha are those at this temperature."""
     signal: Signal = "hidden"
     """The target's signal. hidden: its last hidden states at label positions are computed once and kept on disk
     (exact; hidden_size x 4 bytes a token). recompute: a forward pass of the target every step, no disk."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
     """Length, batches and optimiser of the reference; AdaSPEC's follow from them and draft.iso."""
 
-    def validate(self) -> None:
-        """Check the divergence's name and the counts."""
-        from distill.losses import DIVERGENCES
+    def loss(self, name: DivergenceName | None = None) -> Divergence:
+        """The divergence of this name (None: the one set) with the parameters set."""
+        return Divergence(name or self.divergence, self.jsd_beta, self.tv_weight, self.temperature)
 
+    def validate(self) -> None:
+        """Check the divergence with its parameters, and the counts."""
         self.training.validate("reference.training")
-        if self.divergence not in DIVERGENCES:
-            raise UserError(f"reference.divergence is {self.divergence!r}; known are {', '.join(DIVERGENCES)}")
+        if self.divergence not in LOSSES:
+            raise UserError(f"reference.divergence is {self.divergence!r}; known are {', '.join(LOSSES)}")
+        if not 0 < self.jsd_beta < 1:
+            raise UserError(
+                f"reference.jsd_beta is {self.jsd_beta}, wanted a number between 0 and 1, such as 0.5; the ends are "
+                "the divergences forward_kl and reverse_kl"
+            )
+        if self.tv_weight < 0 or self.temperature <= 0:
+            raise UserError(
+                f"reference.tv_weight is {self.tv_weight} and reference.temperature {self.temperature}: wanted 0 or "
+                "more, and a number above 0"
+            )
         if self.examples is not None and self.examples < 1:
             raise UserError(f"reference.examples is {self.examples}, wanted 1 or more, or null for all")
 
@@ -161,6 +184,10 @@ class TrainerSettings:
     """Lightning's strategy: auto, ddp, fsdp, ..."""
     precision: str = "32-true"
     """Lightning's precision: 32-true; bf16-mixed on GPUs that have bfloat16 (losses stay in float32)."""
+    fused_loss: bool = True
+    """Compute the distillation loss in chunks of rows, with its gradient in closed form and only for the selected
+    tokens: several times faster, and memory of a chunk instead of all tokens times the vocabulary. false: the plain
+    form, by autograd on whole logits, to check it against."""
     gradient_clip: float = 1.0
     """Largest norm of the gradient; 0: not clipped."""
     checkpoint_every: int = 200

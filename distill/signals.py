@@ -3,7 +3,8 @@
 Two arrays hold what AdaSPEC needs of the target p and the reference r, a row a label token:
 
 - ``target_hidden``: the target's last hidden state; logits are its head times that, exactly as recomputed.
-- ``reference_ce``: -Σ p log r in float32. With it ΔL = CE(p, q) - CE(p, r) needs no reference model any more.
+- ``reference_loss``: the reference's divergence D(p, r) in float32. With it ΔL = D(p, q) - D(p, r) needs no reference
+  model any more.
 
 A file is written beside its place and renamed when complete. The description next to it holds the fingerprint of
 what it was made from and a checksum of its bytes; a file that does not agree with it is made again.
@@ -20,14 +21,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from distill.batches import EvalBatches, Rows
+from distill.divergences import Divergence
 from distill.files import checksum, write_json
-from distill.losses import label_mask, token_loss
+from distill.fused import Task, fused_loss
+from distill.losses import label_mask
 from distill.models import Head, last_hidden
+from distill.teacher import Target
 
 Array = NDArray[np.float32]
 
@@ -81,46 +84,18 @@ def target_hidden(target: PreTrainedModel, rows: Rows, path: Path, fingerprint: 
     return cached(path, fingerprint, (rows.label_count, width), _hidden_parts(target, rows, batch_size))
 
 
-def reference_ce(
+def reference_loss(
     reference: PreTrainedModel,
     target: Target,
     rows: Rows,
     path: Path,
     fingerprint: str,
+    divergence: Divergence | None = None,
     batch_size: int = 16,
 ) -> Array:
-    """-Σ p log r of the reference at every label token, ``[label tokens]`` in float32."""
-    return cached(path, fingerprint, (rows.label_count,), _ce_parts(reference, target, rows, batch_size))
-
-
-class Target:
-    """The frozen target as a source of logits for label rows, from cached hidden states or by a forward pass.
-
-    Not an ``nn.Module`` on purpose: the target is in no checkpoint, no optimiser and no distributed wrapper.
-
-    Args:
-        model: The target. With cached hidden states only its head stays referenced.
-        cached: Whether batches carry ``target_hidden``.
-    """
-
-    def __init__(self, model: PreTrainedModel, *, cached: bool) -> None:
-        model.eval().requires_grad_(False)
-        self.head = Head(model)
-        self.model = None if cached else model
-
-    def to(self, device: torch.device) -> None:
-        """Moves the weights there."""
-        self.head.to(device)
-        if self.model is not None:
-            self.model.to(device)
-
-    @torch.no_grad()
-    def logits(self, batch: dict[str, Tensor], mask: Tensor) -> Tensor:
-        """Logits ``[rows, vocab]`` of the label rows of a batch."""
-        weight = self.head.linear.weight
-        if self.model is None:
-            return self.head(batch["target_hidden"].to(weight.dtype))
-        return self.head(last_hidden(self.model, batch["input_ids"], mask))
+    """D(p, r) of the reference r at every label token, ``[label tokens]`` in float32; D is forward KL by default."""
+    parts = _loss_parts(reference, target, rows, divergence or Divergence(), batch_size)
+    return cached(path, fingerprint, (rows.label_count,), parts)
 
 
 @torch.inference_mode()
@@ -135,16 +110,18 @@ def _hidden_parts(target: PreTrainedModel, rows: Rows, batch_size: int) -> Itera
 
 
 @torch.inference_mode()
-def _ce_parts(reference: PreTrainedModel, target: Target, rows: Rows, batch_size: int) -> Iterator[tuple[slice, Array]]:
+def _loss_parts(
+    reference: PreTrainedModel, target: Target, rows: Rows, divergence: Divergence, batch_size: int
+) -> Iterator[tuple[slice, Array]]:
     reference.eval()
     head, device = Head(reference), reference.device
     target.to(device)
     for examples in EvalBatches(rows, batch_size, pad_id=0).indices():
         batch = {name: values.to(device) for name, values in rows.batch(examples, 0).items()}
         mask = label_mask(batch["labels"])
-        logits = head(last_hidden(reference, batch["input_ids"], mask))
-        values = token_loss(target.logits(batch, mask), logits).cross_entropy
-        yield from _scatter(rows, examples, values.cpu().numpy())
+        hidden = last_hidden(reference, batch["input_ids"], mask)
+        found = fused_loss(hidden, head, target.rows(batch, mask), Task(divergence, metrics=False))
+        yield from _scatter(rows, examples, found.losses.cpu().numpy())
 
 
 def _scatter(rows: Rows, examples: NDArray[np.int64], values: Array) -> Iterator[tuple[slice, Array]]:

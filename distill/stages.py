@@ -7,7 +7,7 @@ the results in their folders.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from distill.fit import Segments, fit
 from distill.layerskip import LayerSkip
 from distill.models import Head, check_head, count_parameters, obtain, ready, source_folder, with_adapter
 from distill.modules import CausalLMModule, DistillModule, Module, token_counts
+from distill.objective import Objective
 from distill.run import Run, StageRecord, account_of
 from distill.selection import Selection
 from distill.settings import (
@@ -36,6 +37,7 @@ from distill.settings import (
     TargetSettings,
     TrainingSettings,
 )
+from distill.teacher import Target
 from distill.tracking import for_stage
 
 MOST_SELECTED = 100
@@ -162,7 +164,7 @@ class Bench:
         """A draft, from the initial one: by DistillSpec (``adaspec`` is None), by AdaSPEC, or for comparison."""
         started = time.monotonic()
         settings = self.settings.reference
-        training, selection, reference = settings.training, None, None
+        training, objective, reference = settings.training, Objective(settings.loss()), None
         plan = plan_reference(training, len(self.examples))
         if adaspec is not None:
             reference = self.run.record("reference")
@@ -170,17 +172,18 @@ class Bench:
             training = TrainingSettings(**{**vars(training), "lr": adaspec.lr or training.lr})
             if not (isinstance(adaspec, ComparisonSettings) and adaspec.method == "distillspec"):
                 selection = Selection(adaspec.k, adaspec.scope, adaspec.normalisation)
+                objective = replace(objective, selection=selection)
         model = load_model(self.run.path("initial"), dtype="float32").train()
         check_head(model, Head(model))
-        target, train, validation = self._signals(with_reference=selection is not None)
+        target, train, validation = self._signals(objective)
         self._say_size(model, model.num_parameters())
         module = DistillModule(
             model,
             training,
             plan.steps,
             target=target,
-            divergence=settings.divergence,
-            selection=selection,
+            objective=objective,
+            fused=self.settings.trainer.fused_loss,
             seed=self.settings.seed,
             log_every=self.settings.trainer.log_every,
         )
@@ -188,9 +191,8 @@ class Bench:
         prepared = time.monotonic() - started
         history, seconds = self._fit(stage, key, module, train, validation, schedule, plan, training)
         chosen = None if module.selected is None else int(module.selected.sum())
-        used = account(
-            plan, train, schedule, chosen, account_of(reference) if selection is not None and reference else None
-        )
+        before = account_of(reference) if reference is not None and objective.selection is not None else None
+        used = account(plan, train, schedule, chosen, before)
         record = StageRecord(
             key,
             parameters=model.num_parameters(),
@@ -201,7 +203,7 @@ class Bench:
         )
         return Made(record, ready(model, self.corpus.tokenizer), self.corpus.tokenizer)
 
-    def _signals(self, *, with_reference: bool) -> tuple[signals.Target, Rows, Rows]:
+    def _signals(self, objective: Objective) -> tuple[Target, Rows, Rows]:
         """The target as a source of logits, and train and validation examples with the cached values they need."""
         settings, folder = self.settings.reference, self.run.work / "signals"
         model = load_model(self.run.target, dtype=self.settings.target.dtype)
@@ -218,14 +220,20 @@ class Bench:
                     rows.signals["target_hidden"] = signals.target_hidden(
                         model, rows, folder / f"target_hidden_{name}.npy", fingerprint(*key, name, len(rows))
                     )
-        target = signals.Target(model, cached=settings.signal == "hidden")
-        if with_reference:
+        target = Target(model, cached=settings.signal == "hidden")
+        if objective.selection is not None:
             record = self.run.record("reference")
             assert record is not None
-            with self.console.status("  the reference's cross-entropies"):
+            with self.console.status("  the reference's losses"):
                 reference = load_model(self.run.path("reference"), dtype="float32").to(self._device())
-                train.signals["reference_ce"] = signals.reference_ce(
-                    reference, target, train, folder / "reference_ce.npy", fingerprint(*key, record.fingerprint)
+                ranking = objective.ranking
+                train.signals["reference_loss"] = signals.reference_loss(
+                    reference,
+                    target,
+                    train,
+                    folder / f"reference_{ranking.name}.npy",
+                    fingerprint(*key, record.fingerprint, vars(ranking)),
+                    ranking,
                 )
         return target, train, validation
 

@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from distill import signals
 from distill.batches import Rows
+from distill.divergences import Divergence
 from distill.losses import IGNORE, token_loss
 from distill.models import Head, last_hidden
+from distill.teacher import Target
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -49,13 +51,14 @@ def test_hidden_states_are_those_of_every_example_alone(tiny: Tiny, rows: Rows, 
     assert np.allclose(got, one_by_one(model, rows), atol=1e-5)
 
 
-def test_reference_cross_entropy_is_that_of_every_token(tiny: Tiny, rows: Rows, tmp_path: Path) -> None:
-    target, reference = tiny("llama"), tiny("llama", seed=9)
-    got = signals.reference_ce(
-        reference, signals.Target(target, cached=False), rows, tmp_path / "c.npy", "key", batch_size=3
+@pytest.mark.parametrize("name", ["forward_kl", "tv"])
+def test_the_references_loss_is_that_of_every_token(tiny: Tiny, rows: Rows, tmp_path: Path, name: str) -> None:
+    target, reference, divergence = tiny("llama"), tiny("llama", seed=9), Divergence(name)  # type: ignore[arg-type]
+    got = signals.reference_loss(
+        reference, Target(target, cached=False), rows, tmp_path / "c.npy", "key", divergence, batch_size=3
     )
     p, r = (Head(model)(one_by_one(model, rows)) for model in (target, reference))
-    assert np.allclose(got, token_loss(p, r).cross_entropy.detach(), atol=1e-4)
+    assert np.allclose(got, token_loss(p, r, divergence).divergence.detach(), atol=1e-4)
 
 
 def values(count: int = 6) -> Iterator[tuple[slice, np.ndarray]]:

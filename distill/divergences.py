@@ -1,0 +1,189 @@
+"""Divergences per token between the target's p and the draft's q, each with its gradient in closed form.
+
+All work on rows of log-probabilities ``[rows, vocab]`` and give one value a row, so that selection, normalisation and
+metrics can be put on top. α = Σ min(p, q) is the chance that the target accepts a token drawn from q, and total
+variation is 1 - α, so the last four of `LOSSES` train acceptance itself; their gradient vanishes where q hardly
+overlaps p, which is why they do better after, or together with, a KL term (Samarin et al., 2026, arXiv:2602.23881;
+AdaSPEC's Table 4 shows what total variation does from a cold start).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "kl_tv"]
+
+HYBRID_DECAY = 3.0
+"""η of the hybrid's weight exp(-η·α), the value of its paper."""
+
+
+class Pair:
+    """The two distributions of the same rows.
+
+    Args:
+        log_p: The target's log-probabilities ``[rows, vocab]``, in float32 or float64.
+        log_q: The draft's.
+    """
+
+    def __init__(self, log_p: Tensor, log_q: Tensor) -> None:
+        self.log_p, self.log_q = log_p, log_q
+
+    @cached_property
+    def p(self) -> Tensor:
+        """The target's probabilities, ``[rows, vocab]``."""
+        return self.log_p.exp()
+
+    @cached_property
+    def q(self) -> Tensor:
+        """The draft's probabilities, ``[rows, vocab]``."""
+        return self.log_q.exp()
+
+    @cached_property
+    def alpha(self) -> Tensor:
+        """Σ min(p, q), ``[rows]``."""
+        return torch.minimum(self.p, self.q).sum(-1)
+
+    @torch.no_grad()
+    def agreement(self) -> Tensor:
+        """1 where both have the same most probable token, ``[rows]``."""
+        return (self.log_p.argmax(-1) == self.log_q.argmax(-1)).to(self.log_p.dtype)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """One of `LOSSES` with its parameters.
+
+    Attributes:
+        name: Which one.
+        beta: Of ``jsd``: the target's share in the mixture, between 0 and 1.
+        tv_weight: Of ``kl_tv``: the factor of total variation.
+        temperature: Both models' logits are divided by it before the softmax. The loss is not multiplied by its
+            square: under Adam a constant factor changes nothing.
+    """
+
+    name: DivergenceName = "forward_kl"
+    beta: float = 0.5
+    tv_weight: float = 2.0
+    temperature: float = 1.0
+
+    def loss(self, pair: Pair) -> Tensor:
+        """The divergence of every row, ``[rows]``; differentiable."""
+        return LOSSES[self.name](pair, self)
+
+    def gradient(self, pair: Pair) -> Tensor:
+        """Of each row's loss with respect to the draft's logits after the temperature, ``[rows, vocab]``."""
+        return GRADIENTS[self.name](pair, self)
+
+
+def forward_kl(pair: Pair, _: Divergence) -> Tensor:
+    """KL(p‖q) = Σ p (log p - log q): q has to cover every token that the target may choose."""
+    return (pair.p * (pair.log_p - pair.log_q)).sum(-1)
+
+
+def reverse_kl(pair: Pair, _: Divergence) -> Tensor:
+    """KL(q‖p) = Σ q (log q - log p): q has to avoid what the target would not say."""
+    return (pair.q * (pair.log_q - pair.log_p)).sum(-1)
+
+
+def jsd(pair: Pair, of: Divergence) -> Tensor:
+    """β·KL(p‖m) + (1 - β)·KL(q‖m) with m = β·p + (1 - β)·q: between the two KLs, and bounded."""
+    log_m = _log_mixture(pair, of.beta)
+    return of.beta * (pair.p * (pair.log_p - log_m)).sum(-1) + (1 - of.beta) * (pair.q * (pair.log_q - log_m)).sum(-1)
+
+
+def tv(pair: Pair, _: Divergence) -> Tensor:
+    """½ Σ |p - q| = 1 - α: the chance of a rejection."""
+    return (pair.p - pair.q).abs().sum(-1) * 0.5
+
+
+def neg_log_alpha(pair: Pair, _: Divergence) -> Tensor:
+    """-log α: total variation's gradient divided by α, so rows that overlap little pull as hard as under KL."""
+    return -_positive(pair.alpha).log()
+
+
+def lk_hybrid(pair: Pair, of: Divergence) -> Tensor:
+    """λ·KL(p‖q) + (1 - λ)·TV with λ = exp(-3α) a row, α held constant: KL while far apart, acceptance when near."""
+    share = _hybrid_share(pair)
+    return share * forward_kl(pair, of) + (1 - share) * tv(pair, of)
+
+
+def kl_tv(pair: Pair, of: Divergence) -> Tensor:
+    """KL(p‖q) + w·TV: KL shapes the whole distribution, total variation what is accepted."""
+    return forward_kl(pair, of) + of.tv_weight * tv(pair, of)
+
+
+LOSSES: dict[str, Callable[[Pair, Divergence], Tensor]] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+    "tv": tv,
+    "neg_log_alpha": neg_log_alpha,
+    "lk_hybrid": lk_hybrid,
+    "kl_tv": kl_tv,
+}
+"""Loss per token by name."""
+
+
+# A loss d(q) with slopes g = ∂d/∂q has the gradient q·(g - Σ q g) with respect to the logits of q = softmax(logits).
+
+
+def _forward_kl_gradient(pair: Pair, _: Divergence) -> Tensor:
+    return pair.q - pair.p
+
+
+def _reverse_kl_gradient(pair: Pair, of: Divergence) -> Tensor:
+    return pair.q * (pair.log_q - pair.log_p - reverse_kl(pair, of)[:, None])
+
+
+def _jsd_gradient(pair: Pair, of: Divergence) -> Tensor:
+    slope = pair.log_q - _log_mixture(pair, of.beta)
+    return (1 - of.beta) * pair.q * (slope - (pair.q * slope).sum(-1, keepdim=True))
+
+
+def _tv_gradient(pair: Pair, _: Divergence) -> Tensor:
+    short = torch.heaviside(pair.p - pair.q, pair.p.new_tensor(0.5))  # where raising q raises α; half of it at a tie
+    return pair.q * ((pair.q * short).sum(-1, keepdim=True) - short)
+
+
+def _neg_log_alpha_gradient(pair: Pair, of: Divergence) -> Tensor:
+    return _tv_gradient(pair, of) / _positive(pair.alpha)[:, None]
+
+
+def _lk_hybrid_gradient(pair: Pair, of: Divergence) -> Tensor:
+    share = _hybrid_share(pair)[:, None]
+    return share * _forward_kl_gradient(pair, of) + (1 - share) * _tv_gradient(pair, of)
+
+
+def _kl_tv_gradient(pair: Pair, of: Divergence) -> Tensor:
+    return _forward_kl_gradient(pair, of) + of.tv_weight * _tv_gradient(pair, of)
+
+
+GRADIENTS: dict[str, Callable[[Pair, Divergence], Tensor]] = {
+    "forward_kl": _forward_kl_gradient,
+    "reverse_kl": _reverse_kl_gradient,
+    "jsd": _jsd_gradient,
+    "tv": _tv_gradient,
+    "neg_log_alpha": _neg_log_alpha_gradient,
+    "lk_hybrid": _lk_hybrid_gradient,
+    "kl_tv": _kl_tv_gradient,
+}
+"""Gradient of each loss with respect to the draft's logits."""
+
+
+def _log_mixture(pair: Pair, beta: float) -> Tensor:
+    return torch.logaddexp(pair.log_p + math.log(beta), pair.log_q + math.log(1 - beta))
+
+
+def _hybrid_share(pair: Pair) -> Tensor:
+    return torch.exp(-HYBRID_DECAY * pair.alpha.detach())
+
+
+def _positive(alpha: Tensor) -> Tensor:
+    return alpha.clamp_min(torch.finfo(alpha.dtype).tiny)  # two distributions may not overlap at all in float32

@@ -1,0 +1,86 @@
+"""Every divergence: its value by hand, its gradient in closed form, its behaviour at the ends."""
+
+import math
+
+import pytest
+import torch
+
+from distill.divergences import GRADIENTS, LOSSES, Divergence, Pair
+
+HAND = {
+    "forward_kl": 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75),
+    "reverse_kl": 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5),
+    "jsd": 0.3 * (0.5 * math.log(0.5 / 0.325) + 0.5 * math.log(0.5 / 0.675))
+    + 0.7 * (0.25 * math.log(0.25 / 0.325) + 0.75 * math.log(0.75 / 0.675)),
+    "tv": 0.25,
+    "neg_log_alpha": -math.log(0.75),
+}
+KL, SHARE = HAND["forward_kl"], math.exp(-3 * 0.75)
+HAND["lk_hybrid"] = SHARE * KL + (1 - SHARE) * 0.25
+HAND["kl_tv"] = KL + 1.5 * 0.25
+
+
+def divergence(name: str) -> Divergence:
+    return Divergence(name, beta=0.3, tv_weight=1.5)  # type: ignore[arg-type]
+
+
+def logits(rows: int, vocab: int, seed: int, scale: float = 2.0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed), dtype=dtype) * scale
+
+
+def test_every_loss_has_a_gradient_and_a_value_by_hand() -> None:
+    assert list(LOSSES) == list(GRADIENTS) == list(HAND)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_divergence_agrees_with_its_formula_by_hand(name: str) -> None:
+    rows = Pair(torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log(), torch.tensor([[0.25, 0.75], [0.9, 0.1]]).log())
+    assert divergence(name).loss(rows).tolist() == pytest.approx([HAND[name], 0.0], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_closed_form_gradient_is_that_of_autograd(name: str) -> None:
+    log_p, z = logits(5, 13, 0).log_softmax(-1), logits(5, 13, 1).requires_grad_()
+    kind = divergence(name)
+    (wanted,) = torch.autograd.grad(kind.loss(Pair(log_p, z.log_softmax(-1))).sum(), z)
+    got = kind.gradient(Pair(log_p, z.detach().log_softmax(-1)))
+    assert torch.allclose(got, wanted, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(got.sum(-1), torch.zeros(5, dtype=torch.float64), atol=1e-12)  # logits have a free constant
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_equal_distributions_have_no_loss_and_no_gradient(name: str) -> None:
+    log_p = logits(4, 9, 2, dtype=torch.float32).log_softmax(-1)
+    rows = Pair(log_p, log_p.clone())
+    assert torch.allclose(divergence(name).loss(rows), torch.zeros(4), atol=1e-6)
+    assert torch.allclose(divergence(name).gradient(rows), torch.zeros(4, 9), atol=1e-7)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_rows_that_do_not_overlap_in_float32_stay_finite(name: str) -> None:
+    log_p = torch.tensor([[300.0, 0.0, -300.0]]).log_softmax(-1)
+    rows = Pair(log_p, torch.tensor([[-300.0, 0.0, 300.0]]).log_softmax(-1))
+    assert divergence(name).loss(rows).isfinite().all()
+    gradient = divergence(name).gradient(rows)
+    assert gradient.isfinite().all()
+    if name in ("forward_kl", "kl_tv", "lk_hybrid"):
+        assert gradient[0].tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-6)  # the pull of a cold start
+
+
+def test_minus_log_alpha_has_the_gradient_of_total_variation_over_alpha() -> None:
+    rows = Pair(logits(6, 20, 3).log_softmax(-1), logits(6, 20, 4).log_softmax(-1))
+    assert torch.allclose(
+        divergence("neg_log_alpha").gradient(rows), divergence("tv").gradient(rows) / rows.alpha[:, None], rtol=1e-9
+    )
+
+
+def test_total_variation_is_one_minus_alpha() -> None:
+    rows = Pair(logits(6, 20, 5).log_softmax(-1), logits(6, 20, 6).log_softmax(-1))
+    assert torch.allclose(divergence("tv").loss(rows), 1 - rows.alpha)
+
+
+def test_jensen_shannon_near_its_ends_is_a_multiple_of_the_two_kls() -> None:
+    rows = Pair(logits(6, 20, 7).log_softmax(-1), logits(6, 20, 8).log_softmax(-1))
+    for beta, name in ((1e-5, "forward_kl"), (1 - 1e-5, "reverse_kl")):
+        scaled = Divergence("jsd", beta=beta).loss(rows) / 1e-5
+        assert torch.allclose(scaled, divergence(name).loss(rows), rtol=1e-2)

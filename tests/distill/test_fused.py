@@ -1,0 +1,260 @@
+"""The fused loss and its plain twin: the same numbers and gradients on every kind of head, with a chunk's memory."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+import distill.fused
+from distill.divergences import LOSSES, Divergence
+from distill.fused import LossRows, Task, can_fuse, chunk_rows, fused_loss, plain_loss
+from distill.models import Head, last_hidden
+from distill.selection import top_share
+from distill.teacher import HiddenRows
+
+Tiny = Callable[..., PreTrainedModel]
+
+HEADS = ["llama", "llama-tied", "phi", "gemma2", "scaled"]
+"""Plain, tied, with a bias, tied and soft-capped, multiplied."""
+
+
+@dataclass
+class Side:
+    """A draft whose loss is wanted against a target."""
+
+    model: PreTrainedModel
+    head: Head
+    target: HiddenRows
+    ids: torch.Tensor
+    mask: torch.Tensor
+
+    def run(self, compute: Any, task: Task, **options: Any) -> tuple[LossRows, list[torch.Tensor]]:
+        """What `compute` finds, and the gradient of every parameter."""
+        self.model.zero_grad()
+        found = compute(last_hidden(self.model, self.ids, self.mask), self.head, self.target, task, **options)
+        (found.total * 0.37).backward()
+        return found, [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+
+
+def side(tiny: Tiny, kind: str, *, labels: bool = True, draft: int = 48, target: int = 48) -> Side:
+    family = "llama" if kind == "scaled" else kind
+    model, teacher = tiny(family, seed=5, vocab_size=draft), tiny("llama", seed=6, vocab_size=target)
+    head = Head(model)
+    head.scale = 0.3 if kind == "scaled" else 1.0
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, 40, (3, 11), generator=generator)
+    mask = (torch.rand(3, 11, generator=generator) < 0.7) & labels
+    with torch.no_grad():
+        rows = HiddenRows(last_hidden(teacher, ids, mask), Head(teacher))
+    return Side(model, head, rows, ids, mask)
+
+
+def task(name: str = "forward_kl", k: float | None = 0.4, **options: Any) -> Task:
+    choose = None if k is None else (lambda values: top_share(values - values.flip(0), k))
+    return Task(Divergence(name, beta=0.3, temperature=options.pop("temperature", 1.0)), choose, **options)  # type: ignore[arg-type]
+
+
+def assert_equal(got: tuple[LossRows, list[torch.Tensor]], wanted: tuple[LossRows, list[torch.Tensor]]) -> None:
+    """Losses to 1e-6 and gradients to 1e-5, relative to the largest."""
+    (fused, gradients), (plain, others) = got, wanted
+    assert fused.total.item() == pytest.approx(plain.total.item(), rel=1e-6)
+    assert torch.allclose(fused.losses, plain.losses, rtol=1e-5, atol=1e-6)
+    assert (fused.chosen is None) == (plain.chosen is None)
+    assert fused.chosen is None or torch.equal(fused.chosen, plain.chosen)
+    for name in ("alpha", "agreement"):
+        a, b = getattr(fused, name), getattr(plain, name)
+        assert a is b is None or torch.allclose(a, b, atol=1e-6)
+    scale = max(float(g.abs().max()) for g in others)
+    for a, b in zip(gradients, others, strict=True):
+        assert (a - b).abs().max() <= 1e-5 * scale
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("k", [None, 0.4])
+def test_every_divergence_equals_its_plain_twin(tiny: Tiny, name: str, k: float | None) -> None:
+    one, wanted = side(tiny, "llama"), task(name, k)
+    assert_equal(one.run(fused_loss, wanted, chunk=5), one.run(plain_loss, wanted))
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kept", [0, 1 << 26])
+def test_every_kind_of_head_equals_its_plain_twin(
+    tiny: Tiny, kind: str, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distill.fused, "KEPT", kept)
+    one, wanted = side(tiny, kind), task("kl_tv", temperature=1.4)
+    for chunk in (1, 7, 100):
+        assert_equal(one.run(fused_loss, wanted, chunk=chunk), one.run(plain_loss, wanted))
+
+
+@pytest.mark.parametrize(("draft", "target"), [(48, 56), (56, 48)])
+def test_ids_that_only_one_model_has_are_left_out(tiny: Tiny, draft: int, target: int) -> None:
+    for kind in ("llama-tied", "phi"):
+        one = side(tiny, kind, draft=draft, target=target)
+        got = one.run(fused_loss, task(), chunk=6)
+        assert_equal(got, one.run(plain_loss, task()))
+        head = one.model.get_output_embeddings().weight.grad
+        assert head is not None
+        if kind == "phi":  # untied: the extra ids get no gradient
+            assert not head[48:].any()
+
+
+def test_the_criterion_ranks_and_the_loss_trains(tiny: Tiny) -> None:
+    one, mixed = side(tiny, "llama"), task("forward_kl", criterion=Divergence("tv"))
+    got = one.run(fused_loss, mixed, chunk=4)
+    assert_equal(got, one.run(plain_loss, mixed))
+    tv = one.run(plain_loss, task("tv"))[0]
+    assert got[0].chosen is not None
+    assert torch.equal(got[0].chosen, tv.chosen)
+    assert got[0].total.item() == pytest.approx(got[0].losses[tv.chosen].sum().item())
+
+
+def test_without_metrics_alpha_and_agreement_are_left_out_and_the_loss_is_the_same(tiny: Tiny) -> None:
+    one = side(tiny, "llama")
+    short = one.run(fused_loss, task(metrics=False))
+    assert short[0].alpha is short[0].agreement is None
+    assert short[0].total.item() == one.run(fused_loss, task())[0].total.item()
+
+
+@pytest.mark.parametrize("k", [None, 0.4])
+@pytest.mark.parametrize("kind", ["phi", "gemma2"])
+def test_a_batch_without_labels_is_a_zero_connected_to_every_parameter(tiny: Tiny, kind: str, k: float | None) -> None:
+    one = side(tiny, kind, labels=False)
+    found, gradients = one.run(fused_loss, task(k=k))
+    assert found.total.item() == 0.0
+    assert len(gradients) == len(list(one.model.parameters()))
+    assert not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_saturated_rows_stay_finite_and_as_exact_as_autograd(tiny: Tiny, name: str) -> None:
+    one = side(tiny, "scaled")
+    one.head.scale = 100.0
+    (fused, gradients), (plain, others) = one.run(fused_loss, task(name)), one.run(plain_loss, task(name))
+    assert fused.total.item() == pytest.approx(plain.total.item(), rel=1e-6)
+    double = Side(copy.deepcopy(one.model).double(), one.head, one.target, one.ids, one.mask)
+    double.head = Head(double.model)
+    double.head.scale = 100.0
+    exact = double.run(plain_loss, task(name))[1]
+    scale = max(float(gradient.abs().max()) for gradient in exact)
+    for a, b, wanted in zip(gradients, others, exact, strict=True):
+        assert (a - wanted).abs().max() <= 5 * (b - wanted).abs().max() + 1e-5 * scale
+
+
+@pytest.mark.parametrize("k", [None, 0.5])
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_agree_with_finite_differences_in_float64(name: str, k: float | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias, teacher = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((5, 4), (7, 4), (7,), (6, 4))
+    )
+    linear, other = torch.nn.Linear(4, 7).double(), torch.nn.Linear(4, 6).double()
+    head, its = _head(linear, scale=0.8, cap=5.0), _head(other)
+    rows = HiddenRows(teacher[:5], its)
+    chosen = None if k is None else (lambda values: torch.tensor([1, 3, 4]))
+    wanted = Task(Divergence(name, temperature=1.3), chosen)  # type: ignore[arg-type]
+
+    def total(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        linear.weight, linear.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
+        work = distill.fused._Work(hidden, head, rows, wanted, 2)
+        result: torch.Tensor = distill.fused._Fused.apply(hidden, weight, bias, work)
+        return result
+
+    if name == "lk_hybrid":  # its weight is held constant in the gradient, so differences cannot confirm it
+        return
+    inputs = tuple(value.requires_grad_() for value in (hidden, weight, bias))
+    assert torch.autograd.gradcheck(total, inputs)
+
+
+def _head(linear: torch.nn.Linear, scale: float = 1.0, cap: float | None = None) -> Head:
+    head = Head.__new__(Head)
+    torch.nn.Module.__init__(head)
+    head.linear, head.scale, head.cap = linear, scale, cap
+    return head
+
+
+@pytest.mark.parametrize("k", [None, 0.4])
+def test_half_precision_models_equal_their_plain_twin(tiny: Tiny, k: float | None) -> None:
+    model, teacher = (tiny("llama", seed=s, dtype=torch.bfloat16) for s in (5, 6))
+    ids = torch.randint(0, 40, (3, 11), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    with torch.no_grad():
+        rows = HiddenRows(last_hidden(teacher, ids, mask), Head(teacher))
+    one = Side(model, Head(model), rows, ids, mask)
+    (fused, gradients), (plain, others) = one.run(fused_loss, task(k=k), chunk=5), one.run(plain_loss, task(k=k))
+    assert fused.total.dtype == torch.float32
+    assert fused.total.item() == pytest.approx(plain.total.item(), rel=1e-6)
+    for a, b in zip(gradients, others, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a - b).float().norm() <= 0.02 * b.float().norm() + 1e-6
+
+
+def test_under_autocast_it_equals_the_plain_twin(tiny: Tiny) -> None:
+    one = side(tiny, "llama")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (fused, gradients), (plain, others) = (one.run(f, task(k=None)) for f in (fused_loss, plain_loss))
+    assert fused.total.item() == pytest.approx(plain.total.item(), rel=1e-5)
+    for a, b in zip(gradients, others, strict=True):
+        assert (a - b).norm() <= 0.02 * b.norm() + 1e-6
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(value, torch.Tensor):
+                self.numel = max(self.numel, value.numel())
+        return out
+
+
+@pytest.mark.parametrize("k", [None, 0.4])
+def test_no_tensor_of_all_rows_times_the_vocabulary_is_ever_made(
+    k: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distill.fused, "KEPT", 0)
+    rows, vocab, width, chunk = 300, 400, 8, 20
+    draft, teacher = _head(torch.nn.Linear(width, vocab)), _head(torch.nn.Linear(width, vocab))
+    hidden = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    target = HiddenRows(torch.randn(rows, width, generator=torch.Generator().manual_seed(1)), teacher)
+    with Largest() as seen:
+        fused_loss(hidden, draft, target, task(k=k), chunk=chunk).total.backward()
+    assert seen.numel == chunk * vocab
+    with Largest() as seen:
+        plain_loss(hidden, draft, target, task(k=k)).total.backward()
+    assert seen.numel == rows * vocab
+
+
+def test_what_needs_no_gradient_gets_none(tiny: Tiny) -> None:
+    one = side(tiny, "llama")
+    with torch.no_grad():
+        hidden = last_hidden(one.model, one.ids, one.mask)
+        assert not fused_loss(hidden, one.head, one.target, task()).total.requires_grad
+    one.model.zero_grad()
+    fused_loss(hidden, one.head, one.target, task()).total.backward()  # frozen backbone, trained head
+    assert [name for name, p in one.model.named_parameters() if p.grad is not None] == ["lm_head.weight"]
+
+
+def test_a_head_with_an_adapter_is_left_to_autograd(tiny: Tiny) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = copy.deepcopy(tiny("llama"))
+    assert can_fuse(Head(model))
+    get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM"))
+    assert not can_fuse(Head(model))
+
+
+def test_chunks_stay_near_a_cores_cache_and_read_the_weights_for_enough_rows() -> None:
+    cpu = torch.device("cpu")
+    assert chunk_rows(512, cpu) * 512 * 4 == distill.fused.CPU_CHUNK
+    assert chunk_rows(151936, cpu) == distill.fused.FEWEST_ROWS
