@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .feature_head import FeatureHead, head_logits
 from .warp import Warp
 
 
@@ -73,6 +74,15 @@ def response_logits(model: PreTrainedModel, ids: Sequence[int], prompt_length: i
     return model(input_ids=tokens, use_cache=False, logits_to_keep=keep).logits[0, :-1]
 
 
+def draft_logits(
+    target: PreTrainedModel, draft: PreTrainedModel | FeatureHead, ids: Sequence[int], prompt_length: int
+) -> Tensor:
+    """`response_logits` of a draft; a feature head reads the target's true features."""
+    if isinstance(draft, FeatureHead):
+        return head_logits(draft, target, ids, prompt_length)
+    return response_logits(draft, ids, prompt_length)
+
+
 def overlap(p: Tensor, q: Tensor) -> Tensor:
     """Σₓ min(p, q) ``[n]`` over the shared ids of ``p, q [n, vocab]``."""
     shared = min(p.shape[-1], q.shape[-1])
@@ -81,7 +91,7 @@ def overlap(p: Tensor, q: Tensor) -> Tensor:
 
 def offline_alpha(
     target: PreTrainedModel,
-    draft: PreTrainedModel,
+    draft: PreTrainedModel | FeatureHead,
     texts: Iterable[tuple[Sequence[int], int]],
     warp: Warp,
 ) -> OfflineAlpha:
@@ -102,6 +112,6 @@ def offline_alpha(
             continue
         prefixes = [ids[:i] for i in range(prompt_length, len(ids))] if warp.needs_prefix else None
         p = warp(response_logits(target, ids, prompt_length), prefixes)
-        q = warp(response_logits(draft, ids, prompt_length), prefixes)
+        q = warp(draft_logits(target, draft, ids, prompt_length), prefixes)
         measured.append(overlap(p, q).double().tolist())
     return OfflineAlpha(measured)

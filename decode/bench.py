@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .contenders import REFERENCE, Contender, Entrant, with_baselines
 from .errors import UserError
+from .feature_head import FeatureHead
 from .methods import METHODS
 from .peers import PEERS, quiet
 from .rows import Record, Take, accuracy, analysis, by_prompt, counts, identical_share, plain, speeds
@@ -32,7 +33,7 @@ from .stream import Detokenizer, marked
 from .suites import Suite
 from .workbench import BenchOptions, Item, Workbench
 
-TREES = {"rest", "adaptix", "adaptix-best-first", "lookahead"}
+TREES = {"rest", "adaptix", "adaptix-best-first", "lookahead", "eagle-tree"}
 Progress = Callable[[int, int, str], None]
 """Called with texts done, texts in all, and what is being done."""
 
@@ -58,7 +59,7 @@ class Bench(Workbench):
     def __init__(
         self,
         model: PreTrainedModel,
-        drafts: Mapping[str, PreTrainedModel] | None,
+        drafts: Mapping[str, PreTrainedModel | FeatureHead] | None,
         tokenizer: PreTrainedTokenizerBase,
         options: BenchOptions | None = None,
     ) -> None:
@@ -224,7 +225,8 @@ class Bench(Workbench):
         if not record.takes:
             return row
         row |= speeds(record, of, self.options.seed)
-        row |= counts(record, self.costs.get(row["draft"]), contender.needs_draft)
+        in_turn = contender.needs_draft and contender.method not in TREES  # one draft forward for each token
+        row |= counts(record, self.costs.get(row["draft"]), in_turn)
         row |= accuracy(self._marks(record, suite, items))
         if contender.temperature == 0 and REFERENCE in of:
             row["identical_share"] = identical_share(record, of[REFERENCE])
@@ -283,7 +285,7 @@ def _opponents(entrant: Entrant, entrants: Sequence[Entrant]) -> dict[str, Recor
 
 def run_bench(
     target: PreTrainedModel,
-    drafts: Mapping[str, PreTrainedModel] | None,
+    drafts: Mapping[str, PreTrainedModel | FeatureHead] | None,
     tokenizer: PreTrainedTokenizerBase,
     suites: Iterable[Suite],
     contenders: Iterable[Contender],

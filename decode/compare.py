@@ -17,7 +17,9 @@ from .bench import Bench, Block
 from .contenders import Contender, plan, split_spec
 from .drafters.corpus import join_documents
 from .errors import UserError
-from .methods import METHODS, PROBED, SELF_SPECULATIVE, smaller_store
+from .feature_head import FeatureHead
+from .head_files import is_head
+from .methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE, smaller_store
 from .page import write_text
 from .peers import NEEDS_DRAFT, PEERS
 from .report import ratios, table, write_report
@@ -59,7 +61,8 @@ def run(settings: BenchSettings) -> None:
         allow_code_execution=settings.allow_code_execution,
     )
     target, tokenizer = open_target(settings)
-    drafts = {name: open_draft(path, settings, tokenizer) for name, path in draft_names(settings.draft).items()}
+    named = draft_names(settings.draft)
+    drafts = {name: open_draft(path, settings, target, tokenizer) for name, path in named.items()}
     contenders = plan_contenders(settings, methods, drafts)
     bench = Bench(target, drafts, tokenizer, bench_options(settings, methods, tokenizer, folder))
     console.print(
@@ -94,14 +97,17 @@ def run(settings: BenchSettings) -> None:
 def choose_methods(settings: BenchSettings) -> list[str]:
     """The methods asked for, or all that the given parts allow, and the peers."""
     methods = list(settings.methods)
+    heads = [is_head(path) for path in draft_names(settings.draft).values()]
+    has_head, has_model = any(heads), not all(heads)
     if not methods:
         has = {"datastore": bool(settings.datastore), "trigrams": bool(settings.trigrams or settings.datastore)}
         allowed = {m for m in METHODS if m not in STORES or has[STORES[m]] or settings.corpus}
         own_layers = settings.exit_layer is not None or settings.probes is not None
         allowed -= (SELF_SPECULATIVE if not own_layers else set()) | (PROBED if settings.probes is None else set())
-        methods = [m for m in METHODS if m in allowed and (settings.draft or not needs_draft(m))]
+        methods = [m for m in METHODS if m in allowed and (has_model or has_head or not needs_draft(m))]
+        methods = [m for m in methods if has_head or m not in HEADED]
     if settings.peers:
-        methods += [p for p in PEERS if p not in methods and (settings.draft or p not in NEEDS_DRAFT)]
+        methods += [p for p in PEERS if p not in methods and (has_model or p not in NEEDS_DRAFT)]
     return methods
 
 
@@ -124,7 +130,7 @@ def draft_names(given: Sequence[str]) -> dict[str, str]:
 
 
 def plan_contenders(
-    settings: BenchSettings, methods: Sequence[str], drafts: dict[str, PreTrainedModel]
+    settings: BenchSettings, methods: Sequence[str], drafts: dict[str, PreTrainedModel | FeatureHead]
 ) -> list[Contender]:
     """All combinations that the settings ask for."""
     return plan(

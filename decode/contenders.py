@@ -11,8 +11,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .errors import UserError
+from .feature_head import FeatureHead
 from .loop import Output, System, decode
-from .methods import METHODS, SELF_SPECULATIVE, MethodOptions, Parts, build, is_lossless
+from .methods import DRAFTED, HEADED, METHODS, SELF_SPECULATIVE, MethodOptions, Parts, build, is_lossless
 from .peers import NEEDS_DRAFT, PEERS, Peer
 from .rng import TorchRng
 from .rows import Record, Take
@@ -55,7 +56,7 @@ class Contender:
     @property
     def needs_draft(self) -> bool:
         """Whether a draft model takes part."""
-        return self.method in NEEDS_DRAFT or (self.method in METHODS and METHODS[self.method][0] == "model")
+        return self.method in NEEDS_DRAFT or self.method in DRAFTED
 
     @property
     def lossless(self) -> bool:
@@ -106,7 +107,7 @@ def with_baselines(contenders: list[Contender], temperature: float) -> list[Cont
 
 def plan(
     methods: Sequence[str],
-    drafts: Mapping[str, PreTrainedModel],
+    drafts: Mapping[str, PreTrainedModel | FeatureHead],
     temperatures: Sequence[float] = (0.0,),
     *,
     draft_lengths: Sequence[int] = (),
@@ -126,7 +127,8 @@ def plan(
             method, own = split_spec(spec)
             base = replace(options or MethodOptions(), **own)
             probe = Contender(method)
-            for draft in list(drafts) if probe.needs_draft and drafts else [None]:
+            fitting = [name for name in drafts if suits(method, drafts[name])]
+            for draft in fitting if probe.needs_draft and drafts else [None]:
                 fixed = method == "generate-assistant" or (probe.needs_draft and _stop_of(method, stop) == "length")
                 several = fixed and draft_lengths and "draft_length" not in own
                 lengths: Sequence[int | None] = draft_lengths if several else [base.draft_length]
@@ -156,9 +158,15 @@ def _stop_of(method: str, stop: str | None) -> str | None:
     return None if method in PEERS else stop or METHODS[method][1]
 
 
-def exported_length(draft: PreTrainedModel) -> int | None:
-    """The draft length that the draft's generation config carries, if any."""
-    length = getattr(draft.generation_config, "num_assistant_tokens", None)
+def suits(method: str, draft: PreTrainedModel | FeatureHead) -> bool:
+    """Whether a draft can take part in a method: transformers has no use for heads, EAGLE's trees none for models."""
+    return method not in (NEEDS_DRAFT if isinstance(draft, FeatureHead) else HEADED)
+
+
+def exported_length(draft: PreTrainedModel | FeatureHead) -> int | None:
+    """The draft length that the draft's generation config (a head's configuration) carries, if any."""
+    source = draft.config if isinstance(draft, FeatureHead) else draft.generation_config
+    length = getattr(source, "num_assistant_tokens", None)
     return int(length) if length else None
 
 
@@ -183,6 +191,7 @@ class Entrant:
         self.systems: list[System] = []
         if contender.method in PEERS:
             draft = bench.draft_models.get(contender.draft or "")
+            assert not isinstance(draft, FeatureHead), "plan leaves heads out"
             length = contender.options.draft_length
             self.peer = Peer(contender.method, bench.model, draft, self.warp, bench.stop_ids, length)
         else:

@@ -216,7 +216,22 @@ class FastRunner(Runner):
 
     def _forward(self, tokens: Tensor, tree: Draft | None, head: int | None) -> Tensor:
         start = self.length
-        x = self.run_layers(self.embedding[tokens], 0, len(self.layers), start, *self._place(len(tokens), tree, start))
+        place = self._place(len(tokens), tree, start)
+        if self.taps:
+            return self._tapped(self.embedding[tokens], start, place, head)
+        x = self.run_layers(self.embedding[tokens], 0, len(self.layers), start, *place)
+        return self._logits(x if head is None else x[max(0, len(x) - head) :])
+
+    def _tapped(self, x: Tensor, start: int, place: tuple[Tensor, Tensor, Tensor | None], head: int | None) -> Tensor:
+        """The forward in pieces, keeping the states that `taps` (ascending) names."""
+        done, kept = 0, []
+        for tap in self.taps:
+            x = self.run_layers(x, done, tap, start, *place) if tap > done else x
+            done = tap
+            kept.append(self.final_norm(x) if tap == len(self.layers) else x)
+        self.features = kept[0] if len(kept) == 1 else torch.cat(kept, -1)
+        if done < len(self.layers):
+            x = self.run_layers(x, done, len(self.layers), start, *place)
         return self._logits(x if head is None else x[max(0, len(x) - head) :])
 
     def _place(self, n: int, tree: Draft | None, start: int) -> tuple[Tensor, Tensor, Tensor | None]:

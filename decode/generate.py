@@ -14,7 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from . import machine
+from .contenders import exported_length
 from .errors import UserError
+from .head_runner import open_draft_runner
 from .load import stop_ids
 from .loop import rejected_tokens, rounds, who_wrote
 from .methods import METHODS, Parts, build, is_lossless
@@ -109,10 +111,10 @@ def start(settings: GenerateSettings, prompt: str) -> Generation:
     ids = encode_prompt(tokenizer, prompt, chat=settings.chat)
     draft = None
     if needs_draft(method):
-        model = open_draft(str(settings.draft), settings, tokenizer)
+        model = open_draft(str(settings.draft), settings, target, tokenizer)
         if options.draft_length is None and (settings.stop_rule or METHODS[method][1]) == "length":
-            options.draft_length = model.generation_config.num_assistant_tokens
-        draft = open_runner(model)
+            options.draft_length = exported_length(model)
+        draft = open_draft_runner(model, target)
     runner = open_runner(target)
     machine.set_threads(runner, settings.threads)
     datastore, trigrams = store_folders(settings)

@@ -130,6 +130,7 @@ def rounds(
     clock = time.perf_counter
     began = clock()
     target.runner.reserve(end)
+    target.runner.taps = getattr(drafter, "taps", ())
     target.prefill(ids[:-1])
     if hasattr(drafter, "ends"):
         drafter.ends = stop_ids

@@ -15,9 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from .drafters import Drafter, NoDrafter
 from .drafters.early_exit import EarlyExitDrafter
+from .drafters.feature import FeatureDrafter, FeatureTreeDrafter, head_of
 from .drafters.model import ModelDrafter
 from .errors import UserError
 from .exits import Part, early_exit, separate_copy, walkable
+from .head_runner import HeadRunner
 from .loop import System
 from .rules import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical
 from .runner import Runner
@@ -51,6 +53,10 @@ class MethodOptions:
     """Draft & Verify: layers whose attention the draft skips; without any, it exits early as AdaSPEED's does."""
     skip_mlp: list[int] = field(default_factory=list)
     """Draft & Verify: layers whose MLP the draft skips."""
+    tree_width: int = 10
+    """EAGLE-2: nodes expanded at each level of the tree, and children tried of each."""
+    tree_nodes: int = 60
+    """EAGLE-2: nodes of the drafted tree, the most probable ones; its depth is the draft length."""
     probes: str | None = None
     """Folder of acceptance probes (python -m probes), which also advise the options that are left open."""
     searches: int = 150
@@ -93,7 +99,15 @@ class Parts:
 def _model(parts: Parts) -> Drafter:
     if parts.draft is None:
         raise UserError("this method drafts with a model; give one with --draft (a folder or hub name)")
+    if isinstance(parts.draft, HeadRunner):
+        return FeatureDrafter(parts.draft, parts.target, parts.warp)
     return ModelDrafter(parts.draft, parts.warp, parts.target.vocab_size)
+
+
+def _feature_tree(parts: Parts) -> Drafter:
+    options = parts.options
+    head = head_of(parts.draft)
+    return FeatureTreeDrafter(head, parts.target, parts.warp, width=options.tree_width, nodes=options.tree_nodes)
 
 
 def _lookup(parts: Parts) -> Drafter:
@@ -166,6 +180,8 @@ def _layer_subset(parts: Parts) -> Drafter:
 DRAFTERS: dict[str, Callable[[Parts], Drafter]] = {
     "none": lambda parts: NoDrafter(),
     "model": _model,
+    "feature": lambda parts: FeatureDrafter(head_of(parts.draft), parts.target, parts.warp),
+    "feature-tree": _feature_tree,
     "prompt-lookup": _lookup,
     "rest": _rest,
     "adaptix": _adaptix(best_first=False),
@@ -175,6 +191,7 @@ DRAFTERS: dict[str, Callable[[Parts], Drafter]] = {
     "early-exit-separate": _separate,
     "layer-subset": _layer_subset,
 }
+MODEL_DRAFTERS = {"model", "feature", "feature-tree"}
 SELF_DRAFTERS = {"early-exit", "early-exit-separate", "layer-subset"}
 
 
@@ -263,6 +280,8 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "ears":                   ("model",              "length",       "ears"),
     "fuzzy":                  ("model",              "length",       "fuzzy"),
     "typical":                ("model",              "length",       "typical"),
+    "eagle":                  ("feature",            "length",       "exact"),
+    "eagle-tree":             ("feature-tree",       "length",       "exact"),
     "prompt-lookup":          ("prompt-lookup",      "copy",         "exact"),
     "rest":                   ("rest",               "length",       "exact"),
     "adaptix":                ("adaptix",            "length",       "exact"),
@@ -277,6 +296,10 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "draft-probe":            ("model",              "probe",        "exact"),
 }  # fmt: skip
 
+DRAFTED = {name for name, parts in METHODS.items() if parts[0] in MODEL_DRAFTERS}
+"""Methods that a draft model or a feature head takes part in."""
+HEADED = {name for name, parts in METHODS.items() if parts[0] in ("feature", "feature-tree")}
+"""Methods that only a feature head can draft for."""
 SELF_SPECULATIVE = {name for name, parts in METHODS.items() if parts[0] in SELF_DRAFTERS}
 """Methods that draft with the target's own layers."""
 PROBED = {name for name, parts in METHODS.items() if parts[1] in PROBE_STOPS}

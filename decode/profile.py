@@ -145,7 +145,7 @@ def run(settings: ProfileSettings) -> None:
     warp = make_warp(settings, settings.temperature)
     suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
     target, tokenizer = open_target(settings)
-    draft = open_draft(str(settings.draft), settings, tokenizer)
+    draft = open_draft(str(settings.draft), settings, target, tokenizer)
     options = BenchOptions(
         max_new_tokens=settings.max_new_tokens,
         repeats=1,

@@ -20,7 +20,13 @@ class Runner:
     Attributes:
         length: positions held in the cache.
         hidden: last hidden states ``[n, width]`` of the latest read, as the head sees them.
+        taps: hidden states to keep of all rows read, for drafters that build on them: i is the state that enters layer
+            i, the number of layers the last one, after the final norm. Usually none.
+        features: those states of the latest read, side by side ``[n, taps · width]``.
     """
+
+    taps: tuple[int, ...] = ()
+    features: Tensor = torch.empty(0)
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model  # transformers types its attributes as Tensor | Module
@@ -63,10 +69,13 @@ class Runner:
                 past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=0 if head is None else max(1, head),
+                output_hidden_states=bool(self.taps),
                 **extra,
             )
         finally:
             hook.remove()
+        if self.taps:
+            self.features = torch.cat([out.hidden_states[tap][0] for tap in self.taps], -1)
         self.hidden = self._captured[0]
         return out.logits[0] if head != 0 else out.logits[0, :0]
 

@@ -67,6 +67,10 @@ class MethodSettings:
     """draft-verify: layers whose attention the draft skips; without any, it exits early."""
     skip_mlp: list[int] = field(default_factory=list)
     """draft-verify: layers whose MLP the draft skips."""
+    tree_width: int | None = None
+    """eagle-tree: nodes expanded at each level, and children tried of each; null: EAGLE-2's 10."""
+    tree_nodes: int | None = None
+    """eagle-tree: nodes of the drafted tree, as deep as the draft length; null: EAGLE-2's 60."""
     probes: str | None = None
     """Folder of acceptance probes, made by `python -m probes`: runs/<name>/probes, or its draft/ for draft-probe."""
     datastore: str | None = None

@@ -12,8 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .contenders import split_spec
 from .errors import UserError
+from .feature_head import FeatureHead
+from .head_files import is_head, load_head
 from .load import DTYPES, check_tokenizers, load_model, load_tokenizer
-from .methods import METHODS, PROBE_STOPS, PROBED, RULES, STOPS, MethodOptions
+from .methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS, MethodOptions
 from .peers import NEEDS_DRAFT, PEERS
 from .settings import MethodSettings, ModelSettings, SamplingSettings, required
 from .suites import Suite, load_suite
@@ -25,7 +27,7 @@ STORES = {"rest": "datastore", "adaptix": "trigrams", "adaptix-best-first": "tri
 
 def needs_draft(method: str) -> bool:
     """Whether a draft model takes part."""
-    return method in NEEDS_DRAFT or (method in METHODS and METHODS[method][0] == "model")
+    return method in NEEDS_DRAFT or method in DRAFTED
 
 
 def check_methods(
@@ -76,12 +78,16 @@ def open_target(settings: ModelSettings) -> tuple[PreTrainedModel, PreTrainedTok
     return _model(name, settings, settings.device_map), tokenizer
 
 
-def open_draft(name: str, settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A draft model, after its tokenizer has been compared with the target's.
+def open_draft(
+    name: str, settings: ModelSettings, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel | FeatureHead:
+    """A draft model, after its tokenizer has been compared with the target's; or a feature head of this target.
 
     Raises:
         UserError: it cannot be read, or its token ids mean other strings.
     """
+    if is_head(name):
+        return load_head(name, target)
     try:
         own = load_tokenizer(name, trust_remote_code=settings.trust_remote_code)
     except UserError:

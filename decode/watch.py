@@ -36,7 +36,8 @@ def watch_forwards(*runners: Runner) -> Iterator[Stopwatch]:
 
         return call
 
-    reads = [(runner, name) for runner in different for name in ("read", "read_part") if hasattr(runner, name)]
+    ways = ("read", "read_part", "read_level")
+    reads = [(runner, name) for runner in different for name in ways if hasattr(runner, name)]
     for runner, name in reads:
         vars(runner)[name] = timed(getattr(runner, name), runner.device)
     try:

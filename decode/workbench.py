@@ -12,6 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from . import machine
 from .cost import LONGEST, CostMeter, CostModel
 from .errors import UserError
+from .feature_head import FeatureHead
+from .head_runner import open_draft_runner
 from .load import stop_ids
 from .loop import decode
 from .methods import Parts, build
@@ -79,7 +81,7 @@ class Workbench:
 
     Args:
         model: the target.
-        drafts: draft models by name.
+        drafts: draft models and feature heads by name.
         tokenizer: of the target.
         options: see `BenchOptions`.
 
@@ -94,16 +96,16 @@ class Workbench:
     def __init__(
         self,
         model: PreTrainedModel,
-        drafts: Mapping[str, PreTrainedModel] | None,
+        drafts: Mapping[str, PreTrainedModel | FeatureHead] | None,
         tokenizer: PreTrainedTokenizerBase,
         options: BenchOptions | None = None,
     ) -> None:
         self.options = options or BenchOptions()
         self.model = model
         self.tokenizer = tokenizer
-        self.draft_models: dict[str, PreTrainedModel] = dict(drafts or {})
+        self.draft_models: dict[str, PreTrainedModel | FeatureHead] = dict(drafts or {})
         self.runner = open_runner(model)
-        self.drafts: dict[str, Runner] = {name: open_runner(draft) for name, draft in self.draft_models.items()}
+        self.drafts = {name: open_draft_runner(draft, model) for name, draft in self.draft_models.items()}
         self.threads = machine.set_threads(self.runner, self.options.threads)[1]
         self.stop_ids: Collection[int] = set() if self.options.ignore_eos else stop_ids(model, tokenizer)
         self.costs: dict[str | None, CostModel] = {}

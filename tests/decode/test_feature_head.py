@@ -1,0 +1,254 @@
+"""EAGLE: heads through their fast forward, chains and trees that never change the output's law."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from enumeration import Experiment
+from families import VOCAB, WIDTH
+from test_enumeration_models import in_double
+from test_greedy_identity import GREEDY, NEW, PROMPTS, check, generate
+from transformers import PreTrainedModel
+
+from decode.alpha import offline_alpha, response_logits
+from decode.drafters.feature import FeatureDrafter, FeatureTreeDrafter
+from decode.errors import UserError
+from decode.exits import PartialRunner
+from decode.feature_head import FeatureHead, head_logits
+from decode.head_files import head_config, is_head, load_head, save_head
+from decode.head_runner import HeadRunner
+from decode.loop import System, decode
+from decode.methods import MethodOptions, Parts, build
+from decode.rng import TorchRng
+from decode.runner import Runner, open_runner
+from decode.stop import StopRule, negative_entropy
+from decode.target import Target
+from decode.thresholds import MeanOfRejected
+from decode.warp import Warp
+
+FAMILIES = ["llama", "qwen3", "gpt_neox", "gpt2"]
+SMALL = 8
+PROMPT = [3, 1, 4, 1, 5, 1, 4]
+
+
+def make_head(target: PreTrainedModel, version: int, seed: int = 0) -> FeatureHead:
+    """A random head, biased towards repeating what the target's own layers say, so that some drafts are accepted."""
+    vocab = int(target.config.vocab_size)
+    head = FeatureHead(head_config(target.config.get_text_config(), version, draft_vocab=vocab // 2))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight += 0.2 * weight.std(correction=0).nan_to_num() * torch.randn(weight.shape, generator=generator)
+        if version == 3:
+            head.set_vocabulary(torch.arange(0, vocab, 2))
+            head.lm_head.weight.copy_(target.get_output_embeddings().weight[::2])
+    return head.to(target.dtype).eval()
+
+
+def as_runner(target: PreTrainedModel, version: int) -> HeadRunner:
+    return HeadRunner(make_head(target, version), target)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_target_keeps_the_states_asked_for_whatever_rows_the_head_reads(family: str, fast: bool, tiny) -> None:
+    model = tiny(family)
+    runner = open_runner(model, fast=fast)
+    runner.taps = (0, 1, 2)
+    ids = torch.tensor(PROMPTS[1])
+    with torch.inference_mode():
+        wanted = model(input_ids=ids[None], output_hidden_states=True).hidden_states
+        runner.read(ids[:5], head=0)
+        parts = [runner.features]
+        runner.read(ids[5:])
+        seen = torch.cat([*parts, runner.features])
+    torch.testing.assert_close(seen, torch.cat(wanted, -1)[0], rtol=1e-4, atol=1e-4)
+    assert seen.shape == (len(ids), 3 * WIDTH)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_fast_forward_drafts_what_teacher_forcing_says(family: str, version: int, tiny) -> None:
+    target = tiny(family)
+    runner, ids = as_runner(target, version), PROMPTS[1] + [5, 6, 2, 7]
+    start = len(PROMPTS[1])
+    source = open_runner(target)
+    source.taps = runner.taps
+    with torch.inference_mode():
+        source.read(torch.tensor(ids[: start - 1]), head=0)
+        runner.settle(source.features)
+        runner.read(torch.tensor(ids[: start - 1]), head=0)
+        rows = [runner.read(torch.tensor([ids[start - 1]]), head=1)]  # the pending token, with a true feature
+        rows += [runner.read(torch.tensor([token]), head=1) for token in ids[start:-1]]  # the head's own states
+    for depth, row in enumerate(rows, 1):
+        wanted = head_logits(runner.model, target, ids[: start + depth], start + depth - 1, depth)
+        torch.testing.assert_close(row, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_level_of_a_tree_gives_each_path_what_its_chain_would(version: int, tiny) -> None:
+    target = tiny("llama")
+    runner, ids = as_runner(target, version), PROMPTS[0]
+    source = open_runner(target)
+    source.taps = runner.taps
+    paths = [[4, 5], [4, 6], [9, 5]]
+
+    def begin() -> None:
+        runner.truncate(0)
+        source.truncate(0)
+        source.read(torch.tensor(ids[:-1]), head=0)
+        runner.settle(source.features)
+        runner.read(torch.tensor(ids), head=1)
+
+    with torch.inference_mode():
+        chains = []
+        for path in paths:
+            begin()
+            chains.append(torch.cat([runner.read(torch.tensor([token]), head=1) for token in path])[-1])
+        begin()
+        first = runner.hidden[-1:].expand(2, -1)
+        runner.read_level(torch.tensor([4, 9]), first, torch.zeros(2, 0, dtype=torch.bool), 0)
+        seen = torch.tensor([[True, False], [True, False], [False, True]])
+        levels = runner.read_level(torch.tensor([5, 6, 5]), runner.hidden[[0, 0, 1]], seen, 1)
+    torch.testing.assert_close(levels, torch.stack(chains), rtol=1e-4, atol=1e-4)
+
+
+def trees(version: int) -> list[tuple[str, Callable[[HeadRunner, Runner, Warp], FeatureDrafter]]]:
+    return [
+        ("chain", FeatureDrafter),
+        ("tree", lambda head, target, warp: FeatureTreeDrafter(head, target, warp, width=3, nodes=8)),
+        ("wide", lambda head, target, warp: FeatureTreeDrafter(head, target, warp)),
+    ]
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_feature_heads_do_not_change_the_greedy_text(family: str, fast: bool, version: int, tiny) -> None:
+    target = tiny(family)
+    runner, head = open_runner(target, fast=fast), as_runner(target, version)
+    drafted = 0
+    for prompt in [*PROMPTS, [5]]:
+        wanted = generate(target, prompt)
+        for name, make in trees(version):
+            trace = check(runner, System(name, make(head, runner, GREEDY), StopRule(4)), wanted, prompt)
+            drafted += sum(trace.drafted)
+            assert trace.drafted[-2] > 0
+    assert drafted > 100
+
+
+def test_accepted_tokens_leave_the_head_with_the_targets_features(tiny) -> None:
+    """What it drafts in a round is what a fresh head drafts on the same text, whatever was accepted before."""
+    target = tiny("llama")
+    runner, head = open_runner(target), as_runner(target, 1)
+    text = generate(target, PROMPTS[0])
+    accepted = set()
+
+    class Half(FeatureDrafter):
+        """Puts the true token where the head drafted, half of the time."""
+
+        def propose(self, ids, stop, room, rng):  # type: ignore[no-untyped-def]
+            draft = super().propose(ids, stop, room, rng)
+            if len(draft):
+                fresh = head_logits(head.model, target, [*ids, 0], len(ids))[0]
+                assert int(fresh.argmax()) == int(draft.tokens[0])
+                true = text[len(ids) : len(ids) + len(ids) % 4]
+                draft.tokens[: len(true)] = torch.tensor(true, dtype=torch.long)
+                draft.probs = torch.nn.functional.one_hot(draft.tokens, VOCAB).float()
+            return draft
+
+        def observe(self, round):  # type: ignore[no-untyped-def]
+            accepted.add(round.accepted)
+            super().observe(round)
+
+    check(runner, System("half", Half(head, runner, GREEDY), StopRule(4)), text, PROMPTS[0])
+    assert accepted >= {0, 1, 3}
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize(("family", "make"), [("llama", PartialRunner), ("qwen3", PartialRunner), ("gpt_neox", Runner)])
+def test_feature_heads_are_lossless(family: str, make: type[Runner], version: int, tiny) -> None:
+    target = in_double(tiny(family, vocab_size=SMALL, dtype=torch.float64))
+    warp = Warp(temperature=1.3, top_k=2)
+
+    @torch.inference_mode()
+    def forward(text: list[int]) -> torch.Tensor:
+        return target(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
+
+    runner, head = make(target), as_runner(target, version)
+    there = Experiment(runner, warp, PROMPT, 3, forward=forward)
+    for drafter in (FeatureDrafter(head, runner, warp), FeatureTreeDrafter(head, runner, warp, width=2, nodes=5)):
+        assert there.bias(System("", drafter, StopRule(3))) < 1e-12
+        assert {m for trace in there.traces for m in trace.accepted} >= {0, 1}
+    entropy = StopRule(20, negative_entropy, threshold=MeanOfRejected())
+    assert there.bias(System("", FeatureDrafter(head, runner, warp), entropy)) < 1e-12
+
+
+def test_a_tree_is_the_most_probable_nodes_and_holds_the_chain(tiny) -> None:
+    target = tiny("llama")
+    runner, head = open_runner(target), as_runner(target, 1)
+    wanted = {}
+    for name, width, nodes in (("chain", 1, 60), ("tree", 4, 12), ("bigger", 4, 40)):
+        drafter = FeatureTreeDrafter(head, runner, GREEDY, width=width, nodes=nodes)
+        runner.truncate(0)
+        runner.taps = drafter.taps
+        with torch.inference_mode():
+            runner.read(torch.tensor(PROMPTS[0][:-1]), head=0)
+            drafter.start(PROMPTS[0])
+            wanted[name] = drafter.propose(PROMPTS[0], StopRule(4), 10, TorchRng(0))
+    chain, tree, bigger = (wanted[name] for name in ("chain", "tree", "bigger"))
+    assert (len(chain), len(tree), len(bigger)) == (4, 12, 40)
+    assert chain.is_chain
+    assert not tree.is_chain
+    assert max(bigger.depths()) <= 4
+
+    def paths(draft):  # type: ignore[no-untyped-def]
+        return {tuple(draft.text_before([], i)) for i in range(len(draft))}
+
+    assert paths(tree) < paths(bigger)
+    assert len(paths(bigger)) == 40  # no node twice
+    assert tuple(chain.tokens[:1].tolist()) in paths(tree)
+
+
+def test_offline_alpha_of_a_head_counts_what_decoding_would_test(tiny) -> None:
+    target = tiny("llama")
+    head = make_head(target, 3)
+    ids, start = PROMPTS[1] + [5, 6, 2, 7], len(PROMPTS[1])
+    alpha = offline_alpha(target, head, [(ids, start)], Warp(1.0))
+    p, q = response_logits(target, ids, start).softmax(-1), head_logits(head, target, ids, start).softmax(-1)
+    assert alpha.counts == [4]
+    assert alpha.mean == pytest.approx(torch.minimum(p, q).sum(-1).mean().item())
+    assert (q[:, 1::2] == 0).all()  # outside its vocabulary it never drafts
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_saved_head_decodes_identically(version: int, tiny, tmp_path) -> None:
+    target = tiny("llama")
+    head, runner = make_head(target, version), open_runner(target)
+    save_head(head, tmp_path)
+    assert is_head(tmp_path)
+    assert not is_head(tmp_path / "absent")
+    again = load_head(tmp_path, target)
+    for method in ("eagle", "eagle-tree"):
+        texts = []
+        for one in (head, again):
+            options = MethodOptions(draft_length=3, tree_width=3, tree_nodes=9)
+            parts = Parts(runner, Warp(1.0), HeadRunner(one, target), options=options)
+            system = build(method, parts)
+            out = decode(Target(runner), system, parts.warp, PROMPTS[0], max_new_tokens=NEW, rng=TorchRng(1))
+            texts.append((out.ids, out.trace.drafted))
+        assert texts[0] == texts[1]
+    with pytest.raises(UserError, match="width"):
+        load_head(tmp_path, tiny("llama", vocab_size=SMALL))
+    (tmp_path / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(UserError, match="no feature head"):
+        load_head(tmp_path, target)
+
+
+def test_methods_say_which_kind_of_draft_they_want(tiny) -> None:
+    runner = open_runner(tiny("llama"))
+    with pytest.raises(UserError, match="feature head"):
+        build("eagle", Parts(runner, GREEDY, open_runner(tiny("llama"))))
+    assert isinstance(build("vanilla", Parts(runner, GREEDY, as_runner(tiny("llama"), 1))).drafter, FeatureDrafter)
