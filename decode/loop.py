@@ -37,9 +37,11 @@ class System:
         return self.rule.exact
 
     def reset(self) -> None:
-        """Forget everything adapted so far."""
+        """Forget everything adapted so far, the drafter's learned weights included."""
         self.stop.reset()
         self.rule.reset()
+        if hasattr(self.drafter, "reset"):
+            self.drafter.reset()
 
 
 @dataclass

@@ -9,6 +9,7 @@ from decode.drafters.mcts import C1, C2, most_visited, search
 from decode.drafters.ngrams import NgramTable, build_trigram_table
 from decode.drafters.trigram import TrigramDrafter
 from decode.errors import UserError
+from decode.loop import System
 from decode.rng import TorchRng
 from decode.stop import StopRule
 
@@ -109,6 +110,17 @@ def test_learned_weights_outlive_the_text_until_reset(tmp_path):
     assert drafter.propose([1, 2], STOP, 5, RNG).tokens.tolist() == [9]
     drafter.reset()
     assert len(drafter.propose([1, 2], STOP, 5, RNG)) == 0
+
+
+def test_resetting_a_system_forgets_what_its_drafter_learned(tmp_path):
+    drafter = TrigramDrafter(opened(tmp_path, [[1, 2, 3], [1, 2, 4]]))
+    system = System("adaptix", drafter, StopRule())
+    context = drafter.table.context([1, 2])
+    fresh = drafter.successors(context)
+    drafter.propose([1, 2, 4, 1, 2], STOP, 5, RNG)
+    assert drafter.successors(context) != fresh
+    system.reset()
+    assert drafter.successors(context) == fresh
 
 
 def test_learning_can_be_turned_off(tmp_path):
