@@ -64,6 +64,12 @@ def _trigrams(settings: s.StoreSettings) -> None:
     build_trigrams(settings)
 
 
+def _report(settings: s.ReportSettings) -> None:
+    from .overview import run
+
+    run(settings)
+
+
 COMMANDS = {
     "generate": Command(
         s.GenerateSettings,
@@ -87,6 +93,15 @@ COMMANDS = {
   python -m decode bench --target T --draft D --methods vanilla,adasd,ears --suite gsm8k=test.jsonl --temperatures 0,1
   python -m decode bench --target T --draft before=A after=B --methods vanilla --draft-lengths 3,5,7 --limit 50""",
         _bench,
+    ),
+    "report": Command(
+        s.ReportSettings,
+        "One page for all runs: methods side by side with filters for suite, temperature and run, plots, and sample "
+        "texts coloured by who wrote each token. One file, no server, nothing loaded from elsewhere.",
+        """
+  python -m decode report runs/*
+  python -m decode report runs/quickstart runs/bench --output methods.html""",
+        _report,
     ),
     "profile": Command(
         s.ProfileSettings,
@@ -199,6 +214,8 @@ def _run(argv: list[str]) -> None:
     if name == "bench" and configs:
         (_dry_bench if dry_run else command.run)(_configured(rest, Path(configs[-1])))
         return
+    if name == "report":  # its runs need no option
+        rest = rest if not rest or rest[0].startswith("--") else ["--runs", *rest]
     tidied = s.tidy(rest, command.settings)
     settings: Any = parse(command.settings, tidied, prog=f"python -m decode {name}", description=command.about)
     (_dry_bench if dry_run else command.run)(settings)

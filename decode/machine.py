@@ -40,7 +40,8 @@ def describe(device: torch.device | str = "cpu") -> dict[str, Any]:
 def sentence(facts: dict[str, Any]) -> str:
     """`describe` in one line."""
     where = facts.get("accelerator") or f"{facts['cpu']}, {facts['cores']} cores"
-    return f"{where}, {facts['threads']} threads, torch {facts['torch']}, transformers {facts['transformers']}"
+    threads = f"{facts['threads']} thread{'s' if facts['threads'] != 1 else ''}"
+    return f"{where}, {threads}, torch {facts['torch']}, transformers {facts['transformers']}"
 
 
 def _cpu_name() -> str:

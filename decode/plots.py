@@ -19,6 +19,7 @@ from decode.svg import (
     finite,
     label_points,
     legend,
+    legend_below,
     plain_log,
     reference_line,
     to_svg,
@@ -82,9 +83,9 @@ def speed_quality(
     axes.plot([], [], "D", color=ORANGE, label="relaxed")
     legend(axes)
     axes.margins(x=0.12, y=0.15)
-    label_points(axes, [(row[quality], row["speedup"], str(row["name"])) for row in rows])
     axes.set_xlabel(label)
     axes.set_ylabel("speedup (×)")
+    label_points(axes, [(row[quality], row["speedup"], str(row["name"])) for row in rows])
     return to_svg(figure, "Speedup against quality, one point per method")
 
 
@@ -141,7 +142,7 @@ def measured_against_predicted(rows: Sequence[Mapping[str, Any]]) -> str:
         rows: `{name, predicted_speedup, speedup, speedup_ci95?}`.
     """
     rows = [r for r in rows if finite(r.get("speedup")) and finite(r.get("predicted_speedup"))]
-    figure, axes = draw("Measured against predicted speedup")
+    figure, axes = draw("Measured against predicted speedup", height=HEIGHT + 0.1 * len(rows))
     for index, row in enumerate(rows):
         x, y = row["predicted_speedup"], row["speedup"]
         if interval := row.get("speedup_ci95"):
@@ -151,9 +152,14 @@ def measured_against_predicted(rows: Sequence[Mapping[str, Any]]) -> str:
     low, high = min([0.9, *values]) * 0.95, max([1.1, *values]) * 1.08
     diagonal(axes, low, high)
     axes.set(xlim=(low, high), ylim=(low, high))
-    label_points(axes, [(r["predicted_speedup"], r["speedup"], str(r["name"])) for r in rows])
     axes.set_xlabel("predicted: tokens per round ÷ (c·drafted + v(drafted+1)) (×)")
     axes.set_ylabel("measured speedup (×)")
+    names = [str(r["name"]) for r in rows]
+    if sum(map(len, names)) > 60:  # beside the points, names of that length would cover each other
+        marks = [axes.plot([], [], MARKERS[i % len(MARKERS)], color=colour(i), label=n)[0] for i, n in enumerate(names)]
+        legend_below(figure, marks, columns=1 if max(map(len, names)) > 24 else 2)
+    else:
+        label_points(axes, [(r["predicted_speedup"], r["speedup"], str(r["name"])) for r in rows])
     return to_svg(figure, "Measured against predicted speedup, one point per method")
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.table import Table
 from . import machine, plots
 from .bench import Bench, Block
 from .page import LOSSLESS, RELAXED, Badge, Column, Page, Tile, write_text
+from .report_figures import figures, speed, spread
 from .settings import BenchSettings
 from .trace import FORMULAS
 
@@ -131,10 +133,6 @@ def ratios(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _speed(row: Row) -> float:
-    return float(row.get("speedup") or 0.0)
-
-
 def _against(row: Row) -> str:
     told = [f"{row['speedup']:.2f} × the loop without a draft"]
     if row.get("speedup_vs_generate"):
@@ -165,6 +163,7 @@ def write_report(
         "methods": bench.rows,
         "machine": facts,
         "bench": {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "settings": dataclasses.asdict(settings),
             "costs": {name or "": cost.to_dict() for name, cost in bench.costs.items()},
             "analysis": bench.analysis,
@@ -226,7 +225,7 @@ def _tiles(rows: Sequence[Row]) -> list[Tile]:
 def _best(rows: Sequence[Row]) -> Row | None:
     """The fastest lossless method that drafts."""
     drafting = [r for r in rows if r["lossless"] and not r["peer"] and r["method"] != "autoregressive"]
-    return max((r for r in drafting if r.get("speedup")), key=_speed, default=None)
+    return max((r for r in drafting if r.get("speedup")), key=speed, default=None)
 
 
 def _block(made: Page, where: tuple[str, float], rows: Sequence[Row], details: Sequence[Row], note: str) -> None:
@@ -235,52 +234,11 @@ def _block(made: Page, where: tuple[str, float], rows: Sequence[Row], details: S
     prompts = max(row["prompts"] for row in rows)
     made.section(f"{suite}, {mode}", f"{prompts} prompts, {rows[0]['repeats']} repeats each. {note}".strip())
     made.table(COLUMNS, [shown(row) for row in rows])
-    ours = [dict(row) | {"exact": row["lossless"]} for row in rows if row.get("speedup")]
-    made.figure(plots.speedup_bars(ours))
-    drafting = sorted((r for r in ours if not r["peer"] and r["method"] != "autoregressive"), key=_speed, reverse=True)
-    relaxed, exact = [r for r in drafting if not r["exact"]], [r for r in drafting if r["exact"]]
-    figures = []
-    if relaxed:  # labels of more points than these cannot be read
-        few = relaxed[:FEW] + exact[:2]
-        figures.append((plots.speed_quality(few), "What relaxed rules buy, and for how much of the distribution."))
-        if any(r.get("accuracy") is not None for r in few):
-            label = "accuracy (the suite's scorer)"
-            figures.append((plots.speed_quality(few, "accuracy", label), "Speed against the answers' quality."))
-    predicted = [r | {"speedup": r["speedup_without_prefill"], "speedup_ci95": None} for r in _unlike(drafting)]
-    if any(r.get("predicted_speedup") for r in predicted):
-        figures.append((plots.measured_against_predicted(predicted), "Without the time of reading prompts."))
-    chosen = _spread(details, drafting)
-    positions = {
-        d["name"]: [p["conditional"] for p in d["acceptance_by_position"] if p["tested"] >= 30] for d in chosen
-    }
-    if any(positions.values()):
-        figures.append((plots.acceptance_by_position({k: v for k, v in positions.items() if v}), ""))
-        lengths = {d["name"]: d["draft_lengths"] for d in chosen[:3]}
-        figures.append((plots.draft_lengths(lengths), ""))
-    made.gallery(figures)
-    for detail in chosen[:2]:
+    made.figure(plots.speedup_bars([dict(row) | {"exact": row["lossless"]} for row in rows if row.get("speedup")]))
+    made.gallery(figures(rows, details).values())
+    for detail in spread(details, rows)[:2]:
         for sample in detail["samples"][:1]:
             made.tokens(sample["tokens"], f"{detail['name']}: {sample['prompt'].strip()[:160]}")
-
-
-FEW = 8
-"""Points or lines of one figure."""
-
-
-def _unlike(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The fastest row of each distinct prediction, to two digits, and at most a few."""
-    kept: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        if row.get("predicted_speedup") and row.get("speedup_without_prefill"):
-            kept.setdefault(f"{row['predicted_speedup']:.1f}", dict(row))
-    return list(kept.values())[:FEW]
-
-
-def _spread(details: Sequence[Row], rows: Sequence[Row], most: int = 5) -> list[Row]:
-    """Details of the fastest methods, at most so many: more lines than that cannot be told apart."""
-    order = [row["name"] for row in sorted(rows, key=_speed, reverse=True)]
-    known = {d["name"]: d for d in details if d.get("acceptance_by_position")}
-    return [known[name] for name in order if name in known][:most]
 
 
 def _costs(costs: Mapping[str, Any]) -> str:

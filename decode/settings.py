@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import UserError
 
-VERBATIM = {"stop", "input"}
+VERBATIM = {"stop", "input", "runs"}
 """List options whose values are never cut at commas."""
 
 
@@ -211,6 +211,16 @@ class StoreSettings:
     """Trigrams only: n of the n-grams, 2 to 4."""
     trust_remote_code: bool = False
     """Run the Python code that a hub repository brings."""
+
+
+@dataclass
+class ReportSettings:
+    """Settings of python -m decode report."""
+
+    runs: list[str] = field(default_factory=list)
+    """Folders of runs, given without an option: python -m decode report runs/*. Null: runs."""
+    output: str | None = None
+    """The page; null: index.html in the folder that holds the runs."""
 
 
 @dataclass

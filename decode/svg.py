@@ -110,6 +110,12 @@ def legend(axes: Axes, wanted: bool = True) -> None:
             axes.legend(loc="best", handlelength=1.4)
 
 
+def legend_below(figure: Figure, marks: Sequence[Any], columns: int) -> None:
+    """A legend under the figure, for names that are too long to stand beside their points."""
+    with mpl.rc_context(STYLE):
+        figure.legend(handles=list(marks), loc="outside lower left", ncols=columns, handlelength=1.4)
+
+
 def reference_line(axes: Axes, *, x: float | None = None, y: float | None = None) -> None:
     """A dashed line at a value that means neither gain nor loss."""
     style: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (4, 3)), "alpha": 0.6}
@@ -152,7 +158,7 @@ def label_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None
 
     Call it last, when the limits of the axes are final.
     """
-    axes.get_figure(root=True).canvas.draw()  # type: ignore[union-attr]
+    axes.get_figure(root=True).draw_without_rendering()  # type: ignore[union-attr]  # lays out, so that pixels are known
     dots = [tuple(axes.transData.transform((x, y))) for x, y, _ in points]
     left, right = (axes.transAxes.transform((x, 0))[0] for x in (0, 1))
     taken = [(px - 4, px + 4, py - 4, py + 4) for px, py in dots]
