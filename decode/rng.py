@@ -28,6 +28,22 @@ class Rng(Protocol):
         ...
 
 
+def inverse(weights: Tensor, u: Tensor) -> Tensor:
+    """The token at which the cumulative weights pass the share ``u`` of their sum.
+
+    Args:
+        weights: ``[..., vocab]``, not negative, normalised or not.
+        u: ``[..., 1]`` in float64, from [0, 1).
+
+    Returns:
+        Token ids ``[...]`` (long); never one of zero weight.
+    """
+    cdf = weights.cumsum(-1, dtype=torch.float64)
+    # right=True: the first index whose cdf exceeds u·total
+    index = torch.searchsorted(cdf, u * cdf[..., -1:], right=True)
+    return index.clamp_(max=weights.shape[-1] - 1).squeeze(-1)
+
+
 class TorchRng:
     """Inverse-transform sampling in float64 on the tensor's own device, without a host synchronisation."""
 
@@ -39,11 +55,8 @@ class TorchRng:
             self.generator.manual_seed(seed)
 
     def _inverse(self, weights: Tensor) -> Tensor:
-        cdf = weights.cumsum(-1, dtype=torch.float64)
         u = torch.rand((*weights.shape[:-1], 1), generator=self.generator, dtype=torch.float64, device=weights.device)
-        # right=True: the first index whose cdf exceeds u·total, which is never a token of zero weight
-        index = torch.searchsorted(cdf, u.mul_(cdf[..., -1:]), right=True)
-        return index.clamp_(max=weights.shape[-1] - 1).squeeze(-1)
+        return inverse(weights, u)
 
     def draw(self, weights: Tensor) -> Tensor:
         """See `Rng.draw`."""

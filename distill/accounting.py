@@ -70,19 +70,20 @@ class Account:
         return asdict(self)
 
 
-def account(
-    plan: Plan, rows: Rows, schedule: Schedule, selected: int | None = None, reference: Account | None = None
-) -> Account:
+def label_tokens(plan: Plan, rows: Rows, schedule: Schedule) -> int:
+    """Label tokens of a training whose examples are known beforehand."""
+    return sum(rows.labels_of(schedule.batch(step)) for step in range(plan.steps))
+
+
+def account(plan: Plan, tokens: int, selected: int | None = None, reference: Account | None = None) -> Account:
     """The account of a finished training.
 
     Args:
         plan: Its steps and batch.
-        rows: The examples.
-        schedule: Their order.
+        tokens: Its label tokens.
         selected: Tokens selected in all; None: every label token.
         reference: Account of the reference that the selection needed.
     """
-    tokens = sum(rows.labels_of(schedule.batch(step)) for step in range(plan.steps))
     return Account(
         optimiser_steps=plan.steps,
         examples=plan.steps * plan.batch_size,

@@ -7,15 +7,16 @@ where it was, and every rank of a distributed run can name its own share.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from datasets import Dataset
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from distill.data.examples import prompt_ids
 from distill.losses import IGNORE
 
 Ints = NDArray[np.int64]
@@ -46,12 +47,18 @@ class Rows:
         """The first ``limit`` examples of a data set with the columns ``input_ids`` and ``labels``."""
         dataset = dataset.select(range(min(limit or len(dataset), len(dataset))))
         columns = dataset.select_columns(["input_ids", "labels"]).with_format("numpy")[:]
-        ids = [np.asarray(row, dtype=np.int32) for row in columns["input_ids"]]
-        labels = [np.asarray(row, dtype=np.int32) for row in columns["labels"]]
-        counts = [int((row[1:] != IGNORE).sum()) for row in labels]
+        return cls.from_lists(columns["input_ids"], columns["labels"])
+
+    @classmethod
+    def from_lists(cls, input_ids: Sequence[ArrayLike], labels: Sequence[ArrayLike]) -> Rows:
+        """Examples from their token ids and labels."""
+        ids = [np.asarray(row, dtype=np.int32) for row in input_ids]
+        wanted = [np.asarray(row, dtype=np.int32) for row in labels]
+        counts = [int((row[1:] != IGNORE).sum()) for row in wanted]
+        none = np.empty(0, dtype=np.int32)
         return cls(
-            np.concatenate(ids),
-            np.concatenate(labels),
+            np.concatenate([none, *ids]),
+            np.concatenate([none, *wanted]),
             np.concatenate([[0], np.cumsum([len(row) for row in ids])]).astype(np.int64),
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         )
@@ -73,6 +80,11 @@ class Rows:
         """Label tokens of some examples."""
         return int((self.label_offsets[examples + 1] - self.label_offsets[examples]).sum())
 
+    def prompt(self, example: int) -> list[int]:
+        """Token ids that a response follows: those before the first label, or a quarter of a block of plain text."""
+        place = slice(self.offsets[example], self.offsets[example + 1])
+        return prompt_ids(self.ids[place].tolist(), self.labels[place].tolist())
+
     def batch(self, examples: Ints, pad_id: int, *, all_tokens: bool = False) -> Batch:
         """Examples padded on the right.
 
@@ -87,18 +99,31 @@ class Rows:
             ``input_ids`` and ``labels`` ``[batch, time]`` (int64); each cached signal's values ``[rows, ...]`` in
             the order of the labels.
         """
-        starts, lengths = self.offsets[examples], self.lengths[examples]
-        shape = len(examples), int(lengths.max()) if len(examples) else 1
-        ids, labels = np.full(shape, pad_id, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
-        for row, (start, length) in enumerate(zip(starts, lengths)):
-            ids[row, :length] = self.ids[start : start + length]
-            labels[row, :length] = (self.ids if all_tokens else self.labels)[start : start + length]
-        batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-        spans = list(zip(self.label_offsets[examples], self.label_offsets[examples + 1]))
-        for name, values in self.signals.items():
-            parts = [values[start:end] for start, end in spans]
-            batch[name] = torch.from_numpy(np.concatenate(parts) if parts else np.empty((0, *values.shape[1:])))
-        return batch
+        return make_batch([(self, int(example)) for example in examples], pad_id, all_tokens=all_tokens)
+
+
+Picks = Sequence[tuple[Rows, int]]
+"""Examples of a batch: the rows that an example is in, and its number there."""
+
+
+def make_batch(picks: Picks, pad_id: int, *, all_tokens: bool = False) -> Batch:
+    """Examples, of several sets of rows if need be, as one batch; see `Rows.batch`.
+
+    Cached signals are carried only where all the examples have them.
+    """
+    spans = [slice(int(rows.offsets[i]), int(rows.offsets[i + 1])) for rows, i in picks]
+    shape = len(picks), max((span.stop - span.start for span in spans), default=1)
+    ids, labels = np.full(shape, pad_id, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
+    for row, ((rows, _), span) in enumerate(zip(picks, spans)):
+        length = span.stop - span.start
+        ids[row, :length] = rows.ids[span]
+        labels[row, :length] = (rows.ids if all_tokens else rows.labels)[span]
+    batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+    names = set.intersection(*(set(rows.signals) for rows, _ in picks)) if picks else set()
+    for name in sorted(names):
+        parts = [rows.signals[name][rows.label_offsets[i] : rows.label_offsets[i + 1]] for rows, i in picks]
+        batch[name] = torch.from_numpy(np.concatenate(parts))
+    return batch
 
 
 @dataclass(frozen=True)
@@ -149,7 +174,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class TrainBatches:
-    """The batches of steps ``start`` to ``stop``, one rank's share of each; iterated once an epoch of Lightning's."""
+    """The batches of steps ``start`` to ``stop``, one rank's share of each; iterated once an epoch of Lightning's.
+
+    ``texts`` replaces examples of a step by ones that the draft has written. It may write with the weights of that
+    moment, so a batch must not be drawn before its step.
+    """
 
     rows: Rows
     schedule: Schedule
@@ -159,14 +188,17 @@ class TrainBatches:
     rank: int = 0
     world: int = 1
     all_tokens: bool = False
+    texts: Callable[[int, Picks], Picks] | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     def __iter__(self) -> Iterator[Batch]:
         for step in range(self.start, self.stop):
-            examples = self.schedule.batch(step)[self.rank :: self.world]
-            yield self.rows.batch(examples, self.pad_id, all_tokens=self.all_tokens)
+            picks: Picks = [(self.rows, int(example)) for example in self.schedule.batch(step)]
+            if self.texts is not None:
+                picks = self.texts(step, picks)
+            yield make_batch(picks[self.rank :: self.world], self.pad_id, all_tokens=self.all_tokens)
 
 
 @dataclass(frozen=True)

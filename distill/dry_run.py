@@ -24,6 +24,7 @@ from decode.shapes import family_of
 from decode.suites.presets import PRESETS
 from distill.data import DataSettings, load_corpus
 from distill.models import build_model
+from distill.response_settings import ResponseSettings
 from distill.settings import Architecture, ModelSettings, Settings, TrainingSettings
 
 STEPS = 4
@@ -59,6 +60,7 @@ def shrink(settings: Settings, console: Console | None = None) -> Settings:
         _shorten(model.training)
     _shorten(small.reference.training)
     small.reference.examples = 16
+    _shrink_responses(small.reference.responses, console)
     trainer, evaluation = small.trainer, small.evaluation
     trainer.validate_every, trainer.validation_examples = STEPS // 2, 8
     trainer.devices, trainer.num_nodes, trainer.strategy = 1, 1, "auto"
@@ -74,6 +76,14 @@ def shrink(settings: Settings, console: Console | None = None) -> Settings:
 def _shorten(training: TrainingSettings) -> None:
     training.steps, training.epochs, training.batch_size = STEPS, None, 4
     training.warmup_steps = min(1, training.warmup_steps)
+
+
+def _shrink_responses(responses: ResponseSettings, console: Console) -> None:
+    """Short texts, written here whatever server is meant to."""
+    responses.max_new_tokens, responses.batch_size, responses.refresh_every = 8, 8, STEPS // 2
+    if responses.server.url is not None:
+        console.print(f"  the target made here answers in place of {responses.server.url}", highlight=False)
+        responses.server.url = None
 
 
 def _shape(

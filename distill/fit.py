@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from distill.batches import EvalBatches, Rows, Schedule, TrainBatches
 from distill.checkpoints import Keeper, SafeCheckpointIO
 from distill.modules import Module
+from distill.onpolicy import OnPolicy
 from distill.settings import TrainerSettings
 
 
@@ -39,6 +40,7 @@ class Segments(L.LightningDataModule):
     segment: int
     pad_id: int
     all_tokens: bool = False
+    texts: OnPolicy | None = None
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -53,7 +55,18 @@ class Segments(L.LightningDataModule):
         start = trainer.global_step
         stop = min(self.steps, (start // self.segment + 1) * self.segment)
         share = trainer.global_rank, trainer.world_size
-        return TrainBatches(self.train, self.schedule, self.pad_id, start, stop, *share, all_tokens=self.all_tokens)
+        return TrainBatches(
+            self.train, self.schedule, self.pad_id, start, stop, *share, all_tokens=self.all_tokens, texts=self.texts
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What checkpoints hold of the data: the texts that the draft wrote."""
+        return self.texts.state_dict() if self.texts is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes them back."""
+        if self.texts is not None:
+            self.texts.load_state_dict(state_dict)
 
     def val_dataloader(self) -> EvalBatches:
         """All validation examples, in batches of the training's size."""

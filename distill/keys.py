@@ -34,7 +34,8 @@ def stage_keys(settings: Settings) -> dict[str, Key]:
 
     target = add("target", **common, **data, model=_model_key(settings.target))
     initial = add("initial", **common, **data, model=_model_key(settings.initial), target=target)
-    reference = add("reference", **common, **data, reference=asdict(settings.reference), target=target, initial=initial)
+    distillation = asdict(settings.reference) | {"responses": settings.reference.responses.key()}
+    reference = add("reference", **common, **data, reference=distillation, target=target, initial=initial)
     add("draft", **common, adaspec=asdict(settings.draft), reference=reference)
     for other in settings.comparisons:
         add(other.name, **common, adaspec=asdict(other), reference=reference)

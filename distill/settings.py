@@ -17,6 +17,7 @@ from distill.model_settings import (
     TargetSettings,
     TrainingSettings,
 )
+from distill.response_settings import ResponseSettings, ServerSettings
 from distill.tracking import TrackerSettings
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "InitialDraftSettings",
     "LoraSettings",
     "ModelSettings",
+    "ResponseSettings",
+    "ServerSettings",
     "Settings",
     "TargetSettings",
     "TrainerSettings",
@@ -65,6 +68,9 @@ class DistillSettings:
     signal: Signal = "hidden"
     """The target's signal. hidden: its last hidden states at label positions are computed once and kept on disk
     (exact; hidden_size x 4 bytes a token). recompute: a forward pass of the target every step, no disk."""
+    responses: ResponseSettings = field(default_factory=ResponseSettings)
+    """Who writes the responses, for the reference and for AdaSPEC alike. What frozen models say of the draft's own
+    texts, the reference's loss too, is computed anew each time they are written."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
     """Length, batches and optimiser of the reference; AdaSPEC's follow from them and draft.iso."""
 
@@ -75,6 +81,7 @@ class DistillSettings:
     def validate(self) -> None:
         """Check the divergence with its parameters, and the counts."""
         self.training.validate("reference.training")
+        self.responses.validate("reference.responses")
         if self.divergence not in LOSSES:
             raise UserError(f"reference.divergence is {self.divergence!r}; known are {', '.join(LOSSES)}")
         if not 0 < self.jsd_beta < 1:

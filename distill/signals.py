@@ -98,6 +98,26 @@ def reference_loss(
     return cached(path, fingerprint, (rows.label_count,), parts)
 
 
+def hidden_now(target: PreTrainedModel, rows: Rows, batch_size: int = 16) -> Array:
+    """As `target_hidden`, in memory: for texts that are used for a while only."""
+    width = target.get_output_embeddings().weight.shape[1]
+    return _collected((rows.label_count, width), _hidden_parts(target, rows, batch_size))
+
+
+def reference_loss_now(
+    reference: PreTrainedModel, target: Target, rows: Rows, divergence: Divergence, batch_size: int = 16
+) -> Array:
+    """As `reference_loss`, in memory; the target's hidden states are taken from the rows where they are cached."""
+    return _collected((rows.label_count,), _loss_parts(reference, target, rows, divergence, batch_size))
+
+
+def _collected(shape: tuple[int, ...], parts: Iterator[tuple[slice, Array]]) -> Array:
+    values = np.empty(shape, dtype=np.float32)
+    for place, part in parts:
+        values[place] = part
+    return values
+
+
 @torch.inference_mode()
 def _hidden_parts(target: PreTrainedModel, rows: Rows, batch_size: int) -> Iterator[tuple[slice, Array]]:
     target.eval()

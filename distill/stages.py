@@ -17,16 +17,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.errors import UserError
 from decode.load import check_tokenizers, load_model, load_tokenizer
-from distill import signals
-from distill.accounting import Plan, account, plan_draft, plan_reference
+from distill.accounting import Plan, account, label_tokens, plan_draft, plan_reference
 from distill.batches import Rows, Schedule
 from distill.data import Corpus, load_corpus
-from distill.files import fingerprint
 from distill.fit import Segments, fit
 from distill.layerskip import LayerSkip
+from distill.material import prepare
 from distill.models import Head, check_head, count_parameters, obtain, ready, source_folder, with_adapter
 from distill.modules import CausalLMModule, DistillModule, Module, token_counts
 from distill.objective import Objective
+from distill.onpolicy import OnPolicy
 from distill.run import Run, StageRecord, account_of
 from distill.selection import Selection
 from distill.settings import (
@@ -37,7 +37,6 @@ from distill.settings import (
     TargetSettings,
     TrainingSettings,
 )
-from distill.teacher import Target
 from distill.tracking import for_stage
 
 MOST_SELECTED = 100
@@ -175,24 +174,27 @@ class Bench:
                 objective = replace(objective, selection=selection)
         model = load_model(self.run.path("initial"), dtype="float32").train()
         check_head(model, Head(model))
-        target, train, validation = self._signals(objective)
+        material = prepare(self, objective)
+        train = material.train
         self._say_size(model, model.num_parameters())
         module = DistillModule(
             model,
             training,
             plan.steps,
-            target=target,
+            target=material.target,
             objective=objective,
             fused=self.settings.trainer.fused_loss,
             seed=self.settings.seed,
             log_every=self.settings.trainer.log_every,
         )
         schedule = self._schedule(train, plan, training, 2)
+        own = material.on_policy(self, model, schedule, plan.steps)
         prepared = time.monotonic() - started
-        history, seconds = self._fit(stage, key, module, train, validation, schedule, plan, training)
+        history, seconds = self._fit(stage, key, module, train, material.validation, schedule, plan, training, own)
         chosen = None if module.selected is None else int(module.selected.sum())
         before = account_of(reference) if reference is not None and objective.selection is not None else None
-        used = account(plan, train, schedule, chosen, before)
+        tokens = label_tokens(plan, train, schedule) if own is None else own.label_tokens
+        used = account(plan, tokens, chosen, before)
         record = StageRecord(
             key,
             parameters=model.num_parameters(),
@@ -202,40 +204,6 @@ class Bench:
             selected=self._most_selected(module),
         )
         return Made(record, ready(model, self.corpus.tokenizer), self.corpus.tokenizer)
-
-    def _signals(self, objective: Objective) -> tuple[Target, Rows, Rows]:
-        """The target as a source of logits, and train and validation examples with the cached values they need."""
-        settings, folder = self.settings.reference, self.run.work / "signals"
-        model = load_model(self.run.target, dtype=self.settings.target.dtype)
-        check_head(model, Head(model))
-        train, validation = _bare(self.examples), _bare(self.validation)
-        target_record = self.run.record("target")
-        assert target_record is not None
-        key = [target_record.fingerprint, self.corpus.fingerprint, settings.examples]
-        if settings.signal == "hidden":
-            model = model.to(self._device())
-            for name, rows in (("train", train), ("validation", validation)):
-                size = signals.hidden_bytes(model, rows) / 1e6
-                with self.console.status(f"  the target's hidden states, {name}: {size:.0f} MB"):
-                    rows.signals["target_hidden"] = signals.target_hidden(
-                        model, rows, folder / f"target_hidden_{name}.npy", fingerprint(*key, name, len(rows))
-                    )
-        target = Target(model, cached=settings.signal == "hidden")
-        if objective.selection is not None:
-            record = self.run.record("reference")
-            assert record is not None
-            with self.console.status("  the reference's losses"):
-                reference = load_model(self.run.path("reference"), dtype="float32").to(self._device())
-                ranking = objective.ranking
-                train.signals["reference_loss"] = signals.reference_loss(
-                    reference,
-                    target,
-                    train,
-                    folder / f"reference_{ranking.name}.npy",
-                    fingerprint(*key, record.fingerprint, vars(ranking)),
-                    ranking,
-                )
-        return target, train, validation
 
     # -- helpers --------------------------------------------------------------------------------------------------
 
@@ -249,6 +217,7 @@ class Bench:
         schedule: Schedule,
         plan: Plan,
         training: TrainingSettings,
+        own: OnPolicy | None = None,
     ) -> tuple[list[dict[str, float]], float]:
         """Trains; returns the learning curve and the seconds it took, those before an interruption included."""
         trainer = self.settings.trainer
@@ -260,6 +229,7 @@ class Bench:
             trainer.validate_every,
             self.pad_id,
             all_tokens=training.prompt_loss and isinstance(module, CausalLMModule),
+            texts=own,
         )
         return fit(
             module,
@@ -286,7 +256,8 @@ class Bench:
             own = load_tokenizer(settings.model, trust_remote_code=settings.trust_remote_code)
             check_tokenizers(self.corpus.tokenizer, own)
 
-    def _device(self) -> str:
+    def device(self) -> str:
+        """Where frozen models compute caches."""
         import torch
 
         wanted = self.settings.trainer.accelerator
@@ -300,8 +271,3 @@ class Bench:
             return []
         counts = token_counts(module.selected)[:MOST_SELECTED]
         return [(self.corpus.tokenizer.decode([token]), count) for token, count in counts]
-
-
-def _bare(rows: Rows) -> Rows:
-    """The same examples without cached signals."""
-    return Rows(rows.ids, rows.labels, rows.offsets, rows.label_offsets)

@@ -55,7 +55,7 @@ def run_probes(settings: Settings, console: Console | None = None) -> dict[str, 
     try:
         _ensure_target(bench)
         console.print("[bold]probes[/bold]", highlight=False)
-        model = load_model(run.target, dtype=settings.target.dtype).to(bench._device())
+        model = load_model(run.target, dtype=settings.target.dtype).to(bench.device())
         lab = Lab(settings, bench, model, exit_layers(model, settings.probes.layers), console, logger)
         added = _experiment(lab)
         _log(for_stage(logger, "probes"), added)

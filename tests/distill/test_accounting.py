@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distill.accounting import Account, Plan, account, plan_draft, plan_reference
+from distill.accounting import Account, Plan, account, label_tokens, plan_draft, plan_reference
 from distill.batches import Rows, Schedule
 from distill.settings import TrainingSettings
 
@@ -39,8 +39,9 @@ def test_an_account_counts_what_the_schedule_shows() -> None:
         np.concatenate([[0], labels.cumsum()]),
     )  # fmt: skip
     plan = Plan(steps=6, batch_size=2)  # three epochs
-    reference = account(plan, rows, Schedule(rows.lengths, 2, seed=1))
+    tokens = label_tokens(plan, rows, Schedule(rows.lengths, 2, seed=1))
+    reference = account(plan, tokens)
     assert reference == Account(6, 12, 3 * 14, 3 * 14, 3 * 14)
-    draft = account(plan, rows, Schedule(rows.lengths, 2, seed=1), selected=20, reference=reference)
+    draft = account(plan, tokens, selected=20, reference=reference)
     assert draft == Account(6, 12, 42, 20, 84)
     assert draft.row()["selected_tokens"] == 20

@@ -1,0 +1,147 @@
+"""What a distillation trains on: examples by whoever wrote their responses, and what frozen models say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import track
+from transformers import PreTrainedModel
+
+from decode.load import load_model, stop_ids
+from distill import ranks, signals
+from distill.batches import Rows, Schedule
+from distill.files import fingerprint
+from distill.models import Head, check_head
+from distill.objective import Objective
+from distill.onpolicy import OnPolicy
+from distill.responses import Answer, ResponseFile, answered_here, make_jobs, response_rows
+from distill.server import answered_by_server
+from distill.teacher import Target
+
+if TYPE_CHECKING:
+    from distill.stages import Bench
+
+
+@dataclass
+class Material:
+    """Examples with the signals of frozen models.
+
+    Attributes:
+        target: The target's distribution for label rows.
+        train: Examples for training, with cached signals; for texts of the draft, their prompts alone.
+        validation: Examples for comparing checkpoints, with cached signals.
+        ends: The target's end-of-text tokens.
+        add_signals: Puts the same signals into rows that were written just now.
+    """
+
+    target: Target
+    train: Rows
+    validation: Rows
+    ends: set[int]
+    add_signals: Callable[[Rows], None]
+
+    def on_policy(self, bench: Bench, draft: PreTrainedModel, schedule: Schedule, steps: int) -> OnPolicy | None:
+        """The draft's own texts, where the settings want some."""
+        settings = bench.settings.reference.responses
+        if not settings.from_draft:
+            return None
+        limit, seed = bench.settings.data.max_length, bench.settings.seed
+        return OnPolicy(draft, self.train, schedule, steps, settings, seed, limit, self.ends, self.add_signals)
+
+
+def prepare(bench: Bench, objective: Objective) -> Material:
+    """The target as a source of logits, and examples with the cached values that the distillation needs."""
+    settings, folder = bench.settings.reference, bench.run.work / "signals"
+    model = load_model(bench.run.target, dtype=bench.settings.target.dtype)
+    check_head(model, Head(model))
+    ends = stop_ids(model, bench.corpus.tokenizer)
+    train, validation, key = _fixed_texts(bench, model, ends)
+    cached = settings.signal == "hidden"
+    all_own = settings.responses.from_draft == 1
+    if cached:
+        model = model.to(bench.device())
+        for name, rows in (("validation", validation), *([] if all_own else [("train", train)])):
+            size = signals.hidden_bytes(model, rows) / 1e6
+            with bench.console.status(f"  the target's hidden states, {name}: {size:.0f} MB"):
+                rows.signals["target_hidden"] = signals.target_hidden(
+                    model, rows, folder / f"target_hidden_{name}.npy", fingerprint(key, name, len(rows))
+                )
+    target = Target(model, cached=cached)
+    reference, ranking = None, objective.ranking
+    if objective.selection is not None:
+        record = bench.run.record("reference")
+        assert record is not None
+        reference = load_model(bench.run.path("reference"), dtype="float32").to(bench.device())
+        if not all_own:
+            path = folder / f"reference_{ranking.name}.npy"
+            made_from = fingerprint(key, record.fingerprint, vars(ranking))
+            with bench.console.status("  the reference's losses"):
+                train.signals["reference_loss"] = signals.reference_loss(
+                    reference, target, train, path, made_from, ranking
+                )
+
+    def add_signals(rows: Rows) -> None:
+        if cached:
+            rows.signals["target_hidden"] = signals.hidden_now(model, rows)
+        if reference is not None:
+            rows.signals["reference_loss"] = signals.reference_loss_now(reference, target, rows, ranking)
+
+    return Material(target, train, validation, ends, add_signals)
+
+
+def _fixed_texts(bench: Bench, target: PreTrainedModel, ends: set[int]) -> tuple[Rows, Rows, str]:
+    """Train and validation examples, with the data set's responses or the target's; and their fingerprint."""
+    settings, corpus = bench.settings.reference, bench.corpus
+    record = bench.run.record("target")
+    assert record is not None
+    made_from: dict[str, Any] = {
+        "target": record.fingerprint,
+        "corpus": corpus.fingerprint,
+        "examples": settings.examples,
+    }
+    splits = {"train": bare(bench.examples), "validation": bare(bench.validation)}
+    if settings.responses.from_target:
+        made_from |= {
+            "seed": bench.settings.seed,
+            "max_length": bench.settings.data.max_length,
+            "responses": settings.responses.key(),
+        }
+        for name, rows in splits.items():
+            splits[name] = _answered(bench, target, ends, name, rows, made_from | {"split": name, "prompts": len(rows)})
+    return splits["train"], splits["validation"], fingerprint(made_from)
+
+
+def _answered(
+    bench: Bench, target: PreTrainedModel, ends: set[int], split: str, rows: Rows, made_from: dict[str, Any]
+) -> Rows:
+    """The split's prompts with the target's responses; the first process has them written, the others wait."""
+    settings, tokenizer = bench.settings.reference.responses, bench.corpus.tokenizer
+    prompts = getattr(bench.corpus, split)["prompt"][: len(rows)]
+    jobs = make_jobs(rows, prompts, settings, bench.settings.data.max_length)
+    file = ResponseFile(bench.run.work / "responses" / f"{split}.jsonl", made_from)
+
+    def writer() -> Answer:
+        seed = bench.settings.seed
+        if settings.server.url is None:
+            return answered_here(target.to(bench.device()), settings, seed, ends)
+        return answered_by_server(settings, seed, tokenizer, ends, bench.run.target)
+
+    if ranks.is_first():
+        file.open()
+        there = len(file.found)
+        if there < len(jobs):
+            lines = file.fill(jobs, writer(), tokenizer)
+            name = f"  the target's responses, {split}"
+            for _ in track(lines, name, total=len(jobs), completed=there, console=bench.console, transient=True):
+                pass
+            bench.console.print(f"{name}: {len(jobs)}, {len(jobs) - there} of them written now", highlight=False)
+    else:
+        ranks.wait_for(lambda: file.complete(len(jobs)) or None)
+    return response_rows([job.ids for job in jobs], [file.found[job.example].ids for job in jobs], ends)
+
+
+def bare(rows: Rows) -> Rows:
+    """The same examples without cached signals."""
+    return Rows(rows.ids, rows.labels, rows.offsets, rows.label_offsets)

@@ -1,0 +1,52 @@
+"""Which of the processes of a distributed run this is, and how they wait for one another.
+
+The first process writes files, the others wait until they are there. They watch the disk instead of meeting at a
+barrier: what takes the first one hours (computing a cache, say) would run into the time limit of a collective.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_only
+
+Found = TypeVar("Found")
+
+EVERY = 0.2
+"""Seconds between two looks at the disk."""
+
+
+def rank() -> int:
+    """Number of this process, from the process group or else from the environment of torchrun, Slurm or Lightning."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(getattr(rank_zero_only, "rank", None) or 0)
+
+
+def world() -> int:
+    """Number of processes that train together; 1 before training has begun."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes files."""
+    return rank() == 0
+
+
+def exchange(value: Found) -> list[Found]:
+    """The values of all processes, by rank."""
+    if world() == 1:
+        return [value]
+    values: list[Found] = [value] * world()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def wait_for(look: Callable[[], Found | None]) -> Found:
+    """Looks again and again until there is something. The launcher ends the wait where the first process fails."""
+    while (found := look()) is None:
+        time.sleep(EVERY)
+    return found

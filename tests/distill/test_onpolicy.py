@@ -1,0 +1,152 @@
+"""The draft's own texts: written by its weights of the moment, the same ones again after a kill, mixed by sample."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_resume import killed
+from tiny_run import run_tiny, tiny_settings
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from distill.batches import Picks, Rows, Schedule
+from distill.losses import IGNORE
+from distill.onpolicy import OnPolicy
+from distill.response_settings import ResponseSettings
+from distill.settings import Settings
+
+Tiny = Callable[..., PreTrainedModel]
+
+
+def some_rows(count: int = 10) -> Rows:
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(2, 48, 3 + i % 4).tolist() for i in range(count)]
+    return Rows.from_lists(ids, [[IGNORE, IGNORE, *row[2:]] for row in ids])
+
+
+def policy(model: PreTrainedModel, rows: Rows, **settings: Any) -> OnPolicy:
+    chosen: dict[str, Any] = {"source": "draft", "max_new_tokens": 5, "refresh_every": 3, "batch_size": 4}
+    schedule = Schedule(rows.lengths, 4, seed=1)
+    responses = ResponseSettings(**chosen | settings)
+    return OnPolicy(model, rows, schedule, 12, responses, 7, 64, {1}, lambda made: None)
+
+
+def picks(own: OnPolicy, step: int) -> Picks:
+    return [(own.prompts, int(example)) for example in own.schedule.batch(step)]
+
+
+def content(found: Picks) -> list[list[int]]:
+    return [rows.ids[rows.offsets[i] : rows.offsets[i + 1]].tolist() for rows, i in found]
+
+
+def test_every_prompt_of_a_step_is_answered_by_the_draft(tiny: Tiny) -> None:
+    rows = some_rows()
+    own = policy(tiny("llama"), rows)
+    written = 0
+    for step in range(4):
+        wanted = picks(own, step)
+        found = own(step, wanted)
+        for (_, example), text, (made, i) in zip(wanted, content(found), found):
+            prompt = rows.prompt(example)
+            assert text[: len(prompt)] == prompt
+            assert 1 <= len(text) - len(prompt) <= 5
+            assert made.labels_of(np.array([i])) == len(text) - len(prompt)
+            written += len(text) - len(prompt)
+    assert own.label_tokens == written
+
+
+def test_texts_are_written_again_with_the_weights_of_the_refresh_and_not_between(tiny: Tiny) -> None:
+    first, second = tiny("llama"), tiny("llama", seed=5)
+    rows = some_rows()
+    own, changed = policy(first, rows, temperature=0.0), policy(first, rows, temperature=0.0)
+    own(0, picks(own, 0))
+    changed(0, picks(changed, 0))
+    changed.draft = second
+    assert content(own(2, picks(own, 2))) == content(changed(2, picks(changed, 2)))
+    assert content(own(3, picks(own, 3))) != content(changed(3, picks(changed, 3)))
+
+
+def test_what_a_checkpoint_holds_gives_the_same_texts_from_other_weights(tiny: Tiny) -> None:
+    rows = some_rows()
+    own, continued = policy(tiny("llama"), rows), policy(tiny("llama", seed=5), rows)
+    own(3, picks(own, 3))
+    continued.load_state_dict(own.state_dict())
+    assert content(own(4, picks(own, 4))) == content(continued(4, picks(continued, 4)))
+    assert own.label_tokens == continued.label_tokens
+
+
+def test_mixing_is_by_sample_in_the_share_asked_for(tiny: Tiny) -> None:
+    rows = some_rows()
+    own = policy(tiny("llama"), rows, source="mixed", share=0.3, refresh_every=200, max_new_tokens=1)
+    own.steps = 200
+    counts = [sum(made is not rows for made, _ in own(step, picks(own, step))) for step in range(200)]
+    assert {0, 1, 2, 3} <= set(counts)  # within a step, some and some
+    assert sum(counts) / 800 == pytest.approx(0.3, abs=0.05)
+
+
+def test_a_small_buffer_is_used_several_times_and_a_smaller_rest_is_not_written(tiny: Tiny) -> None:
+    rows = some_rows()
+    own = policy(tiny("llama"), rows, buffer=5)
+    found = [content(own(step, picks(own, step))) for step in range(3)]
+    texts = [text for step in found for text in step]
+    assert texts[:5] == texts[5:10]
+    assert len(own._texts[0]) == 5
+    own.steps = 4  # the last window has one step only
+    own(3, picks(own, 3))
+    assert len(own._texts[0]) == 4
+
+
+def test_generating_leaves_the_training_s_chance_alone(tiny: Tiny) -> None:
+    own = policy(tiny("llama"), some_rows())
+    torch.manual_seed(3)
+    wanted = torch.rand(2)
+    torch.manual_seed(3)
+    own(0, picks(own, 0))
+    assert torch.equal(torch.rand(2), wanted)
+
+
+def test_a_checkpoint_of_another_number_of_processes_is_refused(tiny: Tiny) -> None:
+    own = policy(tiny("llama"), some_rows())
+    own(0, picks(own, 0))
+    state = own.state_dict()
+    state["texts"] = state["texts"] * 2
+    with pytest.raises(UserError, match="holds texts of 2 processes and this run has 1"):
+        own.load_state_dict(state)
+
+
+# -- whole runs -------------------------------------------------------------------------------------------------------
+
+
+def on_policy_settings(folder: Path, **responses: Any) -> Settings:
+    settings = tiny_settings(folder, comparisons=[])
+    chosen: dict[str, Any] = {"source": "draft", "max_new_tokens": 8, "refresh_every": 4, "batch_size": 8}
+    settings.reference.responses = ResponseSettings(**chosen | responses)
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("responses", "signal"),
+    [({}, "hidden"), ({"source": "mixed", "fixed": "target"}, "recompute"), ({"source": "mixed"}, "hidden")],
+    ids=["draft", "mixed-target", "mixed-dataset"],
+)
+def test_a_killed_run_trains_on_the_same_texts_and_ends_with_the_same_weights(
+    tmp_path: Path, responses: dict[str, Any], signal: Any
+) -> None:
+    whole, cut = (on_policy_settings(tmp_path / name, **responses) for name in ("whole", "cut"))
+    whole.reference.signal = cut.reference.signal = signal
+    _, wanted, _ = run_tiny(whole)
+    for stage, step in (("reference", 7), ("draft", 11)):  # between two refreshes, and after the last one
+        with killed(stage, step):
+            run_tiny(cut)
+    _, got, _ = run_tiny(cut)
+    for stage in ("reference", "draft"):
+        ours, theirs = (load_file(run.path(stage) / "model.safetensors") for run in (got, wanted))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), stage
+        account, other = (run.record(stage).account for run in (got, wanted))  # type: ignore[union-attr]
+        assert account == other
+        assert 0 < account["teacher_tokens"] <= 12 * 10 * (8 if not responses else 200)
+    assert got.record("draft").account["selected_tokens"] > 0  # type: ignore[union-attr]

@@ -1,0 +1,241 @@
+"""Responses written by the target: the right ones, masked rightly, kept line by line, the same again after a kill."""
+
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import bench, run_tiny, tiny_settings
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.errors import UserError
+from decode.warp import Warp
+from distill.data.tokenizer import train_tokenizer
+from distill.keys import stage_keys
+from distill.losses import IGNORE, label_mask
+from distill.response_settings import ResponseSettings
+from distill.responses import (
+    Job,
+    Response,
+    ResponseFile,
+    answered_here,
+    encode_answer,
+    make_jobs,
+    response_rows,
+    until_end,
+)
+from distill.sampling import answer, chance
+
+Tiny = Callable[..., PreTrainedModel]
+PROMPTS = [[5, 9, 3], [7], [2, 11, 13, 17, 19, 23, 4, 8], [30, 31]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return train_tokenizer(["Mia has 3 pens and 4 more pens"] * 2, 280)
+
+
+def written(model: PreTrainedModel, warp: Warp, *, budget: int = 12, stops: Collection[int] = ()) -> list[list[int]]:
+    uniforms = [chance(0, i, count=budget) for i in range(len(PROMPTS))]
+    return answer(model, PROMPTS, [budget] * len(PROMPTS), uniforms, warp, stops)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "codegen", "gpt2", "opt", "mistral", "phi"])
+def test_a_batch_of_prompts_is_answered_as_generate_answers_each_alone(tiny: Tiny, family: str) -> None:
+    model = tiny(family)
+    for prompt, got in zip(PROMPTS, written(model, Warp(0.0))):
+        ids = torch.tensor([prompt])
+        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        assert got == wanted[0, len(prompt) :].tolist()
+
+
+def test_a_text_ends_at_its_stop_token_or_budget_and_the_others_go_on(tiny: Tiny) -> None:
+    model = tiny("llama")
+    free = written(model, Warp(0.0))
+    stop = free[0][4]
+    cut = written(model, Warp(0.0), stops={stop})
+    for whole, part in zip(free, cut):
+        end = whole.index(stop) + 1 if stop in whole else len(whole)
+        assert part == whole[:end]
+    uniforms = [chance(0, i, count=12) for i in range(4)]
+    short = answer(model, PROMPTS, [3, 0, 12, 1], uniforms, Warp(0.0), ())
+    assert short == [free[0][:3], [], free[2], free[3][:1]]
+
+
+def test_samples_follow_the_warped_distribution(tiny: Tiny) -> None:
+    model, warp = tiny("llama"), Warp(0.8, top_p=0.9)
+    ids = torch.tensor([PROMPTS[0]])
+    p = warp(model(ids).logits[0, -1:].detach())[0]
+    texts = answer(model, [PROMPTS[0]] * 4000, [1] * 4000, [chance(1, i, count=1) for i in range(4000)], warp, ())
+    share = np.bincount([text[0] for text in texts], minlength=len(p)) / 4000
+    assert not share[p.numpy() == 0].any()
+    assert 0.5 * np.abs(share - p.numpy()).sum() < 0.04
+
+
+def test_a_text_has_its_own_chance_and_the_model_is_left_as_it_was(tiny: Tiny) -> None:
+    model = tiny("llama")
+    model.train()
+    try:
+        together = written(model, Warp(1.0))
+        assert model.training
+        for i, prompt in enumerate(PROMPTS):
+            assert answer(model, [prompt], [12], [chance(0, i, count=12)], Warp(1.0), ()) == [together[i]]
+    finally:
+        model.eval()
+    assert len({tuple(text) for text in together}) == 4
+
+
+# -- labels -----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_after_the_first_end_token_is_learned_whichever_of_several_it_is() -> None:
+    assert until_end([4, 5, 1, 6, 1], {1}) == [4, 5, 1, IGNORE, IGNORE]
+    assert until_end([4, 3, 5, 1], {1, 3}) == [4, 3, IGNORE, IGNORE]
+    assert until_end([4, 5], {1}) == [4, 5]  # cut by the budget: no end is learned
+
+
+def test_padding_with_the_end_token_is_never_a_label() -> None:
+    rows = response_rows([[8, 9], [7]], [[4, 5, 1], [6, 1]], {1})
+    batch = rows.batch(np.array([0, 1]), pad_id=1)
+    assert batch["input_ids"].tolist() == [[8, 9, 4, 5, 1], [7, 6, 1, 1, 1]]
+    assert batch["labels"].tolist() == [[IGNORE, IGNORE, 4, 5, 1], [IGNORE, 6, 1, IGNORE, IGNORE]]
+    assert int(label_mask(batch["labels"]).sum()) == rows.label_count == 5
+
+
+def test_a_prompt_without_any_response_gives_no_label() -> None:
+    rows = response_rows([[8, 9], [7, 6]], [[], [5]], {1})
+    assert rows.label_offsets.tolist() == [0, 0, 1]
+    assert not label_mask(rows.batch(np.array([0]), 1)["labels"]).any()
+
+
+def test_the_end_that_a_server_leaves_out_is_put_back_only_where_the_text_ended(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    end = tokenizer.eos_token_id
+    whole = encode_answer(tokenizer, " 3 pens", ended=True, ends={end}, budget=20)
+    assert whole[-1] == end
+    assert tokenizer.decode(whole[:-1]) == " 3 pens"
+    assert encode_answer(tokenizer, " 3 pens", ended=False, ends={end}, budget=20) == whole[:-1]
+    assert encode_answer(tokenizer, " 3 pens", ended=True, ends={end}, budget=2) == whole[:2]
+    assert encode_answer(tokenizer, "", ended=True, ends={end}, budget=2) == [end]
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+JOBS = [Job(i, [5, 6 + i], "", 4) for i in range(5)]
+
+
+def plain(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
+    return (Response(job.example, [job.example, 1]) for job in jobs if job.example in missing)
+
+
+def test_a_kill_costs_the_line_being_written_and_an_altered_line_is_written_again(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = tmp_path / "train.jsonl"
+    file = ResponseFile(path, {"a": 1})
+    file.open()
+    writing = file.fill(JOBS, plain, tokenizer)
+    for _ in range(3):
+        next(writing)
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 3  # written at once, not when all are done
+    altered = json.loads(lines[1])
+    altered["ids"][0] += 1
+    path.write_bytes(lines[0] + json.dumps(altered).encode() + b"\n" + lines[2][:-1])
+    file = ResponseFile(path, {"a": 1})
+    file.open()
+    assert list(file.found) == [0]
+    assert path.read_bytes() == lines[0]
+    asked: list[int] = []
+
+    def noting(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
+        asked.extend(sorted(missing))
+        return plain(jobs, {job.example for job in jobs})  # whole batches are answered again
+
+    assert [response.example for response in file.fill(JOBS, noting, tokenizer)] == [1, 2, 3, 4]
+    assert asked == [1, 2, 3, 4]
+    assert ResponseFile(path, {"a": 1}).complete(5)
+    assert not ResponseFile(path, {"a": 2}).complete(5)
+
+
+def test_responses_of_other_settings_are_begun_anew(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = ResponseFile(tmp_path / "train.jsonl", {"temperature": 1.0})
+    file.open()
+    list(file.fill(JOBS, plain, tokenizer))
+    other = ResponseFile(tmp_path / "train.jsonl", {"temperature": 0.5})
+    other.open()
+    assert not other.found
+    assert not other.path.exists()
+
+
+def test_what_is_missing_is_written_as_it_was_before(tiny: Tiny) -> None:
+    settings = ResponseSettings(source="target", batch_size=2)
+    jobs = [Job(i, prompt, "", 6) for i, prompt in enumerate(PROMPTS)]
+    answers = answered_here(tiny("llama"), settings, 3, ())
+    whole = {r.example: r.ids for r in answers(jobs, range(4))}
+    again = {r.example: r.ids for r in answers(jobs, {2})}
+    assert set(again) == {0, 2}  # the batch it was in, and no other
+    assert all(whole[example] == ids for example, ids in again.items())
+
+
+# -- a whole run ------------------------------------------------------------------------------------------------------
+
+
+def test_the_draft_learns_from_what_the_target_wrote(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path, comparisons=[])
+    settings.reference.responses = ResponseSettings(source="target", max_new_tokens=10, batch_size=8)
+    ran, run, printed = run_tiny(settings)
+    assert ran == ["target", "initial", "reference", "draft"]
+    assert "the target's responses, train: 20, 20 of them written now" in printed
+    made, _ = bench(settings)
+    lines = [json.loads(line) for line in (run.work / "responses/train.jsonl").read_text().splitlines()]
+    assert sorted(line["example"] for line in lines) == list(range(20))
+    manifest = json.loads((run.work / "responses/train.json").read_text())
+    assert manifest["responses"]["temperature"] == 1.0
+    account = run.record("reference").account  # type: ignore[union-attr]
+    assert account["teacher_tokens"] <= 12 * 4 * 10
+    jobs = make_jobs(made.examples, made.corpus.train["prompt"], settings.reference.responses, 512)
+    assert all(made.corpus.tokenizer.decode(job.ids) == job.text for job in jobs)
+    before = (run.work / "responses/train.jsonl").read_bytes()
+    (run.work / "responses/train.jsonl").write_bytes(before[: len(before) // 2])
+    settings.draft.k = 0.5  # another draft of the same texts
+    _, _, printed = run_tiny(settings)
+    assert "of them written now" in printed
+    after = (run.work / "responses/train.jsonl").read_bytes()
+    assert sorted(after.splitlines()) == sorted(before.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("responses", "words"),
+    [
+        (ResponseSettings(share=0), "reference.responses.share is 0"),
+        (ResponseSettings(refresh_every=0), "reference.responses.refresh_every is 0"),
+        (ResponseSettings(top_p=0), "top_p is 0"),
+    ],
+)
+def test_response_settings_that_cannot_work_are_refused(
+    tmp_path: Path, responses: ResponseSettings, words: str
+) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.reference.responses = responses
+    with pytest.raises(UserError, match=words):
+        settings.validate()
+
+
+def test_only_settings_that_decide_the_texts_make_stages_run_again(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    responses = settings.reference.responses
+    key = stage_keys(settings)["reference"]
+    responses.temperature = 0.3  # the data set's responses are not sampled
+    assert stage_keys(settings)["reference"] == key
+    responses.source = "target"
+    target = stage_keys(settings)["reference"]
+    assert target != key
+    responses.refresh_every, responses.server.retries = 7, 9
+    assert stage_keys(settings)["reference"] == target
+    responses.temperature = 0.4
+    assert stage_keys(settings)["reference"] != target
