@@ -20,6 +20,8 @@ from .draft import Draft
 from .runner import Runner, tree_mask
 
 LLAMA_LIKE = {"llama", "mistral", "qwen2", "qwen3"}
+COLUMNS = 1 << 15, 1 << 30
+"""On CPUs, smallest weight (elements) worth a second copy column by column, and most bytes of copies in all."""
 
 
 def supports(model: PreTrainedModel) -> bool:
@@ -55,6 +57,12 @@ def _fuse(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
             m.bias.data = bias[start:end]
         start = end
     return weight, bias
+
+
+def _by_columns(weight: Tensor) -> Tensor:
+    """The weight laid out so that x·Wᵀ of few rows is fastest: measured up to 1.5 times on CPUs where W is tall."""
+    tall = weight.device.type == "cpu" and weight.shape[0] > weight.shape[1] and weight.numel() >= COLUMNS[0]
+    return weight.t().contiguous().t() if tall else weight
 
 
 @dataclass
@@ -160,6 +168,10 @@ class FastRunner(Runner):
         self.final_norm = _norm(final)
         head = self.model.get_output_embeddings()
         self.head, self.head_bias = head.weight, head.bias
+        if sum(p.numel() * p.element_size() for p in self.model.parameters()) <= COLUMNS[1]:
+            self.head = _by_columns(self.head)
+            for layer in self.layers:
+                layer.qkv, layer.up = _by_columns(layer.qkv), _by_columns(layer.up)
         kinds = getattr(config, "layer_types", None)
         slides = "sliding_attention" in kinds if kinds else config.model_type == "mistral"
         self.window: int | None = config.sliding_window if slides else None

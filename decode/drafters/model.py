@@ -52,8 +52,16 @@ class ModelDrafter:
         watch = stop.confidence is not None
         # what follows the end of the text is never used; where nobody waits for the token anyway, looking is free
         reads_tokens = bool(self.ends) and (watch or runner.device.type == "cpu")
+        at_once = self.warp.greedy and not watch and not self.warp.needs_prefix
         for _ in range(limit):
             row = self._fit(runner.read(feed, head=1))
+            if at_once:  # a one-hot law's draw is its argmax: all rows are warped together at the end
+                feed = row.argmax(-1)
+                tokens.append(feed[0])
+                logits.append(row[0])
+                if reads_tokens and int(feed) in self.ends:
+                    break
+                continue
             q = self.warp(row, [ids + [int(t) for t in tokens]] if self.warp.needs_prefix else None)[0]
             if watch and stop.before(Step(q, None, row[0], runner.hidden[-1])):
                 break
@@ -73,8 +81,8 @@ class ModelDrafter:
             return Draft.empty()
         return Draft.chain(
             torch.stack(tokens),
-            torch.stack(probs),
-            logits=torch.stack(logits) if logits else None,
+            self.warp(torch.stack(logits)) if at_once else torch.stack(probs),
+            logits=torch.stack(logits) if self.keep_logits else None,
             hidden=torch.stack(hidden) if hidden else None,
             confidence=list(stop.seen),
         )
