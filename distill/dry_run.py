@@ -57,7 +57,9 @@ def shrink(settings: Settings, console: Console | None = None) -> Settings:
                 console.print(f"  {told}", highlight=False)
             shape = _shape(family, width, layers, grouped=grouped)
             model.model = _save(shape, tokenizer, folder / "models" / stage)
-        _shorten(model.training)
+        if model.trained:
+            _shorten(model.training)
+    small.initial.layers = 1
     _shorten(small.reference.training)
     small.reference.examples = 16
     _shrink_responses(small.reference.responses, console)

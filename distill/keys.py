@@ -57,10 +57,13 @@ def _model_key(settings: ModelSettings) -> dict[str, Any]:
         "finetune": ("architecture", "lora", "dtype"),
         "lora": ("architecture", "dtype"),
         "as_is": ("architecture", "lora", "training"),
+        "cut": ("model", "architecture", "lora", "dtype"),
     }
     key = {name: value for name, value in asdict(settings).items() if name not in unused[settings.kind]}
     if settings.kind == "as_is" or not key.get("layerskip", {}).get("enabled"):
         key.pop("layerskip", None)
+    if settings.kind != "cut":
+        key.pop("layers", None)
     return key | {"files": _state([settings.model] if settings.model else [])}
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from decode.errors import UserError
 from distill.layerskip import LayerSkipSettings
 
-Kind = Literal["scratch", "finetune", "lora", "as_is"]
+Kind = Literal["scratch", "finetune", "lora", "as_is", "cut"]
 
 
 @dataclass
@@ -95,15 +95,21 @@ class LoraSettings:
     modules: list[str] = field(default_factory=list)
     """Names of the layers that get an adapter; empty: every linear layer but the head."""
 
+    def validate(self, where: str) -> None:
+        """Check the rank."""
+        if self.rank < 1:
+            raise UserError(f"{where}.rank is {self.rank}, wanted 1 or more")
+
 
 @dataclass
 class ModelSettings:
     """Where a model comes from and what is done to it before distillation."""
 
     kind: Kind = "scratch"
-    """scratch (random weights, then trained), finetune (all weights), lora, or as_is."""
+    """scratch (random weights, then trained), finetune (all weights), lora, as_is, or, for the draft, cut: some of the
+    target's own layers, trained on next tokens only if training.steps or training.epochs is set."""
     model: str | None = None
-    """Folder or Hub name to start from; not for scratch."""
+    """Folder or Hub name to start from; not for scratch and cut."""
     architecture: Architecture = field(default_factory=Architecture)
     """Shape of a model from scratch; ignored otherwise."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
@@ -118,10 +124,11 @@ class ModelSettings:
 
     def validate(self, where: str) -> None:
         """Check that kind, model and architecture fit together."""
-        if (self.kind == "scratch") != (self.model is None):
-            wanted = "no model (it starts from random weights)" if self.kind == "scratch" else "a folder or Hub name"
+        origins = {"scratch": "no model (it starts from random weights)", "cut": "no model (it is cut from the target)"}
+        if (self.kind in origins) != (self.model is None):
+            wanted = origins.get(self.kind, "a folder or Hub name")
             raise UserError(f"{where}.kind is {self.kind} and {where}.model is {self.model!r}: wanted {wanted}")
-        if self.kind != "as_is":
+        if self.trained:
             self.training.validate(f"{where}.training")
         shape = self.architecture
         if self.kind == "scratch" and (min(shape.hidden_size, shape.layers, shape.heads) < 1):
@@ -130,8 +137,15 @@ class ModelSettings:
             raise UserError(
                 f"{where}.architecture.hidden_size is {shape.hidden_size}, which {shape.heads} heads do not divide"
             )
-        if self.kind == "lora" and self.lora.rank < 1:
-            raise UserError(f"{where}.lora.rank is {self.lora.rank}, wanted 1 or more")
+        if self.kind == "lora":
+            self.lora.validate(f"{where}.lora")
+
+    @property
+    def trained(self) -> bool:
+        """Whether it is trained on next tokens."""
+        if self.kind == "cut":
+            return self.training.steps is not None or self.training.epochs is not None
+        return self.kind != "as_is"
 
 
 @dataclass
@@ -143,6 +157,8 @@ class TargetSettings(ModelSettings):
 
     def validate(self, where: str) -> None:
         """Check the recipe, then as for `ModelSettings`."""
+        if self.kind == "cut":
+            raise UserError(f"{where}.kind is cut, which is for initial: a draft is cut from the target")
         super().validate(where)
         self.layerskip.validate(f"{where}.layerskip")
 
@@ -150,3 +166,14 @@ class TargetSettings(ModelSettings):
 @dataclass
 class InitialDraftSettings(ModelSettings):
     """The undistilled draft, from which both the reference and the draft start."""
+
+    layers: int | list[int] = 1
+    """With kind cut: how many of the target's layers are kept, spread evenly from the first to the last, or a list of
+    which, counted from 0. A draft of few layers is faster, one of many closer to the target."""
+
+    def validate(self, where: str) -> None:
+        """Check the layers as far as they do not depend on the target, then as for `ModelSettings`."""
+        super().validate(where)
+        lowest = self.layers if isinstance(self.layers, int) else len(self.layers)
+        if self.kind == "cut" and lowest < 1:
+            raise UserError(f"{where}.layers is {self.layers}, wanted a number of 1 or more, or a list of layers")

@@ -20,7 +20,7 @@ from transformers import (
 from decode.errors import UserError
 from decode.load import load_model
 from decode.shapes import config_for
-from distill.settings import Architecture, ModelSettings
+from distill.settings import Architecture, LoraSettings, ModelSettings
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """What a model and its tokenizer need of a Hub repository."""
@@ -85,18 +85,26 @@ def source_folder(model: str) -> Path:
         raise _unreachable(model, error) from error
 
 
+def count_layers(settings: ModelSettings, vocab: int) -> int:
+    """Layers of a model that is not there yet."""
+    return int(_config_of(settings, vocab).get_text_config().num_hidden_layers)
+
+
 def count_parameters(settings: ModelSettings, vocab: int) -> int:
     """Parameters of a model that is not there yet, without allocating it."""
-    if settings.model is None:
-        config = build_config(settings.architecture, vocab)
-    else:
-        try:
-            config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise _unreachable(settings.model, error) from error
+    config = _config_of(settings, vocab)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _config_of(settings: ModelSettings, vocab: int) -> PretrainedConfig:
+    if settings.model is None:
+        return build_config(settings.architecture, vocab)
+    try:
+        return AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _unreachable(settings.model, error) from error
 
 
 def _unreachable(model: str, error: Exception) -> UserError:
@@ -181,11 +189,10 @@ def check_head(model: PreTrainedModel, head: Head) -> None:
         )
 
 
-def with_adapter(model: PreTrainedModel, settings: ModelSettings) -> Any:
-    """Puts a low-rank adapter into the model; only the adapter is trained."""
+def with_adapter(model: PreTrainedModel, lora: LoraSettings, seed: int) -> Any:
+    """Puts a low-rank adapter into the model; only the adapter is trained. Its first weights depend on the seed."""
     from peft import LoraConfig, get_peft_model
 
-    lora = settings.lora
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -193,10 +200,12 @@ def with_adapter(model: PreTrainedModel, settings: ModelSettings) -> Any:
         target_modules=lora.modules or "all-linear",
         task_type="CAUSAL_LM",
     )
-    try:
-        return get_peft_model(model, config)
-    except ValueError as error:
-        raise UserError(f"lora.modules is {lora.modules}: {error}") from error
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return get_peft_model(model, config)
+        except ValueError as error:
+            raise UserError(f"lora.modules is {lora.modules}: {error}") from error
 
 
 def ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

@@ -71,6 +71,9 @@ class DistillSettings:
     responses: ResponseSettings = field(default_factory=ResponseSettings)
     """Who writes the responses, for the reference and for AdaSPEC alike. What frozen models say of the draft's own
     texts, the reference's loss too, is computed anew each time they are written."""
+    lora: LoraSettings | None = None
+    """Train a low-rank adapter instead of all weights of the drafts, and merge it at the end: less memory for the
+    optimiser, less forgetting, less to learn with. null: all weights."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
     """Length, batches and optimiser of the reference; AdaSPEC's follow from them and draft.iso."""
 
@@ -82,6 +85,8 @@ class DistillSettings:
         """Check the divergence with its parameters, and the counts."""
         self.training.validate("reference.training")
         self.responses.validate("reference.responses")
+        if self.lora is not None:
+            self.lora.validate("reference.lora")
         if self.divergence not in LOSSES:
             raise UserError(f"reference.divergence is {self.divergence!r}; known are {', '.join(LOSSES)}")
         if not 0 < self.jsd_beta < 1:

@@ -19,11 +19,12 @@ from decode.errors import UserError
 from decode.load import check_tokenizers, load_model, load_tokenizer
 from distill.accounting import Plan, account, label_tokens, plan_draft, plan_reference
 from distill.batches import Rows, Schedule
+from distill.cut import cut, kept_layers
 from distill.data import Corpus, load_corpus
 from distill.fit import Segments, fit
 from distill.layerskip import LayerSkip
 from distill.material import prepare
-from distill.models import Head, check_head, count_parameters, obtain, ready, source_folder, with_adapter
+from distill.models import Head, check_head, count_layers, count_parameters, obtain, ready, source_folder, with_adapter
 from distill.modules import CausalLMModule, DistillModule, Module, token_counts
 from distill.objective import Objective
 from distill.onpolicy import OnPolicy
@@ -32,6 +33,7 @@ from distill.selection import Selection
 from distill.settings import (
     AdaSpecSettings,
     ComparisonSettings,
+    InitialDraftSettings,
     ModelSettings,
     Settings,
     TargetSettings,
@@ -107,6 +109,9 @@ class Bench:
             UserError: with both sizes.
         """
         vocab = len(self.corpus.tokenizer)
+        if self.settings.initial.kind == "cut":
+            kept_layers(self.settings.initial.layers, count_layers(self.settings.target, vocab))
+            return
         target = count_parameters(self.settings.target, vocab)
         draft = count_parameters(self.settings.initial, vocab)
         if draft >= target:
@@ -129,11 +134,17 @@ class Bench:
         offset = ("target", "initial").index(stage)
         vocab = len(self.corpus.tokenizer) if stage == "target" else self._target_vocab()
         self._check_tokenizer(settings)
-        model = obtain(settings, self.corpus.tokenizer, vocab, self.settings.seed + offset)
+        if isinstance(settings, InitialDraftSettings) and settings.kind == "cut":
+            model = cut(load_model(self.run.target), settings.layers)
+        else:
+            model = obtain(settings, self.corpus.tokenizer, vocab, self.settings.seed + offset)
         parameters = model.num_parameters()
         check_head(model.train(), Head(model))
-        adapted = with_adapter(model, settings) if settings.kind == "lora" else None
         self._say_size(model, parameters)
+        if not settings.trained:
+            record = StageRecord(key, parameters=parameters)
+            return Made(record, ready(model, self.corpus.tokenizer), self.corpus.tokenizer)
+        adapted = with_adapter(model, settings.lora, self.settings.seed) if settings.kind == "lora" else None
         rows = Rows.of(self.corpus.train)
         module = CausalLMModule(
             model,
@@ -174,9 +185,11 @@ class Bench:
                 objective = replace(objective, selection=selection)
         model = load_model(self.run.path("initial"), dtype="float32").train()
         check_head(model, Head(model))
+        parameters = model.num_parameters()
+        adapted = with_adapter(model, settings.lora, self.settings.seed) if settings.lora is not None else None
         material = prepare(self, objective)
         train = material.train
-        self._say_size(model, model.num_parameters())
+        self._say_size(model, parameters)
         module = DistillModule(
             model,
             training,
@@ -197,12 +210,14 @@ class Bench:
         used = account(plan, tokens, chosen, before)
         record = StageRecord(
             key,
-            parameters=model.num_parameters(),
+            parameters=parameters,
             seconds=prepared + seconds,
             account=used.row(),
             history=history,
             selected=self._most_selected(module),
         )
+        if adapted is not None:
+            model = adapted.merge_and_unload()
         return Made(record, ready(model, self.corpus.tokenizer), self.corpus.tokenizer)
 
     # -- helpers --------------------------------------------------------------------------------------------------

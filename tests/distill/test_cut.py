@@ -1,0 +1,127 @@
+"""Drafts cut from the target's layers, and drafts distilled through an adapter."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, build_tiny
+from safetensors.torch import load_file
+from test_resume import killed
+from tiny_run import run_tiny, tiny_settings
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from decode.cli import parse
+from decode.errors import UserError
+from decode.walk import decoder_layers, final_norm, state_of
+from distill.cut import cut, kept_layers
+from distill.models import Head, check_head
+from distill.settings import InitialDraftSettings, LoraSettings, Settings, TrainingSettings
+
+Tiny = Callable[..., PreTrainedModel]
+LAYERS = {"gpt2": "n_layer", "codegen": "n_layer"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "wanted"), [(1, [0]), (2, [0, 7]), (3, [0, 4, 7]), (4, [0, 2, 5, 7]), ([1, 6], [1, 6])]
+)
+def test_layers_are_spread_from_the_first_to_the_last(layers: int | list[int], wanted: list[int]) -> None:
+    assert kept_layers(layers, 8) == wanted
+
+
+@pytest.mark.parametrize("layers", [8, 0, [], [3, 1], [1, 1], [-1], [8], list(range(8))])
+def test_layers_that_the_target_does_not_have_or_that_are_all_are_refused(layers: int | list[int]) -> None:
+    with pytest.raises(UserError, match=r"initial.layers is .* the target has 8 layers: wanted a number from 1 to 7"):
+        kept_layers(layers, 8)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cut_draft_is_the_target_with_the_other_layers_passed_over(family: str, tmp_path: Path) -> None:
+    model = build_tiny(family, **{LAYERS.get(family, "num_hidden_layers"): 4})
+    draft = cut(model, [1, 3])
+    check_head(draft, Head(draft))
+    assert draft.config.get_text_config().num_hidden_layers == 2
+    ids = torch.arange(2, 12)[None]  # longer than the sliding windows
+    hooks = [
+        decoder_layers(model)[i].register_forward_hook(
+            lambda layer, args, kwargs, output: _like(output, args[0] if args else kwargs["hidden_states"]),
+            with_kwargs=True,
+        )
+        for i in (0, 2)
+    ]
+    with torch.no_grad():
+        wanted = model(input_ids=ids, use_cache=False).logits
+        for hook in hooks:
+            hook.remove()
+        assert torch.allclose(draft(input_ids=ids, use_cache=False).logits, wanted, atol=1e-5)
+        whole = model(input_ids=ids, use_cache=False).logits
+    assert not torch.allclose(wanted, whole, atol=1e-2)
+    next(iter(decoder_layers(draft).parameters())).data.fill_(0)  # the draft's own, not the target's
+    assert torch.equal(model(input_ids=ids, use_cache=False).logits, whole)
+    draft.save_pretrained(tmp_path)
+    assert len(decoder_layers(AutoModelForCausalLM.from_pretrained(tmp_path))) == 2
+    assert final_norm(draft) is not final_norm(model)
+
+
+def _like(output: object, state: torch.Tensor) -> object:
+    return (state, *output[1:]) if isinstance(output, tuple) else state if state_of(output) is not None else output
+
+
+def test_a_cut_draft_is_distilled_with_or_without_training_of_its_own(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path, comparisons=[], initial=InitialDraftSettings(kind="cut"))
+    ran, run, _ = run_tiny(settings)
+    assert ran == ["target", "initial", "reference", "draft"]
+    target, initial = (load_file(run.path(stage) / "model.safetensors") for stage in ("target", "initial"))
+    kept = [name for name in initial if "layers.1." not in name]
+    assert all(torch.equal(initial[name], target[name]) for name in kept)
+    assert run.record("initial").history == []  # type: ignore[union-attr]
+    settings.initial.training = TrainingSettings(steps=2, batch_size=4)
+    ran, run, _ = run_tiny(settings)
+    assert ran == ["initial", "reference", "draft"]
+    assert [row["step"] for row in run.record("initial").history] == [0, 2]  # type: ignore[union-attr]
+
+
+def test_more_layers_than_the_target_has_are_refused_before_training(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path, initial=InitialDraftSettings(kind="cut", layers=2))
+    with pytest.raises(UserError, match="the target has 2 layers"):
+        run_tiny(settings)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    settings.initial.layers = 0
+    with pytest.raises(UserError, match=r"initial\.layers is 0"):
+        settings.validate()
+    settings.initial.model = "somewhere"
+    with pytest.raises(UserError, match=r"wanted no model .it is cut from the target"):
+        settings.validate()
+    settings.target.kind = "cut"
+    with pytest.raises(UserError, match=r"target.kind is cut, which is for initial"):
+        settings.validate()
+
+
+def test_an_adapter_learns_is_merged_and_is_the_same_after_a_kill(tmp_path: Path) -> None:
+    whole, killed_run = (tiny_settings(tmp_path / name, comparisons=[]) for name in ("whole", "killed"))
+    for settings in (whole, killed_run):
+        settings.reference.lora = LoraSettings(rank=2)
+    _, wanted, _ = run_tiny(whole)
+    with killed("reference", 3):  # before the first checkpoint: the adapter starts from the same weights
+        run_tiny(killed_run)
+    with killed("draft", 7):
+        run_tiny(killed_run)
+    _, got, _ = run_tiny(killed_run)
+    initial = load_file(wanted.path("initial") / "model.safetensors")
+    for stage in ("reference", "draft"):
+        ours, theirs = (load_file(run.path(stage) / "model.safetensors") for run in (got, wanted))
+        assert theirs.keys() == initial.keys()  # merged: no trace of the adapter
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), stage
+        changed = {name for name in theirs if not torch.equal(theirs[name], initial[name])}
+        assert changed == {name for name in theirs if "_proj" in name}
+        weight = "model.layers.0.self_attn.q_proj.weight"
+        assert torch.linalg.matrix_rank(theirs[weight] - initial[weight], atol=1e-6) <= 2
+
+
+def test_the_adapter_s_settings_can_be_given_on_the_command_line() -> None:
+    parsed = parse(Settings, ["--reference.lora.rank", "4"], prog="distill", description="")
+    assert parsed.reference.lora == LoraSettings(rank=4)
+    assert dataclasses.replace(Settings().reference).lora is None
+    layers = parse(Settings, ["--initial.layers", "[0, 3]", "--initial.kind", "cut"], prog="distill", description="")
+    assert layers.initial.layers == [0, 3]
