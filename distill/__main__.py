@@ -8,7 +8,8 @@ from decode.cli import parse, run_main, take_flag
 
 DESCRIPTION = """Trains a draft model for a target: target -> initial draft -> reference (DistillSpec) -> draft
 (AdaSPEC), measures all drafts and exports the last, under <output_dir>/<name>/. Stages whose inputs have not changed
-are skipped, and an interrupted run continues where it was. Further switches: --dry-run (the whole run with tiny random
+are skipped, and an interrupted run continues where it was. ``python -m distill bench --config C`` measures how fast
+AdaSPEC trains here (its own settings: --speed.*). Further switches: --dry-run (the whole run with tiny random
 models of the same architectures, no network, under two minutes), --show-example (print one training example with
 its label mask, then stop), --tracker wandb|csv|tensorboard|none (short for --tracker.kind)."""
 
@@ -23,6 +24,8 @@ def main(argv: list[str] | None = None) -> None:
         UserError: Anything in settings, data or models that cannot be used.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["bench"]:
+        return _bench(argv[1:])
     dry_run, show = take_flag(argv, "--dry-run"), take_flag(argv, "--show-example")
     argv = [item.replace("--tracker", "--tracker.kind", 1) if _is_tracker(item) else item for item in argv]
     from distill.settings import Settings
@@ -38,6 +41,15 @@ def main(argv: list[str] | None = None) -> None:
         show_example(settings)
     else:
         run_pipeline(settings)
+
+
+def _bench(argv: list[str]) -> None:
+    from distill.bench import BenchSettings, run
+
+    about = """Measures AdaSPEC's training steps and the memory of its loss against a straightforward implementation
+over Hugging Face's Trainer, on the pair of a configuration: its trained run if there is one, else random weights."""
+    argv = [item.replace("--json", "--speed.json", 1) if item.split("=")[0] == "--json" else item for item in argv]
+    run(parse(BenchSettings, argv, prog="python -m distill bench", description=about, foreign=FOREIGN))
 
 
 def _is_tracker(item: str) -> bool:

@@ -132,6 +132,14 @@ class Head(nn.Module):
         )
         self.cap = getattr(config, "final_logit_softcapping", None)
 
+    @classmethod
+    def of(cls, linear: nn.Linear, scale: float = 1.0, cap: float | None = None) -> Head:
+        """A head without a model."""
+        head = cls.__new__(cls)
+        nn.Module.__init__(head)
+        head.linear, head.scale, head.cap = linear, scale, cap
+        return head
+
     @property
     def vocab(self) -> int:
         """Ids that have a logit."""

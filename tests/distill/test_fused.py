@@ -154,7 +154,7 @@ def test_gradients_agree_with_finite_differences_in_float64(name: str, k: float 
         torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((5, 4), (7, 4), (7,), (6, 4))
     )
     linear, other = torch.nn.Linear(4, 7).double(), torch.nn.Linear(4, 6).double()
-    head, its = _head(linear, scale=0.8, cap=5.0), _head(other)
+    head, its = Head.of(linear, scale=0.8, cap=5.0), Head.of(other)
     rows = HiddenRows(teacher[:5], its)
     chosen = None if k is None else (lambda values: torch.tensor([1, 3, 4]))
     wanted = Task(Divergence(name, temperature=1.3), chosen)  # type: ignore[arg-type]
@@ -169,13 +169,6 @@ def test_gradients_agree_with_finite_differences_in_float64(name: str, k: float 
         return
     inputs = tuple(value.requires_grad_() for value in (hidden, weight, bias))
     assert torch.autograd.gradcheck(total, inputs)
-
-
-def _head(linear: torch.nn.Linear, scale: float = 1.0, cap: float | None = None) -> Head:
-    head = Head.__new__(Head)
-    torch.nn.Module.__init__(head)
-    head.linear, head.scale, head.cap = linear, scale, cap
-    return head
 
 
 @pytest.mark.parametrize("k", [None, 0.4])
@@ -224,7 +217,7 @@ def test_no_tensor_of_all_rows_times_the_vocabulary_is_ever_made(
 ) -> None:
     monkeypatch.setattr(distill.fused, "KEPT", 0)
     rows, vocab, width, chunk = 300, 400, 8, 20
-    draft, teacher = _head(torch.nn.Linear(width, vocab)), _head(torch.nn.Linear(width, vocab))
+    draft, teacher = Head.of(torch.nn.Linear(width, vocab)), Head.of(torch.nn.Linear(width, vocab))
     hidden = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).requires_grad_()
     target = HiddenRows(torch.randn(rows, width, generator=torch.Generator().manual_seed(1)), teacher)
     with Largest() as seen:

@@ -1,0 +1,82 @@
+"""The training benchmark: both sides train the same thing, and the numbers are of what they claim to be."""
+
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_run import tiny_settings
+
+from decode.errors import UserError
+from distill import bench, bench_memory
+from distill.__main__ import main
+from distill.bench import BenchSettings, SpeedSettings
+from distill.divergences import Divergence
+from distill.fused import Task, fused_loss
+from distill.models import Head
+from distill.selection import top_share
+from distill.straightforward import selective_loss
+from distill.teacher import HiddenRows
+
+
+def here(work: Any, argument: Any, threads: int) -> Any:
+    """In this process: a fresh one costs seconds."""
+    return work(argument)
+
+
+def test_both_sides_train_alike_and_the_table_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (bench, bench_memory):
+        monkeypatch.setattr(module, "alone", here)
+    base = vars(tiny_settings(tmp_path))
+    speed = SpeedSettings(steps=12, rows=96, vocab=500, hidden_size=8, json=str(tmp_path / "out.json"))
+    text = io.StringIO()
+    result = bench.run(BenchSettings(**base, speed=speed), Console(file=text, width=160))
+    assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(result))
+    training = result["training"]
+    assert training["loss_difference"] < 1e-4
+    plain, ours = training["straightforward"], training["draftsmith"]
+    assert training["speedup"] == pytest.approx(ours["tokens_per_second"] / plain["tokens_per_second"])
+    assert ours["prepare_seconds"] > 0 == plain["prepare_seconds"]
+    assert result["loss"]["measured_rows"] == {"straightforward": 96, "draftsmith": 96}
+    assert "weights of no run" in result["pair"]
+    printed = text.getvalue()
+    assert f"{training['speedup']:.2f}" in printed
+    assert "96 tokens × 500 ids" in printed
+
+
+def test_the_straightforward_loss_is_the_fused_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    linears = [torch.nn.Linear(6, 40, bias=False) for _ in range(3)]
+    rows = [torch.randn(30, 6, generator=generator) for _ in range(3)]
+    wanted = selective_loss(*(linear(hidden) for linear, hidden in zip(linears, rows)), k=0.4, mean=True)
+    target = HiddenRows(rows[1], Head.of(linears[1]))
+    known = fused_loss(rows[2], Head.of(linears[2]), target, Task(Divergence())).losses.detach()
+    task = Task(Divergence(), lambda values: top_share(values - known, 0.4))
+    assert (fused_loss(rows[0], Head.of(linears[0]), target, task).total / 12).item() == pytest.approx(
+        wanted.item(), rel=1e-5
+    )
+
+
+def test_a_loss_that_does_not_fit_is_measured_on_a_share_and_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_memory, "_room", lambda: 200 * 100 * 4 * bench_memory.BUFFERS)
+    monkeypatch.setattr(bench_memory, "alone", lambda work, size, threads: (1.0, size[0] * 10))
+    found = bench_memory.loss_memory(512, 100, 8, 1)
+    assert found["scaled"]
+    assert found["measured_rows"] == {"straightforward": 128, "draftsmith": 512}
+    assert found["straightforward"] == {"peak_bytes": 5120, "seconds": 4.0}
+    assert found["memory_ratio"] == 1.0
+
+
+def test_settings_that_measure_nothing_are_refused(tmp_path: Path) -> None:
+    import yaml
+
+    config = tmp_path / "tiny.yaml"
+    config.write_text(yaml.safe_dump(asdict(tiny_settings(tmp_path))))
+    with pytest.raises(UserError, match=r"speed.steps is 3, wanted 10 or more"):
+        main(["bench", "--config", str(config), "--speed.steps", "3"])
+    with pytest.raises(UserError, match=r"nearest known key is 'speed.steps'"):
+        main(["bench", "--config", str(config), "--speed.step", "3"])
