@@ -161,7 +161,7 @@ def _help(name: str, command: Command) -> None:
     print(hyphens.rstrip() + f"\n\nexamples:{command.examples}")
 
 
-def _configured(argv: list[str], config: Path) -> s.BenchSettings:
+def configured(argv: list[str], config: Path) -> s.BenchSettings:
     """Settings of ``bench`` from a configuration that also serves ``distill`` and ``probes``."""
     content: dict[str, Any] = {}
     with contextlib.suppress(UserError):  # the parser reads it again and says where it is wrong
@@ -212,7 +212,7 @@ def _run(argv: list[str]) -> None:
     configs = [after for item, after in zip(rest, [*rest[1:], ""]) if item == "--config"]
     configs += [item.partition("=")[2] for item in rest if item.startswith("--config=")]
     if name == "bench" and configs:
-        (_dry_bench if dry_run else command.run)(_configured(rest, Path(configs[-1])))
+        (_dry_bench if dry_run else command.run)(configured(rest, Path(configs[-1])))
         return
     if name == "report":  # its runs need no option
         rest = rest if not rest or rest[0].startswith("--") else ["--runs", *rest]

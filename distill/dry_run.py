@@ -30,8 +30,13 @@ from distill.settings import Architecture, ModelSettings, Settings, TrainingSett
 STEPS = 4
 
 
-def shrink(settings: Settings, console: Console | None = None) -> Settings:
+def shrink(settings: Settings, console: Console | None = None, *, untie: bool = False) -> Settings:
     """Settings of the same run in miniature, with the models and rows it needs made under ``<name>-dry-run``.
+
+    Args:
+        settings: of the run.
+        console: told what stands for what.
+        untie: give the target a head of its own; random models with a tied one repeat the last token at every layer.
 
     Raises:
         UserError: The settings are refused as they are.
@@ -49,13 +54,16 @@ def shrink(settings: Settings, console: Console | None = None) -> Settings:
     for stage, width, layers in (("target", 64, 2), ("initial", 32, 1)):
         model: ModelSettings = getattr(small, stage)
         model.trust_remote_code = False  # no foreign code is needed for models made here
+        own_head = untie and stage == "target"
         if model.model is None:
             model.architecture = _shape(model.architecture.model_type, width, layers, model.architecture)
+            model.architecture.tie_embeddings &= not own_head
         else:
             family, grouped, told = family_of(model.model)
             if told:
                 console.print(f"  {told}", highlight=False)
             shape = _shape(family, width, layers, grouped=grouped)
+            shape.tie_embeddings = not own_head
             model.model = _save(shape, tokenizer, folder / "models" / stage)
         if model.trained:
             _shorten(model.training)
@@ -63,6 +71,8 @@ def shrink(settings: Settings, console: Console | None = None) -> Settings:
     _shorten(small.reference.training)
     small.reference.examples = 16
     _shrink_responses(small.reference.responses, console)
+    for draft in (small.draft, *small.comparisons):
+        draft.epochs = None if draft.epochs is None else 1.0
     trainer, evaluation = small.trainer, small.evaluation
     trainer.validate_every, trainer.validation_examples = STEPS // 2, 8
     trainer.devices, trainer.num_nodes, trainer.strategy = 1, 1, "auto"

@@ -119,11 +119,15 @@ class AdaSpecSettings:
     """What is held equal to the reference's training (S steps of B examples). steps: S steps of B/k examples, the
     official scripts' choice, with 1/k times the data and teacher tokens. epochs: S steps of B examples.
     teacher_tokens: k*S steps of B/k examples, the same data, the same selected tokens a step."""
+    epochs: float | None = None
+    """Length in epochs of the reference's batches, before iso is applied; null: as long as the reference."""
     lr: float | None = None
     """Peak learning rate; null: the reference's."""
 
     def validate(self, where: str) -> None:
-        """Check k and the learning rate."""
+        """Check k, the length and the learning rate."""
+        if self.epochs is not None and self.epochs <= 0:
+            raise UserError(f"{where}.epochs is {self.epochs}, wanted a number above 0, or null for the reference's")
         if not 0 < self.k <= 1:
             raise UserError(f"{where}.k is {self.k}, wanted a share of tokens above 0 and at most 1, such as 0.4")
         if self.lr is not None and self.lr <= 0:

@@ -175,6 +175,8 @@ class Bench:
         started = time.monotonic()
         settings = self.settings.reference
         training, objective, reference = settings.training, Objective(settings.loss()), None
+        if adaspec is not None and adaspec.epochs is not None:
+            training = TrainingSettings(**{**vars(training), "steps": None, "epochs": adaspec.epochs})
         plan = plan_reference(training, len(self.examples))
         if adaspec is not None:
             reference = self.run.record("reference")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from decode.cli import parse, run_main
+from decode.cli import parse, run_main, take_flag
 
 DESCRIPTION = """Trains linear probes that predict, at every layer of a run's target, whether the token drafted there
 will be accepted; chooses exit layer, stop rule and threshold by predicted speedup; confirms the best by real runs; and
 writes runs/<name>/probes, report.json and probes.html. The target is trained first if it is not there. The settings
-of this command are those under probes; all others are those of python -m distill."""
+of this command are those under probes; all others are those of python -m distill. A switch --dry-run does all of it
+in miniature, with a tiny random target of the same family and no network."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -20,7 +21,13 @@ def main(argv: list[str] | None = None) -> None:
     """
     from probes.settings import Settings
 
+    argv = list(sys.argv[1:] if argv is None else argv)
+    dry_run = take_flag(argv, "--dry-run")
     settings = parse(Settings, argv, prog="python -m probes", description=DESCRIPTION, foreign={"bench"})
+    if dry_run:
+        from probes.dry_run import shrink
+
+        settings = shrink(settings)
     from probes.pipeline import run_probes
 
     run_probes(settings)

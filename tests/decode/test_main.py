@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pairs import save_pair
 
-from decode.__main__ import COMMANDS, _configured, main
+from decode.__main__ import COMMANDS, configured, main
 from decode.settings import BenchSettings, GenerateSettings, default_suites, tidy
 
 ROOT = Path(__file__).parents[2]
@@ -83,13 +83,13 @@ def test_a_configuration_gives_bench_its_run_and_keeps_to_its_section(tmp_path):
         "target: {kind: scratch}\nbench: {methods: [vanilla], limit: 3}\n"
     )
     (tmp_path / "runs/toy/draft").mkdir(parents=True)
-    settings = _configured(["--config", str(config), "--max-new-tokens", "9", "--limit", "4"], config)
+    settings = configured(["--config", str(config), "--max-new-tokens", "9", "--limit", "4"], config)
     assert settings.target == f"{tmp_path}/runs/toy/target"
     assert settings.draft == [f"{tmp_path}/runs/toy/draft"]
     assert settings.output == f"{tmp_path}/runs/toy"
     assert settings.suite == ["arithmetic:2"]
     assert (settings.methods, settings.limit, settings.max_new_tokens) == (["vanilla"], 4, 9)
-    chosen = _configured(["--config", str(config), "--suite", "open", "--draft", "other"], config)
+    chosen = configured(["--config", str(config), "--suite", "open", "--draft", "other"], config)
     assert (chosen.suite, chosen.draft) == (["open"], ["other"])
 
 
@@ -115,7 +115,7 @@ def test_a_configuration_may_build_on_another(tmp_path):
     (tmp_path / "below" / "b.yaml").write_text("base: a.yaml\nname: b\nbench: {limit: 4}\n")
     top = tmp_path / "c.yaml"
     top.write_text("base: below/b.yaml\nbench: {methods: [adasd]}\n")
-    settings = _configured(["--config", str(top)], top)
+    settings = configured(["--config", str(top)], top)
     assert (settings.target, settings.limit, settings.methods) == ("T", 4, ["adasd"])
     assert (settings.suite, settings.output) == (["gsm8k"], "runs/b")
 

@@ -1,0 +1,129 @@
+"""Every file in ``configs/``: read, checked, and run through with tiny random models of its families, without network.
+
+Every file is read and checked. So many of them are run that every value that decides which path a run takes (a family,
+a data set, a method, a kind of training; not a number) is in one of them; `python -m distill|probes --config FILE
+--dry-run` and `python -m decode bench --config FILE --dry-run` run any other.
+"""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from decode import compare
+from decode.__main__ import configured
+from decode.cli import merge, parse, read_layers
+from decode.dry_run import shrink as shrink_bench
+from decode.settings import BenchSettings
+from decode.shapes import family_of
+from distill.__main__ import FOREIGN
+from distill.dry_run import shrink as shrink_run
+from distill.pipeline import run_stages
+from distill.run import Run
+from distill.settings import Settings
+from distill.stages import Bench
+from probes.dry_run import shrink as shrink_probes
+from probes.pipeline import run_probes
+from probes.settings import Settings as ProbesSettings
+
+ROOT = Path(__file__).parents[2] / "configs"
+CONFIGS = sorted(ROOT.rglob("*.yaml"))
+MACHINE = ("device", "dtype", "device_map", "threads", "name", "output", "output_dir")
+
+
+def content(path: Path) -> dict[str, Any]:
+    whole: dict[str, Any] = {}
+    for _, layer in read_layers(path):
+        whole = merge(whole, layer)
+    return whole
+
+
+@cache
+def load(path: Path) -> Settings | ProbesSettings | BenchSettings:
+    """The settings of the command that the file is for."""
+    sections, argv = content(path), ["--config", str(path)]
+    if "reference" in sections:
+        return parse(Settings, argv, prog="distill", description="", foreign=FOREIGN)
+    if "probes" in sections:
+        return parse(ProbesSettings, argv, prog="probes", description="", foreign={"bench"})
+    return configured(argv, path)
+
+
+def placed(path: Path, folder: Path) -> Settings | ProbesSettings | BenchSettings:
+    """The same, with its results in another folder and nothing tracked."""
+    settings = deepcopy(load(path))
+    if isinstance(settings, BenchSettings):
+        settings.output = str(folder / str(settings.output))
+    else:
+        settings.output_dir, settings.tracker.kind = str(folder), "none"
+    return settings
+
+
+def features(value: Any, key: str) -> set[str]:
+    """What decides the path that a run takes: no numbers, families for models, suites without their options."""
+    if isinstance(value, dict):
+        return {found for k, v in value.items() if k not in MACHINE for found in features(v, f"{key}.{k}")}
+    if isinstance(value, list):
+        return {found for v in value for found in features(v, key)}
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return set()
+    if isinstance(value, str) and "/" in value and "{" not in value:
+        return {f"{key}={family_of(value)[:2]}"}
+    return {f"{key}={value.split(':')[0] if isinstance(value, str) else value}"}
+
+
+def covering() -> list[Path]:
+    """Few files that have every feature of all."""
+    found = {path: features(asdict(load(path)), type(load(path)).__module__) for path in CONFIGS}
+    chosen: list[Path] = []
+    seen: set[str] = set()
+    while seen != set().union(*found.values()):
+        chosen.append(max(CONFIGS, key=lambda path: len(found[path] - seen)))
+        seen |= found[chosen[-1]]
+    return chosen
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever asks the network fails at once."""
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was used"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_file_is_read_and_belongs_to_a_command(path: Path) -> None:
+    settings = load(path)
+    if isinstance(settings, BenchSettings):
+        assert settings.target
+        compare.check_methods(settings, settings.methods, has_draft=bool(settings.draft), has_corpus=True)
+    else:
+        settings.validate()
+
+
+def test_runs_have_names_of_their_own() -> None:
+    names = [content(path)["name"] for path in CONFIGS]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("path", covering(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_with_all_that_any_file_asks_for_run_through(path: Path, tmp_path: Path) -> None:
+    settings, quiet = placed(path, tmp_path), Console(quiet=True)
+    if isinstance(settings, BenchSettings):
+        small = shrink_bench(settings, quiet)
+        compare.run(small)
+        rows = json.loads((Path(str(small.output)) / "report.json").read_text())["methods"]
+        assert {row["name"] for row in rows} >= {spec.replace(":", " ") for spec in small.methods}
+        assert all(row["tokens_per_second"] > 0 for row in rows if not row["peer"])
+    elif isinstance(settings, ProbesSettings):
+        report = run_probes(shrink_probes(settings, quiet), quiet)
+        assert report["probes"]
+    else:
+        run = shrink_run(settings, quiet)
+        ran = run_stages(Bench(run, Run(tmp_path / run.name, [c.name for c in run.comparisons]), quiet))
+        assert ran == ["target", "initial", "reference", "draft", *(c.name for c in run.comparisons)]
