@@ -42,7 +42,7 @@ class ProbeSettings:
     """Strengths of the L2 penalty on the standardised hidden state, all tried at once; each probe takes the one with
     the best validation loss."""
     max_epochs: int = 20
-    """Most epochs; one is six L-BFGS iterations over all data."""
+    """Most epochs; one is a Newton step of every probe over all data."""
     patience: int = 2
     """Epochs without a better validation loss before training stops."""
     class_balance: bool = False
