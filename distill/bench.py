@@ -40,7 +40,7 @@ from distill.run import Run
 from distill.selection import Selection
 from distill.settings import Settings, TrainerSettings, TrainingSettings
 from distill.straightforward import trainer
-from distill.teacher import Target
+from distill.teacher import Target, TargetSignal
 
 WARM = 5
 """Steps that are not timed."""
@@ -193,8 +193,9 @@ def _train_here(job: Job) -> dict[str, Any]:
     model, draft, reference = _models(job, "target", "initial", "reference")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     memory, rows, started = Memory(device), job.rows, time.perf_counter()
-    rows.signals["target_hidden"] = signals.target_hidden(model.to(device), rows, folder / "hidden.npy", "")
-    target = Target(model, cached=True)
+    signal = TargetSignal("hidden")
+    rows.signals[signal.name] = signals.target_signal(model.to(device), signal, rows, folder / "hidden.npy", "")
+    target = Target(model, signal)
     rows.signals["reference_loss"] = signals.reference_loss(
         reference.to(device), target, rows, folder / "reference.npy", ""
     )

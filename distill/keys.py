@@ -35,6 +35,7 @@ def stage_keys(settings: Settings) -> dict[str, Key]:
     target = add("target", **common, **data, model=_model_key(settings.target))
     initial = add("initial", **common, **data, model=_model_key(settings.initial), target=target)
     distillation = asdict(settings.reference) | {"responses": settings.reference.responses.key()}
+    del distillation["signal_limit_gb"]  # whether it fits, not what it is
     reference = add("reference", **common, **data, reference=distillation, target=target, initial=initial)
     add("draft", **common, adaspec=asdict(settings.draft), reference=reference)
     for other in settings.comparisons:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import track
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
+from decode.errors import UserError
 from decode.load import load_model, stop_ids
 from distill import ranks, signals
 from distill.batches import Rows, Schedule
@@ -18,7 +19,7 @@ from distill.objective import Objective
 from distill.onpolicy import OnPolicy
 from distill.responses import Answer, ResponseFile, answered_here, make_jobs, response_rows
 from distill.server import answered_by_server
-from distill.teacher import Target
+from distill.teacher import Target, TargetSignal
 
 if TYPE_CHECKING:
     from distill.stages import Bench
@@ -58,17 +59,25 @@ def prepare(bench: Bench, objective: Objective) -> Material:
     check_head(model, Head(model))
     ends = stop_ids(model, bench.corpus.tokenizer)
     train, validation, key = _fixed_texts(bench, model, ends)
-    cached = settings.signal == "hidden"
+    signal = _signal(bench, model)
     all_own = settings.responses.from_draft == 1
-    if cached:
+    if signal.kind != "recompute":
         model = model.to(bench.device())
-        for name, rows in (("validation", validation), *([] if all_own else [("train", train)])):
-            size = signals.hidden_bytes(model, rows) / 1e6
-            with bench.console.status(f"  the target's hidden states, {name}: {size:.0f} MB"):
-                rows.signals["target_hidden"] = signals.target_hidden(
-                    model, rows, folder / f"target_hidden_{name}.npy", fingerprint(key, name, len(rows))
-                )
-    target = Target(model, cached=cached)
+        fixed = {"validation": validation} if all_own else {"validation": validation, "train": train}
+        _check_room(bench, model, signal, fixed)
+        for name, rows in fixed.items():
+            path = folder / f"{signal.name}_{name}.npy"
+            with bench.console.status(f"  the target's signal ({signal.kind}), {name}"):
+                values = signals.target_signal(model, signal, rows, path, fingerprint(key, name, len(rows), signal.key))
+            rows.signals[signal.name] = values
+        if signal.kind == "topk":
+            tail = signals.mean_tail(validation.signals[signal.name])
+            bench.console.print(
+                f"  the target's top {signal.k} ids leave {tail:.2%} to the others on average: alpha is off by at most "
+                "that much",
+                highlight=False,
+            )
+    target = Target(model, signal)
     reference, ranking = None, objective.ranking
     if objective.selection is not None:
         record = bench.run.record("reference")
@@ -82,13 +91,52 @@ def prepare(bench: Bench, objective: Objective) -> Material:
                     reference, target, train, path, made_from, ranking
                 )
 
+    if not settings.responses.from_draft:  # the models leave memory here: nothing will be asked of them again
+        return Material(target, train, validation, ends, _unchanged)
+
     def add_signals(rows: Rows) -> None:
-        if cached:
-            rows.signals["target_hidden"] = signals.hidden_now(model, rows)
+        if signal.kind != "recompute":
+            rows.signals[signal.name] = signals.target_signal_now(model, signal, rows)
         if reference is not None:
             rows.signals["reference_loss"] = signals.reference_loss_now(reference, target, rows, ranking)
 
     return Material(target, train, validation, ends, add_signals)
+
+
+def _unchanged(_: Rows) -> None:
+    """No signals: no texts are written on the way."""
+
+
+def _signal(bench: Bench, model: PreTrainedModel) -> TargetSignal:
+    """What the settings want kept of the target."""
+    settings = bench.settings.reference
+    draft = AutoConfig.from_pretrained(bench.run.path("initial")).get_text_config().vocab_size
+    return TargetSignal(
+        settings.signal,
+        settings.signal_dtype == "bfloat16",
+        settings.signal_k,
+        min(int(draft), Head(model).vocab),
+        settings.temperature,
+    )
+
+
+def _check_room(bench: Bench, target: PreTrainedModel, signal: TargetSignal, fixed: dict[str, Rows]) -> None:
+    """Tells the signal's size before it is made.
+
+    Raises:
+        UserError: It is above the limit.
+    """
+    limit, tokens = bench.settings.reference.signal_limit_gb, sum(rows.label_count for rows in fixed.values())
+    size = signals.signal_bytes(target, signal, tokens)
+    told = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    if size > limit * 1e9:
+        smaller = "topk, signal_dtype to bfloat16" if signal.kind == "hidden" else "a smaller signal_k, signal"
+        raise UserError(
+            f"the target's signal ({signal.kind}) of {tokens:,} label tokens needs {told} and "
+            f"reference.signal_limit_gb is {limit:g}: raise it, use fewer reference.examples, or set "
+            f"reference.signal to {smaller} or to recompute"
+        )
+    bench.console.print(f"  the target's signal ({signal.kind}): {told} for {tokens:,} label tokens", highlight=False)
 
 
 def _fixed_texts(bench: Bench, target: PreTrainedModel, ends: set[int]) -> tuple[Rows, Rows, str]:

@@ -40,7 +40,7 @@ __all__ = [
 Iso = Literal["steps", "epochs", "teacher_tokens"]
 Scope = Literal["microbatch", "sequence"]
 Normalisation = Literal["paper", "official"]
-Signal = Literal["hidden", "recompute"]
+Signal = Literal["hidden", "topk", "recompute"]
 
 
 @dataclass
@@ -66,8 +66,16 @@ class DistillSettings:
     """Both models' logits are divided by it in the loss: the temperature at which the draft will be used. Training
     and validation alpha are those at this temperature."""
     signal: Signal = "hidden"
-    """The target's signal. hidden: its last hidden states at label positions are computed once and kept on disk
-    (exact; hidden_size x 4 bytes a token). recompute: a forward pass of the target every step, no disk."""
+    """What is kept of the target on disk, so that it runs over the examples once. hidden: its last hidden states at
+    label positions (exact; hidden_size x 4 bytes a token). topk: its signal_k largest log-probabilities (8 bytes each a
+    token; for targets whose hidden states would be larger, and exact but for the tail, which is printed). recompute:
+    nothing, and a forward pass of the target every step."""
+    signal_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of hidden. bfloat16 halves the file; nothing is lost where the target itself runs in bfloat16 (target.dtype)."""
+    signal_k: int = 64
+    """Of topk: log-probabilities kept of each token. More of them leave less to the tail."""
+    signal_limit_gb: float = 100.0
+    """Largest size of the kept signal in GB. What it needs is told before it is made."""
     responses: ResponseSettings = field(default_factory=ResponseSettings)
     """Who writes the responses, for the reference and for AdaSPEC alike. What frozen models say of the draft's own
     texts, the reference's loss too, is computed anew each time they are written."""
@@ -98,6 +106,11 @@ class DistillSettings:
             raise UserError(
                 f"reference.tv_weight is {self.tv_weight} and reference.temperature {self.temperature}: wanted 0 or "
                 "more, and a number above 0"
+            )
+        if self.signal_k < 1 or self.signal_limit_gb <= 0:
+            raise UserError(
+                f"reference.signal_k is {self.signal_k} and reference.signal_limit_gb {self.signal_limit_gb}: wanted "
+                "1 or more, and a number above 0"
             )
         if self.examples is not None and self.examples < 1:
             raise UserError(f"reference.examples is {self.examples}, wanted 1 or more, or null for all")

@@ -2,7 +2,8 @@
 
 Two arrays hold what AdaSPEC needs of the target p and the reference r, a row a label token:
 
-- ``target_hidden``: the target's last hidden state; logits are its head times that, exactly as recomputed.
+- ``target_hidden``, the target's last hidden state, whose product with its head are its logits, exactly as recomputed;
+  or ``target_topk``, its largest log-probabilities.
 - ``reference_loss``: the reference's divergence D(p, r) in float32. With it ΔL = D(p, q) - D(p, r) needs no reference
   model any more.
 
@@ -17,6 +18,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,27 +32,30 @@ from distill.files import checksum, write_json
 from distill.fused import Task, fused_loss
 from distill.losses import label_mask
 from distill.models import Head, last_hidden
-from distill.teacher import Target
+from distill.teacher import Target, TargetSignal
 
-Array = NDArray[np.float32]
+Array = NDArray[Any]
 
 
-def cached(path: Path, fingerprint: str, shape: tuple[int, ...], parts: Iterator[tuple[slice, Array]]) -> Array:
+def cached(
+    path: Path, fingerprint: str, shape: tuple[int, ...], parts: Iterator[tuple[slice, Array]], dtype: str = "float32"
+) -> Array:
     """An array on disk, memory-mapped; made from ``parts`` unless a sound one of this fingerprint is there.
 
     Args:
         path: File to keep it in (``.npy``).
         fingerprint: Of everything that the values depend on.
         shape: Rows first.
-        parts: Row ranges and their float32 values; consumed only if the array has to be made.
+        parts: Row ranges and their values; consumed only if the array has to be made.
+        dtype: Of the values.
 
     Raises:
         UserError: The disk has not enough room for it.
     """
-    found = _load(path, fingerprint, shape)
+    found = _load(path, fingerprint, shape, dtype)
     if found is not None:
         return found
-    size = int(np.prod(shape)) * 4
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     path.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(path.parent).free
     if size > free:
@@ -60,7 +65,7 @@ def cached(path: Path, fingerprint: str, shape: tuple[int, ...], parts: Iterator
         )
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
-        array = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.float32, shape=shape)
+        array = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
         for place, values in parts:
             array[place] = values
         array.flush()
@@ -73,15 +78,28 @@ def cached(path: Path, fingerprint: str, shape: tuple[int, ...], parts: Iterator
     return np.load(path, mmap_mode="r")
 
 
-def hidden_bytes(target: PreTrainedModel, rows: Rows) -> int:
-    """Size of the target's hidden states of these examples on disk."""
-    return rows.label_count * int(target.get_output_embeddings().weight.shape[1]) * 4
+def signal_bytes(target: PreTrainedModel, signal: TargetSignal, tokens: int) -> int:
+    """Size on disk of the target's signal for so many label tokens."""
+    shape, dtype = signal.layout(Head(target))
+    return tokens * int(np.prod(shape)) * np.dtype(dtype).itemsize
 
 
-def target_hidden(target: PreTrainedModel, rows: Rows, path: Path, fingerprint: str, batch_size: int = 16) -> Array:
-    """The target's last hidden states where a label is predicted, ``[label tokens, hidden]`` in float32."""
-    width = target.get_output_embeddings().weight.shape[1]
-    return cached(path, fingerprint, (rows.label_count, width), _hidden_parts(target, rows, batch_size))
+def target_signal(
+    target: PreTrainedModel, signal: TargetSignal, rows: Rows, path: Path, fingerprint: str, batch_size: int = 16
+) -> Array:
+    """What is kept of the target where a label is predicted, ``[label tokens, ...]`` as `TargetSignal.layout` says."""
+    shape, dtype = signal.layout(Head(target))
+    parts = _target_parts(target, signal, rows, batch_size)
+    return cached(path, fingerprint, (rows.label_count, *shape), parts, dtype)
+
+
+def mean_tail(values: Array, block: int = 1 << 16) -> float:
+    """Probability that the target's kept top ids leave to all others, on average; bounds the error of α."""
+    kept = sum(
+        float(np.exp(np.ascontiguousarray(values[i : i + block, 1]).view(np.float32)).sum(dtype=np.float64))
+        for i in range(0, len(values), block)
+    )
+    return max(0.0, 1 - kept / max(1, len(values)))
 
 
 def reference_loss(
@@ -98,35 +116,37 @@ def reference_loss(
     return cached(path, fingerprint, (rows.label_count,), parts)
 
 
-def hidden_now(target: PreTrainedModel, rows: Rows, batch_size: int = 16) -> Array:
-    """As `target_hidden`, in memory: for texts that are used for a while only."""
-    width = target.get_output_embeddings().weight.shape[1]
-    return _collected((rows.label_count, width), _hidden_parts(target, rows, batch_size))
+def target_signal_now(target: PreTrainedModel, signal: TargetSignal, rows: Rows, batch_size: int = 16) -> Array:
+    """As `target_signal`, in memory: for texts that are used for a while only."""
+    shape, dtype = signal.layout(Head(target))
+    return _collected((rows.label_count, *shape), _target_parts(target, signal, rows, batch_size), dtype)
 
 
 def reference_loss_now(
     reference: PreTrainedModel, target: Target, rows: Rows, divergence: Divergence, batch_size: int = 16
 ) -> Array:
-    """As `reference_loss`, in memory; the target's hidden states are taken from the rows where they are cached."""
+    """As `reference_loss`, in memory; the target's signal is taken from the rows where it is kept."""
     return _collected((rows.label_count,), _loss_parts(reference, target, rows, divergence, batch_size))
 
 
-def _collected(shape: tuple[int, ...], parts: Iterator[tuple[slice, Array]]) -> Array:
-    values = np.empty(shape, dtype=np.float32)
+def _collected(shape: tuple[int, ...], parts: Iterator[tuple[slice, Array]], dtype: str = "float32") -> Array:
+    values = np.empty(shape, dtype=dtype)
     for place, part in parts:
         values[place] = part
     return values
 
 
 @torch.inference_mode()
-def _hidden_parts(target: PreTrainedModel, rows: Rows, batch_size: int) -> Iterator[tuple[slice, Array]]:
+def _target_parts(
+    target: PreTrainedModel, signal: TargetSignal, rows: Rows, batch_size: int
+) -> Iterator[tuple[slice, Array]]:
     target.eval()
-    batches = EvalBatches(rows, batch_size, pad_id=0)
+    head, batches = Head(target), EvalBatches(rows, batch_size, pad_id=0)
     for examples in batches.indices():
         batch = rows.batch(examples, 0)
         mask = label_mask(batch["labels"])
-        values = last_hidden(target, batch["input_ids"].to(target.device), mask.to(target.device))
-        yield from _scatter(rows, examples, values.float().cpu().numpy())
+        hidden = last_hidden(target, batch["input_ids"].to(target.device), mask.to(target.device))
+        yield from _scatter(rows, examples, signal.encode(hidden, head).cpu().numpy())
 
 
 @torch.inference_mode()
@@ -153,7 +173,7 @@ def _scatter(rows: Rows, examples: NDArray[np.int64], values: Array) -> Iterator
         start += last - first
 
 
-def _load(path: Path, fingerprint: str, shape: tuple[int, ...]) -> Array | None:
+def _load(path: Path, fingerprint: str, shape: tuple[int, ...], dtype: str) -> Array | None:
     """The array, if it is there, complete, unaltered and of this fingerprint."""
     try:
         note = json.loads(path.with_suffix(".json").read_text())
@@ -162,4 +182,4 @@ def _load(path: Path, fingerprint: str, shape: tuple[int, ...]) -> Array | None:
         array: Array = np.load(path, mmap_mode="r")
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return array if array.shape == shape and array.dtype == np.float32 else None
+    return array if array.shape == shape and array.dtype == dtype else None

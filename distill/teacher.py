@@ -1,9 +1,9 @@
-"""The frozen target as a source of distributions for label rows: by a forward pass, or from what was cached of it."""
+"""The frozen target as a source of distributions for label rows: by a forward pass, or from what was kept of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from distill.losses import log_probs
 from distill.models import Head, last_hidden
+from distill.settings import Signal
 
 Place = slice | Tensor
 """Which rows: a range, or indices."""
@@ -54,20 +55,106 @@ class HiddenRows:
         return log_probs(self.head.first(rows, vocab), vocab, temperature).to(log_q.dtype)
 
 
+@dataclass
+class TopRows:
+    """Rows as their k most probable ids and the log-probabilities of these, ``[rows, k]``.
+
+    What is left to the other ids, the tail, is laid out as the draft lays out its own: p(v) = tail · q(v) / q(others).
+    Every divergence then equals the one between the distributions in which the other ids are one outcome, which is a
+    lower bound of the true one; α is off by at most the tail; and the gradient is exact for what is computed.
+    """
+
+    ids: Tensor
+    log_p: Tensor
+    vocab: int
+
+    def log_probs(self, place: Place, log_q: Tensor, temperature: float) -> Tensor:
+        """The target's own at its top ids, the draft's shape elsewhere. At the temperature they were taken at."""
+        ids, top = self.ids[place].long(), self.log_p[place].to(log_q.dtype)
+        others = log_q.scatter(1, ids, -torch.inf)
+        tail = (1 - top.exp().sum(-1, keepdim=True)).clamp_min(LEAST_TAIL)
+        return (others + (tail.log() - others.logsumexp(-1, keepdim=True))).scatter(1, ids, top)
+
+
+LEAST_TAIL = 1e-7
+"""The tail's probability at least: the accuracy of a float32 sum of 1."""
+
+
+@dataclass(frozen=True)
+class TargetSignal:
+    """What is kept of the target for each label token.
+
+    Attributes:
+        kind: ``recompute`` keeps nothing, ``hidden`` last hidden states, ``topk`` the k largest log-probabilities.
+        bfloat16: Hidden states in bfloat16.
+        k: Of ``topk``.
+        vocab: Of ``topk``: ids that target and draft share; the softmax is over these.
+        temperature: Of ``topk``: divides the logits before the softmax.
+    """
+
+    kind: Signal = "recompute"
+    bfloat16: bool = False
+    k: int = 64
+    vocab: int = 0
+    temperature: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """Under which batches carry it."""
+        return f"target_{self.kind}"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What the kept values depend on."""
+        return (
+            (self.kind, self.bfloat16) if self.kind == "hidden" else (self.kind, self.k, self.vocab, self.temperature)
+        )
+
+    def layout(self, head: Head) -> tuple[tuple[int, ...], str]:
+        """Shape and numpy type of one label token's values. numpy has no bfloat16: its bits stand as int16."""
+        if self.kind == "topk":
+            return (2, min(self.k, self.vocab)), "int32"
+        return (int(head.linear.weight.shape[1]),), "int16" if self.bfloat16 else "float32"
+
+    def encode(self, hidden: Tensor, head: Head) -> Tensor:
+        """Values to be kept ``[rows, ...]`` of last hidden states ``[rows, hidden]``."""
+        if self.kind == "hidden":
+            return hidden.bfloat16().view(torch.int16) if self.bfloat16 else hidden.float()
+        parts = []
+        for rows in hidden.split(TOP_ROWS):
+            top = (
+                log_probs(head.first(rows, self.vocab), self.vocab, self.temperature)
+                .float()
+                .topk(min(self.k, self.vocab), sorted=True)
+            )
+            parts.append(torch.stack([top.indices.int(), top.values.view(torch.int32)], 1))
+        return torch.cat(parts) if parts else hidden.new_empty(0, *self.layout(head)[0], dtype=torch.int32)
+
+    def decode(self, values: Tensor, head: Head) -> TargetRows:
+        """The rows of a batch from their kept values."""
+        if self.kind == "topk":
+            return TopRows(values[:, 0], values[:, 1].contiguous().view(torch.float32), self.vocab)
+        return HiddenRows(values.view(torch.bfloat16) if values.dtype == torch.int16 else values, head)
+
+
+TOP_ROWS = 256
+"""Rows whose whole logits are in memory at a time while the largest are looked for."""
+
+
 class Target:
     """The frozen target as a source of distributions for label rows.
 
     Not an ``nn.Module`` on purpose: the target is in no checkpoint, no optimiser and no distributed wrapper.
 
     Args:
-        model: The target. With cached hidden states only its head stays referenced.
-        cached: Whether batches carry ``target_hidden``.
+        model: The target. With a signal that is kept only its head stays referenced.
+        signal: What batches carry of it; None: nothing, it is run on every batch.
     """
 
-    def __init__(self, model: PreTrainedModel, *, cached: bool) -> None:
+    def __init__(self, model: PreTrainedModel, signal: TargetSignal | None = None) -> None:
         model.eval().requires_grad_(False)
-        self.head = Head(model)
-        self.model = None if cached else model
+        self.head, self.signal = Head(model), signal or TargetSignal()
+        self.model = model if self.signal.kind == "recompute" else None
 
     def to(self, device: torch.device) -> None:
         """Moves the weights there."""
@@ -79,5 +166,5 @@ class Target:
     def rows(self, batch: dict[str, Tensor], mask: Tensor) -> TargetRows:
         """The label rows of a batch, ``mask [batch, time]`` being where they are."""
         if self.model is None:
-            return HiddenRows(batch["target_hidden"], self.head)
+            return self.signal.decode(batch[self.signal.name], self.head)
         return HiddenRows(last_hidden(self.model, batch["input_ids"], mask), self.head)

@@ -17,7 +17,7 @@ from distill.modules import CausalLMModule, DistillModule, token_counts
 from distill.objective import Objective
 from distill.selection import Selection
 from distill.settings import TrainingSettings
-from distill.teacher import Target
+from distill.teacher import Target, TargetSignal
 
 Tiny = Callable[..., PreTrainedModel]
 TRAINING = TrainingSettings(steps=4, batch_size=2, lr=1e-2)
@@ -89,7 +89,7 @@ def test_adaspec_with_k_one_is_distillspec_bit_by_bit(tiny: Tiny) -> None:
     rows = some_rows()
     rows.signals["reference_loss"] = np.random.default_rng(1).random(rows.label_count).astype(np.float32)
     batch = rows.batch(np.arange(5), 0)
-    target = Target(tiny("llama", seed=4), cached=False)
+    target = Target(tiny("llama", seed=4))
     plain = loss_and_gradients(quiet(DistillModule(tiny("llama", seed=5), TRAINING, 4, target=target)), batch)
     for normalisation in ("paper", "official"):
         selection = Selection(1.0, normalisation=normalisation)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def test_adaspec_with_k_one_is_distillspec_bit_by_bit(tiny: Tiny) -> None:
 
 def test_adaspec_takes_gradient_from_the_selected_tokens_only(tiny: Tiny) -> None:
     rows = some_rows()
-    target, draft = Target(tiny("llama", seed=4), cached=False), tiny("llama", seed=5)
+    target, draft = Target(tiny("llama", seed=4)), tiny("llama", seed=5)
     batch = rows.batch(np.arange(5), 0)
     mask = label_mask(batch["labels"])
     with torch.no_grad():
@@ -139,7 +139,7 @@ def test_a_batch_without_labels_gives_zero_loss_connected_to_every_parameter(
     batch = some_rows().batch(np.arange(2), 0)
     batch["labels"].fill_(IGNORE)
     batch["reference_loss"] = torch.empty(0)
-    target = Target(tiny("llama", seed=4), cached=False)
+    target = Target(tiny("llama", seed=4))
     model = tiny("llama", seed=6)
     loss, gradients = loss_and_gradients(
         quiet(DistillModule(model, TRAINING, 4, target=target, objective=Objective(selection=selection))), batch
@@ -155,8 +155,8 @@ def test_cached_hidden_states_give_the_recomputed_loss(tiny: Tiny) -> None:
     mask = label_mask(batch["labels"])
     with torch.no_grad():
         hidden = last_hidden(model, batch["input_ids"], mask)
-    recomputed = logits_of(Target(model, cached=False), batch, mask)
-    cached = Target(model, cached=True)
+    recomputed = logits_of(Target(model), batch, mask)
+    cached = Target(model, TargetSignal("hidden"))
     assert cached.model is None
     assert torch.allclose(logits_of(cached, batch | {"target_hidden": hidden}, mask), recomputed, atol=1e-6)
 

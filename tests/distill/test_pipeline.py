@@ -1,7 +1,10 @@
 """What makes a stage run again, and what does not; bad settings; what a failure leaves behind."""
 
 import errno
+import gc
 import json
+import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,14 @@ from tiny_run import bench, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decode.errors import UserError
+from decode.load import load_model
 from distill.files import only_one
 from distill.keys import stage_keys
+from distill.material import prepare
+from distill.objective import Objective
 from distill.pipeline import run_pipeline
 from distill.run import Run, StageRecord
+from distill.selection import Selection
 from distill.settings import ComparisonSettings, Settings, TargetSettings
 from distill.stages import Made
 
@@ -77,6 +84,7 @@ def test_an_up_to_date_run_reads_no_data(finished: tuple[Path, Run], monkeypatch
         (setting("trainer.log_every", 1), []),
         (setting("target.lora.rank", 3), []),  # not used by a target from scratch
         (setting("threads", 2), []),
+        (setting("reference.signal_limit_gb", 5.0), []),
     ],
 )
 def test_a_changed_setting_makes_its_stage_and_the_later_ones_run_again(
@@ -240,3 +248,38 @@ def test_the_description_of_a_stage_names_what_it_was_made_from(finished: tuple[
     assert note["fingerprint"] == keys["reference"][0]
     assert note["made_from"]["target"] == keys["target"][0]
     assert note["made_from"]["reference"]["training"]["steps"] == 12
+
+
+@pytest.mark.parametrize("signal", ["recompute", "topk"])
+def test_every_signal_trains_and_the_frozen_models_leave_memory(
+    finished: tuple[Path, Run], signal: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.copytree(finished[1].folder, tmp_path / "tiny")
+    loaded: list[weakref.ref[Any]] = []
+
+    def load(*args: Any, **options: Any) -> Any:
+        model = load_model(*args, **options)
+        loaded.append(weakref.ref(model))
+        return model
+
+    settings = tiny_settings(tmp_path)
+    settings.reference.signal = signal  # type: ignore[assignment]
+    made, text = bench(settings)
+    monkeypatch.setattr("distill.material.load_model", load)
+    material = prepare(made, Objective(selection=Selection()))
+    gc.collect()
+    target, reference = (ref() for ref in loaded)
+    assert reference is None
+    assert (target is None) == (signal == "topk")
+    assert set(material.train.signals) == {"reference_loss"} | ({"target_topk"} if signal == "topk" else set())
+    if signal == "topk":
+        assert "the target's signal (topk): " in text.getvalue()
+        assert "alpha is off by at most that much" in text.getvalue()
+
+
+def test_a_signal_above_the_limit_is_refused_before_it_is_made(finished: tuple[Path, Run]) -> None:
+    settings = tiny_settings(finished[0])
+    settings.reference.signal_limit_gb = 1e-6
+    made, _ = bench(settings)
+    with pytest.raises(UserError, match=r"\(hidden\) of [\d,]+ label tokens needs .* MB and reference.signal_limit_gb"):
+        prepare(made, Objective())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +12,10 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from distill import signals
 from distill.batches import Rows
-from distill.divergences import Divergence
-from distill.losses import IGNORE, token_loss
+from distill.divergences import Divergence, Pair
+from distill.losses import IGNORE, label_mask, token_loss
 from distill.models import Head, last_hidden
-from distill.teacher import Target
+from distill.teacher import Target, TargetSignal
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -44,19 +45,68 @@ def one_by_one(model: PreTrainedModel, rows: Rows) -> torch.Tensor:
 
 
 def test_hidden_states_are_those_of_every_example_alone(tiny: Tiny, rows: Rows, tmp_path: Path) -> None:
-    model = tiny("gpt_neox")
-    got = signals.target_hidden(model, rows, tmp_path / "h.npy", "key", batch_size=3)
+    model, signal = tiny("gpt_neox"), TargetSignal("hidden")
+    got = signals.target_signal(model, signal, rows, tmp_path / "h.npy", "key", batch_size=3)
     assert got.shape == (rows.label_count, 32)
-    assert signals.hidden_bytes(model, rows) == got.nbytes
+    assert signals.signal_bytes(model, signal, rows.label_count) == got.nbytes
     assert np.allclose(got, one_by_one(model, rows), atol=1e-5)
+
+
+def log_probs_of(model: PreTrainedModel, signal: TargetSignal, rows: Rows, path: Path, log_q: torch.Tensor) -> Any:
+    """What batches of the kept signal say of all label rows, in the order of the examples."""
+    kept = Rows(rows.ids, rows.labels, rows.offsets, rows.label_offsets)
+    kept.signals[signal.name] = signals.target_signal(model, signal, rows, path, "key", batch_size=3)
+    batch = kept.batch(np.arange(len(rows)), 0)
+    target = Target(model, signal).rows(batch, label_mask(batch["labels"]))
+    return target.log_probs(slice(None), log_q, signal.temperature)
+
+
+def test_hidden_states_in_bfloat16_take_half_the_room_and_are_exact_for_a_model_in_bfloat16(
+    tiny: Tiny, rows: Rows, tmp_path: Path
+) -> None:
+    model = tiny("llama", seed=3, dtype=torch.bfloat16)
+    signal, log_q = TargetSignal("hidden", bfloat16=True), torch.zeros(rows.label_count, 48)
+    wide = TargetSignal("hidden")
+    assert 2 * signals.signal_bytes(model, signal, 10) == signals.signal_bytes(model, wide, 10)
+    got = log_probs_of(model, signal, rows, tmp_path / "a.npy", log_q)
+    assert torch.equal(got, log_probs_of(model, wide, rows, tmp_path / "b.npy", log_q))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.5])
+def test_top_log_probabilities_are_the_targets_own_and_the_tail_has_the_drafts_shape(
+    tiny: Tiny, rows: Rows, tmp_path: Path, temperature: float
+) -> None:
+    model = tiny("llama", seed=2)
+    signal = TargetSignal("topk", k=5, vocab=40, temperature=temperature)
+    log_q = torch.randn(rows.label_count, 40, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    got = log_probs_of(model, signal, rows, tmp_path / "t.npy", log_q)
+    exact = (Head(model)(one_by_one(model, rows))[:, :40] / temperature).log_softmax(-1)
+    top = exact.topk(5).indices
+    assert torch.allclose(got.gather(1, top), exact.gather(1, top), atol=1e-4)
+    assert torch.allclose(got.exp().sum(-1), torch.ones(len(got)), atol=1e-5)
+    apart = (got - log_q).scatter(1, top, torch.nan)  # one number a row outside the top
+    assert torch.allclose(apart.nan_to_num(-torch.inf).amax(-1), apart.nan_to_num(torch.inf).amin(-1), atol=1e-5)
+    tail = 1 - exact.gather(1, top).exp().sum(-1)
+    kept = np.load(tmp_path / "t.npy")
+    assert signals.mean_tail(kept, block=4) == pytest.approx(tail.mean().item(), abs=1e-6)
+    assert signals.signal_bytes(model, signal, rows.label_count) == kept.nbytes
+    true, known = Pair(exact, log_q), Pair(got, log_q)
+    assert ((true.alpha - known.alpha).abs() <= tail + 1e-6).all()
+    for name in ("forward_kl", "reverse_kl", "jsd", "tv"):  # lumping outcomes together cannot raise a divergence
+        divergence = Divergence(name)  # type: ignore[arg-type]
+        assert (divergence.loss(known) <= divergence.loss(true) + 1e-5).all()
+
+
+def test_keeping_every_id_is_exact(tiny: Tiny, rows: Rows, tmp_path: Path) -> None:
+    model, log_q = tiny("llama", seed=2), torch.zeros(rows.label_count, 48).log_softmax(-1)
+    got = log_probs_of(model, TargetSignal("topk", k=99, vocab=48), rows, tmp_path / "t.npy", log_q)
+    assert torch.allclose(got, Head(model)(one_by_one(model, rows)).log_softmax(-1), atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["forward_kl", "tv"])
 def test_the_references_loss_is_that_of_every_token(tiny: Tiny, rows: Rows, tmp_path: Path, name: str) -> None:
     target, reference, divergence = tiny("llama"), tiny("llama", seed=9), Divergence(name)  # type: ignore[arg-type]
-    got = signals.reference_loss(
-        reference, Target(target, cached=False), rows, tmp_path / "c.npy", "key", divergence, batch_size=3
-    )
+    got = signals.reference_loss(reference, Target(target), rows, tmp_path / "c.npy", "key", divergence, batch_size=3)
     p, r = (Head(model)(one_by_one(model, rows)) for model in (target, reference))
     assert np.allclose(got, token_loss(p, r, divergence).divergence.detach(), atol=1e-4)
 
