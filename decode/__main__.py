@@ -15,6 +15,7 @@ from typing import Any
 from . import settings as s
 from .cli import merge, parse, read_layers, run_main, take_flag
 from .errors import UserError
+from .sweep import grid, take_sweep
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,14 @@ COMMANDS = {
         "Compare decoding methods with each other and with transformers: speed, acceptance, quality. Every prompt is "
         "given to all methods in turn; the table, report.json and an HTML page carry medians of paired ratios with "
         "bootstrap intervals. A run that was stopped goes on where it was. --dry-run does all of it in "
-        "miniature, with tiny random models of the same families and no network, to find mistakes first.",
+        "miniature, with tiny random models of the same families and no network, to find mistakes first. --sweep "
+        "KEY=VALUE,VALUE, given several times for a grid, measures every point, keeps those that are finished, and "
+        "plots them.",
         """
   python -m decode bench --config configs/quickstart.yaml
   python -m decode bench --target T --draft D --methods vanilla,adasd,ears --suite gsm8k=test.jsonl --temperatures 0,1
-  python -m decode bench --target T --draft before=A after=B --methods vanilla --draft-lengths 3,5,7 --limit 50""",
+  python -m decode bench --target T --draft before=A after=B --methods vanilla --draft-lengths 3,5,7 --limit 50
+  python -m decode bench --target T --draft D --methods ears --sweep draft_length=1,3,5,7 --sweep beta=0,0.1,0.2""",
         _bench,
     ),
     "report": Command(
@@ -161,7 +165,23 @@ def _help(name: str, command: Command) -> None:
     print(hyphens.rstrip() + f"\n\nexamples:{command.examples}")
 
 
-def configured(argv: list[str], config: Path) -> s.BenchSettings:
+def _sweep(argv: list[str], config: str | None, axes: dict[str, list[str]]) -> None:
+    """``bench`` at every point of a grid; all points are parsed before the first one is measured."""
+    from .sweep_bench import run
+
+    points = grid(axes)
+    read = [_bench_settings([*argv, *point.options], config, "-sweep") for point in points]
+    run(points, read, Path(read[0].output or "runs/bench-sweep"))
+
+
+def _bench_settings(argv: list[str], config: str | None, suffix: str = "") -> s.BenchSettings:
+    if config is not None:
+        return configured(argv, Path(config), suffix)
+    tidied = s.tidy(argv, s.BenchSettings)
+    return parse(s.BenchSettings, tidied, prog="python -m decode bench", description=COMMANDS["bench"].about)
+
+
+def configured(argv: list[str], config: Path, suffix: str = "") -> s.BenchSettings:
     """Settings of ``bench`` from a configuration that also serves ``distill`` and ``probes``."""
     content: dict[str, Any] = {}
     with contextlib.suppress(UserError):  # the parser reads it again and says where it is wrong
@@ -179,7 +199,7 @@ def configured(argv: list[str], config: Path) -> s.BenchSettings:
     settings.target = settings.target or str(run / "target")
     if not settings.draft and (run / "draft").is_dir():
         settings.draft = [str(run / "draft")]
-    settings.output = settings.output or str(run)
+    settings.output = settings.output or f"{run}{suffix}"
     return settings
 
 
@@ -209,16 +229,21 @@ def _run(argv: list[str]) -> None:
     if "-h" in rest or "--help" in rest:
         _help(name, command)
         return
-    configs = [after for item, after in zip(rest, [*rest[1:], ""]) if item == "--config"]
-    configs += [item.partition("=")[2] for item in rest if item.startswith("--config=")]
-    if name == "bench" and configs:
-        (_dry_bench if dry_run else command.run)(configured(rest, Path(configs[-1])))
+    if name == "bench":
+        configs = [after for item, after in zip(rest, [*rest[1:], ""]) if item == "--config"]
+        configs += [item.partition("=")[2] for item in rest if item.startswith("--config=")]
+        config = configs[-1] if configs else None
+        if axes := take_sweep(rest):
+            if dry_run:
+                raise UserError("--dry-run and --sweep do not go together; dry-run one point by its options")
+            _sweep(rest, config, axes)
+        else:
+            (_dry_bench if dry_run else command.run)(_bench_settings(rest, config))
         return
     if name == "report":  # its runs need no option
         rest = rest if not rest or rest[0].startswith("--") else ["--runs", *rest]
     tidied = s.tidy(rest, command.settings)
-    settings: Any = parse(command.settings, tidied, prog=f"python -m decode {name}", description=command.about)
-    (_dry_bench if dry_run else command.run)(settings)
+    command.run(parse(command.settings, tidied, prog=f"python -m decode {name}", description=command.about))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .agent import tell_agent
 from .bench import Bench, Block
 from .contenders import Contender, plan, split_spec
 from .drafters.corpus import join_documents
@@ -40,8 +42,41 @@ from .stores import read_corpus, write_stores
 from .workbench import BenchOptions
 
 
-def run(settings: BenchSettings) -> None:
+@dataclass
+class Models:
+    """What a benchmark opens: the target with its tokenizer, and the drafts by name."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    drafts: dict[str, PreTrainedModel | FeatureHead]
+
+
+def open_models(settings: BenchSettings) -> Models:
+    """Load them."""
+    target, tokenizer = open_target(settings)
+    named = draft_names(settings.draft)
+    drafts = {name: open_draft(path, settings, target, tokenizer) for name, path in named.items()}
+    return Models(target, tokenizer, drafts)
+
+
+def check(settings: BenchSettings) -> list[str]:
+    """The methods to be compared, after everything has been refused that can be before a model is loaded.
+
+    Raises:
+        UserError: something is unknown or missing.
+    """
+    check_models(settings)
+    methods = choose_methods(settings)
+    check_methods(settings, methods, has_draft=bool(settings.draft), has_corpus=bool(settings.corpus))
+    return methods
+
+
+def run(settings: BenchSettings, models: Models | None = None) -> None:
     """Measure what the settings ask for; prints the table and writes the report, also after Ctrl-C.
+
+    Args:
+        settings: what to measure.
+        models: those of the settings, if they are open already.
 
     Raises:
         UserError: before anything is loaded, if something is unknown or missing.
@@ -49,9 +84,7 @@ def run(settings: BenchSettings) -> None:
     """
     console = Console()
     console = console if console.is_terminal else Console(width=130)  # a file or pipe has no width of its own
-    check_models(settings)
-    methods = choose_methods(settings)
-    check_methods(settings, methods, has_draft=bool(settings.draft), has_corpus=bool(settings.corpus))
+    methods = check(settings)
     folder = Path(settings.output or "runs/bench")
     suites = open_suites(
         settings.suite,
@@ -60,11 +93,10 @@ def run(settings: BenchSettings) -> None:
         split=settings.split,
         allow_code_execution=settings.allow_code_execution,
     )
-    target, tokenizer = open_target(settings)
-    named = draft_names(settings.draft)
-    drafts = {name: open_draft(path, settings, target, tokenizer) for name, path in named.items()}
-    contenders = plan_contenders(settings, methods, drafts)
-    bench = Bench(target, drafts, tokenizer, bench_options(settings, methods, tokenizer, folder))
+    models = models or open_models(settings)
+    contenders = plan_contenders(settings, methods, models.drafts)
+    options = bench_options(settings, methods, models.tokenizer, folder)
+    bench = Bench(models.target, models.drafts, models.tokenizer, options)
     console.print(
         f"{bench.threads}. {len(contenders)} contenders, {sum(len(s.prompts) for s in suites)} prompts", soft_wrap=True
     )
@@ -80,6 +112,7 @@ def run(settings: BenchSettings) -> None:
                 on_block=work.add,
             )
         work.clear()
+        tell_agent(bench.rows)
     finally:  # an interrupt keeps what was measured
         if bench.blocks:
             told = {s.name: [s.note, bench.left_out.get(s.name, "")] for s in suites}
@@ -186,7 +219,7 @@ class Checkpoint:
 
     def __init__(self, path: Path, settings: BenchSettings) -> None:
         self.path = path
-        self.key = _fingerprint(settings)
+        self.key = fingerprint(settings)
         self.blocks: list[Block] = []
 
     def read(self) -> list[Block]:
@@ -210,7 +243,8 @@ class Checkpoint:
         self.path.unlink(missing_ok=True)
 
 
-def _fingerprint(settings: BenchSettings) -> str:
+def fingerprint(settings: BenchSettings) -> str:
+    """Of the settings, and of the weights that lie in the models' folders."""
     facts: dict[str, Any] = dataclasses.asdict(settings)
     for name in [settings.target, *draft_names(settings.draft).values()]:
         weights = sorted(Path(str(name)).glob("*.safetensors"))

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from decode.cli import parse, run_main, take_flag
+from decode.errors import UserError
+from decode.sweep import grid, take_sweep
+from distill.run import Run
 
 DESCRIPTION = """Trains a draft model for a target: target -> initial draft -> reference (DistillSpec) -> draft
 (AdaSPEC), measures all drafts and exports the last, under <output_dir>/<name>/. Stages whose inputs have not changed
 are skipped, and an interrupted run continues where it was. ``python -m distill bench --config C`` measures how fast
 AdaSPEC trains here (its own settings: --speed.*). Further switches: --dry-run (the whole run with tiny random
 models of the same architectures, no network, under two minutes), --show-example (print one training example with
-its label mask, then stop), --tracker wandb|csv|tensorboard|none (short for --tracker.kind)."""
+its label mask, then stop), --tracker wandb|csv|tensorboard|none (short for --tracker.kind), --sweep KEY=VALUE,VALUE
+(several times for a grid: a run at every point, under <output_dir>/<name>-sweep/; equal stages are made once, finished
+points are kept, and a page plots them all)."""
 
 FOREIGN = {"bench", "probes"}
 """Sections of a shared configuration that belong to the other commands."""
@@ -26,13 +32,18 @@ def main(argv: list[str] | None = None) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["bench"]:
         return _bench(argv[1:])
-    dry_run, show = take_flag(argv, "--dry-run"), take_flag(argv, "--show-example")
+    dry_run, show, axes = take_flag(argv, "--dry-run"), take_flag(argv, "--show-example"), take_sweep(argv)
     argv = [item.replace("--tracker", "--tracker.kind", 1) if _is_tracker(item) else item for item in argv]
     from distill.settings import Settings
 
     settings = parse(Settings, argv, prog="python -m distill", description=DESCRIPTION, foreign=FOREIGN)
     from distill.pipeline import run_pipeline, show_example
 
+    if axes:
+        if dry_run or show:
+            raise UserError("--sweep goes with neither --dry-run nor --show-example; try one point by its options")
+        _sweep(argv, axes, Run(Path(settings.output_dir) / settings.name))
+        return
     if dry_run:
         from distill.dry_run import shrink
 
@@ -50,6 +61,20 @@ def _bench(argv: list[str]) -> None:
 over Hugging Face's Trainer, on the pair of a configuration: its trained run if there is one, else random weights."""
     argv = [item.replace("--json", "--speed.json", 1) if item.split("=")[0] == "--json" else item for item in argv]
     run(parse(BenchSettings, argv, prog="python -m distill bench", description=about, foreign=FOREIGN))
+
+
+def _sweep(argv: list[str], axes: dict[str, list[str]], base: Run) -> None:
+    """All points are parsed before the first one is run."""
+    from distill.pipeline import run_pipeline
+    from distill.settings import Settings
+    from distill.sweep import run_sweep
+
+    points = grid(axes)
+    read = [
+        parse(Settings, [*argv, *point.options], prog="python -m distill", description=DESCRIPTION, foreign=FOREIGN)
+        for point in points
+    ]
+    run_sweep(points, read, run_pipeline, base)
 
 
 def _is_tracker(item: str) -> bool:

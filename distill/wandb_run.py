@@ -51,7 +51,8 @@ class WandbRun:
     def __init__(self, settings: TrackerSettings, run_dir: Path, name: str, config: Mapping[str, Any]) -> None:
         self.settings, self.run_dir, self.name, self.config = settings, run_dir, name, dict(config)
         self.mode = wandb_mode(settings.mode)
-        self.run_id = _run_id(run_dir / "wandb" / "run.json", self.config)
+        agent = os.environ.get("WANDB_SWEEP_ID") and os.environ.get("WANDB_RUN_ID")  # it has started a run already
+        self.run_id = agent or _run_id(run_dir / "wandb" / "run.json", self.config)
         self.run: Any = None
         self._axes: set[str] = set()
 
