@@ -33,12 +33,13 @@ SMALL = 8
 PROMPT = [3, 1, 4, 1, 5, 1, 4]
 
 
-def make_head(target: PreTrainedModel, version: int, seed: int = 0) -> FeatureHead:
+def make_head(target: PreTrainedModel, version: int, seed: int = 3) -> FeatureHead:
     """A random head, biased towards repeating what the target's own layers say, so that some drafts are accepted."""
     vocab = int(target.config.vocab_size)
-    head = FeatureHead(head_config(target.config.get_text_config(), version, draft_vocab=vocab // 2))
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        head = FeatureHead(head_config(target.config.get_text_config(), version, draft_vocab=vocab // 2))
         for weight in head.parameters():
             weight += 0.2 * weight.std(correction=0).nan_to_num() * torch.randn(weight.shape, generator=generator)
         if version == 3:
