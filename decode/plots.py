@@ -222,7 +222,8 @@ def lines(
     log_y: bool = False,
 ) -> str:
     """Lines through (x, y) points, one a name; points that are not finite are left out."""
-    figure, axes = draw(title)
+    below = len(series) > 3  # more names than that would cover lines
+    figure, axes = draw(title, height=HEIGHT + (0.11 * len(series) if below else 0))
     for index, (name, points) in enumerate(series.items()):
         kept = [(p[0], p[1]) for p in points if finite(p[0]) and finite(p[1])]
         marker = MARKERS[index % len(MARKERS)] if markers or len(kept) == 1 else ""
@@ -234,7 +235,10 @@ def lines(
         plain_log(axes)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
-    legend(axes, len(series) > 1)
+    if below:
+        legend_below(figure, axes.get_lines(), columns=2)
+    else:
+        legend(axes, len(series) > 1)
     return to_svg(figure, title)
 
 

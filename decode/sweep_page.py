@@ -17,8 +17,8 @@ def bounds(row: Row, key: str) -> tuple[float, float] | None:
     interval, error = row.get(f"{key}_ci95"), row.get(f"{key}_se")
     if interval and None not in interval:
         return float(interval[0]), float(interval[1])
-    if finite(error) and finite(row.get(key)):
-        return row[key] - 1.96 * error, row[key] + 1.96 * error  # type: ignore[operator]
+    if finite(error) and finite(row.get(key)):  # of shares and probabilities, which end at 0 and 1
+        return max(0.0, row[key] - 1.96 * error), min(1.0, row[key] + 1.96 * error)  # type: ignore[operator]
     return None
 
 

@@ -182,13 +182,14 @@ def write_page(path: Path, name: str, added: Row) -> None:
             "were predicted best; every run below is in report.json.",
         )
         for mode in ("greedy", "sampled"):
-            page.table(_speed_columns(), [_shown(r) for r in best_rows(added, mode)], _mode_title(added, mode))
+            rows = [_shown(r) for r in best_rows(added, mode)]
+            page.table(_speed_columns(), rows, _mode_title(added, mode), legend=mode == "greedy")
         page.table(_speed_columns(), [_shown(r) for r in added["self_speculation"]], folded="All runs", legend=False)
         page.gallery(_predicted(added))
     page.section("Probes", "Trained on texts that the target wrote, judged on prompts that no probe has seen.")
     page.gallery(_by_layer(added))
     for mode in ("greedy", "sampled"):
-        page.table(_judged_columns(), of_mode(added, mode), _mode_title(added, mode))
+        page.table(_judged_columns(), of_mode(added, mode), _mode_title(added, mode), legend=mode == "greedy")
     page.gallery(_reliability(added))
     others = [r for r in added["probes"] if r not in of_mode(added, "greedy") and r not in of_mode(added, "sampled")]
     if others:
@@ -238,7 +239,12 @@ def _speed_columns() -> list[Column]:
         Column("speedup_vs_layerskip", "÷ LayerSkip", "paired by prompt, median", ".2f", "max"),
         Column("speedup", "÷ no drafting", "paired by prompt, median", ".2f", "max"),
         Column("interval", "95 %", numeric=True),
-        Column("predicted_speedup", "predicted", "tokens / (c·drafted + v(drafted + 1) + o), held-out texts", ".2f"),
+        Column(
+            "predicted_speedup",
+            "predicted",
+            "tokens / (c·drafted + v(drafted + 1) + o) on held-out texts; o: bookkeeping",
+            ".2f",
+        ),
         Column("block_efficiency", "tokens/round", "Σ(m + 1) / rounds", ".2f"),
         Column("accepted_per_drafted", "accepted", "Σm / Σk", ".3f"),
         Column("identical_to_target", "identical", "greedy text equals model.generate's"),

@@ -115,6 +115,7 @@ def test_the_plot_has_a_line_for_each_value_of_the_other_key_and_an_interval_at_
 def test_intervals_come_from_the_bootstrap_or_from_the_standard_error() -> None:
     assert bounds({"speedup": 2.0, "speedup_ci95": [1, 3]}, "speedup") == (1.0, 3.0)
     assert bounds({"alpha": 0.5, "alpha_se": 0.1}, "alpha") == pytest.approx((0.304, 0.696))
+    assert bounds({"accuracy": 0.9, "accuracy_se": 0.1}, "accuracy") == (pytest.approx(0.704), 1.0)
     assert bounds({"alpha": 0.5, "alpha_se": None, "speedup_ci95": None}, "alpha") is None
 
 
