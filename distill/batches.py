@@ -9,18 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from distill.data.examples import prompt_ids
 from distill.losses import IGNORE
+from distill.step import Step
 
 Ints = NDArray[np.int64]
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]
+"""Tensors by name, and under ``step`` the batch's `Step`."""
 
 
 @dataclass
@@ -172,9 +174,19 @@ class Schedule:
         return np.concatenate(epochs)[start - first * n :][:count]
 
 
+def label_count(pick: tuple[Rows, int], *, all_tokens: bool = False) -> int:
+    """Label tokens of one example of a batch."""
+    rows, example = pick
+    offsets = rows.offsets if all_tokens else rows.label_offsets
+    return int(offsets[example + 1] - offsets[example]) - all_tokens
+
+
 @dataclass(frozen=True)
 class TrainBatches:
     """The batches of steps ``start`` to ``stop``, one rank's share of each; iterated once an epoch of Lightning's.
+
+    A step gives ``micros`` batches, between which gradients are summed up. Each carries its `Step`; with
+    ``look_ahead`` the first one carries all.
 
     ``texts`` replaces examples of a step by ones that the draft has written. It may write with the weights of that
     moment, so a batch must not be drawn before its step.
@@ -189,21 +201,38 @@ class TrainBatches:
     world: int = 1
     all_tokens: bool = False
     texts: Callable[[int, Picks], Picks] | None = None
+    micros: int = 1
+    look_ahead: bool = False
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return (self.stop - self.start) * self.micros
 
     def __iter__(self) -> Iterator[Batch]:
         for step in range(self.start, self.stop):
             picks: Picks = [(self.rows, int(example)) for example in self.schedule.batch(step)]
             if self.texts is not None:
                 picks = self.texts(step, picks)
-            yield make_batch(picks[self.rank :: self.world], self.pad_id, all_tokens=self.all_tokens)
+            yield from self._parts(picks)
+
+    def _parts(self, picks: Picks) -> Iterator[Batch]:
+        """This rank's micro-batches of a step."""
+        dealt = [picks[rank :: self.world][micro :: self.micros] for rank, micro in np.ndindex(self.world, self.micros)]
+        counts = np.zeros((len(dealt), max(map(len, dealt))), dtype=np.int64)
+        for row, part in enumerate(dealt):
+            counts[row, : len(part)] = [label_count(pick, all_tokens=self.all_tokens) for pick in part]
+        own = dealt[self.rank * self.micros : (self.rank + 1) * self.micros]
+        batches = [make_batch(part, self.pad_id, all_tokens=self.all_tokens) for part in own]
+        for micro, batch in enumerate(batches):
+            ahead = batches if self.look_ahead and micro == 0 else ()
+            yield batch | {"step": Step(counts, self.rank, self.world, micro, self.micros, ahead)}
 
 
 @dataclass(frozen=True)
 class EvalBatches:
-    """Every example once, by length, so that batches pad little; one rank's share."""
+    """Every example once, by length, so that batches pad little; one rank's share.
+
+    All ranks have equally many batches, as sharded weights demand: one without labels makes up for a missing one.
+    """
 
     rows: Rows
     batch_size: int
@@ -212,11 +241,17 @@ class EvalBatches:
     world: int = 1
 
     def __len__(self) -> int:
-        return math.ceil(len(range(self.rank, len(self.rows), self.world)) / self.batch_size)
+        return math.ceil(len(range(0, len(self.rows), self.world)) / self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
+        missing = len(self)
         for examples in self.indices():
             yield self.rows.batch(examples, self.pad_id)
+            missing -= 1
+        for _ in range(missing):
+            batch = self.rows.batch(np.array([0]), self.pad_id)
+            batch["labels"].fill_(IGNORE)
+            yield batch | {name: batch[name][:0] for name in self.rows.signals}
 
     def indices(self) -> Iterator[Ints]:
         """The examples of each batch."""

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from decode.errors import UserError
+from distill import ranks
 from distill.files import checksum, write_json, write_safely
 from distill.modules import Module
 
@@ -77,8 +78,9 @@ class Keeper(Callback):
                 self.note(f"continuing from step {int(path.stem.split('-')[1])}")
                 return path
             self.note(f"{path.name} is damaged or incomplete and is not used")
-            path.unlink()
-            path.with_suffix(".json").unlink(missing_ok=True)
+            if ranks.is_first():
+                path.unlink()
+                path.with_suffix(".json").unlink(missing_ok=True)
         if candidates:
             self.note("no sound checkpoint is left: the stage starts from its beginning")
         return None
@@ -101,7 +103,8 @@ class Keeper(Callback):
             path = self.folder / f"best-{step:08d}.safetensors"
             if trainer.is_global_zero:
                 write_safely(path, lambda file: save_file(_distinct(state), file))
-                self.best = {"value": value, "step": step, "file": path.name, "crc32": checksum(path)}
+            crc = checksum(path) if trainer.is_global_zero else None  # all ranks decide alike, the first one writes
+            self.best = {"value": value, "step": step, "file": path.name, "crc32": crc}
         path = self.folder / f"step-{step:08d}.ckpt"
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from decode.errors import UserError
+from distill import ranks
 
 BLOCK = 1 << 24
 
@@ -73,7 +74,7 @@ def only_one(path: Path) -> Iterator[None]:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # further ranks belong to the first one's run
+        if ranks.is_first():  # further ranks belong to the first one's run
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:

@@ -7,6 +7,7 @@ the step, it ends with the weights of an uninterrupted run.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 import warnings
@@ -22,11 +23,14 @@ from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from decode.errors import UserError
+from distill import ranks
 from distill.batches import EvalBatches, Rows, Schedule, TrainBatches
 from distill.checkpoints import Keeper, SafeCheckpointIO
 from distill.modules import Module
 from distill.onpolicy import OnPolicy
 from distill.settings import TrainerSettings
+from distill.sharding import Fsdp
 
 
 @dataclass(eq=False)
@@ -41,6 +45,8 @@ class Segments(L.LightningDataModule):
     pad_id: int
     all_tokens: bool = False
     texts: OnPolicy | None = None
+    micros: int = 1
+    look_ahead: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -54,9 +60,24 @@ class Segments(L.LightningDataModule):
         trainer = self._trainer()
         start = trainer.global_step
         stop = min(self.steps, (start // self.segment + 1) * self.segment)
-        share = trainer.global_rank, trainer.world_size
+        parts = trainer.world_size * self.micros
+        if self.schedule.batch_size < parts:
+            raise UserError(
+                f"{self.schedule.batch_size} examples a step cannot be dealt out to {parts} batches (processes times "
+                "trainer.accumulate): raise batch_size, or lower trainer.devices or trainer.accumulate"
+            )
         return TrainBatches(
-            self.train, self.schedule, self.pad_id, start, stop, *share, all_tokens=self.all_tokens, texts=self.texts
+            self.train,
+            self.schedule,
+            self.pad_id,
+            start,
+            stop,
+            trainer.global_rank,
+            trainer.world_size,
+            self.all_tokens,
+            self.texts,
+            self.micros,
+            self.look_ahead and self.micros > 1,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,7 +156,7 @@ def fit(
     """Train to the end, from the last sound checkpoint in ``work`` if there is one; ends with the best weights.
 
     Args:
-        module: What to train; holds the weights of the best validation afterwards.
+        module: What to train. Afterwards its ``model`` holds the weights of the best validation, in the first process.
         data: Batches of both kinds.
         settings: Trainer settings.
         work: Folder for checkpoints. They are left there, for the caller to remove once the result is safe.
@@ -151,12 +172,16 @@ def fit(
     console = console or Console()
     keeper = Keeper(work, module.monitor, module.mode, note=lambda text: console.print(f"  {text}"))
     checkpoint = keeper.latest()
+    sharded = settings.strategy == "fsdp"
+    plain = copy.deepcopy(module.model) if sharded and ranks.is_first() else module.model
     with quiet():
         trainer = L.Trainer(
             accelerator=settings.accelerator,
             devices=settings.devices,
             num_nodes=settings.num_nodes,
-            strategy=settings.strategy,
+            strategy=Fsdp() if sharded else settings.strategy,
+            accumulate_grad_batches=settings.accumulate,
+            inference_mode=not sharded,
             precision=settings.precision,  # type: ignore[arg-type]
             gradient_clip_val=settings.gradient_clip or None,
             max_steps=data.steps,
@@ -179,7 +204,9 @@ def fit(
             trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         except SystemExit as stop:  # Lightning's way of ending after Ctrl-C
             raise KeyboardInterrupt from stop
-    keeper.restore_best(module.model)
+    module.model = plain
+    if ranks.is_first():
+        keeper.restore_best(plain)
     return keeper.history, keeper.seconds
 
 

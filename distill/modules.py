@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal, cast
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, cast
 
 import lightning as L
 import torch
@@ -12,14 +14,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from distill import ranks
 from distill.batches import Batch
-from distill.fused import LossRows, can_fuse, fused_loss, plain_loss
+from distill.fused import LossRows, Task, can_fuse, fused_loss, plain_loss
 from distill.layerskip import LayerSkip
 from distill.losses import label_mask, next_token_loss
 from distill.models import Head, last_hidden
 from distill.objective import Objective
 from distill.optimizers import make_optimizer, make_schedule
+from distill.selection import Selection
 from distill.settings import TrainingSettings
+from distill.sharding import Fsdp, shard
+from distill.step import Step
 from distill.teacher import Target
 
 
@@ -52,6 +58,7 @@ class Module(L.LightningModule):
         self.last_loss: Tensor | None = None
         self._head = [Head(model)]  # in a list: its weights are the model's, not to be counted twice
         self._sums: Tensor | None = None
+        self._sharded = False
 
     @property
     def due(self) -> bool:
@@ -75,9 +82,35 @@ class Module(L.LightningModule):
         schedule = make_schedule(optimizer, self.training_settings, self.steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    def configure_model(self) -> None:
+        """Spreads the weights over the ranks, under FSDP."""
+        if isinstance(self.trainer.strategy, Fsdp) and not self._sharded:
+            self._sharded = True
+            shard(self, self.model, self.trainer.strategy.device_mesh["data_parallel"])
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls the function, within a forward of this module: sharded weights are whole in it."""
+        return function(*args)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The loss of a batch, as a share of its step's."""
+        return cast(Tensor, self(self.learn, batch))
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Adds up what is measured on a batch."""
+        self(self.judge, batch)
+
+    def learn(self, batch: Batch) -> Tensor:
+        """The loss of a batch; see the subclasses."""
+        raise NotImplementedError
+
+    def judge(self, batch: Batch) -> None:
+        """Measures a batch; see the subclasses."""
+        raise NotImplementedError
+
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Makes dropout a function of (seed, step, rank)."""
-        torch.manual_seed((self.seed * 1_000_003 + self.global_step) * 1_009 + self.global_rank)
+        """Makes dropout a function of (seed, step, part of the step)."""
+        torch.manual_seed((self.seed * 1_000_003 + self.global_step) * 1_009 + batch["step"].part)
 
     def report(self, loss: Tensor, **values: Tensor) -> None:
         """Logs the values of this step if one is due, and stops a run whose loss is no number."""
@@ -130,7 +163,7 @@ class CausalLMModule(Module):
 
     layerskip: LayerSkip | None = None
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def learn(self, batch: Batch) -> Tensor:
         """Mean cross-entropy over the batch's labels, under LayerSkip together with that of the early exits."""
         skip = self.layerskip
         if skip is not None:
@@ -138,14 +171,15 @@ class CausalLMModule(Module):
         logits, mask = self.rows(batch)
         labels = batch["labels"].roll(-1, 1)[mask]
         loss = next_token_loss(logits, labels)
+        weight = batch["step"].weight if "step" in batch else 1.0
         if skip is None:
             self.report(loss)
-            return loss
+            return loss * weight
         total = skip.combine(loss, lambda rows: next_token_loss(self._head[0](rows), labels), mask)
         self.report(total, last_layer_loss=loss.detach())
-        return total
+        return total * weight
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def judge(self, batch: Batch) -> None:
         """Adds up loss and top-1 hits."""
         logits, mask = self.rows(batch)
         labels = batch["labels"].roll(-1, 1)[mask]
@@ -168,7 +202,8 @@ class DistillModule(Module):
         fused: Compute the loss in chunks, without the logits of all rows (see `distill.fused`).
 
     Attributes:
-        selected: How often each token id was selected, ``[vocab]``; None without a selection.
+        selected: How often each token id was selected, ``[vocab]``; None without a selection. During training by
+            this rank, afterwards by all.
     """
 
     monitor = "alpha"
@@ -191,35 +226,94 @@ class DistillModule(Module):
         self.target, self.objective = target, objective or Objective()
         self.compute = fused_loss if fused and can_fuse(self._head[0]) else plain_loss
         vocab = int(model.get_input_embeddings().num_embeddings)
-        empty = None if self.objective.selection is None else torch.zeros(vocab, dtype=torch.long)
-        self.register_buffer("selected", empty)
+        # no buffer: each rank counts its own
+        self.selected = None if self.objective.selection is None else torch.zeros(vocab, dtype=torch.long)
+        self._chosen: list[Tensor] = []  # of every micro-batch of the step
 
     def on_fit_start(self) -> None:
-        """Moves the frozen target to this rank's device."""
+        """Moves the frozen target, and the counts, to this rank's device."""
         self.target.to(self.device)
+        if self.selected is not None:
+            self.selected = self.selected.to(self.device)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Saves the counts of all ranks."""
+        if self.selected is not None:
+            checkpoint["selected"] = self._selected_by_all().cpu()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes them back, on the first rank."""
+        if self.selected is not None and ranks.is_first():
+            self.selected = checkpoint["selected"].to(self.device)
+
+    def on_fit_end(self) -> None:
+        """Sums the counts up."""
+        if self.selected is not None:
+            self.selected = self._selected_by_all()
+
+    def _selected_by_all(self) -> Tensor:
+        assert self.selected is not None
+        if self.trainer.world_size == 1:
+            return self.selected
+        return cast(Tensor, self.all_gather(self.selected)).sum(0)
 
     def loss_rows(self, batch: Batch, objective: Objective, *, metrics: bool) -> tuple[LossRows, Tensor]:
         """The loss of a batch's label rows, and where they are, ``[batch, time]``."""
         hidden, mask = self.hidden(batch)
         task = objective.task(self.global_step, batch, mask, metrics=metrics)
+        if (step := batch.get("step")) is not None and task.choose is not None and step.parts > 1:
+            task = self._among_all(task, objective, batch, mask, step)
         return self.compute(hidden, self._head[0], self.target.rows(batch, mask), task), mask
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def _among_all(self, task: Task, objective: Objective, batch: Batch, mask: Tensor, step: Step) -> Task:
+        """With scope ``global`` the choice among all parts of the step; other scopes look at one part only."""
+        selection = objective.selection_at(self.global_step)
+        assert selection is not None
+        if selection.scope != "global":
+            return task
+        if step.micros == 1:
+            reference, sequence = batch["reference_loss"], mask.nonzero()[:, 0]
+            return replace(task, choose=lambda values: step.choose([values - reference], [sequence], selection.k)[0])
+        if step.micro == 0:
+            deltas = [
+                self._deltas(self.transfer_batch_to_device(part, self.device, 0), objective) for part in step.ahead
+            ]
+            self._chosen = step.choose([d for d, _ in deltas], [sequence for _, sequence in deltas], selection.k)
+        return replace(task, choose=lambda values: self._chosen[step.micro])
+
+    @torch.no_grad()
+    def _deltas(self, batch: Batch, objective: Objective) -> tuple[Tensor, Tensor]:
+        """ΔL of a batch's label tokens, and the examples they belong to."""
+        hidden, mask = self.hidden(batch)
+        found: list[Tensor] = []
+
+        def note(values: Tensor) -> Tensor:
+            found.append(values - batch["reference_loss"])
+            return values.new_empty(0, dtype=torch.long)
+
+        task = replace(objective.task(self.global_step, batch, mask, metrics=False), choose=note)
+        self.compute(hidden, self._head[0], self.target.rows(batch, mask), task)
+        return found[0], mask.nonzero()[:, 0]
+
+    def learn(self, batch: Batch) -> Tensor:
         """Divergence summed over the selected tokens and normalised (paper, training objective)."""
         found, mask = self.loss_rows(batch, self.objective, metrics=self.due)
-        divisor = max(1, len(found.losses))
-        if self.objective.selection is not None:
+        step, selection = batch.get("step"), self.objective.selection_at(self.global_step)
+        rows, chosen = len(found.losses), len(found.losses)
+        if selection is not None:
             assert found.chosen is not None
             assert self.selected is not None
             labels = batch["labels"].roll(-1, 1)[mask][found.chosen]
             self.selected += torch.bincount(labels, minlength=len(self.selected))
-            divisor = self.objective.selection.divisor(len(labels), divisor)
-        loss = found.total / divisor
+            chosen = len(labels)
         values = {} if found.alpha is None else {"alpha": found.alpha.mean(), "loss_all": found.losses.mean()}
-        self.report(loss, **values)
-        return loss
+        self.report(found.total / _divisor(selection, chosen, rows), **values)
+        if step is None:
+            return found.total / _divisor(selection, chosen, rows)
+        chosen = step.tokens if selection is None else selection.count(step.counts)
+        return found.total / (_divisor(selection, chosen, step.tokens) / step.parts)
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def judge(self, batch: Batch) -> None:
         """Adds up divergence, alpha and top-1 agreement over all label tokens, whatever the selection."""
         found, _ = self.loss_rows(batch, Objective(self.objective.divergence), metrics=True)
         assert found.alpha is not None
@@ -231,6 +325,11 @@ class DistillModule(Module):
         """Publishes divergence, alpha and agreement."""
         divergence, alpha, agreement = self.totals()
         self.publish(loss=divergence, alpha=alpha, agreement=agreement)
+
+
+def _divisor(selection: Selection | None, chosen: int, rows: int) -> int:
+    """What a summed loss is divided by."""
+    return max(1, rows) if selection is None else selection.divisor(chosen, rows)
 
 
 def token_counts(selected: Tensor) -> list[tuple[int, int]]:

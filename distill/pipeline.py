@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 from transformers.utils import logging as hf_logging
 
-from distill import data
+from distill import data, ranks
 from distill.card import export_profile
 from distill.export import check_export_path, export_draft
 from distill.files import fingerprint, only_one, remove, write_json, write_safely
@@ -34,24 +34,28 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
         UserError: Settings, data or models that cannot be used.
     """
     settings.validate()
-    console = console or Console()
+    console = (console or Console()) if ranks.is_first() else Console(quiet=True)
     hf_logging.disable_progress_bar()  # a bar for every file read or written hides what matters
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     run = Run(Path(settings.output_dir) / settings.name, [comparison.name for comparison in settings.comparisons])
     check_export_path(run.export)
     with only_one(run.work / "lock"):
-        for left in run.work.rglob(".tmp-*"):  # what a killed process was writing
-            remove(left)
+        if ranks.is_first():
+            for left in run.work.rglob(".tmp-*"):  # what a killed process was writing
+                remove(left)
         return _run(settings, run, console)
 
 
 def _run(settings: Settings, run: Run, console: Console) -> Run:
     started = time.monotonic()
-    logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings))
+    first = ranks.is_first()
+    logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings)) if first else None
     bench = Bench(settings, run, console, logger)
     try:
         run_stages(bench)
+        if not first:
+            return run
         report = measure(bench)
     finally:
         finish(logger)

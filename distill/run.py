@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distill import ranks
 from distill.accounting import Account
 from distill.files import remove, write_json
 
@@ -106,7 +107,13 @@ class Run:
         return found if found.files and sizes(self.path(stage)) == found.files else None
 
     def put(self, stage: str, record: StageRecord, make: Callable[[Path], None]) -> None:
-        """Has ``make`` fill a new folder, then puts it in the stage's place together with its description."""
+        """Has ``make`` fill a new folder, then puts it in the stage's place together with its description.
+
+        The first process of a distributed run does so, the others wait.
+        """
+        if not ranks.is_first():
+            ranks.wait_for(lambda: ((found := self.record(stage)) and found.fingerprint == record.fingerprint) or None)
+            return
         path, temporary = self.path(stage), self.work / f".tmp-{stage}"
         self.work.mkdir(parents=True, exist_ok=True)
         remove(temporary)
@@ -125,7 +132,10 @@ class Run:
         """Folder for a stage's checkpoints, emptied of those that were made under another fingerprint."""
         folder = self.work / f"checkpoints-{stage}"
         note = folder / "fingerprint.json"
-        if not note.exists() or json.loads(note.read_text(encoding="utf-8")) != key:
+        if not ranks.is_first():
+            ranks.wait_for(lambda: _read(note) == key or None)
+            return folder
+        if not note.exists() or _read(note) != key:
             remove(folder)
             folder.mkdir(parents=True)
             write_json(note, key)
@@ -133,6 +143,14 @@ class Run:
 
     def _note(self, stage: str) -> Path:
         return self.work / f"{stage}.json"
+
+
+def _read(note: Path) -> Any:
+    """A JSON file's content; None if it is not there, or not yet complete."""
+    try:
+        return json.loads(note.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def sizes(folder: Path) -> dict[str, int]:

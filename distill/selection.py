@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from distill.settings import Normalisation, Scope
@@ -18,7 +20,8 @@ class Selection:
     Attributes:
         k: Share of tokens selected, in (0, 1].
         scope: ``microbatch`` ranks all label tokens of the batch together, as the official code does;
-            ``sequence`` ranks within each example.
+            ``sequence`` ranks within each example; ``global`` ranks those of the whole optimiser step, over all
+            ranks and micro-batches (`distill.step` does, where there are several).
         normalisation: ``paper`` divides by the selected tokens, the 1/(k·|y|) of the paper's objective;
             ``official`` divides by all label tokens, as the official code does, a loss k times as large.
     """
@@ -34,12 +37,21 @@ class Selection:
             delta: ΔL of each label token, ``[rows]``.
             sequence: Which example of the batch each row belongs to, ``[rows]``, ascending.
         """
-        if self.scope == "microbatch":
+        if self.scope != "sequence":
             return top_share(delta, self.k)
         counts = torch.bincount(sequence).tolist() if len(sequence) else []
         starts = torch.tensor([0, *counts]).cumsum(0).tolist()
         parts = [start + top_share(part, self.k) for start, part in zip(starts, delta.split(counts))]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device=delta.device)
+
+    def count(self, counts: NDArray[np.int64]) -> int:
+        """Tokens selected in a whole optimiser step.
+
+        Args:
+            counts: Label tokens of every example, ``[micro-batches of all ranks, examples]``.
+        """
+        ranked = {"global": counts.sum(keepdims=True), "microbatch": counts.sum(1), "sequence": counts}[self.scope]
+        return sum(share(self.k, n) for n in ranked.ravel().tolist())
 
     def divisor(self, selected: int, rows: int) -> int:
         """What the selected tokens' summed loss is divided by, from their number and that of all label tokens."""

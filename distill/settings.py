@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 Iso = Literal["steps", "epochs", "teacher_tokens"]
-Scope = Literal["microbatch", "sequence"]
+Scope = Literal["microbatch", "sequence", "global"]
 Normalisation = Literal["paper", "official"]
 Signal = Literal["hidden", "topk", "recompute"]
 
@@ -124,7 +124,9 @@ class AdaSpecSettings:
     """Share of response tokens selected by the largest loss difference to the reference; the paper's best is 0.2
     to 0.4. 1.0 selects all, which is DistillSpec."""
     scope: Scope = "microbatch"
-    """Where the top k are chosen: among all tokens of a device's batch (official code), or within each sequence."""
+    """Where the top k are chosen. microbatch: among all tokens of a device's batch (official code). sequence: within
+    each example. global: among all tokens of the optimiser step, over all devices and trainer.accumulate batches, so
+    that the result does not depend on how many there are; with accumulate the draft reads every batch twice."""
     normalisation: Normalisation = "official"
     """What the sum over selected tokens is divided by. paper: the number of selected tokens. official: the number of
     all label tokens, so the loss, and under a plain optimiser the step, is k times as large."""
@@ -210,7 +212,11 @@ class TrainerSettings:
     num_nodes: int = 1
     """Machines."""
     strategy: str = "auto"
-    """Lightning's strategy: auto, ddp, fsdp, ..."""
+    """auto; ddp: a copy of the model on every device; fsdp: weights, gradients and optimiser state spread over the
+    devices, for models too large for one; or another name that Lightning knows."""
+    accumulate: int = 1
+    """Batches whose gradients are summed up to one optimiser step: batch_size / accumulate examples at a time, over
+    all devices, for the same result in less memory."""
     precision: str = "32-true"
     """Lightning's precision: 32-true; bf16-mixed on GPUs that have bfloat16 (losses stay in float32)."""
     fused_loss: bool = True
@@ -231,7 +237,14 @@ class TrainerSettings:
 
     def validate(self) -> None:
         """Check counts."""
-        for key in ("checkpoint_every", "validate_every", "validation_examples", "log_every", "num_nodes"):
+        for key in (
+            "checkpoint_every",
+            "validate_every",
+            "validation_examples",
+            "log_every",
+            "num_nodes",
+            "accumulate",
+        ):
             if getattr(self, key) < 1:
                 raise UserError(f"trainer.{key} is {getattr(self, key)}, wanted 1 or more")
         if self.gradient_clip < 0:
@@ -293,3 +306,23 @@ class Settings:
                 raise UserError(f"comparisons: the name {comparison.name!r} is there twice")
         self.evaluation.validate()
         self.trainer.validate()
+        if self.trainer.strategy == "fsdp":
+            self._check_sharding()
+
+    def _check_sharding(self) -> None:
+        """Refuses what needs a model's weights in one place."""
+        trainings = {"target": self.target, "initial": self.initial}
+        muon = [name for name, model in trainings.items() if model.trained and model.training.optimizer == "muon"]
+        muon += ["reference"] if self.reference.training.optimizer == "muon" else []
+        adapters = [name for name, model in trainings.items() if model.kind == "lora"]
+        adapters += ["reference"] if self.reference.lora is not None else []
+        problems = [f"{name}.training.optimizer muon" for name in muon] + [f"{name} with lora" for name in adapters]
+        if self.reference.responses.from_draft:
+            problems.append(f"reference.responses.source {self.reference.responses.source}")
+        if self.target.layerskip.enabled:
+            problems.append("target.layerskip")
+        if problems:
+            raise UserError(
+                f"trainer.strategy is fsdp, which spreads every weight over the devices; {', '.join(problems)} need "
+                "whole ones: choose ddp, or change them"
+            )

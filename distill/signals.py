@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from distill import ranks
 from distill.batches import EvalBatches, Rows
 from distill.divergences import Divergence
 from distill.files import checksum, write_json
@@ -53,6 +54,8 @@ def cached(
         UserError: The disk has not enough room for it.
     """
     found = _load(path, fingerprint, shape, dtype)
+    if found is None and not ranks.is_first():
+        found = ranks.wait_for(lambda: _load(path, fingerprint, shape, dtype))
     if found is not None:
         return found
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize

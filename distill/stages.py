@@ -160,8 +160,7 @@ class Bench:
         history, seconds = self._fit(stage, key, module, rows, self.validation, schedule, plan, settings.training)
         if module.layerskip is not None:
             module.layerskip.remove()
-        if adapted is not None:
-            model = adapted.merge_and_unload()
+        model = module.model if adapted is None else adapted.merge_and_unload()
         return Made(
             StageRecord(key, parameters=parameters, seconds=seconds, history=history),
             ready(model, self.corpus.tokenizer),
@@ -218,8 +217,7 @@ class Bench:
             history=history,
             selected=self._most_selected(module),
         )
-        if adapted is not None:
-            model = adapted.merge_and_unload()
+        model = module.model if adapted is None else adapted.merge_and_unload()
         return Made(record, ready(model, self.corpus.tokenizer), self.corpus.tokenizer)
 
     # -- helpers --------------------------------------------------------------------------------------------------
@@ -247,6 +245,8 @@ class Bench:
             self.pad_id,
             all_tokens=training.prompt_loss and isinstance(module, CausalLMModule),
             texts=own,
+            micros=trainer.accumulate,
+            look_ahead=self._looks_ahead(module),
         )
         return fit(
             module,
@@ -257,6 +257,11 @@ class Bench:
             logger=for_stage(self.logger, stage),
             console=self.console,
         )
+
+    def _looks_ahead(self, module: Module) -> bool:
+        """Whether a step's micro-batches are needed at once: to select among all their tokens."""
+        selection = module.objective.selection if isinstance(module, DistillModule) else None
+        return selection is not None and selection.scope == "global"
 
     def _schedule(self, rows: Rows, plan: Plan, training: TrainingSettings, offset: int) -> Schedule:
         return Schedule(rows.lengths, plan.batch_size, training.length_bucket, self.settings.seed * 10 + offset)

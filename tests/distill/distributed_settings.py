@@ -1,0 +1,45 @@
+"""The runs by which one process and two are compared."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tiny_run import tiny_settings
+
+from distill.response_settings import ResponseSettings
+from distill.settings import ComparisonSettings, InitialDraftSettings, Scope, Settings, TargetSettings
+
+
+@dataclass
+class Way:
+    """How two processes train, and in how many micro-batches; the first scope is the draft's."""
+
+    strategy: str = "ddp"
+    accumulate: int = 1
+    scopes: tuple[Scope, ...] = ("global",)
+    responses: ResponseSettings = field(default_factory=ResponseSettings)
+
+
+WAYS = {
+    "ddp": Way(scopes=("microbatch", "sequence", "global"), accumulate=2),
+    "fsdp": Way("fsdp"),
+    "on-policy": Way(responses=ResponseSettings(source="mixed", max_new_tokens=6, refresh_every=2)),
+}
+
+
+def settings_of(way: str, folder: Path) -> Settings:
+    """A short run with a draft for every scope; the one on its own texts starts from the models of the first."""
+    chosen = WAYS[way]
+    first, *others = chosen.scopes
+    comparisons = [ComparisonSettings(name=s, scope=s, normalisation="paper", iso="epochs") for s in others]
+    settings = tiny_settings(folder, name=way, comparisons=comparisons)
+    for training in (settings.target.training, settings.initial.training, settings.reference.training):
+        training.steps, training.batch_size, training.optimizer = 4, 8, "adamw"
+    settings.draft.scope, settings.draft.iso = first, "epochs"
+    settings.trainer.validate_every, settings.trainer.accumulate = 2, chosen.accumulate
+    if chosen.strategy == "ddp":  # rounding alone then never decides which token is selected
+        settings.trainer.precision = "64-true"
+    settings.reference.responses = chosen.responses
+    if chosen.responses.from_draft:
+        settings.target = TargetSettings(kind="as_is", model=str(folder / "ddp/target"))
+        settings.initial = InitialDraftSettings(kind="as_is", model=str(folder / "ddp/initial"))
+    return settings

@@ -1,0 +1,210 @@
+"""Two processes, over gloo, end with the weights of one: DDP and FSDP, every scope, accumulation, on-policy texts."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed_settings import WAYS, settings_of
+from families import build_tiny
+from safetensors.torch import load_file
+from tiny_run import run_tiny, tiny_settings
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from distill.batches import Batch, Rows, Schedule, TrainBatches
+from distill.losses import IGNORE
+from distill.modules import CausalLMModule, DistillModule
+from distill.objective import Objective
+from distill.run import Run
+from distill.selection import Selection
+from distill.settings import LoraSettings, TrainingSettings
+from distill.step import Step
+from distill.teacher import Target
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder where two processes have trained in every way."""
+    folder = tmp_path_factory.mktemp("distributed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    path = os.pathsep.join(map(str, (HERE, HERE.parent / "decode", HERE.parents[1])))
+    command = [sys.executable, str(HERE / "distributed_run.py"), str(folder)]
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [*command, rank, port], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        printed = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
+    return folder
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_end_with_the_weights_of_one(two: Path, way: str) -> None:
+    settings = settings_of(way, two / "one")
+    if "microbatch" in WAYS[way].scopes:  # the same micro-batches, all by one process
+        settings.trainer.accumulate *= 2
+    ran, one, _ = run_tiny(settings)
+    assert json.loads((two / f"{way}-0.json").read_text()) == ran
+    trained = [stage for stage in ran if one.record(stage).history]  # type: ignore[union-attr]
+    assert set(trained) <= set(json.loads((two / f"{way}-1.json").read_text()))
+    run = Run(two / "two" / way, one.comparisons)
+    for stage in ran:
+        ours, theirs = (load_file(r.path(stage) / "model.safetensors") for r in (run, one))
+        assert ours.keys() == theirs.keys()
+        gaps = torch.cat([(ours[name] - theirs[name]).abs().ravel() for name in ours])
+        if WAYS[way].strategy == "ddp":  # in double precision
+            assert gaps.max() < 1e-7, stage
+        else:  # where a gradient is next to zero Adam makes a step of its rounding; a draft's selection may differ
+            assert gaps.mean() < (1e-4 if stage == "draft" else 1e-6), stage
+            assert gaps.max() < (5e-3 if stage == "draft" else 5e-4), stage
+        found, wanted = run.record(stage), one.record(stage)
+        assert found is not None
+        assert wanted is not None
+        assert [row["step"] for row in found.history] == [row["step"] for row in wanted.history]
+        for row, other in zip(found.history, wanted.history):
+            assert row == pytest.approx(other, abs=1e-4)
+        if stage not in ("target", "initial"):
+            for count in ("teacher_tokens", "selected_tokens"):
+                assert found.account[count] == pytest.approx(wanted.account[count], abs=2)
+
+
+def test_only_the_first_process_leaves_files(two: Path) -> None:
+    assert not list(two.rglob(".tmp-*"))
+    assert not list(two.rglob("step-*"))  # checkpoints of finished stages
+
+
+# -- the parts --------------------------------------------------------------------------------------------------------
+
+
+def rows() -> Rows:
+    lengths = [4, 6, 3, 5, 7, 4, 5]
+    ids = [list(range(2, 2 + n)) for n in lengths]
+    return Rows.from_lists(ids, [[IGNORE, *row[1:]] for row in ids])
+
+
+@pytest.mark.parametrize(("world", "micros"), [(1, 1), (2, 1), (1, 3), (2, 2)])
+def test_a_step_is_dealt_out_whole_and_every_part_knows_all_counts(world: int, micros: int) -> None:
+    made = rows()
+    schedule = Schedule(made.lengths, 7, seed=1)
+    dealt = [
+        list(TrainBatches(made, schedule, 0, 0, 2, rank, world, micros=micros, look_ahead=micros > 1))
+        for rank in range(world)
+    ]
+    steps = [batch["step"] for batches in dealt for batch in batches[:micros]]
+    assert [step.part for step in steps] == list(range(world * micros))
+    assert all(step.tokens == made.labels_of(schedule.batch(0)) for step in steps)
+    assert sum(step.weight for step in steps) == pytest.approx(world * micros)
+    for batches in dealt:
+        assert len(batches) == 2 * micros
+        for batch in batches[:micros]:
+            labels = int((batch["labels"][:, 1:] != IGNORE).sum())
+            assert labels == batch["step"].counts[batch["step"].part].sum()
+        assert len(batches[0]["step"].ahead) == (micros if micros > 1 else 0)
+
+
+def test_the_choice_among_micro_batches_is_the_one_among_the_whole_step() -> None:
+    generator = torch.Generator().manual_seed(0)
+    counts = [5, 3, 0, 7, 4, 6]
+    values = [torch.randint(0, 4, (n,), generator=generator).float() for n in counts]  # many ties
+    whole = Step(np.array([counts]))
+    sequence = torch.repeat_interleave(torch.arange(6), torch.tensor(counts))
+    wanted = whole.choose([torch.cat(values)], [sequence], 0.3)[0]
+    assert len(wanted) == Selection(0.3, "global").count(np.array([counts])) == 8
+    parts = [list(range(6))[m::2] for m in range(2)]
+    table = np.array([[counts[i] for i in part] for part in parts])
+    split = Step(table, micros=2)
+    chosen = split.choose(
+        [torch.cat([values[i] for i in part]) for part in parts],
+        [torch.repeat_interleave(torch.arange(3), torch.tensor([counts[i] for i in part])) for part in parts],
+        0.3,
+    )
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    place = [torch.cat([torch.arange(starts[i], starts[i + 1]) for i in part]) for part in parts]
+    assert sorted(torch.cat([p[c] for p, c in zip(place, chosen)]).tolist()) == wanted.tolist()
+
+
+@pytest.mark.parametrize("normalisation", ["paper", "official"])
+@pytest.mark.parametrize("scope", [None, "sequence", "global"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_parts_gradients_average_to_the_whole_step_s(
+    tiny: Callable[..., PreTrainedModel], scope: Any, normalisation: Any, fused: bool
+) -> None:
+    made = rows()
+    made.signals["reference_loss"] = np.random.default_rng(1).random(made.label_count).astype(np.float32)
+    schedule = Schedule(made.lengths, 7, seed=1)
+    selection = None if scope is None else Selection(0.4, scope, normalisation)
+    model = build_tiny("llama", seed=5)
+    module = DistillModule(
+        model, TrainingSettings(), 4, target=Target(tiny("llama", seed=4), cached=False),
+        objective=Objective(selection=selection), fused=fused,
+    )  # fmt: skip
+    module.report = lambda loss, **values: None  # type: ignore[method-assign]
+
+    def gradients(batches: list[Batch]) -> list[torch.Tensor]:
+        module.zero_grad()
+        for batch in batches:  # Lightning divides by the number of batches
+            (module.training_step(batch, 0) / len(batches)).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    whole = gradients(list(TrainBatches(made, schedule, 0, 0, 1)))
+    micros = gradients(list(TrainBatches(made, schedule, 0, 0, 1, micros=3, look_ahead=scope == "global")))
+    halves = [next(iter(TrainBatches(made, schedule, 0, 0, 1, rank, 2))) for rank in (0, 1)]
+    for found in (micros, gradients(halves) if scope != "global" else micros):
+        assert all(torch.allclose(a, b, atol=1e-6, rtol=1e-4) for a, b in zip(found, whole, strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parts_of_next_token_training_average_to_the_whole_step(world: int) -> None:
+    made, model = rows(), build_tiny("llama", seed=5)
+    schedule = Schedule(made.lengths, 7, seed=1)
+    module = CausalLMModule(model, TrainingSettings(), 4)
+    module.report = lambda loss, **values: None  # type: ignore[method-assign]
+    for everything in (False, True):
+        whole = next(iter(TrainBatches(made, schedule, 0, 0, 1, all_tokens=everything)))
+        wanted = module.training_step(whole, 0).item()
+        parts = [
+            batch
+            for rank in range(world)
+            for batch in TrainBatches(made, schedule, 0, 0, 1, rank, world, everything, micros=2)
+        ]
+        found = [module.training_step(batch, 0).item() for batch in parts]
+        assert sum(found) / len(found) == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize(("scope", "wanted"), [("global", 5), ("microbatch", 6), ("sequence", 7)])
+def test_the_number_selected_in_a_step_is_known_from_its_counts(scope: str, wanted: int) -> None:
+    assert Selection(0.4, scope).count(np.array([[3, 3], [4, 2]])) == wanted  # type: ignore[arg-type]
+
+
+def test_more_parts_than_examples_are_refused(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.trainer.accumulate = 5
+    with pytest.raises(UserError, match="4 examples a step cannot be dealt out to 5 batches"):
+        run_tiny(settings)
+
+
+def test_what_sharded_weights_cannot_do_is_refused_at_once(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.trainer.strategy = "fsdp"
+    settings.reference.lora = LoraSettings()
+    with pytest.raises(UserError, match=r"target.training.optimizer muon, reference with lora need whole ones"):
+        settings.validate()
