@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from . import settings as s
-from .cli import merge, parse, read_layers, run_main, take_flag
+from .cli import parse, run_main, take_flag
+from .configs import configured
 from .errors import UserError
 from .sweep import grid, take_sweep
 
@@ -65,6 +66,12 @@ def _trigrams(settings: s.StoreSettings) -> None:
     build_trigrams(settings)
 
 
+def _paper(settings: s.PaperSettings) -> None:
+    from .paper import run
+
+    run(settings)
+
+
 def _report(settings: s.ReportSettings) -> None:
     from .overview import run
 
@@ -106,6 +113,18 @@ COMMANDS = {
   python -m decode report runs/*
   python -m decode report runs/quickstart runs/bench --output methods.html""",
         _report,
+    ),
+    "paper": Command(
+        s.PaperSettings,
+        "A paper's tables, ours beside theirs, and whether the orderings that it claims hold here, with their errors: "
+        "adasd, adaptix, ears, adaspeed or adaspec. --scale quickstart uses the models of `make distill` and `make "
+        "probe` on a CPU, gpu-small trains a pair of 39 M and 2 M parameters on one GPU first, full takes the paper's "
+        "own models from the Hub. --dry-run does all of it in miniature, with tiny random models and no network.",
+        """
+  python -m decode paper adasd --scale quickstart
+  python -m decode paper adaptix --limit 4
+  python -m decode paper ears --scale full --only qwen3-32b --dry-run""",
+        _paper,
     ),
     "profile": Command(
         s.ProfileSettings,
@@ -181,28 +200,6 @@ def _bench_settings(argv: list[str], config: str | None, suffix: str = "") -> s.
     return parse(s.BenchSettings, tidied, prog="python -m decode bench", description=COMMANDS["bench"].about)
 
 
-def configured(argv: list[str], config: Path, suffix: str = "") -> s.BenchSettings:
-    """Settings of ``bench`` from a configuration that also serves ``distill`` and ``probes``."""
-    content: dict[str, Any] = {}
-    with contextlib.suppress(UserError):  # the parser reads it again and says where it is wrong
-        for _, layer in read_layers(config):
-            content = merge(content, layer)
-    own = {"bench", "name", "output_dir"}
-    near = {key: difflib.get_close_matches(str(key), own, 1, 0.75) for key in content if key not in own}
-    foreign = {key for key, match in near.items() if not match}
-    tidied = s.tidy(argv, s.BenchSettings, "bench.")
-    file = parse(s.BenchFile, tidied, prog="python -m decode bench", description="", foreign=foreign)
-    settings, run = file.bench, Path(file.output_dir) / file.name
-    given = content.get("bench") or {}
-    if "suite" not in given and not any(item.startswith("--bench.suite") for item in tidied):
-        settings.suite = s.default_suites(content.get("data"))
-    settings.target = settings.target or str(run / "target")
-    if not settings.draft and (run / "draft").is_dir():
-        settings.draft = [str(run / "draft")]
-    settings.output = settings.output or f"{run}{suffix}"
-    return settings
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -224,6 +221,8 @@ def _run(argv: list[str]) -> None:
         near = difflib.get_close_matches(name, [*COMMANDS, "methods"], 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(f"unknown command {name!r}; {hint}choose one of {', '.join(COMMANDS)}, methods")
+    if name == "paper" and rest and not rest[0].startswith("-"):
+        rest = ["--paper", *rest]
     command = COMMANDS[name]
     dry_run = name == "bench" and take_flag(rest, "--dry-run")
     if "-h" in rest or "--help" in rest:

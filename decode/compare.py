@@ -246,7 +246,11 @@ class Checkpoint:
 def fingerprint(settings: BenchSettings) -> str:
     """Of the settings, and of the weights that lie in the models' folders."""
     facts: dict[str, Any] = dataclasses.asdict(settings)
-    for name in [settings.target, *draft_names(settings.draft).values()]:
+    for name in [
+        settings.target,
+        *draft_names(settings.draft).values(),
+        *([settings.probes] if settings.probes else []),
+    ]:
         weights = sorted(Path(str(name)).glob("*.safetensors"))
         facts[f"weights of {name}"] = [(str(file), *_stat(file)) for file in weights]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -168,6 +168,10 @@ def write_report(
             "costs": {name or "": cost.to_dict() for name, cost in bench.costs.items()},
             "analysis": bench.analysis,
             "notes": dict(notes or {}),
+            "parameters": {
+                name: sum(weight.numel() for weight in model.parameters())
+                for name, model in {"": bench.model, **bench.draft_models}.items()
+            },
         },
     }
     write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")

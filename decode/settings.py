@@ -224,6 +224,32 @@ class ReportSettings:
 
 
 @dataclass
+class PaperSettings:
+    """Settings of python -m decode paper."""
+
+    paper: str | None = None
+    """adasd, adaptix, ears, adaspeed or adaspec; may stand without --paper. Required."""
+    scale: str = "quickstart"
+    """quickstart, gpu-small or full."""
+    run: str | None = None
+    """Folder of the target, draft and probes; null: runs/quickstart, or runs/gpu-small. Not for full."""
+    configs: str = "configs/papers"
+    """Where the papers' configurations lie."""
+    only: list[str] = field(default_factory=list)
+    """At full scale: these configurations alone, by their files' names without .yaml."""
+    limit: int | None = None
+    """Prompts of each suite; null: as in the configuration."""
+    repeats: int | None = None
+    """Times each prompt is given to each method; null: as in the configuration."""
+    again: bool = False
+    """Measure anew what was measured with the same settings and weights."""
+    output: str | None = None
+    """Folder of report.json and table.md; null: runs/papers/<paper>-<scale>."""
+    dry_run: bool = False
+    """Everything in miniature: tiny random models of the same families, few prompts, no network."""
+
+
+@dataclass
 class BenchFile:
     """A configuration as ``bench`` reads it: the sections of other commands are skipped."""
 

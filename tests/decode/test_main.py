@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from pairs import save_pair
 
-from decode.__main__ import COMMANDS, configured, main
+from decode.__main__ import COMMANDS, main
+from decode.configs import configured
 from decode.settings import BenchSettings, GenerateSettings, default_suites, tidy
 
 ROOT = Path(__file__).parents[2]

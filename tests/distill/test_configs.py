@@ -18,8 +18,8 @@ import pytest
 from rich.console import Console
 
 from decode import compare
-from decode.__main__ import configured
 from decode.cli import merge, parse, read_layers
+from decode.configs import configured
 from decode.dry_run import shrink as shrink_bench
 from decode.settings import BenchSettings
 from decode.shapes import family_of
