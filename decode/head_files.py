@@ -21,7 +21,8 @@ SHARED = "embed_tokens.weight"
 
 def default_taps(layers: int) -> tuple[int, int, int]:
     """EAGLE-3's low, middle and high states: those that enter layers 2, L/2 and L − 3, as the engines take them."""
-    return min(2, layers - 1), layers // 2, max(layers - 3, 1)
+    low, middle, high = sorted([min(2, layers - 1), layers // 2, max(layers - 3, 1)])
+    return low, middle, high
 
 
 def head_config(

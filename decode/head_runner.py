@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from .draft import Draft
 from .errors import UserError
-from .fast import FastRunner, Layer, _fuse, _norm
+from .fast import COLUMNS, FastRunner, Layer, _by_columns, _fuse, _norm
 from .feature_head import FeatureHead, output_head
 from .runner import Runner, open_runner
 
@@ -77,6 +77,8 @@ class HeadRunner(FastRunner):
             self.head, self.head_bias = linear.weight, linear.bias
         else:
             self.head, self.head_bias = head.lm_head.weight, None
+        if sum(p.numel() * p.element_size() for p in head.parameters()) <= COLUMNS[1]:
+            self.head, self.layers[0].qkv, self.layers[0].up = map(_by_columns, (self.head, qkv, up))
         self.ids = head.draft_ids()
         self.rotary = head.rotary
         self.capacity = 0

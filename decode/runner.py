@@ -39,6 +39,15 @@ class Runner:
         self.hidden = torch.empty(0)
         self._open()
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that reading one token takes: all but the embedding, of which a row is read."""
+        weights = {id(p): p for p in self.model.parameters()}
+        table = self.model.get_input_embeddings().weight
+        if table is not self.model.get_output_embeddings().weight:
+            weights.pop(id(table), None)
+        return sum(p.numel() * p.element_size() for p in weights.values())
+
     # -- the part that a faster runner replaces ------------------------------------------------------------------
 
     def _open(self) -> None:

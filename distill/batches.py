@@ -36,6 +36,8 @@ class Rows:
         label_offsets: Where each example's label tokens start when all are numbered through, ``[examples + 1]``.
             A label in first place has nothing to be predicted from and does not count.
         signals: Cached values per label token, ``[label tokens, ...]``, by name; batches carry their share.
+        tokens: Cached values per token, those of the prompt too, ``[tokens, ...]``, by name; batches carry them padded
+            with zeros.
     """
 
     ids: NDArray[np.int32]
@@ -43,6 +45,7 @@ class Rows:
     offsets: Ints
     label_offsets: Ints
     signals: dict[str, np.ndarray] = field(default_factory=dict)
+    tokens: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def of(cls, dataset: Dataset, limit: int | None = None) -> Rows:
@@ -99,7 +102,7 @@ class Rows:
 
         Returns:
             ``input_ids`` and ``labels`` ``[batch, time]`` (int64); each cached signal's values ``[rows, ...]`` in
-            the order of the labels.
+            the order of the labels, and those kept for every token ``[batch, time, ...]``.
         """
         return make_batch([(self, int(example)) for example in examples], pad_id, all_tokens=all_tokens)
 
@@ -125,6 +128,11 @@ def make_batch(picks: Picks, pad_id: int, *, all_tokens: bool = False) -> Batch:
     for name in sorted(names):
         parts = [rows.signals[name][rows.label_offsets[i] : rows.label_offsets[i + 1]] for rows, i in picks]
         batch[name] = torch.from_numpy(np.concatenate(parts))
+    for name in picks[0][0].tokens if picks else ():
+        padded = np.zeros((*shape, *picks[0][0].tokens[name].shape[1:]), dtype=np.float32)
+        for row, ((rows, _), span) in enumerate(zip(picks, spans)):
+            padded[row, : span.stop - span.start] = rows.tokens[name][span]
+        batch[name] = torch.from_numpy(padded)
     return batch
 
 

@@ -120,10 +120,10 @@ def model_card(
         f"A {model.config.model_type} model of {parameters:,} parameters that proposes tokens for `{target}` in "
         "speculative decoding. It is a plain causal language model with the target's tokenizer"
         f" and vocabulary size ({text.vocab_size:,}).",
-        _verdict(profile, length),
+        summary(profile, length),
         "## Measured",
-        _measurements(profile),
-        _conditions(profile),
+        measurements(profile),
+        conditions(profile),
         "## Use",
         usage(target, folder, length),
         "## Notes",
@@ -200,7 +200,8 @@ ROWS = (
 )
 
 
-def _measurements(profile: Mapping[str, Any]) -> str:
+def measurements(profile: Mapping[str, Any]) -> str:
+    """The numbers with their formulas, as a Markdown table."""
     lines = ["| number | value | formula |", "| --- | ---: | --- |"]
     for key, name, formula in ROWS:
         value = profile.get(key)
@@ -217,16 +218,17 @@ def _spread(profile: Mapping[str, Any], key: str) -> str:
     return ""
 
 
-def _conditions(profile: Mapping[str, Any]) -> str:
-    conditions = profile.get("conditions") or {}
-    if not conditions:
+def conditions(profile: Mapping[str, Any]) -> str:
+    """Under what the numbers were measured."""
+    known = {key.replace("_", " "): v for key, v in (profile.get("conditions") or {}).items() if v is not None}
+    if not known:
         return ""
-    known = {key.replace("_", " "): value for key, value in conditions.items() if value is not None}
     values = "; ".join(f"{key}: {value}" for key, value in known.items())
     return f"Conditions: {values}. Speed belongs to this machine; the acceptance rate does not."
 
 
-def _verdict(profile: Mapping[str, Any], length: int) -> str:
+def summary(profile: Mapping[str, Any], length: int) -> str:
+    """Whether the draft gained speed, in a sentence."""
     speedup = profile.get("speedup")
     if profile.get("best_draft_length") == 0 or (speedup is not None and speedup <= 1):
         return (

@@ -18,7 +18,7 @@ from torch import nn
 from decode.errors import UserError
 from distill import ranks
 from distill.files import checksum, write_json, write_safely
-from distill.modules import Module
+from distill.module import Module
 
 
 class SafeCheckpointIO(TorchCheckpointIO):

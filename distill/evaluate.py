@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode import machine
-from decode.alpha import OfflineAlpha, offline_alpha, paired, response_logits
+from decode.alpha import OfflineAlpha, draft_logits, offline_alpha, paired, response_logits
 from decode.bench import Bench
 from decode.contenders import Contender
 from decode.cost import CostModel, best_length, break_even, replayed_speedup, verdict
+from decode.feature_head import FeatureHead
 from decode.load import load_model, stop_ids
 from decode.loop import decode
 from decode.methods import MethodOptions, Parts, build
@@ -28,14 +30,16 @@ from decode.warp import Warp
 from decode.workbench import BenchOptions
 from distill.analysis import histograms_of, lifts
 from distill.data import Corpus
-from distill.run import NAMES, Run, account_of
+from distill.run import Run, account_of
 from distill.settings import Settings
 
 Text = tuple[list[int], int]
 """Token ids, and how many of them are the prompt."""
 
 
-def evaluate(run: Run, settings: Settings, corpus: Corpus) -> dict[str, Any]:
+def evaluate(
+    run: Run, settings: Settings, corpus: Corpus, evaluation: type[Evaluation] | None = None
+) -> dict[str, Any]:
     """Measure a run's drafts on the corpus's test prompts.
 
     Args:
@@ -43,6 +47,7 @@ def evaluate(run: Run, settings: Settings, corpus: Corpus) -> dict[str, Any]:
             pairs, and ``adaspec`` is the one to be exported.
         settings: `evaluation` says how much is measured, `data.source` how answers are scored.
         corpus: gives the test prompts.
+        evaluation: how drafts of another kind are measured.
 
     Returns:
         The report but for its name and settings: ``target``, ``drafts``, ``paired``, ``decoding``, ``profile``,
@@ -50,18 +55,20 @@ def evaluate(run: Run, settings: Settings, corpus: Corpus) -> dict[str, Any]:
     """
     threads = torch.get_num_threads()
     try:
-        return _Evaluation(run, settings, corpus).report()
+        return (evaluation or Evaluation)(run, settings, corpus).report()
     finally:
         torch.set_num_threads(threads)
 
 
-class _Evaluation:
+class Evaluation:
+    """The measurements of a run whose drafts are language models."""
+
     def __init__(self, run: Run, full: Settings, corpus: Corpus) -> None:
-        settings, source = full.evaluation, full.data.source
+        settings, source, self.full = full.evaluation, full.data.source, full
         self.settings, self.seed, self.corpus, self.run = settings, full.seed, corpus, run
         self.tokenizer: PreTrainedTokenizerBase = corpus.tokenizer
         self.target = load_model(run.target)
-        self.models: dict[str, PreTrainedModel] = {name: load_model(path) for name, path in run.drafts.items()}
+        self.models = {name: self._load(path) for name, path in run.drafts.items()}
         self.comparisons = {c.name: c.method for c in full.comparisons}
         preset = PRESETS.get(source)
         score = SCORERS.get(preset.scorer) if preset is not None and preset.scorer else None
@@ -86,9 +93,17 @@ class _Evaluation:
     @property
     def best(self) -> str:
         """The draft that the run is for."""
-        return NAMES["draft"]
+        return self.run.names["draft"]
+
+    def _load(self, path: Path) -> PreTrainedModel | FeatureHead:
+        return load_model(path)
+
+    def _whole(self, name: str) -> bool:
+        """Whether a draft gives every token a probability, so that a divergence from it is finite."""
+        return True
 
     def report(self) -> dict[str, Any]:
+        """Measure everything."""
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
         with Progress(*columns, TimeElapsedColumn()) as self.bar:
             greedy = self._texts(0.0, max(self.settings.prompts, self.settings.accuracy_prompts))
@@ -141,6 +156,7 @@ class _Evaluation:
     def _target(self, greedy: list[Text]) -> dict[str, Any]:
         row: dict[str, Any] = {
             "parameters": sum(p.numel() for p in self.target.parameters()),
+            "weight_bytes": self.bench.runner.weight_bytes,
             "accuracy": None,
             "accuracy_n": None,
         }
@@ -155,6 +171,7 @@ class _Evaluation:
         return {
             "name": name,
             "parameters": sum(p.numel() for p in self.models[name].parameters()),
+            "weight_bytes": self.bench.drafts[name].weight_bytes,
             "offline_alpha": alpha.mean,
             "offline_alpha_se": alpha.se,
             "offline_alpha_greedy": greedy.mean,
@@ -165,7 +182,7 @@ class _Evaluation:
 
     def _pairs(self, alphas: dict[str, OfflineAlpha], mode: str) -> list[dict[str, Any]]:
         """AdaSPEC's drafts against DistillSpec's, each with what the two held equal, then DistillSpec's own gain."""
-        base, none, best = NAMES["reference"], NAMES["initial"], self.best
+        base, none, best = self.run.names["reference"], self.run.names["initial"], self.best
         plain = [base, *(name for name in self.comparisons if self.comparisons[name] == "distillspec")]
         selective = [best, *(name for name in self.comparisons if self.comparisons[name] == "adaspec")]
         pairs = [(a, b) for a in selective for b in plain if a == best or self._held(a, b)]
@@ -221,9 +238,13 @@ class _Evaluation:
         return [
             Contender("vanilla", name, MethodOptions(draft_length=k), temperature=t, name=f"{name} {k}")
             for t in self.settings.temperatures
-            for name in NAMES.values()
+            for name in self.run.names.values()
             for k in (lengths if name == self.best else [best])
         ]
+
+    def _named(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row with the name that its draft has in the report."""
+        return row
 
     def _decoding(self, profile: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         bar = self.bar.add_task("decoding", total=1)
@@ -232,7 +253,7 @@ class _Evaluation:
             self.bar.update(bar, completed=done, total=total, description=f"decoding: {label}")
 
         self.bench.options.costs = True
-        rows = self.bench.run([self.suite], self._contenders(profile), progress)
+        rows = [self._named(row) for row in self.bench.run([self.suite], self._contenders(profile), progress)]
         decoding = [row | {"draft": row["draft"] or row["name"]} for row in rows]
         greedy = [row for row in rows if row["temperature"] == 0 and row["draft"] and row["speedup"]]
         fastest = {
@@ -250,11 +271,11 @@ class _Evaluation:
     # -- what the drafts learned -----------------------------------------------------------------------------------
 
     def _analysis(self, texts: list[Text]) -> dict[str, Any]:
-        shown = (NAMES["reference"], NAMES["draft"])
+        shown = [self.run.names[stage] for stage in ("reference", "draft") if self._whole(self.run.names[stage])]
         logits = (
             (
                 response_logits(self.target, ids, start),
-                {name: response_logits(self.models[name], ids, start) for name in shown},
+                {name: draft_logits(self.target, self.models[name], ids, start) for name in shown},
             )
             for ids, start in texts
             if len(ids) > start

@@ -84,7 +84,7 @@ def export_draft(
     """
     draft_dir, out_dir = Path(draft_dir), Path(out_dir)
     check_export_path(out_dir)
-    length = _draft_length(profile, settings)
+    length = draft_length(profile, settings)
     options = {"trust_remote_code": trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(target_dir, **options)
     if any((draft_dir / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
@@ -123,7 +123,7 @@ def export_draft(
         card = model_card(profile, model, str(target_dir), str(out_dir), length, trained_vocabulary)
         (partial / "README.md").write_text(card, encoding="utf-8")
         _check_reload(partial, model.config, probe, source, options)
-        _swap(partial, out_dir)
+        swap(partial, out_dir)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out_dir
@@ -218,7 +218,12 @@ def add_legacy_fields(path: Path) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _draft_length(profile: Mapping[str, Any], settings: ExportSettings) -> int:
+def draft_length(profile: Mapping[str, Any], settings: ExportSettings) -> int:
+    """The draft length set, or else the best measured one.
+
+    Raises:
+        UserError: neither is a length.
+    """
     length = settings.draft_length if settings.draft_length is not None else profile.get("best_draft_length")
     if not isinstance(length, int) or length < 0 or (settings.draft_length == 0):
         raise UserError(
@@ -262,7 +267,7 @@ def _check_reload(folder: Path, config: PreTrainedConfig, ids: Tensor, source: T
         raise RuntimeError(f"The exported configuration changes rope_parameters from {rope} to {again}.")
 
 
-def _swap(partial: Path, out_dir: Path) -> None:
+def swap(partial: Path, out_dir: Path) -> None:
     """Puts `partial` in place of `out_dir`; whatever fails, one complete folder stays there."""
     partial.chmod(0o755)
     if not out_dir.exists():

@@ -27,7 +27,7 @@ from decode.errors import UserError
 from distill import ranks
 from distill.batches import EvalBatches, Rows, Schedule, TrainBatches
 from distill.checkpoints import Keeper, SafeCheckpointIO
-from distill.modules import Module
+from distill.module import Module
 from distill.onpolicy import OnPolicy
 from distill.settings import TrainerSettings
 from distill.sharding import Fsdp

@@ -33,7 +33,12 @@ def stage_keys(settings: Settings) -> dict[str, Key]:
         return keys[stage][0]
 
     target = add("target", **common, **data, model=_model_key(settings.target))
-    initial = add("initial", **common, **data, model=_model_key(settings.initial), target=target)
+    if settings.eagle.enabled:
+        measured = ("tree_widths", "tree_nodes")  # these are of the evaluation
+        head = {name: value for name, value in asdict(settings.eagle).items() if name not in measured}
+        initial = add("initial", **common, **data, eagle=head, examples=settings.reference.examples, target=target)
+    else:
+        initial = add("initial", **common, **data, model=_model_key(settings.initial), target=target)
     distillation = asdict(settings.reference) | {"responses": settings.reference.responses.key()}
     del distillation["signal_limit_gb"]  # whether it fits, not what it is
     reference = add("reference", **common, **data, reference=distillation, target=target, initial=initial)
@@ -47,6 +52,8 @@ def data_key(settings: Settings) -> dict[str, Any]:
     """What the training examples come from, told without reading them: settings, seed, and the files' state."""
     data = asdict(settings.data)
     del data["test_examples"]  # no stage sees a test example
+    if data["chat_template"] is None:  # folders made before there was this setting stay valid
+        del data["chat_template"]
     paths = [data[name] for name in ("source", "train_file", "validation_file", "tokenizer") if data[name]]
     return {"data": data, "seed": settings.seed, "files": _state(paths)}
 

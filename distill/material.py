@@ -58,7 +58,7 @@ def prepare(bench: Bench, objective: Objective) -> Material:
     model = load_model(bench.run.target, dtype=bench.settings.target.dtype)
     check_head(model, Head(model))
     ends = stop_ids(model, bench.corpus.tokenizer)
-    train, validation, key = _fixed_texts(bench, model, ends)
+    train, validation, key = fixed_texts(bench, model, ends)
     signal = _signal(bench, model)
     all_own = settings.responses.from_draft == 1
     if signal.kind != "recompute":
@@ -139,7 +139,7 @@ def _check_room(bench: Bench, target: PreTrainedModel, signal: TargetSignal, fix
     bench.console.print(f"  the target's signal ({signal.kind}): {told} for {tokens:,} label tokens", highlight=False)
 
 
-def _fixed_texts(bench: Bench, target: PreTrainedModel, ends: set[int]) -> tuple[Rows, Rows, str]:
+def fixed_texts(bench: Bench, target: PreTrainedModel, ends: set[int]) -> tuple[Rows, Rows, str]:
     """Train and validation examples, with the data set's responses or the target's; and their fingerprint."""
     settings, corpus = bench.settings.reference, bench.corpus
     record = bench.run.record("target")

@@ -16,12 +16,13 @@ from transformers.utils import logging as hf_logging
 
 from distill import data, ranks
 from distill.card import export_profile
+from distill.eagle.export import check_head_path, export_head
 from distill.export import check_export_path, export_draft
 from distill.files import fingerprint, only_one, remove, write_json, write_safely
 from distill.keys import VERSION, stage_keys
 from distill.report import console_table, write_report
 from distill.report_figures import figures
-from distill.run import Run
+from distill.run import HEAD_NAMES, NAMES, Run, copy_of
 from distill.settings import AdaSpecSettings, Settings
 from distill.stages import Bench, Made
 from distill.tracking import finish, log_draft, log_report, make_logger, where
@@ -38,8 +39,11 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
     hf_logging.disable_progress_bar()  # a bar for every file read or written hides what matters
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    run = Run(Path(settings.output_dir) / settings.name, [comparison.name for comparison in settings.comparisons])
-    check_export_path(run.export)
+    run = run_of(settings)
+    if settings.eagle.enabled:
+        check_head_path(run.export, settings.eagle.version)
+    else:
+        check_export_path(run.export)
     with only_one(run.work / "lock"):
         if ranks.is_first():
             for left in run.work.rglob(".tmp-*"):  # what a killed process was writing
@@ -66,6 +70,13 @@ def _run(settings: Settings, run: Run, console: Console) -> Run:
     return run
 
 
+def run_of(settings: Settings) -> Run:
+    """The folder of the run that the settings describe."""
+    names = HEAD_NAMES if settings.eagle.enabled else NAMES
+    comparisons = [comparison.name for comparison in settings.comparisons]
+    return Run(Path(settings.output_dir) / settings.name, comparisons, dict(names))
+
+
 def show_example(settings: Settings, console: Console | None = None) -> None:
     """Prints one training example with its label mask, as the stages will see it."""
     settings.validate()
@@ -86,12 +97,18 @@ def run_stages(bench: Bench) -> list[str]:
         if record is not None and record.fingerprint == key:
             console.print(f"  up to date: {run.path(stage)}", highlight=False)
             continue
-        if not ran:
+        if not ran and not settings.eagle.enabled:
             bench.check_sizes()
         started = time.monotonic()
-        made = make(key)
-        made.record.made_from = made_from
-        run.put(stage, made.record, made.save)
+        known = run.elsewhere(stage, key) if stage == "target" else None
+        if known is not None:
+            source, record = known
+            console.print(f"  the same one is in {source}", highlight=False)
+            run.put(stage, record, copy_of(source))
+        else:
+            made = make(key)
+            made.record.made_from = made_from
+            run.put(stage, made.record, made.save)
         ran.append(stage)
         console.print(f"  {run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]", highlight=False)
     return ran
@@ -99,12 +116,13 @@ def run_stages(bench: Bench) -> list[str]:
 
 def measure(bench: Bench) -> dict[str, Any]:
     """Evaluation, export and report, unless they are there and nothing they depend on has changed."""
-    from distill.evaluate import evaluate
+    from distill.eagle.evaluate import HeadEvaluation
+    from distill.evaluate import Evaluation, evaluate
 
     settings, run, console = bench.settings, bench.run, bench.console
     console.print("[bold]evaluation[/bold]", highlight=False)
     keys = [key for key, _ in stage_keys(settings).values()]
-    parts = asdict(settings.evaluation), asdict(settings.export), settings.data.test_examples
+    parts = asdict(settings.evaluation), asdict(settings.export), settings.data.test_examples, asdict(settings.eagle)
     key, note = fingerprint(VERSION, keys, *parts), run.work / "report.json"
     if _read(note).get("fingerprint") == key and (run.export / "model.safetensors").exists():
         report = _read(run.folder / "report.json")
@@ -114,13 +132,16 @@ def measure(bench: Bench) -> dict[str, Any]:
     started = time.monotonic()
     report = {
         "name": settings.name,
-        **evaluate(run, settings, bench.corpus),
+        **evaluate(run, settings, bench.corpus, HeadEvaluation if settings.eagle.enabled else Evaluation),
         "settings": asdict(settings),
         "commands": {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"},
     }
     write_safely(run.folder / "settings.yaml", lambda file: _dump(settings, file))
-    trust = settings.target.trust_remote_code
-    export_draft(run.draft, run.target, run.export, export_profile(report), settings.export, trust_remote_code=trust)
+    if settings.eagle.enabled:
+        export_head(run.draft, run.target, run.export, export_profile(report, run.names["draft"]), settings.export)
+    else:
+        trust, profile = settings.target.trust_remote_code, export_profile(report)
+        export_draft(run.draft, run.target, run.export, profile, settings.export, trust_remote_code=trust)
     write_report(run.folder, report)
     report = _read(run.folder / "report.json")
     log_report(bench.logger, report, figures(report))
@@ -134,6 +155,10 @@ def plan_stages(bench: Bench) -> list[tuple[str, str, Callable[[str], Made]]]:
     """Name, title and maker of every stage, in order."""
     settings = bench.settings
     draft = settings.draft
+    if settings.eagle.enabled:
+        from distill.eagle.stages import plan_stages as plan_heads
+
+        return plan_heads(bench)
 
     def distil(stage: str, adaspec: AdaSpecSettings | None) -> Callable[[str], Made]:
         return lambda key: bench.distil(stage, key, adaspec)

@@ -10,6 +10,7 @@ from typing import Any
 from decode.page import LOSSLESS, Badge, Column, Page, Tile, Tone
 from decode.trace import FORMULAS
 from distill import card, verdict
+from distill.eagle.card import head_commands
 from distill.report_figures import analysis_figures, decoding_figures
 
 Row = Mapping[str, Any]
@@ -193,8 +194,16 @@ def _use(page: Page, report: Row, run_dir: Path) -> None:
     target = str(export.get("target") or run_dir / "target")
     draft = str(export.get("draft") or run_dir / "draft")
     length = export.get("draft_length") or (row["draft_length"] if row else 1)
-    page.section("Use the exported draft", f"The draft is in `{draft}`, a plain Hugging Face folder.")
-    for title, _, lines in card.commands(target, draft, length):
+    settings = report.get("settings") or {}
+    kind = settings.get("eagle", {}).get("kind") if isinstance(settings, Mapping) else None
+    version = {"eagle": 1, "eagle3": 3}.get(str(kind))
+    if version:
+        page.section("Use the exported head", f"The feature head is in `{draft}`, in the layout that engines read.")
+        commands = head_commands(target, draft, length, version)
+    else:
+        page.section("Use the exported draft", f"The draft is in `{draft}`, a plain Hugging Face folder.")
+        commands = card.commands(target, draft, length)
+    for title, _, lines in commands:
         page.code(lines, title)
 
 

@@ -7,6 +7,8 @@ description that is there always speaks of the folder beside it.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +16,16 @@ from typing import Any
 
 from distill import ranks
 from distill.accounting import Account
-from distill.files import remove, write_json
+from distill.files import remove, void, write_json
 
 FOLDERS = ("target", "initial", "reference", "draft")
 """Stages with a folder of their own in the run; further drafts live under ``work/``."""
 
 NAMES = {"initial": "undistilled", "reference": "distillspec", "draft": "adaspec"}
 """How reports call the drafts that the stages make."""
+
+HEAD_NAMES = {"initial": "untrained", "reference": "eagle", "draft": "eagle-adaspec"}
+"""How they call feature heads."""
 
 
 @dataclass
@@ -55,10 +60,12 @@ class Run:
     Attributes:
         folder: The folder.
         comparisons: Names of the further drafts.
+        names: How reports call the drafts of the stages initial, reference and draft.
     """
 
     folder: Path
     comparisons: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=lambda: dict(NAMES))
 
     @property
     def work(self) -> Path:
@@ -86,13 +93,13 @@ class Run:
 
     @property
     def drafts(self) -> dict[str, Path]:
-        """Every draft by its name in reports: undistilled, distillspec, adaspec, then the comparisons."""
-        named = {name: self.path(stage) for stage, name in NAMES.items()}
+        """Every draft by its name in reports: those of the stages, then the comparisons."""
+        named = {name: self.path(stage) for stage, name in self.names.items()}
         return named | {name: self.path(name) for name in self.comparisons}
 
     def draft_record(self, name: str) -> StageRecord:
         """What is known of a draft, by its name in reports."""
-        stage = next((stage for stage, known in NAMES.items() if known == name), name)
+        stage = next((stage for stage, known in self.names.items() if known == name), name)
         found = self.record(stage)
         if found is None:
             raise FileNotFoundError(f"{self.path(stage)} is not finished")
@@ -105,6 +112,17 @@ class Run:
         except (OSError, ValueError, TypeError):
             return None
         return found if found.files and sizes(self.path(stage)) == found.files else None
+
+    def elsewhere(self, stage: str, key: str) -> tuple[Path, StageRecord] | None:
+        """The finished stage of this fingerprint in another run beside this one, its folder and what is known of it."""
+        for folder in sorted(self.folder.parent.iterdir()) if self.folder.parent.is_dir() else ():
+            other = Run(folder)
+            if folder == self.folder or other.path(stage).is_symlink():
+                continue
+            record = other.record(stage)
+            if record is not None and record.fingerprint == key:
+                return other.path(stage), record
+        return None
 
     def put(self, stage: str, record: StageRecord, make: Callable[[Path], None]) -> None:
         """Has ``make`` fill a new folder, then puts it in the stage's place together with its description.
@@ -151,6 +169,18 @@ def _read(note: Path) -> Any:
         return json.loads(note.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def copy_of(source: Path) -> Callable[[Path], None]:
+    """Fills a folder with another one's files, without taking up space where the file system allows it."""
+
+    def link(file: str, place: str) -> None:
+        try:
+            os.link(file, place)
+        except OSError:
+            shutil.copy2(file, place)
+
+    return lambda folder: void(shutil.copytree(source, folder, copy_function=link))
 
 
 def sizes(folder: Path) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import Literal
 from decode.errors import UserError
 from distill.data.settings import DataSettings
 from distill.divergences import LOSSES, Divergence, DivergenceName
+from distill.eagle.settings import EagleSettings
 from distill.export import ExportSettings
 from distill.model_settings import (
     Architecture,
@@ -25,6 +26,7 @@ __all__ = [
     "Architecture",
     "ComparisonSettings",
     "DistillSettings",
+    "EagleSettings",
     "EvaluationSettings",
     "InitialDraftSettings",
     "LoraSettings",
@@ -269,6 +271,8 @@ class Settings:
     """The target."""
     initial: InitialDraftSettings = field(default_factory=InitialDraftSettings)
     """The undistilled draft."""
+    eagle: EagleSettings = field(default_factory=EagleSettings)
+    """Feature heads in place of draft models."""
     reference: DistillSettings = field(default_factory=DistillSettings)
     """DistillSpec."""
     draft: AdaSpecSettings = field(default_factory=AdaSpecSettings)
@@ -296,7 +300,11 @@ class Settings:
             raise UserError(f"threads is {self.threads}, wanted 1 or more, or null for all cores")
         self.data.validate()
         self.target.validate("target")
-        self.initial.validate("initial")
+        self.eagle.validate()
+        if self.eagle.enabled:
+            self.eagle.check_reference(self.reference)
+        if not self.eagle.enabled:
+            self.initial.validate("initial")
         self.reference.validate()
         self.draft.validate("draft")
         names = [comparison.name for comparison in self.comparisons]

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
@@ -149,6 +150,7 @@ def _target_parts(
         batch = rows.batch(examples, 0)
         mask = label_mask(batch["labels"])
         hidden = last_hidden(target, batch["input_ids"].to(target.device), mask.to(target.device))
+        _check(hidden, "target's hidden states", examples)
         yield from _scatter(rows, examples, signal.encode(hidden, head).cpu().numpy())
 
 
@@ -164,7 +166,16 @@ def _loss_parts(
         mask = label_mask(batch["labels"])
         hidden = last_hidden(reference, batch["input_ids"], mask)
         found = fused_loss(hidden, head, target.rows(batch, mask), Task(divergence, metrics=False))
+        _check(found.losses, "reference's losses", examples)
         yield from _scatter(rows, examples, found.losses.cpu().numpy())
+
+
+def _check(values: Tensor, what: str, examples: NDArray[np.int64]) -> None:
+    if not values.isfinite().all():
+        raise UserError(
+            f"the {what} are not finite in a batch of examples {sorted(examples.tolist())}: if target.dtype is "
+            "float16, set it to float32 or bfloat16; otherwise the model itself is broken"
+        )
 
 
 def _scatter(rows: Rows, examples: NDArray[np.int64], values: Array) -> Iterator[tuple[slice, Array]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.errors import UserError
@@ -25,7 +26,8 @@ from distill.fit import Segments, fit
 from distill.layerskip import LayerSkip
 from distill.material import prepare
 from distill.models import Head, check_head, count_layers, count_parameters, obtain, ready, source_folder, with_adapter
-from distill.modules import CausalLMModule, DistillModule, Module, token_counts
+from distill.module import Module
+from distill.modules import CausalLMModule, DistillModule, token_counts
 from distill.objective import Objective
 from distill.onpolicy import OnPolicy
 from distill.run import Run, StageRecord, account_of
@@ -215,7 +217,7 @@ class Bench:
             seconds=prepared + seconds,
             account=used.row(),
             history=history,
-            selected=self._most_selected(module),
+            selected=self.most_selected(module.selected),
         )
         model = module.model if adapted is None else adapted.merge_and_unload()
         return Made(record, ready(model, self.corpus.tokenizer), self.corpus.tokenizer)
@@ -288,8 +290,9 @@ class Bench:
     def _say_size(self, model: PreTrainedModel, parameters: int) -> None:
         self.console.print(f"  {type(model).__name__}, {parameters:,} parameters", highlight=False)
 
-    def _most_selected(self, module: DistillModule) -> list[tuple[str, int]]:
-        if module.selected is None:
+    def most_selected(self, selected: Tensor | None) -> list[tuple[str, int]]:
+        """Texts of the tokens selected most, with how often."""
+        if selected is None:
             return []
-        counts = token_counts(module.selected)[:MOST_SELECTED]
+        counts = token_counts(selected)[:MOST_SELECTED]
         return [(self.corpus.tokenizer.decode([token]), count) for token, count in counts]

@@ -13,10 +13,18 @@ Row = Mapping[str, Any]
 NAMES = {
     "distillspec": "DistillSpec",
     "adaspec": "AdaSPEC",
+    "eagle": "EAGLE",
+    "eagle-adaspec": "EAGLE + AdaSPEC",
+    "eagle-tree": "EAGLE, tree",
+    "eagle-adaspec-tree": "EAGLE + AdaSPEC, tree",
     "autoregressive": "no draft",
     "generate": "model.generate",
     "generate-assistant": "generate(assistant_model)",
 }
+
+
+UNTRAINED = ("undistilled", "untrained")
+"""Drafts as they are before distillation."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ def display(name: str | None) -> str:
 
 def drafted(report: Row) -> list[Row]:
     """The decoding rows in which one of the report's drafts took part; the others are baselines."""
-    names = {draft["name"] for draft in report["drafts"]}
+    names = {name for draft in report["drafts"] for name in (draft["name"], f"{draft['name']}-tree")}
     return [row for row in report["decoding"] if row.get("draft") in names]
 
 
@@ -94,7 +102,11 @@ def _identity(row: Row) -> str:
 
 def comparisons(report: Row) -> list[Verdict]:
     """For each paired comparison of AdaSPEC: which draft is better, or that the data cannot tell."""
-    return [_comparison(pair) for pair in report.get("paired") or [] if "adaspec" in (pair["a"], pair["b"])]
+    return [
+        _comparison(pair)
+        for pair in report.get("paired") or []
+        if {"adaspec", "eagle-adaspec"} & {pair["a"], pair["b"]}
+    ]
 
 
 def _comparison(pair: Row) -> Verdict:
@@ -127,8 +139,8 @@ def distillation(report: Row) -> Verdict | None:
     alphas: Sequence[tuple[str, float]] = [
         (d["name"], d["offline_alpha"]) for d in report["drafts"] if d.get("offline_alpha") is not None
     ]
-    start = dict(alphas).get("undistilled")
-    trained = [(name, alpha) for name, alpha in alphas if name != "undistilled"]
+    start = next((alpha for name, alpha in alphas if name in UNTRAINED), None)
+    trained = [(name, alpha) for name, alpha in alphas if name not in UNTRAINED]
     if start is None or not trained:
         return None
     name, best = max(trained, key=lambda pair: pair[1])

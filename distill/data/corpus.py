@@ -77,6 +77,8 @@ def load_corpus(settings: DataSettings, *, seed: int, tokenizer: PreTrainedToken
     quiet_datasets()
     rows = load_rows(settings, seed)
     tokenizer = tokenizer or _tokenizer(settings, rows.splits["train"], seed)
+    if settings.chat_template is not None:
+        tokenizer.chat_template = settings.chat_template
     limits = (settings.train_examples, settings.validation_examples, settings.test_examples)
     splits = {}
     for split, limit in zip(SPLITS, limits, strict=True):

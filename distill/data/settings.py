@@ -43,8 +43,10 @@ class DataSettings:
     """How a row becomes a response, such as '{answer}'; null: as for prompt_template."""
 
     messages_column: str = "messages"
-    """Column of a chat: a list of {role, content}."""
+    """Column of a chat: a list of {role, content}, or of ShareGPT's {from, value}."""
 
+    chat_template: str | None = None
+    """Jinja template of chats, for models whose tokenizer has none; null: the tokenizer's."""
     text_column: str = "text"
     """Column of plain text."""
 

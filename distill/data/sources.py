@@ -183,6 +183,10 @@ def _shape(settings: DataSettings, preset: Preset | None, row: Row) -> tuple[str
     return _guess(settings, row)
 
 
+SHAREGPT = {"human": "user", "gpt": "assistant"}
+"""ShareGPT's roles in the usual words."""
+
+
 def _guess(settings: DataSettings, row: Row) -> tuple[str, Callable[[Row], Row]]:
     """The shape of rows without a preset, told by their columns as far as ``kind`` leaves it open."""
     kind, messages, text = settings.kind, settings.messages_column, settings.text_column
@@ -204,8 +208,12 @@ def _guess(settings: DataSettings, row: Row) -> tuple[str, Callable[[Row], Row]]
 
 
 def _as_list(value: Any) -> list[dict[str, Any]]:
-    """Messages of a row; csv holds them as JSON text."""
-    return list(json.loads(value) if isinstance(value, str) else value)
+    """Messages of a row; csv holds them as JSON text, ShareGPT names their fields otherwise and may begin halfway."""
+    messages = list(json.loads(value) if isinstance(value, str) else value)
+    if not messages or "from" not in messages[0]:
+        return messages
+    messages = [{"role": SHAREGPT.get(m["from"], m["from"]), "content": m["value"]} for m in messages]
+    return messages[1:] if messages[0]["role"] == "assistant" else messages
 
 
 def _from_preset(preset: Preset) -> Callable[[Row], Row]:

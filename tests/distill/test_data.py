@@ -354,3 +354,25 @@ def test_without_the_hub_the_error_names_the_local_alternative(monkeypatch):
     for source in ("gsm8k", "somebody/something"):
         with pytest.raises(UserError, match=r"HF_HUB_OFFLINE.*data\.train_file"):
             load_corpus(DataSettings(source=source), seed=0)
+
+
+def test_sharegpt_conversations_are_read_with_a_template_of_the_settings(tmp_path) -> None:
+    chat = [
+        {"from": "gpt", "value": "left over"},
+        {"from": "human", "value": "Hi {}"},
+        {"from": "gpt", "value": "Hello"},
+    ]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"conversations": chat}).replace("{}", str(i)) + "\n" for i in range(60)))
+    settings = DataSettings(
+        source=str(file),
+        messages_column="conversations",
+        chat_template="{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}",
+        tokenizer_vocab_size=280,
+        validation_fraction=0.2,
+    )
+    row = load_corpus(settings, seed=0).train[0]
+    assert row["prompt"].startswith("<user>Hi ")
+    assert row["prompt"].endswith("<assistant>")
+    assert row["response"] == "Hello"

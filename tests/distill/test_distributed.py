@@ -154,7 +154,7 @@ def test_the_parts_gradients_average_to_the_whole_step_s(
     selection = None if scope is None else Selection(0.4, scope, normalisation)
     model = build_tiny("llama", seed=5)
     module = DistillModule(
-        model, TrainingSettings(), 4, target=Target(tiny("llama", seed=4), cached=False),
+        model, TrainingSettings(), 4, target=Target(tiny("llama", seed=4)),
         objective=Objective(selection=selection), fused=fused,
     )  # fmt: skip
     module.report = lambda loss, **values: None  # type: ignore[method-assign]

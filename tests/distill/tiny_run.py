@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from distill.data.settings import DataSettings
-from distill.pipeline import run_stages
+from distill.pipeline import run_of, run_stages
 from distill.run import Run
 from distill.settings import (
     AdaSpecSettings,
@@ -57,8 +57,7 @@ def tiny_settings(folder: Path, **changes: Any) -> Settings:
 def bench(settings: Settings) -> tuple[Bench, io.StringIO]:
     """A bench for the settings, and what it prints."""
     text = io.StringIO()
-    run = Run(Path(settings.output_dir) / settings.name, [c.name for c in settings.comparisons])
-    return Bench(settings, run, Console(file=text, width=200)), text
+    return Bench(settings, run_of(settings), Console(file=text, width=200)), text
 
 
 def run_tiny(settings: Settings) -> tuple[list[str], Run, str]:

@@ -1,0 +1,187 @@
+"""Training of a feature head as a Lightning module: feature regression and soft cross-entropy, over drafting steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from decode.feature_head import FeatureHead
+from distill.batches import Batch, EvalBatches, Rows
+from distill.eagle.features import REFERENCE, FeatureSource, per_example
+from distill.eagle.settings import EagleSettings
+from distill.losses import label_mask
+from distill.module import Module
+from distill.selection import Selection
+from distill.settings import TrainingSettings
+from distill.signals import Array, cached
+
+
+@dataclass
+class StepRows:
+    """What one drafting step yields at the label tokens it can be asked about, ``[rows]`` each.
+
+    Attributes:
+        place: which positions ``[batch, time]`` (bool) the rows are: those whose next token is predicted.
+        cross_entropy: −Σ p log q over the head's vocabulary, p renormalised to it; carries the gradient.
+        regression: smooth L1 distance of the head's state from the target's; carries the gradient. EAGLE-1 only.
+        alpha: Σ min(p, q), with the target's whole p, detached.
+        agreement: 1 where both have the same most probable token, detached.
+        learnable: whether the target's most probable token is in the head's vocabulary.
+    """
+
+    place: Tensor
+    cross_entropy: Tensor
+    regression: Tensor | None
+    alpha: Tensor
+    agreement: Tensor
+    learnable: Tensor
+
+
+def drafting_steps(
+    head: FeatureHead, source: FeatureSource, batch: Batch, steps: int, noise: float = 0.0
+) -> Iterator[StepRows]:
+    """Run a head on a batch for several drafting steps and compare it with the target.
+
+    Args:
+        head: the feature head.
+        source: the target's features, embedding and output head.
+        batch: `Rows.batch`, with the target's states unless ``source`` computes them.
+        steps: drafting steps; step s drafts token s + 1 of a draft.
+        noise: width of the uniform noise on the features, to be scaled by 512 / length.
+    """
+    features, last = source.states(batch)
+    features = features.to(head.fc.weight.dtype)
+    if noise:
+        features = features + (torch.rand_like(features) - 0.5) * noise * 512 / features.shape[1]
+    mask, ids = label_mask(batch["labels"]), head.draft_ids()
+    embeds = source.embedding(batch["input_ids"][:, 1:]).detach().to(features.dtype)
+    for step, states in enumerate(head.unroll(embeds, features[:, :-1], steps)):
+        first = step + 1  # state t predicts what the target's state t + first predicts
+        if first >= mask.shape[1]:
+            return
+        place = mask.clone()
+        place[:, :first] = False
+        rows, true = states[:, : mask.shape[1] - first][place[:, first:]], last[place]
+        log_q = head.logits(rows, source.logits).float().log_softmax(-1)
+        with torch.no_grad():
+            whole = source.logits(true).float().log_softmax(-1)
+            inside = whole if ids is None else whole[:, ids]
+            best = whole.argmax(-1)
+            drafted = log_q.argmax(-1) if ids is None else ids[log_q.argmax(-1)]
+            p = inside.softmax(-1)  # of the renormalised law
+        yield StepRows(
+            place,
+            -(p * log_q).sum(-1),
+            functional.smooth_l1_loss(rows.float(), true.float(), reduction="none").mean(-1)
+            if head.version == 1
+            else None,
+            torch.minimum(inside.exp(), log_q.detach().exp()).sum(-1),
+            (best == drafted).float(),
+            torch.ones_like(best, dtype=torch.bool) if ids is None else head.t2d[best],
+        )
+
+
+class EagleModule(Module):
+    """EAGLE; with a selection, EAGLE + AdaSPEC. The best checkpoint has the largest validation alpha.
+
+    The selection ranks by ΔL = CE(p, q) − CE(p, r) at each drafting step, and applies to the cross-entropy; the
+    feature regression stays on all label tokens.
+
+    Args:
+        model: the head.
+        source: the target.
+        settings: weights of the losses.
+        selection: AdaSPEC's token selection, for which batches carry the reference's losses.
+
+    """
+
+    monitor = "alpha"
+    mode = "max"
+    model: FeatureHead
+
+    def __init__(
+        self,
+        model: FeatureHead,
+        training: TrainingSettings,
+        steps: int,
+        *,
+        source: FeatureSource,
+        settings: EagleSettings,
+        selection: Selection | None = None,
+        seed: int = 0,
+        log_every: int = 20,
+    ) -> None:
+        super().__init__(model, training, steps, seed=seed, log_every=log_every)
+        self.source, self.settings, self.selection = source, settings, selection
+        if selection is not None:
+            self.selected = torch.zeros(int(model.config.vocab_size), dtype=torch.long)
+
+    def on_fit_start(self) -> None:
+        """Moves the frozen target to this rank's device."""
+        super().on_fit_start()
+        self.source.to(self.device)
+
+    def learn(self, batch: Batch) -> Tensor:
+        """Σ over drafting steps of decayⁱ · (feature weight · regression + cross-entropy weight · selected CE)."""
+        settings = self.settings
+        noise = settings.noise if self.model.version == 1 else 0.0
+        total = alpha = torch.zeros((), device=self.device)
+        for step, found in enumerate(drafting_steps(self.model, self.source, batch, settings.steps, noise)):
+            loss = self._cross_entropy(found, batch, step)
+            if found.regression is not None:
+                regression = found.regression.sum() / max(1, len(found.regression))
+                loss = settings.ce_weight * loss + settings.feature_weight * regression
+            total = total + settings.decay**step * loss
+            alpha = found.alpha.mean() if not step else alpha
+        self.report(total, alpha=alpha)
+        return total * batch["step"].weight if "step" in batch else total
+
+    def _cross_entropy(self, found: StepRows, batch: Batch, step: int) -> Tensor:
+        """The cross-entropy of a drafting step over the tokens that count."""
+        rows = found.learnable.nonzero()[:, 0]
+        losses = found.cross_entropy[rows]
+        if self.selection is None:
+            return losses.sum() / max(1, len(losses))
+        reference = batch[REFERENCE][..., step][found.place][rows]
+        sequence = found.place.nonzero()[:, 0][rows]
+        chosen = self.selection.choose(losses.detach() - reference, sequence)
+        if not step:
+            labels = batch["labels"].roll(-1, 1)[found.place][rows][chosen]
+            assert self.selected is not None
+            self.selected += torch.bincount(labels, minlength=len(self.selected))
+        return losses[chosen].sum() / self.selection.divisor(len(chosen), len(losses))
+
+    def judge(self, batch: Batch) -> None:
+        """Adds up cross-entropy, alpha and top-1 agreement of the first drafted token over all label tokens."""
+        found = next(drafting_steps(self.model, self.source, batch, 1))
+        count = torch.tensor(float(len(found.alpha)), device=self.device)
+        self.add(found.cross_entropy.sum(), found.alpha.sum(), found.agreement.sum(), count)
+
+    def on_validation_epoch_end(self) -> None:
+        """Publishes loss, alpha and agreement."""
+        loss, alpha, agreement = self.totals()
+        self.publish(loss=loss, alpha=alpha, agreement=agreement)
+
+
+def keep_reference(
+    head: FeatureHead, source: FeatureSource, rows: Rows, steps: int, path: Path, fingerprint: str
+) -> Array:
+    """The reference head's cross-entropies at every token and drafting step, ``[tokens, steps]``, on disk."""
+    return cached(path, fingerprint, (len(rows.ids), steps), _reference_parts(head, source, rows, steps))
+
+
+@torch.inference_mode()
+def _reference_parts(head: FeatureHead, source: FeatureSource, rows: Rows, steps: int) -> Iterator[tuple[slice, Array]]:
+    device = next(head.parameters()).device
+    source.to(device)
+    for examples in EvalBatches(rows, 16, pad_id=0).indices():
+        batch = {name: values.to(device) for name, values in rows.batch(examples, 0).items()}
+        losses = torch.zeros(*batch["input_ids"].shape, steps, device=device)
+        for step, found in enumerate(drafting_steps(head.eval(), source, batch, steps)):
+            losses[..., step][found.place] = found.cross_entropy
+        yield from per_example(rows, examples, losses.cpu().numpy())

@@ -1,0 +1,178 @@
+"""The stages of a run that trains feature heads: a random head, EAGLE, EAGLE + AdaSPEC, all under the usual names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from decode.errors import UserError
+from decode.feature_head import FeatureHead
+from decode.head_files import head_config, load_head, save_head
+from decode.load import load_model, stop_ids
+from distill.accounting import account, label_tokens, plan_draft, plan_reference
+from distill.batches import Rows
+from distill.eagle.features import REFERENCE, STATES, FeatureSource, keep_states
+from distill.eagle.module import EagleModule, keep_reference
+from distill.files import fingerprint
+from distill.material import fixed_texts
+from distill.models import Head, check_head
+from distill.run import StageRecord, account_of
+from distill.selection import Selection
+from distill.settings import AdaSpecSettings, ComparisonSettings
+from distill.stages import Bench, Made
+
+Stage = tuple[str, str, Callable[[str], Made]]
+
+
+@dataclass
+class MadeHead(Made):
+    """A finished head."""
+
+    head: FeatureHead | None = None
+
+    def save(self, folder: Path) -> None:
+        """Writes config.json, model.safetensors and the tokenizer."""
+        assert self.head is not None
+        assert self.tokenizer is not None
+        folder.mkdir(parents=True)
+        save_head(self.head, folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def plan_stages(bench: Bench) -> list[Stage]:
+    """Name, title and maker of every stage, in order."""
+    settings, draft = bench.settings, bench.settings.draft
+    kind = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}[settings.eagle.kind]
+
+    def head(stage: str, adaspec: AdaSpecSettings | None) -> Callable[[str], Made]:
+        return lambda key: _train(bench, stage, key, adaspec)
+
+    stages: list[Stage] = [
+        ("target", f"target ({settings.target.kind})", lambda key: bench.language_model("target", key)),
+        ("initial", f"untrained head: {kind}", lambda key: _initial(bench, key)),
+        ("reference", f"reference: {kind}", head("reference", None)),
+        ("draft", f"draft: {kind} + AdaSPEC, k = {draft.k:g}, iso {draft.iso}", head("draft", draft)),
+    ]
+    for other in settings.comparisons:
+        title = f"comparison: {other.name} ({other.method}, k = {other.k:g}, iso {other.iso})"
+        stages.append((other.name, title, head(other.name, other)))
+    return stages
+
+
+def _initial(bench: Bench, key: str) -> Made:
+    """A random head for the target, its vocabulary chosen."""
+    settings = bench.settings.eagle
+    target = load_model(bench.run.target)
+    config = head_config(
+        target.config.get_text_config(),
+        settings.version,
+        intermediate_size=settings.intermediate_size,
+        heads=settings.heads,
+        kv_heads=settings.kv_heads,
+        draft_vocab=settings.draft_vocab,
+        taps=tuple(settings.layers) or None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(bench.settings.seed)
+        head = FeatureHead(config)
+    if settings.version == 3:
+        ids = frequent(bench.examples, int(config.draft_vocab_size), int(config.vocab_size))
+        head.set_vocabulary(ids)
+        with torch.no_grad():  # the target's own directions are where the head's will end
+            head.lm_head.weight.copy_(target.get_output_embeddings().weight[ids])
+    parameters = sum(p.numel() for p in head.parameters())
+    bench.console.print(f"  {parameters:,} parameters", highlight=False)
+    if parameters >= target.num_parameters():
+        raise UserError(
+            f"the head has {parameters:,} parameters and the target {target.num_parameters():,}: a draft has to be "
+            "smaller; lower eagle.intermediate_size or eagle.draft_vocab"
+        )
+    return MadeHead(StageRecord(key, parameters=parameters), tokenizer=bench.corpus.tokenizer, head=head)
+
+
+def frequent(rows: Rows, count: int, vocab: int) -> torch.Tensor:
+    """The most frequent label tokens, ascending; ties and tokens that never occur by their ids."""
+    counts = np.bincount(rows.labels[rows.labels >= 0], minlength=vocab)
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count]))
+
+
+def _train(bench: Bench, stage: str, key: str, adaspec: AdaSpecSettings | None) -> Made:
+    """A head, from the initial one: EAGLE (``adaspec`` is None), EAGLE + AdaSPEC, or one for comparison."""
+    started = time.monotonic()
+    settings, run = bench.settings, bench.run
+    training, selection = settings.reference.training, None
+    if adaspec is not None and adaspec.epochs is not None:
+        training = replace(training, steps=None, epochs=adaspec.epochs)
+    plan = plan_reference(training, len(bench.examples))
+    if adaspec is not None:
+        plan = plan_draft(plan, adaspec.k, adaspec.iso)
+        training = replace(training, lr=adaspec.lr or training.lr)
+        if not (isinstance(adaspec, ComparisonSettings) and adaspec.method == "distillspec"):
+            selection = Selection(adaspec.k, adaspec.scope, adaspec.normalisation)
+    head = load_head(run.path("initial")).train()
+    source, train, validation = _signals(bench, head, with_reference=selection is not None)
+    module = EagleModule(
+        head,
+        training,
+        plan.steps,
+        source=source,
+        settings=settings.eagle,
+        selection=selection,
+        seed=settings.seed,
+        log_every=settings.trainer.log_every,
+    )
+    schedule = bench._schedule(train, plan, training, 2)
+    prepared = time.monotonic() - started
+    history, seconds = bench._fit(stage, key, module, train, validation, schedule, plan, training)
+    chosen = None if module.selected is None else int(module.selected.sum())
+    reference = run.record("reference") if selection is not None else None
+    used = account(plan, label_tokens(plan, train, schedule), chosen, account_of(reference) if reference else None)
+    record = StageRecord(
+        key,
+        parameters=sum(p.numel() for p in head.parameters()),
+        seconds=prepared + seconds,
+        account=used.row(),
+        history=history,
+        selected=bench.most_selected(module.selected),
+    )
+    return MadeHead(record, tokenizer=bench.corpus.tokenizer, head=head.eval().cpu())
+
+
+def _signals(bench: Bench, head: FeatureHead, *, with_reference: bool) -> tuple[FeatureSource, Rows, Rows]:
+    """The target, and train and validation examples with its states and the reference's losses."""
+    settings, run = bench.settings, bench.run
+    cached, folder = settings.reference.signal == "hidden", run.work / "signals"
+    model = load_model(run.target, dtype=settings.target.dtype).to(bench.device())
+    check_head(model, Head(model))
+    source = FeatureSource(model, head, cached=cached)
+    *splits, made_from = fixed_texts(bench, model, stop_ids(model, bench.corpus.tokenizer))
+    train, validation = (replace(rows, signals={}, tokens={}) for rows in splits)
+    key = [made_from, list(source.taps)]
+    size, limit = (
+        (len(train.ids) + len(validation.ids)) * source.state_width * 4 / 1e9,
+        settings.reference.signal_limit_gb,
+    )
+    if cached and size > limit:
+        raise UserError(
+            f"the target's hidden states at all tokens need {size:.2f} GB and reference.signal_limit_gb is "
+            f"{limit:g}: raise it, use fewer reference.examples, or set reference.signal to recompute"
+        )
+    for name, rows in (("train", train), ("validation", validation)) if cached else ():
+        with bench.console.status(f"  the target's hidden states, {name}"):
+            place = folder / f"{STATES}_{name}.npy"
+            rows.tokens[STATES] = keep_states(source, model, rows, place, fingerprint(*key, name, len(rows)))
+    if with_reference:
+        record, steps = run.record("reference"), settings.eagle.steps
+        assert record is not None
+        with bench.console.status("  the reference's cross-entropies"):
+            reference = load_head(run.path("reference")).to(bench.device())
+            place = folder / f"{REFERENCE}_head.npy"
+            train.tokens[REFERENCE] = keep_reference(
+                reference, source, train, steps, place, fingerprint(*key, record.fingerprint, steps)
+            )
+    return source, train, validation

@@ -1,0 +1,268 @@
+"""Feature heads: the training-time test, selection on the cross-entropy, the stages of a run, resuming, the export."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_resume import killed
+from tiny_run import bench, run_tiny, tiny_settings
+
+from decode.cli import parse
+from decode.errors import UserError
+from decode.feature_head import FeatureHead, head_logits
+from decode.head_files import head_config, load_head
+from decode.head_runner import HeadRunner
+from decode.load import load_model
+from decode.loop import decode
+from decode.methods import MethodOptions, Parts, build
+from decode.rng import TorchRng
+from decode.runner import open_runner
+from decode.target import Target
+from decode.warp import Warp
+from distill.__main__ import FOREIGN
+from distill.batches import Rows
+from distill.eagle.export import check_files, check_head_path, export_head
+from distill.eagle.features import STATES, FeatureSource
+from distill.eagle.module import drafting_steps
+from distill.eagle.settings import EagleSettings
+from distill.eagle.stages import frequent
+from distill.export import ExportSettings
+from distill.keys import stage_keys
+from distill.pipeline import run_of
+from distill.settings import AdaSpecSettings, ComparisonSettings, Settings
+
+STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
+
+
+def head_settings(folder: Path, kind: str, **changes):  # type: ignore[no-untyped-def]
+    settings = tiny_settings(folder, **changes)
+    settings.target.architecture.layers = 4
+    settings.eagle = EagleSettings(kind=kind, unroll=2, draft_vocab=64 if kind == "eagle3" else None)  # type: ignore[arg-type]
+    settings.comparisons = [ComparisonSettings(name="equal-tokens", iso="teacher_tokens", scope="sequence")]
+    return settings
+
+
+@pytest.fixture(scope="module", params=["eagle", "eagle3"])
+def run(request, tmp_path_factory):  # type: ignore[no-untyped-def]
+    """A finished run of heads, with its settings."""
+    settings = head_settings(tmp_path_factory.mktemp(request.param), request.param)
+    run_tiny(settings)
+    return settings, run_of(settings)
+
+
+def rows_and_source(settings, run, head):  # type: ignore[no-untyped-def]
+    made, _ = bench(settings)
+    target = load_model(run.target)
+    return replace(made.examples, signals={}, tokens={}), FeatureSource(target, head, cached=False), target
+
+
+def test_a_run_makes_every_head_and_learns(run) -> None:
+    settings, folder = run
+    heads = {stage: load_head(folder.path(stage)) for stage in STAGES[1:]}
+    first = heads["initial"].state_dict()
+    for stage in STAGES[2:]:
+        weights = heads[stage].state_dict()
+        assert any(not torch.equal(weights[name], first[name]) for name in first), stage
+        history = folder.record(stage).history
+        assert history[-1]["loss"] < history[0]["loss"], stage
+    assert not torch.equal(heads["draft"].fc.weight, heads["reference"].fc.weight)
+    account = {stage: folder.record(stage).account for stage in STAGES[2:]}
+    assert account["draft"]["selected_tokens"] < account["draft"]["teacher_tokens"]
+    assert account["reference"]["selected_tokens"] == account["reference"]["teacher_tokens"]
+    assert account["draft"]["cumulative_teacher_tokens"] > account["draft"]["teacher_tokens"]
+    assert run_tiny(settings)[0] == []  # nothing has changed
+
+
+def test_training_sees_what_decoding_will_draft(run) -> None:
+    """The rows of every drafting step are the head's laws by teacher forcing, with the target's true features."""
+    settings, folder = run
+    head = load_head(folder.path("reference"))
+    rows, source, target = rows_and_source(settings, folder, head)
+    example = rows.batch(torch.arange(3).numpy(), 0)
+    for step, found in enumerate(drafting_steps(head, source, example, 3)):
+        seen = []
+        for row in range(3):
+            ids = example["input_ids"][row].tolist()
+            places = found.place[row].nonzero()[:, 0].tolist()
+            q = head_logits(head, target, ids, places[0] + 1, step + 1).softmax(-1)
+            with torch.no_grad():
+                p = target(input_ids=torch.tensor([ids])).logits[0].softmax(-1)
+            seen += [torch.minimum(p[place], q[place - places[0]]).sum() for place in places]
+        torch.testing.assert_close(found.alpha, torch.stack(seen), rtol=1e-4, atol=1e-5)
+
+
+def test_cached_states_are_those_of_a_forward_pass(run) -> None:
+    settings, folder = run
+    head = load_head(folder.path("reference"))
+    rows, source, target = rows_and_source(settings, folder, head)
+    stored = torch.from_numpy(np.load(folder.work / "signals" / f"{STATES}_train.npy"))
+    with torch.no_grad():
+        start, end = int(rows.offsets[3]), int(rows.offsets[4])
+        wanted = source.compute(target, torch.from_numpy(rows.ids[start:end]).long()[None])[0]
+    torch.testing.assert_close(stored[start:end], wanted, rtol=1e-4, atol=1e-4)
+    assert len(stored) == len(rows.ids)  # tokens of prompts too
+    assert stored.shape[1] == (1 if head.version == 1 else 4) * head.config.hidden_size
+
+
+def test_recomputed_features_train_the_same_head(run, tmp_path: Path) -> None:
+    settings, folder = run
+    again = copy.deepcopy(settings)
+    again.name, again.output_dir = "recomputed", str(tmp_path)
+    again.reference.signal = "recompute"
+    run_tiny(again)
+    one, two = (load_file(path / "draft" / "model.safetensors") for path in (folder.folder, tmp_path / "recomputed"))
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_killed_training_ends_with_the_weights_of_an_undisturbed_one(run, tmp_path: Path) -> None:
+    settings, _ = run
+    again = copy.deepcopy(settings)
+    again.output_dir = str(tmp_path)
+    for stage, step in {"reference": 7, "draft": 9}.items():
+        with killed(stage, step):
+            run_tiny(again)
+    run_tiny(again)
+    for stage in ("reference", "draft"):
+        one, two = (load_file(run_of(s).path(stage) / "model.safetensors") for s in (settings, again))
+        assert all(torch.equal(one[name], two[name]) for name in one), stage
+
+
+def test_a_target_of_another_run_is_taken_over(run, tmp_path: Path) -> None:
+    settings, folder = run
+    plain = tiny_settings(Path(settings.output_dir), name="plain")
+    plain.target = settings.target
+    plain.comparisons = []
+    assert stage_keys(plain)["target"] == stage_keys(settings)["target"]
+    ran, other, printed = run_tiny(plain)
+    assert "the same one is in" in printed
+    assert ran == ["target", "initial", "reference", "draft"]
+    one, two = (load_file(r.target / "model.safetensors") for r in (folder, other))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_the_exported_head_decodes_like_the_trained_one(run, tmp_path: Path) -> None:
+    settings, folder = run
+    out = export_head(folder.draft, folder.target, tmp_path / "head", {}, ExportSettings(draft_length=3))
+    target = load_model(folder.target)
+    runner = open_runner(target)
+    texts = []
+    for path in (folder.draft, out):
+        head = HeadRunner(load_head(path, target), target)
+        for method in ("eagle", "eagle-tree"):
+            options = MethodOptions(draft_length=3, tree_width=3, tree_nodes=8)
+            system = build(method, Parts(runner, Warp(1.0), head, options=options))
+            made = decode(Target(runner), system, Warp(1.0), [5, 9, 3, 7], max_new_tokens=24, rng=TorchRng(3))
+            texts.append((method, made.ids, made.trace.drafted, made.trace.accepted))
+    assert texts[:2] == texts[2:]
+    config = json.loads((out / "config.json").read_text())
+    assert config["num_assistant_tokens"] == 3
+    assert config["torch_dtype"] == "float32"
+    if settings.eagle.kind == "eagle3":
+        assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+        assert (config["vocab_size"], config["draft_vocab_size"]) == (target.config.vocab_size, 64)
+        assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [
+            tap - 1 for tap in config["eagle_aux_hidden_state_layer_ids"]
+        ]
+        state = load_file(out / "model.safetensors")
+        assert (state["d2t"].dtype, state["t2d"].dtype) == (torch.int64, torch.bool)
+        assert state["midlayer.self_attn.q_proj.weight"].shape[1] == 2 * config["hidden_size"]
+    assert "Measured" in (out / "README.md").read_text()
+
+
+def test_an_incomplete_export_is_noticed(run, tmp_path: Path) -> None:
+    _, folder = run
+    out = export_head(folder.draft, folder.target, tmp_path / "head", {}, ExportSettings(draft_length=3))
+    config = json.loads((out / "config.json").read_text())
+    del config["rms_norm_eps"]
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RuntimeError, match="rms_norm_eps"):
+        check_files(out)
+
+
+def test_paths_that_engines_or_people_would_misread_are_refused(tmp_path: Path) -> None:
+    check_head_path(tmp_path / "my-eagle3" / "head", 3)
+    with pytest.raises(UserError, match="eagle3"):
+        check_head_path(tmp_path / "my-eagle3" / "head", 1)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="something else"):
+        check_head_path(tmp_path, 3)
+
+
+def test_the_reduced_vocabulary_is_the_most_frequent_label_tokens() -> None:
+    rows = Rows.from_lists([[1, 2, 3, 3], [4, 3, 2, 9]], [[-100, 2, 3, 3], [-100, 3, 2, 9]])
+    assert frequent(rows, 3, 12).tolist() == [2, 3, 9]
+    assert frequent(rows, 5, 12).tolist() == [0, 1, 2, 3, 9]  # never seen: the lowest ids
+
+
+def test_unrolled_steps_are_a_chain_over_the_heads_own_states(tiny) -> None:
+    """Step s at index t equals a forward that was given the head's own states of the s tokens before."""
+    target = tiny("llama", num_hidden_layers=4)
+    head = FeatureHead(head_config(target.config, 3)).eval()
+    generator = torch.Generator().manual_seed(0)
+    embeds = torch.randn(1, 7, 32, generator=generator)
+    features = torch.randn(1, 7, 96, generator=generator)
+    with torch.no_grad():
+        steps = list(head.unroll(embeds, features, 3))
+        for t in (2, 4):  # one row alone, its chain appended to the true pairs
+            hidden, keys = head.fuse(features)[:, : t + 1], embeds[:, : t + 1]
+            for step in range(3):
+                state = next(iter(_plain(head, keys, hidden)))[:, -1:]
+                torch.testing.assert_close(steps[step][:, t], state[:, 0], rtol=1e-4, atol=1e-5)
+                hidden = torch.cat([hidden, state], 1)
+                keys = embeds[:, : t + 2 + step]
+
+
+def _plain(head: FeatureHead, embeds: torch.Tensor, hidden: torch.Tensor):  # type: ignore[no-untyped-def]
+    """One causal forward on states that need no fusion."""
+    fuse, head.fuse = head.fuse, lambda states: states  # type: ignore[method-assign]
+    try:
+        yield from head.unroll(embeds, hidden, 1)
+    finally:
+        head.fuse = fuse  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("config", ["quickstart-eagle"])
+def test_the_recipe_shares_the_quickstarts_target(config: str) -> None:
+    folder = Path(__file__).parents[2] / "configs"
+    keys = []
+    for name in ("quickstart", config):
+        argv = ["--config", str(folder / f"{name}.yaml")]
+        keys.append(stage_keys(parse(Settings, argv, prog="", description="", foreign=FOREIGN)))
+    assert keys[0]["target"][0] == keys[1]["target"][0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (EagleSettings(kind="eagle", ce_weight=0.0), "ce_weight"),
+        (EagleSettings(kind="eagle", draft_vocab=10), "draft_vocab"),
+        (EagleSettings(unroll=0), "unroll"),
+        (EagleSettings(tree_widths=[2, 3]), "tree_widths"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: EagleSettings, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        settings.validate()
+
+
+def test_the_selection_settings_reach_the_heads(tmp_path: Path) -> None:
+    settings = head_settings(tmp_path, "eagle", draft=AdaSpecSettings(k=0.25))
+    settings.comparisons = []
+    _, folder, _ = run_tiny(settings)
+    account = folder.record("draft").account
+    assert account["selected_tokens"] == pytest.approx(0.25 * account["teacher_tokens"], rel=0.05)
+
+
+def test_what_heads_are_not_trained_with_is_refused(tmp_path: Path) -> None:
+    settings = head_settings(tmp_path, "eagle")
+    settings.reference.divergence = "reverse_kl"
+    with pytest.raises(UserError, match="divergence is reverse_kl"):
+        settings.validate()

@@ -1,0 +1,101 @@
+"""A loss that is no number stops the run with the step, the examples and the likely cause, and leaves no checkpoint."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from rich.console import Console
+from test_modules import TRAINING, some_rows
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from distill import signals
+from distill.batches import Rows, Schedule
+from distill.fit import Segments, fit
+from distill.modules import CausalLMModule, DistillModule
+from distill.objective import Objective
+from distill.selection import Selection
+from distill.settings import TrainerSettings
+from distill.teacher import Target, TargetSignal
+from distill.trouble import FirstBad
+
+Tiny = Callable[..., PreTrainedModel]
+
+
+class Poison(Callback):
+    """Ruins a weight before a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            next(pl_module.parameters()).data.fill_(torch.nan)
+
+
+def train(module: Any, rows: Rows, folder: Path, *callbacks: Callback, precision: str = "32-true") -> Schedule:
+    schedule = Schedule(rows.lengths, 2)
+    data = Segments(rows, some_rows(2), schedule, steps=9, segment=3, pad_id=0)
+    settings = TrainerSettings(accelerator="cpu", precision=precision)
+    fit(module, data, settings, folder, name="x", console=Console(quiet=True), callbacks=callbacks)
+    return schedule
+
+
+def tiny_module(tiny: Tiny, **options: Any) -> CausalLMModule:
+    model = copy.deepcopy(tiny("llama")).requires_grad_(True)
+    return CausalLMModule(model, TRAINING, 9, log_every=100, **options)
+
+
+def test_a_step_between_logged_ones_is_named_with_its_examples_and_the_segment_leaves_no_checkpoint(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    rows = some_rows()
+    examples = ", ".join(str(i) for i in sorted(Schedule(rows.lengths, 2).batch(4).tolist()))
+    with pytest.raises(
+        UserError, match=rf"NaN or infinite at step 4 \(training examples {examples}\): lower the learn"
+    ):
+        train(tiny_module(tiny), rows, tmp_path, Poison(4))
+    assert [path.name for path in tmp_path.glob("step-*.ckpt")] == ["step-00000003.ckpt"]
+
+
+def test_a_model_that_is_broken_from_the_start_is_found_by_the_first_validation(tiny: Tiny, tmp_path: Path) -> None:
+    module = tiny_module(tiny)
+    next(module.parameters()).data.fill_(torch.nan)
+    with pytest.raises(UserError, match=r"validation at step 0 gave \[nan, .*the model as loaded: try another dtype"):
+        train(module, some_rows(), tmp_path)
+
+
+def test_a_kept_signal_that_is_not_finite_is_named_as_the_cause(tiny: Tiny, tmp_path: Path) -> None:
+    rows = some_rows()
+    rows.signals["reference_loss"] = np.zeros(rows.label_count, dtype=np.float32)
+    rows.signals["reference_loss"][rows.label_offsets[3]] = np.nan
+    model = copy.deepcopy(tiny("llama", seed=8)).requires_grad_(True)
+    module = DistillModule(
+        model, TRAINING, 9, target=Target(tiny("llama", seed=4)), objective=Objective(selection=Selection()),
+        log_every=100,
+    )  # fmt: skip
+    step = next(step for step in range(9) if 3 in Schedule(rows.lengths, 2).batch(step))
+    with pytest.raises(UserError, match=rf"at step {step} .*kept reference_loss of example 3 is not finite. Remove"):
+        train(module, rows, tmp_path, Poison(step))
+
+
+def test_a_target_whose_output_is_not_finite_is_refused_while_its_signal_is_made(tiny: Tiny, tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    model.model.norm.weight.data[0] = torch.inf
+    rows = some_rows()
+    with pytest.raises(UserError, match=r"target's hidden states are not finite in a batch of examples \[0, 1, 2, 3"):
+        signals.target_signal(model, TargetSignal("hidden"), rows, tmp_path / "h.npy", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_first_bad_step_is_kept() -> None:
+    bad = FirstBad()
+    for step, loss in enumerate([1.0, float("inf"), float("nan"), 2.0]):
+        assert bad.step() == (None if step < 2 else 1)
+        bad.note(torch.tensor(loss), step)
+    assert bad.step() == 1
