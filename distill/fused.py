@@ -24,8 +24,8 @@ from distill.losses import log_probs
 from distill.models import Head
 from distill.teacher import Place, TargetRows
 
-CPU_CHUNK, CUDA_CHUNK = 1 << 18, 1 << 28
-"""Bytes of one ``[chunk, vocab]`` float32 buffer: a few of them fit a core's cache, or keep a GPU busy."""
+CPU_CHUNK, CUDA_CHUNK = 1 << 21, 1 << 28
+"""Bytes of one ``[chunk, vocab]`` float32 buffer: a few of them fit a CPU's cache, or keep a GPU busy."""
 
 FEWEST_ROWS = 64
 """Rows of a chunk at least: the head's weights are read once a chunk."""
