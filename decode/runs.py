@@ -20,7 +20,7 @@ PARTS = {"methods": "bench", "decoding": "distill", "self_speculation": "probes"
 """Keys of report.json that hold rows of methods, and which command put them there."""
 PAGES = {"bench": ("bench.html", "report.html"), "distill": ("report.html",), "probes": ("probes.html",)}
 FINAL = "adaspec"
-"""What reports of ``distill`` call the draft that the run was made for."""
+"""What reports of ``distill`` call the draft that the run was made for, unless they say so themselves."""
 NEEDED = {"name", "suite", "temperature"}
 DEFAULTS: Row = {"method": "", "peer": False, "lossless": False}
 
@@ -142,7 +142,8 @@ def _name(row: Row, part: str) -> str:
 def _distilled(content: Mapping[str, Any], rows: Sequence[Row]) -> list[Row]:
     """The samples of a ``distill`` report, which the final draft wrote greedily at its fastest length."""
     drafted = [r for r in rows if r.get("method") == "vanilla" and r.get("speedup")]
-    best = max(drafted, key=lambda r: (r.get("draft") == FINAL, r["speedup"]), default=None)
+    final = _mapping(content.get("profile")).get("draft", FINAL)
+    best = max(drafted, key=lambda r: (r.get("draft") == final, r["speedup"]), default=None)
     samples = _listed(content.get("samples"))
     return [{"name": _name(best, "distill"), "samples": samples}] if best and samples else []
 

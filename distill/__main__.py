@@ -13,13 +13,14 @@ from distill.run import Run
 DESCRIPTION = """Trains a draft model for a target: target -> initial draft -> reference (DistillSpec) -> draft
 (AdaSPEC), measures all drafts and exports the last, under <output_dir>/<name>/. Stages whose inputs have not changed
 are skipped, and an interrupted run continues where it was. ``python -m distill bench --config C`` measures how fast
-AdaSPEC trains here (its own settings: --speed.*). Further switches: --dry-run (the whole run with tiny random
+AdaSPEC trains here (its own settings: --speed.*). ``python -m distill ablate --config configs/ablation.yaml`` compares
+variations of AdaSPEC over several seeds. Further switches: --dry-run (the whole run with tiny random
 models of the same architectures, no network, under two minutes), --show-example (print one training example with
 its label mask, then stop), --tracker wandb|csv|tensorboard|none (short for --tracker.kind), --sweep KEY=VALUE,VALUE
 (several times for a grid: a run at every point, under <output_dir>/<name>-sweep/; equal stages are made once, finished
 points are kept, and a page plots them all)."""
 
-FOREIGN = {"bench", "probes"}
+FOREIGN = {"bench", "probes", "ablation"}
 """Sections of a shared configuration that belong to the other commands."""
 
 
@@ -32,6 +33,8 @@ def main(argv: list[str] | None = None) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["bench"]:
         return _bench(argv[1:])
+    if argv[:1] == ["ablate"]:
+        return _ablate(argv[1:])
     dry_run, show, axes = take_flag(argv, "--dry-run"), take_flag(argv, "--show-example"), take_sweep(argv)
     argv = [item.replace("--tracker", "--tracker.kind", 1) if _is_tracker(item) else item for item in argv]
     from distill.settings import Settings
@@ -61,6 +64,17 @@ def _bench(argv: list[str]) -> None:
 over Hugging Face's Trainer, on the pair of a configuration: its trained run if there is one, else random weights."""
     argv = [item.replace("--json", "--speed.json", 1) if item.split("=")[0] == "--json" else item for item in argv]
     run(parse(BenchSettings, argv, prog="python -m distill bench", description=about, foreign=FOREIGN))
+
+
+def _ablate(argv: list[str]) -> None:
+    from distill.ablate import AblateSettings, ablate
+
+    about = """Trains AdaSPEC and each of `comparisons`, a variation of it, with several seeds, and compares them with
+DistillSpec of the same seed by offline alpha on the same texts. Target, initial draft and reference are taken from a
+run beside it where they are the same. Finished drafts are kept; the table grows with each new one."""
+    ablate(
+        parse(AblateSettings, argv, prog="python -m distill ablate", description=about, foreign=FOREIGN - {"ablation"})
+    )
 
 
 def _sweep(argv: list[str], axes: dict[str, list[str]], base: Run) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from distill.batches import Rows, Schedule
-from distill.settings import Iso, TrainingSettings
+from distill.draft_settings import Iso
+from distill.model_settings import TrainingSettings
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from distill.draft_settings import AdaSpecSettings
 from distill.files import fingerprint
 from distill.settings import ModelSettings, Settings
 
@@ -42,9 +43,9 @@ def stage_keys(settings: Settings) -> dict[str, Key]:
     distillation = asdict(settings.reference) | {"responses": settings.reference.responses.key()}
     del distillation["signal_limit_gb"]  # whether it fits, not what it is
     reference = add("reference", **common, **data, reference=distillation, target=target, initial=initial)
-    add("draft", **common, adaspec=asdict(settings.draft), reference=reference)
+    add("draft", **common, **_draft_key(settings.draft, settings), reference=reference)
     for other in settings.comparisons:
-        add(other.name, **common, adaspec=asdict(other), reference=reference)
+        add(other.name, **common, **_draft_key(other, settings), reference=reference)
     return keys
 
 
@@ -56,6 +57,12 @@ def data_key(settings: Settings) -> dict[str, Any]:
         del data["chat_template"]
     paths = [data[name] for name in ("source", "train_file", "validation_file", "tokenizer") if data[name]]
     return {"data": data, "seed": settings.seed, "files": _state(paths)}
+
+
+def _draft_key(draft: AdaSpecSettings, settings: Settings) -> dict[str, Any]:
+    """What a draft is made from beside the reference; how it writes texts of its own, if it alone does."""
+    alone = draft.on_policy and not settings.reference.responses.from_draft
+    return {"adaspec": draft.key()} | ({"responses": asdict(settings.reference.responses)} if alone else {})
 
 
 def _model_key(settings: ModelSettings) -> dict[str, Any]:

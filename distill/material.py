@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import track
@@ -35,6 +35,7 @@ class Material:
         validation: Examples for comparing checkpoints, with cached signals.
         ends: The target's end-of-text tokens.
         add_signals: Puts the same signals into rows that were written just now.
+        share: Of the examples whose responses the draft writes itself.
     """
 
     target: Target
@@ -42,25 +43,34 @@ class Material:
     validation: Rows
     ends: set[int]
     add_signals: Callable[[Rows], None]
+    share: float = 0.0
 
-    def on_policy(self, bench: Bench, draft: PreTrainedModel, schedule: Schedule, steps: int) -> OnPolicy | None:
-        """The draft's own texts, where the settings want some."""
-        settings = bench.settings.reference.responses
-        if not settings.from_draft:
+    def on_policy(
+        self, bench: Bench, draft: PreTrainedModel, schedule: Schedule, steps: int, seed: int
+    ) -> OnPolicy | None:
+        """The draft's own texts, where some are wanted."""
+        if not self.share:
             return None
-        limit, seed = bench.settings.data.max_length, bench.settings.seed
+        settings = replace(bench.settings.reference.responses, source="mixed", share=self.share)
+        limit = bench.settings.data.max_length
         return OnPolicy(draft, self.train, schedule, steps, settings, seed, limit, self.ends, self.add_signals)
 
 
-def prepare(bench: Bench, objective: Objective) -> Material:
-    """The target as a source of logits, and examples with the cached values that the distillation needs."""
-    settings, folder = bench.settings.reference, bench.run.work / "signals"
+def prepare(bench: Bench, objective: Objective, share: float = 0.0) -> Material:
+    """The target as a source of logits, and examples with the cached values that the distillation needs.
+
+    Args:
+        bench: Settings, data and folder.
+        objective: Of the draft.
+        share: Of the examples whose responses the draft will write itself.
+    """
+    folder = bench.run.work / "signals"
     model = load_model(bench.run.target, dtype=bench.settings.target.dtype)
     check_head(model, Head(model))
     ends = stop_ids(model, bench.corpus.tokenizer)
     train, validation, key = fixed_texts(bench, model, ends)
     signal = _signal(bench, model)
-    all_own = settings.responses.from_draft == 1
+    all_own = share == 1
     if signal.kind != "recompute":
         model = model.to(bench.device())
         fixed = {"validation": validation} if all_own else {"validation": validation, "train": train}
@@ -91,7 +101,7 @@ def prepare(bench: Bench, objective: Objective) -> Material:
                     reference, target, train, path, made_from, ranking
                 )
 
-    if not settings.responses.from_draft:  # the models leave memory here: nothing will be asked of them again
+    if not share:  # the models leave memory here: nothing will be asked of them again
         return Material(target, train, validation, ends, _unchanged)
 
     def add_signals(rows: Rows) -> None:
@@ -100,7 +110,7 @@ def prepare(bench: Bench, objective: Objective) -> Material:
         if reference is not None:
             rows.signals["reference_loss"] = signals.reference_loss_now(reference, target, rows, ranking)
 
-    return Material(target, train, validation, ends, add_signals)
+    return Material(target, train, validation, ends, add_signals, share)
 
 
 def _unchanged(_: Rows) -> None:

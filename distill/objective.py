@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from distill.divergences import Divergence
+from distill.draft_settings import AdaSpecSettings, ComparisonSettings
 from distill.fused import Task
 from distill.selection import Selection
+from distill.settings import DistillSettings
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Objective:
             ``tv`` it is α_reference - α_draft, the acceptance that the reference shows can be gained.
         warmup: Steps of forward KL before the divergence takes over.
         k_start: The selection's share at the first step, from where it moves linearly to k; None: k throughout.
-        steps: Steps in all.
+        steps: Steps over which it moves.
     """
 
     divergence: Divergence = field(default_factory=Divergence)
@@ -67,3 +69,24 @@ class Objective:
             None if self.ranking == loss else self.ranking,
             metrics,
         )
+
+
+def objective_of(draft: AdaSpecSettings, reference: DistillSettings, steps: int) -> Objective:
+    """The objective that a draft's settings describe.
+
+    Args:
+        draft: Its settings.
+        reference: Those of DistillSpec, whose divergence it has unless it names another.
+        steps: Optimiser steps in all.
+    """
+    loss, warmup = reference.loss(draft.divergence), round(draft.kl_first * steps)
+    if isinstance(draft, ComparisonSettings) and draft.method == "distillspec":
+        return Objective(loss, warmup=warmup)
+    return Objective(
+        loss,
+        Selection(draft.k, draft.scope, draft.normalisation),
+        reference.loss("tv") if draft.select_by == "acceptance_gain" else None,
+        warmup,
+        draft.k_start,
+        round(draft.k_ramp * steps),
+    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers.utils import logging as hf_logging
 
 from distill import data, ranks
 from distill.card import export_profile
+from distill.draft_settings import PLAIN
 from distill.eagle.export import check_head_path, export_head
 from distill.export import check_export_path, export_draft
 from distill.files import fingerprint, only_one, remove, write_json, write_safely
@@ -26,6 +28,7 @@ from distill.run import HEAD_NAMES, NAMES, Run, copy_of
 from distill.settings import AdaSpecSettings, Settings
 from distill.stages import Bench, Made
 from distill.tracking import finish, log_draft, log_report, make_logger, where
+from distill.verdict import display
 
 
 def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
@@ -36,19 +39,30 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
     """
     settings.validate()
     console = (console or Console()) if ranks.is_first() else Console(quiet=True)
-    hf_logging.disable_progress_bar()  # a bar for every file read or written hides what matters
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
     run = run_of(settings)
     if settings.eagle.enabled:
         check_head_path(run.export, settings.eagle.version)
     else:
         check_export_path(run.export)
+    with alone_in(run, settings):
+        return _run(settings, run, console)
+
+
+@contextmanager
+def alone_in(run: Run, settings: Settings) -> Iterator[None]:
+    """Inside, the run's folder is this process's, without what a killed one was writing, and the threads are set.
+
+    Raises:
+        UserError: Another process is working there.
+    """
+    hf_logging.disable_progress_bar()  # a bar for every file read or written hides what matters
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
     with only_one(run.work / "lock"):
         if ranks.is_first():
-            for left in run.work.rglob(".tmp-*"):  # what a killed process was writing
+            for left in run.work.rglob(".tmp-*"):
                 remove(left)
-        return _run(settings, run, console)
+        yield
 
 
 def _run(settings: Settings, run: Run, console: Console) -> Run:
@@ -72,9 +86,11 @@ def _run(settings: Settings, run: Run, console: Console) -> Run:
 
 def run_of(settings: Settings) -> Run:
     """The folder of the run that the settings describe."""
-    names = HEAD_NAMES if settings.eagle.enabled else NAMES
+    names = dict(HEAD_NAMES if settings.eagle.enabled else NAMES)
+    if settings.draft.name != PLAIN:
+        names["draft"] = settings.draft.name
     comparisons = [comparison.name for comparison in settings.comparisons]
-    return Run(Path(settings.output_dir) / settings.name, comparisons, dict(names))
+    return Run(Path(settings.output_dir) / settings.name, comparisons, names)
 
 
 def show_example(settings: Settings, console: Console | None = None) -> None:
@@ -85,12 +101,14 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
     data.show_example(Bench(settings, run, console).corpus, console=console)
 
 
-def run_stages(bench: Bench) -> list[str]:
-    """Runs the stages that are not up to date; returns their names."""
+def run_stages(bench: Bench, only: Collection[str] | None = None) -> list[str]:
+    """Runs the stages (``only`` some of them) that are not up to date; returns their names."""
     settings, run, console = bench.settings, bench.run, bench.console
     keys = stage_keys(settings)
     ran: list[str] = []
     for stage, title, make in plan_stages(bench):
+        if only is not None and stage not in only:
+            continue
         key, made_from = keys[stage]
         console.print(f"[bold]{title}[/bold]", highlight=False)
         record = run.record(stage)
@@ -140,7 +158,7 @@ def measure(bench: Bench) -> dict[str, Any]:
     if settings.eagle.enabled:
         export_head(run.draft, run.target, run.export, export_profile(report, run.names["draft"]), settings.export)
     else:
-        trust, profile = settings.target.trust_remote_code, export_profile(report)
+        trust, profile = settings.target.trust_remote_code, export_profile(report, run.names["draft"])
         export_draft(run.draft, run.target, run.export, profile, settings.export, trust_remote_code=trust)
     write_report(run.folder, report)
     report = _read(run.folder / "report.json")
@@ -167,7 +185,7 @@ def plan_stages(bench: Bench) -> list[tuple[str, str, Callable[[str], Made]]]:
         ("target", f"target ({settings.target.kind})", lambda key: bench.language_model("target", key)),
         ("initial", f"initial draft ({settings.initial.kind})", lambda key: bench.language_model("initial", key)),
         ("reference", f"reference: DistillSpec, {settings.reference.divergence}", distil("reference", None)),
-        ("draft", f"draft: AdaSPEC, k = {draft.k:g}, iso {draft.iso}", distil("draft", draft)),
+        ("draft", f"draft: {display(draft.name)}, k = {draft.k:g}, iso {draft.iso}", distil("draft", draft)),
     ]
     for other in settings.comparisons:
         title = f"comparison: {other.name} ({other.method}, k = {other.k:g}, iso {other.iso})"

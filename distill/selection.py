@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distill.settings import Normalisation, Scope
+from distill.draft_settings import Normalisation, Scope
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Literal
 from decode.errors import UserError
 from distill.data.settings import DataSettings
 from distill.divergences import LOSSES, Divergence, DivergenceName
+from distill.draft_settings import AdaSpecSettings, ComparisonSettings, check_names
 from distill.eagle.settings import EagleSettings
 from distill.export import ExportSettings
 from distill.model_settings import (
@@ -39,9 +40,6 @@ __all__ = [
     "TrainingSettings",
 ]
 
-Iso = Literal["steps", "epochs", "teacher_tokens"]
-Scope = Literal["microbatch", "sequence", "global"]
-Normalisation = Literal["paper", "official"]
 Signal = Literal["hidden", "topk", "recompute"]
 
 
@@ -79,8 +77,8 @@ class DistillSettings:
     signal_limit_gb: float = 100.0
     """Largest size of the kept signal in GB. What it needs is told before it is made."""
     responses: ResponseSettings = field(default_factory=ResponseSettings)
-    """Who writes the responses, for the reference and for AdaSPEC alike. What frozen models say of the draft's own
-    texts, the reference's loss too, is computed anew each time they are written."""
+    """Who writes the responses, for the reference and for AdaSPEC alike (but see draft.on_policy). What frozen models
+    say of the draft's own texts, the reference's loss too, is computed anew each time they are written."""
     lora: LoraSettings | None = None
     """Train a low-rank adapter instead of all weights of the drafts, and merge it at the end: less memory for the
     optimiser, less forgetting, less to learn with. null: all weights."""
@@ -116,59 +114,6 @@ class DistillSettings:
             )
         if self.examples is not None and self.examples < 1:
             raise UserError(f"reference.examples is {self.examples}, wanted 1 or more, or null for all")
-
-
-@dataclass
-class AdaSpecSettings:
-    """AdaSPEC: distillation on the share k of tokens where the draft can still learn most."""
-
-    k: float = 0.4
-    """Share of response tokens selected by the largest loss difference to the reference; the paper's best is 0.2
-    to 0.4. 1.0 selects all, which is DistillSpec."""
-    scope: Scope = "microbatch"
-    """Where the top k are chosen. microbatch: among all tokens of a device's batch (official code). sequence: within
-    each example. global: among all tokens of the optimiser step, over all devices and trainer.accumulate batches, so
-    that the result does not depend on how many there are; with accumulate the draft reads every batch twice."""
-    normalisation: Normalisation = "official"
-    """What the sum over selected tokens is divided by. paper: the number of selected tokens. official: the number of
-    all label tokens, so the loss, and under a plain optimiser the step, is k times as large."""
-    iso: Iso = "steps"
-    """What is held equal to the reference's training (S steps of B examples). steps: S steps of B/k examples, the
-    official scripts' choice, with 1/k times the data and teacher tokens. epochs: S steps of B examples.
-    teacher_tokens: k*S steps of B/k examples, the same data, the same selected tokens a step."""
-    epochs: float | None = None
-    """Length in epochs of the reference's batches, before iso is applied; null: as long as the reference."""
-    lr: float | None = None
-    """Peak learning rate; null: the reference's."""
-
-    def validate(self, where: str) -> None:
-        """Check k, the length and the learning rate."""
-        if self.epochs is not None and self.epochs <= 0:
-            raise UserError(f"{where}.epochs is {self.epochs}, wanted a number above 0, or null for the reference's")
-        if not 0 < self.k <= 1:
-            raise UserError(f"{where}.k is {self.k}, wanted a share of tokens above 0 and at most 1, such as 0.4")
-        if self.lr is not None and self.lr <= 0:
-            raise UserError(f"{where}.lr is {self.lr}, wanted a number above 0, or null for the reference's")
-
-
-@dataclass
-class ComparisonSettings(AdaSpecSettings):
-    """One more draft for the report, trained from the same initial draft."""
-
-    name: str = ""
-    """Its name in the report and of its folder under work/."""
-    method: Literal["adaspec", "distillspec"] = "adaspec"
-    """adaspec, or distillspec: the same batches and steps (k and iso decide them) without selection."""
-
-    def validate(self, where: str) -> None:
-        """Check the name, then as for `AdaSpecSettings`."""
-        super().validate(where)
-        if not self.name or not self.name.replace("-", "").replace("_", "").isalnum():
-            raise UserError(f"{where}.name is {self.name!r}, wanted letters, digits, '-' and '_'")
-        if self.name in ("undistilled", "distillspec", "adaspec"):
-            raise UserError(
-                f"{where}.name is {self.name!r}, which names one of the three standard drafts: choose another"
-            )
 
 
 @dataclass
@@ -303,15 +248,15 @@ class Settings:
         self.eagle.validate()
         if self.eagle.enabled:
             self.eagle.check_reference(self.reference)
-        if not self.eagle.enabled:
+        else:
             self.initial.validate("initial")
         self.reference.validate()
         self.draft.validate("draft")
-        names = [comparison.name for comparison in self.comparisons]
         for index, comparison in enumerate(self.comparisons):
             comparison.validate(f"comparisons[{index}]")
-            if names.count(comparison.name) > 1:
-                raise UserError(f"comparisons: the name {comparison.name!r} is there twice")
+        check_names(self.draft, self.comparisons)
+        if self.eagle.enabled:
+            self.eagle.check_drafts([self.draft, *self.comparisons])
         self.evaluation.validate()
         self.trainer.validate()
         if self.trainer.strategy == "fsdp":
@@ -327,6 +272,7 @@ class Settings:
         problems = [f"{name}.training.optimizer muon" for name in muon] + [f"{name} with lora" for name in adapters]
         if self.reference.responses.from_draft:
             problems.append(f"reference.responses.source {self.reference.responses.source}")
+        problems += [f"on_policy of {draft.name}" for draft in (self.draft, *self.comparisons) if draft.on_policy]
         if self.target.layerskip.enabled:
             problems.append("target.layerskip")
         if problems:

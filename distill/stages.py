@@ -7,7 +7,7 @@ the results in their folders.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -28,13 +28,11 @@ from distill.material import prepare
 from distill.models import Head, check_head, count_layers, count_parameters, obtain, ready, source_folder, with_adapter
 from distill.module import Module
 from distill.modules import CausalLMModule, DistillModule, token_counts
-from distill.objective import Objective
+from distill.objective import Objective, objective_of
 from distill.onpolicy import OnPolicy
 from distill.run import Run, StageRecord, account_of
-from distill.selection import Selection
 from distill.settings import (
     AdaSpecSettings,
-    ComparisonSettings,
     InitialDraftSettings,
     ModelSettings,
     Settings,
@@ -158,7 +156,7 @@ class Bench:
         if isinstance(settings, TargetSettings) and settings.layerskip.enabled:
             scratch = settings.kind == "scratch"
             module.layerskip = LayerSkip(model, settings.layerskip, plan.steps, scratch=scratch)
-        schedule = self._schedule(rows, plan, settings.training, offset)
+        schedule = self.schedule(rows, plan, settings.training, self.settings.seed * 10 + offset)
         history, seconds = self._fit(stage, key, module, rows, self.validation, schedule, plan, settings.training)
         if module.layerskip is not None:
             module.layerskip.remove()
@@ -174,7 +172,7 @@ class Bench:
     def distil(self, stage: str, key: str, adaspec: AdaSpecSettings | None) -> Made:
         """A draft, from the initial one: by DistillSpec (``adaspec`` is None), by AdaSPEC, or for comparison."""
         started = time.monotonic()
-        settings = self.settings.reference
+        settings, seed = self.settings.reference, self.seed_of(adaspec)
         training, objective, reference = settings.training, Objective(settings.loss()), None
         if adaspec is not None and adaspec.epochs is not None:
             training = TrainingSettings(**{**vars(training), "steps": None, "epochs": adaspec.epochs})
@@ -183,14 +181,13 @@ class Bench:
             reference = self.run.record("reference")
             plan = plan_draft(plan, adaspec.k, adaspec.iso)
             training = TrainingSettings(**{**vars(training), "lr": adaspec.lr or training.lr})
-            if not (isinstance(adaspec, ComparisonSettings) and adaspec.method == "distillspec"):
-                selection = Selection(adaspec.k, adaspec.scope, adaspec.normalisation)
-                objective = replace(objective, selection=selection)
+            objective = objective_of(adaspec, settings, plan.steps)
         model = load_model(self.run.path("initial"), dtype="float32").train()
         check_head(model, Head(model))
         parameters = model.num_parameters()
         adapted = with_adapter(model, settings.lora, self.settings.seed) if settings.lora is not None else None
-        material = prepare(self, objective)
+        share = settings.responses.from_draft if adaspec is None or adaspec.on_policy is None else adaspec.on_policy
+        material = prepare(self, objective, share)
         train = material.train
         self._say_size(model, parameters)
         module = DistillModule(
@@ -200,11 +197,11 @@ class Bench:
             target=material.target,
             objective=objective,
             fused=self.settings.trainer.fused_loss,
-            seed=self.settings.seed,
+            seed=seed,
             log_every=self.settings.trainer.log_every,
         )
-        schedule = self._schedule(train, plan, training, 2)
-        own = material.on_policy(self, model, schedule, plan.steps)
+        schedule = self.schedule(train, plan, training, seed * 10 + 2)
+        own = material.on_policy(self, model, schedule, plan.steps, seed)
         prepared = time.monotonic() - started
         history, seconds = self._fit(stage, key, module, train, material.validation, schedule, plan, training, own)
         chosen = None if module.selected is None else int(module.selected.sum())
@@ -265,8 +262,13 @@ class Bench:
         selection = module.objective.selection if isinstance(module, DistillModule) else None
         return selection is not None and selection.scope == "global"
 
-    def _schedule(self, rows: Rows, plan: Plan, training: TrainingSettings, offset: int) -> Schedule:
-        return Schedule(rows.lengths, plan.batch_size, training.length_bucket, self.settings.seed * 10 + offset)
+    def seed_of(self, draft: AdaSpecSettings | None) -> int:
+        """The seed of a draft's training: of the order of examples, and of what it writes itself."""
+        return self.settings.seed if draft is None or draft.seed is None else draft.seed
+
+    def schedule(self, rows: Rows, plan: Plan, training: TrainingSettings, seed: int) -> Schedule:
+        """Which examples make which step."""
+        return Schedule(rows.lengths, plan.batch_size, training.length_bucket, seed)
 
     def _target_vocab(self) -> int:
         """Rows of the target's embedding: a draft of the same size can be served without padding."""

@@ -19,11 +19,11 @@ from decode.sweep_page import sweep_page
 from decode.trace import FORMULAS
 from distill.files import fingerprint, only_one
 from distill.keys import VERSION, stage_keys
-from distill.run import NAMES, Run
+from distill.run import Run
 from distill.settings import Settings
+from distill.verdict import final
 
 Row = dict[str, Any]
-FINAL = NAMES["draft"]
 MEASURES = [
     Column("offline_alpha", "α offline", FORMULAS["offline_alpha"], ".4f", "max"),
     Column("offline_alpha_greedy", "α greedy", "the same at temperature 0: agreement of the argmax", ".4f", "max"),
@@ -156,20 +156,19 @@ def merged(points: Sequence[Point], reports: Sequence[Mapping[str, Any]]) -> dic
     """
     rows, methods = [], []
     for i, (point, report) in enumerate(zip(points, reports)):
-        draft = next(d for d in report["drafts"] if d["name"] == FINAL)
-        timed = [r for r in report["decoding"] if r["draft"] == FINAL and r.get("speedup")]
+        name = final(report)
+        draft = next(d for d in report["drafts"] if d["name"] == name)
+        timed = [r for r in report["decoding"] if r["draft"] == name and r.get("speedup")]
         greedy = [r for r in timed if r["temperature"] == 0]
         best: Row = max(greedy, key=lambda r: r["speedup"], default={})
         decoded = {k: best.get(k) for k in ("speedup", "speedup_ci95", "draft_length", "block_efficiency")}
-        rows.append({**draft, **decoded, "name": point.label, "method": FINAL, "swept": point.typed})
+        rows.append({**draft, **decoded, "name": point.label, "method": name, "swept": point.typed})
         baselines = [r for r in report["decoding"] if r["draft"] in ("autoregressive", "generate")]
         methods += [dict(r) for r in baselines] if i == 0 else []
         for row in timed:
-            methods.append(
-                {**row, "name": f"{FINAL} {point.label}, length {row['draft_length']}", "swept": point.typed}
-            )
+            methods.append({**row, "name": f"{name} {point.label}, length {row['draft_length']}", "swept": point.typed})
     axes = {key: list(dict.fromkeys(point.typed[key] for point in points)) for key in points[0].values}
-    others = [{**d, "method": d["name"]} for d in reports[0]["drafts"] if d["name"] != FINAL]
+    others = [{**d, "method": d["name"]} for d in reports[0]["drafts"] if d["name"] != final(reports[0])]
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "methods": methods,

@@ -40,6 +40,11 @@ def display(name: str | None) -> str:
     return NAMES.get(name, name) if name else "no draft"
 
 
+def final(report: Row) -> str:
+    """The draft that the run was made for."""
+    return str((report.get("profile") or {}).get("draft") or "adaspec")
+
+
 def drafted(report: Row) -> list[Row]:
     """The decoding rows in which one of the report's drafts took part; the others are baselines."""
     names = {name for draft in report["drafts"] for name in (draft["name"], f"{draft['name']}-tree")}
@@ -101,12 +106,8 @@ def _identity(row: Row) -> str:
 
 
 def comparisons(report: Row) -> list[Verdict]:
-    """For each paired comparison of AdaSPEC: which draft is better, or that the data cannot tell."""
-    return [
-        _comparison(pair)
-        for pair in report.get("paired") or []
-        if {"adaspec", "eagle-adaspec"} & {pair["a"], pair["b"]}
-    ]
+    """For each paired comparison of the final draft: which is better, or that the data cannot tell."""
+    return [_comparison(pair) for pair in report.get("paired") or [] if final(report) in (pair["a"], pair["b"])]
 
 
 def _comparison(pair: Row) -> Verdict:

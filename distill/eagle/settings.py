@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from decode.errors import UserError
 
 if TYPE_CHECKING:
+    from distill.draft_settings import AdaSpecSettings
     from distill.settings import DistillSettings
 
 Kind = Literal["none", "eagle", "eagle3"]
@@ -85,6 +87,19 @@ class EagleSettings:
                 raise UserError(
                     f"reference.{key} is {value}, which feature heads are not trained with: wanted "
                     + " or ".join(map(str, known))
+                )
+
+    def check_drafts(self, drafts: Sequence[AdaSpecSettings]) -> None:
+        """Refuse variations of AdaSPEC's objective, which heads are not trained with.
+
+        Raises:
+            UserError: naming the key.
+        """
+        for draft in drafts:
+            if draft.variations:
+                raise UserError(
+                    f"{draft.variations[0]} is set for the draft {draft.name!r}, which feature heads are not trained "
+                    "with: remove it, or set eagle.enabled to false"
                 )
 
     def validate(self) -> None:

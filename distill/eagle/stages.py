@@ -104,7 +104,7 @@ def frequent(rows: Rows, count: int, vocab: int) -> torch.Tensor:
 def _train(bench: Bench, stage: str, key: str, adaspec: AdaSpecSettings | None) -> Made:
     """A head, from the initial one: EAGLE (``adaspec`` is None), EAGLE + AdaSPEC, or one for comparison."""
     started = time.monotonic()
-    settings, run = bench.settings, bench.run
+    settings, run, seed = bench.settings, bench.run, bench.seed_of(adaspec)
     training, selection = settings.reference.training, None
     if adaspec is not None and adaspec.epochs is not None:
         training = replace(training, steps=None, epochs=adaspec.epochs)
@@ -123,10 +123,10 @@ def _train(bench: Bench, stage: str, key: str, adaspec: AdaSpecSettings | None) 
         source=source,
         settings=settings.eagle,
         selection=selection,
-        seed=settings.seed,
+        seed=seed,
         log_every=settings.trainer.log_every,
     )
-    schedule = bench._schedule(train, plan, training, 2)
+    schedule = bench.schedule(train, plan, training, seed * 10 + 2)
     prepared = time.monotonic() - started
     history, seconds = bench._fit(stage, key, module, train, validation, schedule, plan, training)
     chosen = None if module.selected is None else int(module.selected.sum())

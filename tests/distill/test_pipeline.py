@@ -196,7 +196,7 @@ def test_a_model_taken_as_it_is_becomes_a_link_and_may_be_shared(finished: tuple
         (setting("initial.architecture.heads", 3), r"hidden_size is 16, which 3 heads do not divide"),
         (setting("reference.divergence", "reverse"), r"reference.divergence is 'reverse'; known are forward_kl"),
         (setting("reference.examples", 0), r"reference.examples is 0"),
-        (setting("comparisons", [ComparisonSettings(name="adaspec")]), r"names one of the three standard drafts"),
+        (setting("comparisons", [ComparisonSettings(name="adaspec")]), r"names a standard draft"),
         (setting("comparisons", [ComparisonSettings()]), r"comparisons\[0\].name is ''"),
         (setting("name", "a/b"), r"name is 'a/b', wanted a plain folder name"),
         (setting("evaluation.temperatures", []), r"evaluation.temperatures"),
