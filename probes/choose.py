@@ -34,6 +34,8 @@ from decode.watch import watch_forwards
 WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25)
 METHODS = ("layerskip", "draft-verify", "adaspeed", "adaspeed-probe", "confidence-probe")
 """Methods among which the best setting is looked for."""
+HINDSIGHT = "hindsight"
+"""No method: the stop rule that knows of each token, once drafted, whether it is accepted. It bounds all of them."""
 
 
 @dataclass
@@ -141,7 +143,7 @@ def predict(
     def choice(method: str, rule: str, k: int, threshold: float | None, product: bool) -> Choice:
         drafted: list[int] = []
         accepted: list[int] = []
-        values = confidences.get(rule)
+        values = outcomes if method == HINDSIGHT else confidences.get(rule)
         for i, outcome in enumerate(outcomes):
             conf = values[i] if values is not None else None
             d, a = walk(outcome, conf, k, threshold or 0.0, product=product, ended=True)
@@ -163,7 +165,7 @@ def predict(
     ):
         if rule in confidences:
             found += [choice(method, rule, window, t, product) for t in thresholds]
-    return found
+    return found + [choice(HINDSIGHT, "length", k, 0.5, False) for k in range(1, window + 1)]
 
 
 def best_of(choices: Sequence[Choice], method: str, count: int) -> list[Choice]:

@@ -15,7 +15,7 @@ from decode.rows import Record, median_interval, paired_ratios, plain
 from decode.suites import Suite
 from decode.warp import Warp
 from decode.workbench import BenchOptions
-from probes.choose import Choice
+from probes.choose import HINDSIGHT, Choice
 
 TITLES = {
     "autoregressive": "no drafting",
@@ -27,6 +27,7 @@ TITLES = {
     "adaspeed": "AdaSPEED",
     "adaspeed-probe": "AdaSPEED, probe",
     "confidence-probe": "AdaSPEED, confidence probe",
+    HINDSIGHT: "any stop rule, with hindsight",
 }
 """How tables call the methods."""
 

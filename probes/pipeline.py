@@ -24,11 +24,12 @@ from distill.pipeline import plan_stages
 from distill.run import Run
 from distill.stages import Bench
 from distill.tracking import finish, for_stage, make_logger, where
-from probes.choose import METHODS, Choice, best_of
+from probes.choose import HINDSIGHT, METHODS, Choice, best_of
 from probes.features import exit_layers
 from probes.lab import Lab, Mode, add_features, read_prompts
 from probes.learn import learn, learn_for_draft
-from probes.report import console_tables, findings, write_page
+from probes.page import write_page
+from probes.report import console_tables, findings
 from probes.selection import advise, choose, find_subset, run_best
 from probes.settings import Settings
 
@@ -126,7 +127,9 @@ def _experiment(lab: Lab) -> dict[str, Any]:
                 "temperature": settings.temperature,
                 "top_p": settings.top_p,
                 "predicted": {
-                    name: [vars(c) for m in METHODS for e in lab.exits for c in best_of(_at(found, e), m, 1)]
+                    name: [
+                        vars(c) for m in (*METHODS, HINDSIGHT) for e in lab.exits for c in best_of(_at(found, e), m, 1)
+                    ]
                     for name, found in choices.items()
                 },
                 "costs": costs,

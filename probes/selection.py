@@ -44,7 +44,7 @@ def choose(
         "exits": {layer: _cost_row(cost) for layer, cost in costs.exits.items()},
         "confidence": costs.confidence,
     }
-    best = max(found, key=lambda c: c.speedup)
+    best = max((c for c in found if c.method in METHODS), key=lambda c: c.speedup)
     lab.console.print(
         f"  best predicted: {best.method}, exit after layer {best.exit_layer}, window {best.window}"
         + (f", threshold {best.threshold:g}" if best.threshold is not None else "")

@@ -11,7 +11,7 @@ from decode.loop import decode
 from decode.methods import MethodOptions, Parts, build
 from decode.target import Target
 from decode.warp import Warp
-from probes.choose import METHODS, Choice, Costs, best_of, measure, predict, split_texts, walk
+from probes.choose import HINDSIGHT, METHODS, Choice, Costs, best_of, measure, predict, split_texts, walk
 from probes.confirm import Candidate
 from probes.features import collect
 
@@ -62,6 +62,9 @@ def test_the_best_setting_is_the_cheapest_way_to_the_same_tokens() -> None:
         predict(outcomes, sure, 2, Costs({2: CostModel(0.2, free)}), window=12, thresholds=[0.5]), "draft-verify", 1
     )
     assert stopped[0].accepted > 0.85
+    known = best_of(predict(outcomes, {}, 2, Costs({2: CostModel(0.2, free)}), window=12, thresholds=[]), HINDSIGHT, 1)
+    assert known[0].speedup >= stopped[0].speedup
+    assert known[0].speedup >= best_of(found, "layerskip", 1)[0].speedup
     assert set(METHODS) - {c.method for c in found} == {"adaspeed-probe", "confidence-probe"}
 
 
