@@ -73,9 +73,9 @@ def _bound(mode: str, predicted: Sequence[Row]) -> list[str]:
         return []
     fixed, known = best.values()
     return [
-        f"{mode}: knowing of each drafted token whether it is rejected, drafting would be "
-        f"{known / fixed:.2f} times as fast as LayerSkip's best constant length (predicted: {known:.2f} and {fixed:.2f} times no drafting), "
-        "so no stop rule can gain more on this model"
+        f"{mode}: knowing of each drafted token whether it is rejected, drafting would be {known / fixed:.2f} times as "
+        f"fast as LayerSkip's best constant length (predicted: {known:.2f} and {fixed:.2f} times no drafting), so no "
+        "stop rule can gain more on this model"
     ]
 
 
