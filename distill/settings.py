@@ -275,6 +275,8 @@ class Settings:
         problems += [f"on_policy of {draft.name}" for draft in (self.draft, *self.comparisons) if draft.on_policy]
         if self.target.layerskip.enabled:
             problems.append("target.layerskip")
+        if self.eagle.enabled:
+            problems.append("feature heads (eagle.kind), which are small,")
         if problems:
             raise UserError(
                 f"trainer.strategy is fsdp, which spreads every weight over the devices; {', '.join(problems)} need "

@@ -99,7 +99,12 @@ class EagleSettings:
             if draft.variations:
                 raise UserError(
                     f"{draft.variations[0]} is set for the draft {draft.name!r}, which feature heads are not trained "
-                    "with: remove it, or set eagle.enabled to false"
+                    "with: remove it, or set eagle.kind to none"
+                )
+            if draft.scope == "global":
+                raise UserError(
+                    f"scope is global for the draft {draft.name!r}: feature heads select within a batch, so take "
+                    "microbatch or sequence"
                 )
 
     def validate(self) -> None:

@@ -266,3 +266,13 @@ def test_what_heads_are_not_trained_with_is_refused(tmp_path: Path) -> None:
     settings.reference.divergence = "reverse_kl"
     with pytest.raises(UserError, match="divergence is reverse_kl"):
         settings.validate()
+
+
+def test_a_selection_over_several_batches_and_sharding_are_refused(tmp_path: Path) -> None:
+    settings = head_settings(tmp_path, "eagle", draft=AdaSpecSettings(scope="global"))
+    with pytest.raises(UserError, match="scope is global"):
+        settings.validate()
+    settings.draft.scope = "sequence"
+    settings.trainer.strategy = "fsdp"
+    with pytest.raises(UserError, match="feature heads"):
+        settings.validate()
