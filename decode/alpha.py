@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .feature_head import FeatureHead, head_logits
+from .foreign import DraftModel, ForeignDraft, foreign_logits
 from .warp import Warp
 
 
@@ -74,10 +75,10 @@ def response_logits(model: PreTrainedModel, ids: Sequence[int], prompt_length: i
     return model(input_ids=tokens, use_cache=False, logits_to_keep=keep).logits[0, :-1]
 
 
-def draft_logits(
-    target: PreTrainedModel, draft: PreTrainedModel | FeatureHead, ids: Sequence[int], prompt_length: int
-) -> Tensor:
+def draft_logits(target: PreTrainedModel, draft: DraftModel, ids: Sequence[int], prompt_length: int) -> Tensor:
     """`response_logits` of a draft; a feature head reads the target's true features."""
+    if isinstance(draft, ForeignDraft):
+        return foreign_logits(draft, ids, prompt_length)
     if isinstance(draft, FeatureHead):
         return head_logits(draft, target, ids, prompt_length)
     return response_logits(draft, ids, prompt_length)
@@ -91,7 +92,7 @@ def overlap(p: Tensor, q: Tensor) -> Tensor:
 
 def offline_alpha(
     target: PreTrainedModel,
-    draft: PreTrainedModel | FeatureHead,
+    draft: DraftModel,
     texts: Iterable[tuple[Sequence[int], int]],
     warp: Warp,
 ) -> OfflineAlpha:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .contenders import REFERENCE, Contender, Entrant, with_baselines
 from .errors import UserError
-from .feature_head import FeatureHead
+from .foreign import DraftModel
 from .methods import METHODS
 from .peers import PEERS, quiet
 from .rows import Record, Take, accuracy, analysis, by_prompt, counts, identical_share, plain, speeds
@@ -59,7 +59,7 @@ class Bench(Workbench):
     def __init__(
         self,
         model: PreTrainedModel,
-        drafts: Mapping[str, PreTrainedModel | FeatureHead] | None,
+        drafts: Mapping[str, DraftModel] | None,
         tokenizer: PreTrainedTokenizerBase,
         options: BenchOptions | None = None,
     ) -> None:
@@ -285,7 +285,7 @@ def _opponents(entrant: Entrant, entrants: Sequence[Entrant]) -> dict[str, Recor
 
 def run_bench(
     target: PreTrainedModel,
-    drafts: Mapping[str, PreTrainedModel | FeatureHead] | None,
+    drafts: Mapping[str, DraftModel] | None,
     tokenizer: PreTrainedTokenizerBase,
     suites: Iterable[Suite],
     contenders: Iterable[Contender],

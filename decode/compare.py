@@ -19,7 +19,7 @@ from .bench import Bench, Block
 from .contenders import Contender, plan, split_spec
 from .drafters.corpus import join_documents
 from .errors import UserError
-from .feature_head import FeatureHead
+from .foreign import DraftModel
 from .head_files import is_head
 from .methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE, smaller_store
 from .page import write_text
@@ -48,7 +48,7 @@ class Models:
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    drafts: dict[str, PreTrainedModel | FeatureHead]
+    drafts: dict[str, DraftModel]
 
 
 def open_models(settings: BenchSettings) -> Models:
@@ -115,7 +115,8 @@ def run(settings: BenchSettings, models: Models | None = None) -> None:
         tell_agent(bench.rows)
     finally:  # an interrupt keeps what was measured
         if bench.blocks:
-            told = {s.name: [s.note, bench.left_out.get(s.name, "")] for s in suites}
+            more = (bench.left_out, bench.vocabularies)
+            told = {s.name: [s.note, *(notes.get(s.name, "") for notes in more)] for s in suites}
             notes = {name: "; ".join(filter(None, parts)) for name, parts in told.items() if any(parts)}
             files = write_report(bench, settings, folder, notes)
             for block in bench.blocks:
@@ -162,9 +163,7 @@ def draft_names(given: Sequence[str]) -> dict[str, str]:
     return named
 
 
-def plan_contenders(
-    settings: BenchSettings, methods: Sequence[str], drafts: dict[str, PreTrainedModel | FeatureHead]
-) -> list[Contender]:
+def plan_contenders(settings: BenchSettings, methods: Sequence[str], drafts: dict[str, DraftModel]) -> list[Contender]:
     """All combinations that the settings ask for."""
     return plan(
         methods,

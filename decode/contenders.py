@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .errors import UserError
 from .feature_head import FeatureHead
+from .foreign import DraftModel
 from .loop import Output, System, decode
 from .methods import DRAFTED, HEADED, METHODS, SELF_SPECULATIVE, MethodOptions, Parts, build, is_lossless
 from .peers import NEEDS_DRAFT, PEERS, Peer
@@ -107,7 +108,7 @@ def with_baselines(contenders: list[Contender], temperature: float) -> list[Cont
 
 def plan(
     methods: Sequence[str],
-    drafts: Mapping[str, PreTrainedModel | FeatureHead],
+    drafts: Mapping[str, DraftModel],
     temperatures: Sequence[float] = (0.0,),
     *,
     draft_lengths: Sequence[int] = (),
@@ -158,12 +159,14 @@ def _stop_of(method: str, stop: str | None) -> str | None:
     return None if method in PEERS else stop or METHODS[method][1]
 
 
-def suits(method: str, draft: PreTrainedModel | FeatureHead) -> bool:
-    """Whether a draft can take part in a method: transformers has no use for heads, EAGLE's trees none for models."""
-    return method not in (NEEDS_DRAFT if isinstance(draft, FeatureHead) else HEADED)
+def suits(method: str, draft: DraftModel) -> bool:
+    """Whether a draft can take part in a method: transformers takes plain models only, EAGLE's trees need a head."""
+    if method in NEEDS_DRAFT:
+        return isinstance(draft, PreTrainedModel)
+    return method not in HEADED or isinstance(draft, FeatureHead)
 
 
-def exported_length(draft: PreTrainedModel | FeatureHead) -> int | None:
+def exported_length(draft: DraftModel) -> int | None:
     """The draft length that the draft's generation config (a head's configuration) carries, if any."""
     source = draft.config if isinstance(draft, FeatureHead) else draft.generation_config
     length = getattr(source, "num_assistant_tokens", None)
@@ -191,7 +194,7 @@ class Entrant:
         self.systems: list[System] = []
         if contender.method in PEERS:
             draft = bench.draft_models.get(contender.draft or "")
-            assert not isinstance(draft, FeatureHead), "plan leaves heads out"
+            assert draft is None or isinstance(draft, PreTrainedModel), "plan leaves all others out"
             length = contender.options.draft_length
             self.peer = Peer(contender.method, bench.model, draft, self.warp, bench.stop_ids, length)
         else:

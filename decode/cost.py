@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .foreign import ForeignRunner
 from .machine import synchronize
 from .runner import Runner
 
@@ -97,8 +98,12 @@ class CostMeter:
         self.widths = sorted({n for n in widths if 1 < n < room})
         longest = max([min(STEADY, room - 1), *self.widths])
         self.context = max(1, min(context, room - longest))
-        vocab = min(runner.vocab_size for runner in self.runners)
-        self.tokens = torch.randint(vocab, (self.context + longest,), generator=torch.Generator().manual_seed(0))
+        dice = torch.Generator().manual_seed(0)
+        if isinstance(draft, ForeignRunner):  # it drafts common tokens only, each of which is one of its own
+            known = draft.vocabulary.target_ids.cpu()
+        else:
+            known = torch.arange(min(runner.vocab_size for runner in self.runners))
+        self.tokens = known[torch.randint(len(known), (self.context + longest,), generator=dice)]
         self.plain: list[float] = []
         self.drafting: list[float] = []
         self.verifying: dict[int, list[float]] = {n: [] for n in self.widths}

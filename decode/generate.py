@@ -16,6 +16,7 @@ from rich.text import Text
 from . import machine
 from .contenders import exported_length
 from .errors import UserError
+from .foreign import ForeignDraft
 from .head_runner import open_draft_runner
 from .load import stop_ids
 from .loop import rejected_tokens, rounds, who_wrote
@@ -112,6 +113,8 @@ def start(settings: GenerateSettings, prompt: str) -> Generation:
     draft = None
     if needs_draft(method):
         model = open_draft(str(settings.draft), settings, target, tokenizer)
+        if isinstance(model, ForeignDraft):
+            print(model.vocabulary.sentence(ids), file=sys.stderr)
         if options.draft_length is None and (settings.stop_rule or METHODS[method][1]) == "length":
             options.draft_length = exported_length(model)
         draft = open_draft_runner(model, target)

@@ -13,11 +13,14 @@ from .draft import Draft
 from .errors import UserError
 from .fast import COLUMNS, FastRunner, Layer, _by_columns, _fuse, _norm
 from .feature_head import FeatureHead, output_head
+from .foreign import DraftModel, ForeignDraft, ForeignRunner
 from .runner import Runner, open_runner
 
 
-def open_draft_runner(draft: PreTrainedModel | FeatureHead, target: PreTrainedModel) -> Runner:
-    """The runner of a draft model, or of a feature head over its target."""
+def open_draft_runner(draft: DraftModel, target: PreTrainedModel) -> Runner:
+    """The runner of a draft model, of one of another vocabulary, or of a feature head over its target."""
+    if isinstance(draft, ForeignDraft):
+        return ForeignRunner(open_runner(draft.model), draft.vocabulary)
     return HeadRunner(draft, target) if isinstance(draft, FeatureHead) else open_runner(draft)
 
 

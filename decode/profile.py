@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -162,6 +163,8 @@ def run(settings: ProfileSettings) -> None:
         print(json.dumps(found.to_dict() | {"threads": bench.threads}, ensure_ascii=False))
     else:
         show(found, bench.threads)
+    for name, told in bench.vocabularies.items():
+        print(f"{name}: {told}", file=sys.stderr)
 
 
 def show(found: Profile, threads: str) -> None:

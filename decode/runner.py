@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -140,6 +141,10 @@ class Runner:
         logits = self._forward(tokens, tree, head)
         self.length += len(tokens)
         return logits
+
+    def room(self, ids: Sequence[int]) -> int:
+        """How many tokens fit behind this text, whose first `length` tokens are held; negative if it does not fit."""
+        return self.limit - len(ids)
 
     def truncate(self, length: int) -> None:
         """Hold the first `length` positions only (no effect if fewer are held)."""

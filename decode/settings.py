@@ -31,6 +31,9 @@ class ModelSettings:
     """Spread the target over several devices, such as auto (needs accelerate); overrides device."""
     trust_remote_code: bool = False
     """Run the Python code that a hub repository brings."""
+    draft_vocabulary: str = "same"
+    """same refuses a draft whose tokenizer is not the target's; intersection lets it draft the tokens that both
+    vocabularies have, which stays lossless (arXiv 2502.05202)."""
     threads: int | None = None
     """Threads of torch; null measures one against all and takes the faster (small models are fastest on one)."""
 

@@ -12,13 +12,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .contenders import split_spec
 from .errors import UserError
-from .feature_head import FeatureHead
+from .foreign import DraftModel, ForeignDraft
 from .head_files import is_head, load_head
 from .load import DTYPES, check_tokenizers, load_model, load_tokenizer
 from .methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS, MethodOptions
 from .peers import NEEDS_DRAFT, PEERS
 from .settings import MethodSettings, ModelSettings, SamplingSettings, required
 from .suites import Suite, load_suite
+from .vocabulary import Intersection, Vocabulary
 from .warp import Warp
 
 STORES = {"rest": "datastore", "adaptix": "trigrams", "adaptix-best-first": "trigrams"}
@@ -69,6 +70,8 @@ def check_models(settings: ModelSettings) -> None:
     required(settings, "target")
     if settings.dtype not in DTYPES:
         raise UserError(f"dtype is {settings.dtype!r}; choose one of {', '.join(DTYPES)}")
+    if settings.draft_vocabulary not in ("same", "intersection"):
+        raise UserError(f"draft_vocabulary is {settings.draft_vocabulary!r}; choose same or intersection")
 
 
 def open_target(settings: ModelSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -80,11 +83,13 @@ def open_target(settings: ModelSettings) -> tuple[PreTrainedModel, PreTrainedTok
 
 def open_draft(
     name: str, settings: ModelSettings, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> PreTrainedModel | FeatureHead:
+) -> DraftModel:
     """A draft model, after its tokenizer has been compared with the target's; or a feature head of this target.
 
+    With ``draft_vocabulary: intersection`` a tokenizer that differs makes it a `ForeignDraft`.
+
     Raises:
-        UserError: it cannot be read, or its token ids mean other strings.
+        UserError: it cannot be read, its token ids mean other strings, or the vocabularies have too little in common.
     """
     if is_head(name):
         return load_head(name, target)
@@ -92,16 +97,33 @@ def open_draft(
         own = load_tokenizer(name, trust_remote_code=settings.trust_remote_code)
     except UserError:
         own = None  # a folder without a tokenizer promises nothing; the model's own error says whether it exists
-    if own is not None:
-        check_tokenizers(tokenizer, own)
+    foreign = own is not None and not _same(tokenizer, own, settings)
     model = _model(name, settings, None)
-    known = int(model.get_output_embeddings().weight.shape[0])
+    known = _outputs(model)
+    if own is not None and foreign:
+        mine = Vocabulary(tokenizer, _outputs(target), "target")
+        return ForeignDraft(model, Intersection(mine, Vocabulary(own, known, "draft")))
     if own is None and known < 0.9 * len(tokenizer):
         raise UserError(
             f"the draft {name!r} knows {known} tokens and brings no tokenizer, the target's tokenizer has "
             f"{len(tokenizer)}; use a draft of the same model family"
         )
     return model
+
+
+def _same(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, settings: ModelSettings) -> bool:
+    """Whether the tokenizers agree; where they do not, the settings have to allow it."""
+    try:
+        check_tokenizers(target, draft)
+    except UserError as error:
+        if settings.draft_vocabulary == "intersection":
+            return False
+        raise UserError(f"{error}; or decode with the tokens that both have: --draft-vocabulary intersection") from None
+    return True
+
+
+def _outputs(model: PreTrainedModel) -> int:
+    return int(model.get_output_embeddings().weight.shape[0])
 
 
 def _model(name: str, settings: ModelSettings, device_map: str | None) -> PreTrainedModel:

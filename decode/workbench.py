@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from . import machine
 from .cost import LONGEST, CostMeter, CostModel
 from .errors import UserError
-from .feature_head import FeatureHead
+from .foreign import DraftModel, ForeignDraft
 from .head_runner import open_draft_runner
 from .load import stop_ids
 from .loop import decode
@@ -91,19 +91,20 @@ class Workbench:
         threads: why this many threads are used.
         costs: `CostModel` by draft name; None stands for the target alone.
         left_out: by suite, how many of its prompts were too long.
+        vocabularies: by suite, what drafts of another vocabulary can draft of it.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        drafts: Mapping[str, PreTrainedModel | FeatureHead] | None,
+        drafts: Mapping[str, DraftModel] | None,
         tokenizer: PreTrainedTokenizerBase,
         options: BenchOptions | None = None,
     ) -> None:
         self.options = options or BenchOptions()
         self.model = model
         self.tokenizer = tokenizer
-        self.draft_models: dict[str, PreTrainedModel | FeatureHead] = dict(drafts or {})
+        self.draft_models: dict[str, DraftModel] = dict(drafts or {})
         self.runner = open_runner(model)
         self.drafts = {name: open_draft_runner(draft, model) for name, draft in self.draft_models.items()}
         self.threads = machine.set_threads(self.runner, self.options.threads)[1]
@@ -111,6 +112,7 @@ class Workbench:
         self.costs: dict[str | None, CostModel] = {}
         self.meters: dict[str | None, CostMeter] = {}
         self.left_out: dict[str, str] = {}
+        self.vocabularies: dict[str, str] = {}
 
     def items(self, suite: Suite) -> list[Item]:
         """All prompts, and in chats all turns, that fit the contexts together with their answers."""
@@ -131,6 +133,11 @@ class Workbench:
             self.left_out[suite.name] = (
                 f"{len(items) - len(fitting)} of {len(items)} prompts do not fit the context of {room} tokens"
             )
+        ids = [i for item in fitting for i in item.ids]
+        foreign = {name: draft for name, draft in self.draft_models.items() if isinstance(draft, ForeignDraft)}
+        if foreign:
+            told = (f"{name}: {draft.vocabulary.sentence(ids)}" for name, draft in foreign.items())
+            self.vocabularies[suite.name] = "; ".join(told)
         return fitting
 
     def _item(self, prompt: Prompt, text: str, history: Sequence[tuple[str, str]] = ()) -> Item:

@@ -37,13 +37,13 @@ class ModelDrafter:
     def start(self, ids: list[int]) -> None:
         """Read the prompt but for its pending token, unless the draft's context cannot hold it."""
         self.runner.truncate(0)
-        if 1 < len(ids) <= self.runner.limit:
+        if len(ids) > 1 and self.runner.room(ids) >= 0:
             self.runner.read(self._known(ids[:-1]), head=0)
 
     def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
         """See `Drafter.propose`."""
         runner = self.runner
-        limit = min(stop.cap(), room, runner.limit - len(ids))
+        limit = min(stop.cap(), room, runner.room(ids))
         feed = self._known(ids[runner.length :])  # two tokens after a fully accepted round
         tokens: list[Tensor] = []
         probs: list[Tensor] = []

@@ -162,6 +162,7 @@ class ScriptedRunner(Runner):
         self.logits, self.vocab_size, self.limit = logits, vocab, limit
         self.clock, self.cost = clock or Clock(), cost
         self.device, self.dtype = torch.device("cpu"), torch.float64
+        self.model = self.config = None
         self.held: list[int] = []
         self.hidden = torch.empty(0)
 

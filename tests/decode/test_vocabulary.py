@@ -1,0 +1,151 @@
+"""Vocabularies of different tokenizers: which tokens they share, and how texts are translated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pairs import TEXT, make_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers_of_kinds import OTHER, byte_level, sentencepiece, spelled_out
+from transformers import PreTrainedTokenizerFast
+
+from decode import vocabulary
+from decode.errors import UserError
+from decode.vocabulary import BOS, CHARACTERS, EOS, Intersection, Vocabulary
+
+KINDS = {"byte-level": byte_level, "sentencepiece": sentencepiece}
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerFast, size: int | None = None) -> Vocabulary:
+    return Vocabulary(tokenizer, size or len(tokenizer), "draft")
+
+
+def between(target: PreTrainedTokenizerFast, draft: PreTrainedTokenizerFast) -> Intersection:
+    return Intersection(vocabulary_of(target), vocabulary_of(draft))
+
+
+def test_every_byte_has_its_own_character() -> None:
+    assert set(CHARACTERS) == set(pre_tokenizers.ByteLevel.alphabet())
+    for text in ("a b\n", "ß日"):
+        (piece,) = (
+            p for p, _ in pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+        )
+        assert "".join(CHARACTERS[byte] for byte in text.encode()) == piece
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokens_of_a_text_join_to_its_bytes(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    known = vocabulary_of(tokenizer)
+    for text in (TEXT, OTHER, "日本 ünder", "x\n\ny"):
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        joined = b"".join(known.tokens[i] for i in ids)  # type: ignore[misc]
+        assert joined == (text if kind == "byte-level" else " " + text).encode()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_tokens_have_one_text_and_special_ones_one_role(kind: str) -> None:
+    target, draft = make_tokenizer(), KINDS[kind]()
+    both = between(target, draft)
+    pairs = {i: both.translate(i)[0] for i in both.shared}
+    assert len(set(pairs.values())) == len(pairs)  # one id to one id
+    assert pairs.pop(target.eos_token_id) == draft.eos_token_id
+    assert both.target_ids.tolist() == sorted(both.shared)
+    texts = {ours: target.decode([ours]) for ours in range(len(target))}
+    whole = {i for i, text in texts.items() if "\ufffd" not in text and i != target.eos_token_id}
+    for ours in whole & pairs.keys():  # SentencePiece's decoder takes a space off the start
+        wanted = texts[ours] if kind == "byte-level" else texts[ours].removeprefix(" ")
+        assert draft.decode([pairs[ours]]) == wanted
+    if kind == "byte-level":
+        theirs = {draft.decode([i]) for i in range(len(draft))}
+        assert {texts[i] for i in whole - pairs.keys()}.isdisjoint(theirs)
+        assert len(whole - pairs.keys()) > 5
+
+
+def test_a_token_of_its_own_goes_before_a_raw_byte() -> None:
+    known = vocabulary_of(sentencepiece())
+    a = known.ids[b"a"]
+    assert known.tokens[a] == b"a"
+    assert a >= 259  # behind <unk>, <s>, </s> and the bytes
+    assert 3 <= known.ids[b"\n"] < 259  # nothing else spells a line end
+
+
+def test_a_text_that_looks_like_a_special_token_is_not_one() -> None:
+    letters = [*CHARACTERS, "<s>"]
+    plain = spelled_out(letters)
+    special = spelled_out(letters, bos_token="<s>")
+    assert vocabulary_of(plain).tokens[256] == b"<s>"
+    assert vocabulary_of(special).tokens[256] == BOS
+    assert 256 not in between(plain, special).shared
+    assert between(special, special).translate(256) == [256]
+
+
+def test_a_beginning_that_the_draft_does_not_mark_is_read_as_its_end_token() -> None:
+    target, draft = sentencepiece(), byte_level()
+    both = between(target, draft)
+    assert both.target.ids[BOS] == target.bos_token_id
+    assert target.bos_token_id not in both.shared
+    assert both.translate(target.bos_token_id) == [draft.eos_token_id]
+    one = spelled_out([*CHARACTERS, "<|end|>"], bos_token="<|end|>", eos_token="<|end|>")
+    assert vocabulary_of(one).tokens[256] == EOS
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(byte_level, sentencepiece), (sentencepiece, byte_level)])
+def test_translation_keeps_the_text_and_only_grows_with_it(ours, theirs) -> None:
+    target, draft = ours(TEXT), theirs(OTHER)
+    both = between(target, draft)
+    ids = target(TEXT + " ünder 日 <odd>", add_special_tokens=False).input_ids
+    read = [both.translate(i) for i in ids]
+    assert {len(piece) for piece in read} >= {1, 2}
+    flat = [i for piece in read for i in piece]
+    assert b"".join(both.draft.tokens[i] for i in flat) == b"".join(both.target.tokens[i] for i in ids)  # type: ignore[misc]
+    for n in range(len(ids)):
+        assert [i for token in ids[:n] for i in both.translate(token)] == flat[: sum(map(len, read[:n]))]
+
+
+def test_an_unshared_token_is_spelled_by_the_drafts_own_merges() -> None:
+    """``abc`` by the merges is a + bc, not the longest first piece ab + c."""
+    letters = [*CHARACTERS, "bc", "ab"]
+    draft = vocabulary_of(spelled_out(letters, [("b", "c"), ("a", "b")]))
+    assert draft.spell(b"abc") == [CHARACTERS.index("a"), 256]
+
+
+def test_every_token_has_a_translation_that_the_draft_knows() -> None:
+    target, draft = byte_level(), sentencepiece()
+    both = Intersection(vocabulary_of(target), vocabulary_of(draft, len(draft) - 3))  # the model knows fewer ids
+    for token in range(len(target) + 5):  # padded ids, which name no token, among them
+        piece = both.translate(token)
+        assert piece
+        assert max(piece) < len(draft) - 3
+        assert (len(piece) == 1 and piece[0] in both.draft.tokens) or token not in both.shared
+
+
+def test_logits_of_shared_tokens_move_and_all_others_are_impossible() -> None:
+    both = between(byte_level(), sentencepiece())
+    logits = torch.randn(3, both.draft.size)
+    rows = both.to_target(logits)
+    assert rows.shape == (3, both.target.size)
+    for i in range(both.target.size):
+        if i in both.shared:
+            assert torch.equal(rows[:, i], logits[:, both.translate(i)[0]])
+        else:
+            assert (rows[:, i] == -torch.inf).all()
+
+
+def test_the_sentence_tells_the_shares() -> None:
+    target = spelled_out([*CHARACTERS, "ab", "cd"], [("a", "b"), ("c", "d")])
+    both = between(target, spelled_out(CHARACTERS))
+    told = both.sentence(target("abcdefgh").input_ids)
+    assert told == "the draft shares 256 of the target's 258 tokens (99.2%), 66.7% of the prompts' tokens"
+
+
+def test_too_little_in_common_is_refused() -> None:
+    few = spelled_out(CHARACTERS[: vocabulary.LEAST - 1])
+    with pytest.raises(UserError, match=r"99 tokens in common, 256 .* at least 100"):
+        between(spelled_out(CHARACTERS), few)
+
+
+def test_tokenizers_of_other_kinds_are_refused() -> None:
+    core = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    with pytest.raises(UserError, match="neither byte-level nor like SentencePiece"):
+        vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=core))
