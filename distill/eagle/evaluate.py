@@ -29,9 +29,10 @@ class HeadEvaluation(Evaluation):
         return isinstance(head, FeatureHead) and head.draft_ids() is None
 
     def _contenders(self, profile: dict[str, Any]) -> list[Contender]:
-        """The chains as for draft models, and the two trained heads' trees, as deep as the longest chain."""
+        """The trained heads' chains as for draft models, and two heads' trees, as deep as the longest chain."""
         settings, names = self.full.eagle, self.run.names
-        chains = [replace(contender, method="eagle") for contender in super()._contenders(profile)]
+        drafted = [c for c in super()._contenders(profile) if c.draft != names["initial"]]  # it only costs time
+        chains = [replace(contender, method="eagle") for contender in drafted]
         depth = max(contender.options.draft_length or 1 for contender in chains)
         trees = [
             Contender(
