@@ -30,6 +30,7 @@ from decode.warp import Warp
 from decode.workbench import BenchOptions
 from distill.analysis import histograms_of, lifts
 from distill.data import Corpus
+from distill.draft_settings import PLAIN
 from distill.run import Run, account_of
 from distill.settings import Settings
 
@@ -181,11 +182,15 @@ class Evaluation:
         }
 
     def _pairs(self, alphas: dict[str, OfflineAlpha], mode: str) -> list[dict[str, Any]]:
-        """AdaSPEC's drafts against DistillSpec's, each with what the two held equal, then DistillSpec's own gain."""
+        """The final draft and AdaSPEC's against DistillSpec's, each with what the two held equal, and against AdaSPEC.
+
+        Then DistillSpec's own gain.
+        """
         base, none, best = self.run.names["reference"], self.run.names["initial"], self.best
         plain = [base, *(name for name in self.comparisons if self.comparisons[name] == "distillspec")]
         selective = [best, *(name for name in self.comparisons if self.comparisons[name] == "adaspec")]
         pairs = [(a, b) for a in selective for b in plain if a == best or self._held(a, b)]
+        pairs += [(best, PLAIN)] if PLAIN in self.comparisons else []
         return [
             {"a": a, "b": b, "label": "; ".join(filter(None, [mode, self._held(a, b)])), **paired(alphas[b], alphas[a])}
             for a, b in [*pairs, (base, none)]
@@ -232,13 +237,16 @@ class Evaluation:
         }
 
     def _contenders(self, profile: dict[str, Any]) -> list[Contender]:
-        """The final draft at every length asked for and at the predicted best, the others at that length."""
+        """The final draft at every length asked for and at the predicted best, the others at that length.
+
+        Of the comparisons AdaSPEC itself is decoded with, where the final draft is a variation of it.
+        """
         best = profile["best_draft_length"] or 1
         lengths = sorted({*self.settings.draft_lengths, best})
         return [
             Contender("vanilla", name, MethodOptions(draft_length=k), temperature=t, name=f"{name} {k}")
             for t in self.settings.temperatures
-            for name in self.run.names.values()
+            for name in [*self.run.names.values(), *({PLAIN} & set(self.comparisons))]
             for k in (lengths if name == self.best else [best])
         ]
 
