@@ -7,7 +7,7 @@ CONFIG ?= configs/quickstart.yaml
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help distill probe bench test lint clean
+.PHONY: help distill probe bench test soak lint clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ bench: $(READY)  ## compare decoding methods and peers on the trained pair
 
 test: $(READY)  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+soak: $(READY)  ## kill a tiny run 20 times, damage its files: it has to end bit by bit the same
+	OMP_NUM_THREADS=1 $(BIN)/python tests/distill/soak.py $(ARGS)
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .

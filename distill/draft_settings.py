@@ -20,7 +20,7 @@ PLAIN = "adaspec"
 TAKEN = ("target", "initial", "reference", "draft", "undistilled", "distillspec")
 """Names of stages and of the other standard drafts in reports."""
 
-FILES = ("signals", "responses", "report", "lock")
+FILES = ("signals", "responses", "ablation", "report", "lock")
 """What else lies in ``work/``, where drafts for comparison have their folders."""
 
 LATER: dict[str, Any] = {

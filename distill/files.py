@@ -7,9 +7,10 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from decode.errors import UserError
 from distill import ranks
@@ -45,6 +46,33 @@ def checksum(path: Path) -> int:
         while block := file.read(BLOCK):
             value = zlib.crc32(block, value)
     return value
+
+
+_CHECKSUMS: dict[tuple[str, int, int, int], int] = {}
+
+
+def checksum_once(path: Path) -> int:
+    """CRC-32 of a file, computed again in this process only if the file was replaced or written to."""
+    state = path.stat()
+    key = (str(path), state.st_ino, state.st_size, state.st_mtime_ns)
+    if key not in _CHECKSUMS:
+        _CHECKSUMS[key] = checksum(path)
+    return _CHECKSUMS[key]
+
+
+def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain data with a hash of itself, for a file that must not be believed once it was altered."""
+    return {**value, "seal": fingerprint(dict(value))}
+
+
+def read_sealed(path: Path) -> dict[str, Any] | None:
+    """What was `sealed` and written as JSON; None if it is not there or was altered. Without a seal it passes."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        seal = content.pop("seal", None)
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None
+    return content if seal in (None, fingerprint(content)) else None
 
 
 def remove(path: Path) -> None:

@@ -20,7 +20,7 @@ from distill.card import export_profile
 from distill.draft_settings import PLAIN
 from distill.eagle.export import check_head_path, export_head
 from distill.export import check_export_path, export_draft
-from distill.files import fingerprint, only_one, remove, write_json, write_safely
+from distill.files import checksum, fingerprint, only_one, read_sealed, remove, sealed, write_json, write_safely
 from distill.keys import VERSION, stage_keys
 from distill.report import console_table, write_report
 from distill.report_figures import figures
@@ -60,7 +60,7 @@ def alone_in(run: Run, settings: Settings) -> Iterator[None]:
         torch.set_num_threads(settings.threads)
     with only_one(run.work / "lock"):
         if ranks.is_first():
-            for left in run.work.rglob(".tmp-*"):
+            for left in [*run.folder.glob(".tmp-*"), *run.work.rglob(".tmp-*")]:
                 remove(left)
         yield
 
@@ -111,10 +111,13 @@ def run_stages(bench: Bench, only: Collection[str] | None = None) -> list[str]:
             continue
         key, made_from = keys[stage]
         console.print(f"[bold]{title}[/bold]", highlight=False)
-        record = run.record(stage)
-        if record is not None and record.fingerprint == key:
+        if run.finished(stage, key) is not None:
             console.print(f"  up to date: {run.path(stage)}", highlight=False)
+            if ranks.is_first():
+                remove(run.work / f"checkpoints-{stage}")  # a kill may have left them
             continue
+        if (noted := run.noted(stage)) is not None and noted.fingerprint == key:
+            console.print(f"  {run.path(stage)} is not as it was written, and is made again", highlight=False)
         if not ran and not settings.eagle.enabled:
             bench.check_sizes()
         started = time.monotonic()
@@ -142,11 +145,12 @@ def measure(bench: Bench) -> dict[str, Any]:
     keys = [key for key, _ in stage_keys(settings).values()]
     parts = asdict(settings.evaluation), asdict(settings.export), settings.data.test_examples, asdict(settings.eagle)
     key, note = fingerprint(VERSION, keys, *parts), run.work / "report.json"
-    if _read(note).get("fingerprint") == key and (run.export / "model.safetensors").exists():
-        report = _read(run.folder / "report.json")
-        if report:
+    known, report = read_sealed(note) or {}, _read(run.folder / "report.json")
+    if known.get("fingerprint") == key:
+        if known == _state(key, report, run.export):
             console.print(f"  up to date: {run.folder / 'report.json'}", highlight=False)
             return report
+        console.print("  the report or the export is not as it was written, and is made again", highlight=False)
     started = time.monotonic()
     report = {
         "name": settings.name,
@@ -162,9 +166,9 @@ def measure(bench: Bench) -> dict[str, Any]:
         export_draft(run.draft, run.target, run.export, profile, settings.export, trust_remote_code=trust)
     write_report(run.folder, report)
     report = _read(run.folder / "report.json")
-    log_report(bench.logger, report, figures(report))
+    log_report(bench.logger, report, lambda: figures(report))
     log_draft(bench.logger, run.export)
-    write_json(note, {"fingerprint": key})
+    write_json(note, sealed(_state(key, report, run.export)))
     console.print(f"  {run.folder / 'report.json'} [dim]{time.monotonic() - started:.1f} s[/dim]", highlight=False)
     return report
 
@@ -193,13 +197,24 @@ def plan_stages(bench: Bench) -> list[tuple[str, str, Callable[[str], Made]]]:
     return stages
 
 
+MEASURED = ("name", "target", "drafts", "paired", "decoding", "profile", "analysis", "samples")
+"""Parts of the report that no other command changes."""
+
+
+def _state(key: str, report: dict[str, Any], export: Path) -> dict[str, Any]:
+    """What is noted of a finished measurement, to notice damage. The export's README may be edited by people."""
+    files = [path for path in sorted(export.rglob("*")) if path.suffix in (".json", ".safetensors")]
+    measured = fingerprint({part: report.get(part) for part in MEASURED})
+    return {"fingerprint": key, "report": measured, "export": {path.name: checksum(path) for path in files}}
+
+
 def _read(path: Path) -> dict[str, Any]:
     """A JSON file's content; empty if there is none, or none that can be read."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return content
+    return content if isinstance(content, dict) else {}
 
 
 def _dump(settings: Settings, path: Path) -> None:

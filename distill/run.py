@@ -16,7 +16,7 @@ from typing import Any
 
 from distill import ranks
 from distill.accounting import Account
-from distill.files import remove, void, write_json
+from distill.files import checksum, checksum_once, read_sealed, remove, sealed, void, write_json
 
 FOLDERS = ("target", "initial", "reference", "draft")
 """Stages with a folder of their own in the run; further drafts live under ``work/``."""
@@ -41,6 +41,7 @@ class StageRecord:
         history: The learning curve, ``{"step", "loss", ...}`` for every validation.
         selected: The tokens that AdaSPEC selected most, as (text, times).
         files: Sizes of the folder's files in bytes, to notice a damaged one.
+        checksums: Their CRC-32; none for links, whose files belong to somebody else, and in folders made before.
     """
 
     fingerprint: str
@@ -51,6 +52,7 @@ class StageRecord:
     history: list[dict[str, float]] = field(default_factory=list)
     selected: list[tuple[str, int]] = field(default_factory=list)
     files: dict[str, int] = field(default_factory=dict)
+    checksums: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -107,11 +109,26 @@ class Run:
 
     def record(self, stage: str) -> StageRecord | None:
         """What is known of a stage; None if it is not finished, or its folder is not as it was written."""
+        found = self.noted(stage)
+        return found if found is not None and self._as_written(stage, found) else None
+
+    def finished(self, stage: str, key: str) -> StageRecord | None:
+        """The same of a stage that was made from the inputs of this fingerprint; no other folder is read."""
+        found = self.noted(stage)
+        return found if found is not None and found.fingerprint == key and self._as_written(stage, found) else None
+
+    def noted(self, stage: str) -> StageRecord | None:
+        """What was noted of a stage, whatever its folder looks like now."""
         try:
-            found = StageRecord(**json.loads(self._note(stage).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            return StageRecord(**(read_sealed(self._note(stage)) or {}))
+        except TypeError:
             return None
-        return found if found.files and sizes(self.path(stage)) == found.files else None
+
+    def _as_written(self, stage: str, record: StageRecord) -> bool:
+        folder = self.path(stage)
+        if not record.files or sizes(folder) != record.files:
+            return False
+        return all(checksum_once(folder / name) == value for name, value in record.checksums.items())
 
     def elsewhere(self, stage: str, key: str) -> tuple[Path, StageRecord] | None:
         """The finished stage of this fingerprint in another run beside this one, its folder and what is known of it."""
@@ -119,8 +136,8 @@ class Run:
             other = Run(folder)
             if folder == self.folder or other.path(stage).is_symlink():
                 continue
-            record = other.record(stage)
-            if record is not None and record.fingerprint == key:
+            record = other.finished(stage, key)
+            if record is not None:
                 return other.path(stage), record
         return None
 
@@ -130,7 +147,7 @@ class Run:
         The first process of a distributed run does so, the others wait.
         """
         if not ranks.is_first():
-            ranks.wait_for(lambda: ((found := self.record(stage)) and found.fingerprint == record.fingerprint) or None)
+            ranks.wait_for(lambda: self.finished(stage, record.fingerprint))
             return
         path, temporary = self.path(stage), self.work / f".tmp-{stage}"
         self.work.mkdir(parents=True, exist_ok=True)
@@ -138,10 +155,12 @@ class Run:
         try:
             make(temporary)
             record.files = sizes(temporary)
+            if not temporary.is_symlink():
+                record.checksums = {name: checksum(temporary / name) for name in record.files}
             self._note(stage).unlink(missing_ok=True)
             remove(path)
             temporary.rename(path)
-            write_json(self._note(stage), vars(record))
+            write_json(self._note(stage), sealed(vars(record)))
             remove(self.work / f"checkpoints-{stage}")
         finally:
             remove(temporary)

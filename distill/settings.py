@@ -172,11 +172,9 @@ class TrainerSettings:
     form, by autograd on whole logits, to check it against."""
     gradient_clip: float = 1.0
     """Largest norm of the gradient; 0: not clipped."""
-    checkpoint_every: int = 200
-    """Steps between checkpoints, which is what a kill costs at most."""
     validate_every: int = 100
-    """Steps between validations. The best validated weights are kept: largest alpha for drafts, smallest loss for
-    models trained on next tokens."""
+    """Steps between validations. Each is followed by a checkpoint, so this is what a kill costs at most. The best
+    validated weights are kept: largest alpha for drafts, smallest loss for models trained on next tokens."""
     validation_examples: int = 128
     """Validation examples used for it."""
     log_every: int = 20
@@ -185,7 +183,6 @@ class TrainerSettings:
     def validate(self) -> None:
         """Check counts."""
         for key in (
-            "checkpoint_every",
             "validate_every",
             "validation_examples",
             "log_every",

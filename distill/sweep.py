@@ -88,11 +88,10 @@ def adopt(run: Run, settings: Settings, others: Iterable[Run]) -> list[str]:
     """Takes stages over from runs that made them from the same inputs; returns their names."""
     taken, others = [], list(others)
     for stage, (key, _) in stage_keys(settings).items():
-        found = run.record(stage)
-        if found is not None and found.fingerprint == key:
+        if run.finished(stage, key) is not None:
             continue
-        donor = next((o for o in others if (r := o.record(stage)) is not None and r.fingerprint == key), None)
-        record = donor.record(stage) if donor is not None else None
+        found = ((donor, donor.finished(stage, key)) for donor in others)
+        donor, record = next(((d, r) for d, r in found if r is not None), (None, None))
         if donor is not None and record is not None:
             source = donor.path(stage)
             run.put(stage, record, lambda path, source=source: _link(source, path))  # type: ignore[misc]

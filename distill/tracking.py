@@ -8,7 +8,7 @@ pays nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -80,11 +80,15 @@ def for_stage(logger: Logger | None, stage: str) -> Logger | None:
     return logger
 
 
-def log_report(logger: Logger | None, report: Mapping[str, Any], figures: Mapping[str, str] | None = None) -> None:
-    """Records the final numbers: summary values, the report's tables, and (W&B) the plots, name to SVG."""
+Plots = Callable[[], Mapping[str, str]]
+"""Draws plots: SVG by name. Seconds of work that only one of the trackers wants."""
+
+
+def log_report(logger: Logger | None, report: Mapping[str, Any], figures: Plots | None = None) -> None:
+    """Records the final numbers: summary values, the report's tables, and (W&B) the plots that ``figures`` draws."""
     tables = {key: _table(rows) for key in ("drafts", "paired", "decoding") if (rows := report.get(key))}
     if isinstance(logger, StagedWandb):
-        logger.shared.log_tables(tables, figures or {})
+        logger.shared.log_tables(tables, figures() if figures is not None else {})
         logger.shared.summarise(_summary(report))
         return
     if isinstance(logger, TensorBoardLogger):

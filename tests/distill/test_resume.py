@@ -1,5 +1,6 @@
 """A killed run, started again, ends with the weights of an uninterrupted one, bit by bit."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,3 +141,46 @@ def test_no_more_than_two_checkpoints_and_their_best_weights_are_kept(tmp_path: 
 def test_a_stage_without_any_validation_has_no_weights_to_keep(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no weights to keep"):
         Keeper(tmp_path, "alpha", "max").restore_best(torch.nn.Linear(1, 1))
+
+
+def test_a_stage_altered_without_a_change_of_size_is_made_again_and_said_so(
+    whole: dict[str, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    settings = tiny_settings(tmp_path)
+    _, run, _ = run_tiny(settings)
+    weights = run.path("draft") / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    ran, run, printed = run_tiny(settings)
+    assert ran == ["draft"]
+    assert f"{run.path('draft')} is not as it was written, and is made again" in printed
+    assert_same(whole, run)
+
+
+def test_a_note_of_a_stage_that_was_altered_is_not_believed(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    _, run, _ = run_tiny(settings)
+    note = run.work / "draft.json"
+    note.write_text(note.read_text().replace('"optimiser_steps": 12', '"optimiser_steps": 13'))
+    assert run.record("draft") is None
+    assert run.record("reference") is not None
+
+
+def test_a_stage_of_a_time_before_checksums_stays_valid(tmp_path: Path) -> None:
+    _, run, _ = run_tiny(tiny_settings(tmp_path))
+    note = run.work / "draft.json"
+    content = json.loads(note.read_text())
+    del content["seal"], content["checksums"]
+    note.write_text(json.dumps(content))
+    assert run.record("draft") is not None
+
+
+def test_checkpoints_that_a_kill_left_beside_a_finished_stage_are_cleared_away(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    _, run, _ = run_tiny(settings)
+    left = run.work / "checkpoints-draft"
+    left.mkdir()
+    (left / "step-00000010.ckpt").write_bytes(b"half")
+    assert run_tiny(settings)[0] == []
+    assert not left.exists()

@@ -122,7 +122,7 @@ def test_nothing_is_started_when_nothing_is_logged(tmp_path, kind):
 
 def test_the_report_is_recorded_as_tables_plots_and_summary(tmp_path):
     logger = make_logger(TrackerSettings(), tmp_path, "quick", {})
-    log_report(logger, REPORT, {"speedup": "<svg xmlns='http://www.w3.org/2000/svg'></svg>"})
+    log_report(logger, REPORT, lambda: {"speedup": "<svg xmlns='http://www.w3.org/2000/svg'></svg>"})
     finish(logger)
 
     found = records(tmp_path)
