@@ -102,7 +102,8 @@ def verdict(rows: Sequence[Row]) -> str:
     over = best["over_adaspec"]
     number = f"{signed(over['gain'])} ± {over['se']:.4f} over {best['seeds']} seed{'s' * (best['seeds'] > 1)}"
     if best["seeds"] > 1 and over["gain"] > 2 * over["se"]:
-        return f"{best['name']} beats AdaSPEC: {number}."
+        chosen = f" It is the best of {len(rivals)}, and being chosen for that flatters it." if len(rivals) > 1 else ""
+        return f"{best['name']} beats AdaSPEC: {number}.{chosen}"
     return f"No variant beats AdaSPEC by more than twice its error; the nearest is {best['name']}: {number}."
 
 

@@ -69,7 +69,7 @@ def soak_settings(folder: Path) -> Settings:
 
 @dataclass
 class Kill:
-    """When a process ends: at the n-th moment once the phase or a later one has begun, and ``delay`` seconds more."""
+    """When a process ends: at the n-th moment of the phase or the first one after it, and ``delay`` seconds more."""
 
     phase: str
     moment: int
@@ -82,7 +82,7 @@ class Witness:
     def __init__(self, folder: Path, trace: Path, kill: Kill | None) -> None:
         self.folder, self.kill = os.path.abspath(folder), kill
         self.file = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        self.phase, self.moments = "", 0
+        self.phase, self.moments, self.ending = "", 0, False
 
     def enter(self, phase: str) -> None:
         """A phase begins."""
@@ -97,10 +97,11 @@ class Witness:
         if not self.phase:
             return
         self.write(moment=what)
-        if self.kill is None or PHASES.index(self.phase) < PHASES.index(self.kill.phase):
+        if self.kill is None or self.ending or PHASES.index(self.phase) < PHASES.index(self.kill.phase):
             return
         self.moments += 1
-        if self.moments == self.kill.moment:
+        if self.phase != self.kill.phase or self.moments == self.kill.moment:
+            self.ending = True
             if self.kill.delay:
                 threading.Thread(target=lambda: (time.sleep(self.kill.delay), end()), daemon=True).start()
             else:
@@ -211,26 +212,33 @@ Start = Callable[[Kill | None], tuple[int, list[dict[str, Any]], str]]
 # -- kills ------------------------------------------------------------------------------------------------------------
 
 
-def moments(events: list[dict[str, Any]]) -> dict[str, int]:
-    """How many moments each phase has."""
-    counts, phase = dict.fromkeys(PHASES, 0), ""
+def moments(events: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """The moments of each phase."""
+    found: dict[str, list[str]] = {phase: [] for phase in PHASES}
+    phase = ""
     for event in events:
         phase = event.get("phase", phase)
-        counts[phase] += "moment" in event
-    return counts
+        if "moment" in event:
+            found[phase].append(event["moment"])
+    return found
 
 
-def draw(counts: dict[str, int], number: int, chance: random.Random) -> list[Kill]:
-    """Kills in the order of the phases: as many phases as there can be, no phase twice before all have had one."""
+def draw(found: dict[str, list[str]], number: int, chance: random.Random) -> list[Kill]:
+    """Kills in the order of the phases: as many phases as there can be, no phase twice before all have had one.
+
+    Where there is training, half of them are at its steps, which are fewer than the changes of files.
+    """
     phases: list[str] = []
-    known = [phase for phase in PHASES if counts[phase]]
+    known = [phase for phase in PHASES if found[phase]]
     while len(phases) < number:
         phases += chance.sample(known, min(len(known), number - len(phases)))
     kills = []
     for phase in sorted(phases, key=PHASES.index):
         late = PHASES.index(phase) >= PHASES.index("evaluation")  # a delay could let the run end
         delay = 0.0 if late or chance.random() < 0.5 else chance.uniform(0, 0.03)
-        kills.append(Kill(phase, chance.randint(1, counts[phase]), delay))
+        steps = [number for number, what in enumerate(found[phase], 1) if what.startswith("step ")]
+        moment = chance.choice(steps) if steps and chance.random() < 0.5 else chance.randint(1, len(found[phase]))
+        kills.append(Kill(phase, moment, delay))
     return kills
 
 
@@ -277,7 +285,7 @@ def kill_all(begin: Start, kills: list[Kill], table: Table) -> list[str]:
         code, events, log = begin(kill)
         went_on = ", ".join(ledger.take(events))
         if rows:
-            rows[-1].append(went_on or "finished stages kept")
+            rows[-1].append(went_on or "no training was cut short")
         wanted = 0 if kill is None else -signal.SIGKILL
         if code != wanted:
             ledger.faults.append(f"start {number} ended with {code}, wanted {wanted}: {log[-1500:]}")
@@ -367,7 +375,7 @@ def damage_all(
 ) -> list[str]:
     """Damages one file after the other in a finished run, starts it again, and returns the faults."""
     faults: list[str] = []
-    late = Kill("draft", moments_before(events, "draft", 2 * INTERVAL + 1))
+    late = Kill("draft", moments(events)["draft"].index(f"step {2 * INTERVAL + 1}") + 1)
     for victim in victims:
         for how in (truncate, alter):
             if victim.again:
@@ -390,18 +398,6 @@ def damage_all(
     return faults
 
 
-def moments_before(events: list[dict[str, Any]], phase: str, step: int) -> int:
-    """Which moment of a phase the end of a step is."""
-    count, now = 0, ""
-    for event in events:
-        now = event.get("phase", now)
-        if now == phase and "moment" in event:
-            count += 1
-            if event["moment"] == f"step {step}":
-                return count
-    raise ValueError(f"{phase} has no step {step}")
-
-
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 TIMED = ("README.md", "speculation_profile.json")
@@ -416,7 +412,7 @@ def differences(whole: Path, run: Path) -> list[str]:
         one, other = whole / name, run / name
         if not (one.exists() and other.exists()):
             found.append(f"{name} is only in one of the runs")
-        elif one.read_bytes() != other.read_bytes():
+        elif _content(one) != _content(other):
             found.append(f"{name} differs")
     for stage in STAGES:
         one_record, other_record = (Run(folder).record(stage) for folder in (whole, run))
@@ -430,6 +426,11 @@ def differences(whole: Path, run: Path) -> list[str]:
         found.append(f"offline alpha differs: {alphas}")
     left = [p for pattern in (".tmp-*", "checkpoints-*", ".export*") for p in run.rglob(pattern)]
     return found + [f"{path.relative_to(run)} is left behind" for path in left]
+
+
+def _content(path: Path) -> bytes | list[bytes]:
+    """A file's bytes; lines that may come in any order, sorted."""
+    return sorted(path.read_bytes().splitlines()) if path.suffix == ".jsonl" else path.read_bytes()
 
 
 def _kept(run: Path) -> list[Path]:
@@ -451,14 +452,14 @@ def soak(
     code, events, log = start(whole, folder / "whole.jsonl", measured=measured)
     if code:
         return [f"the undisturbed run ended with {code}: {log}"]
-    counts = moments(events)
-    console.print(f"{sum(counts.values())} moments in {sum(map(bool, counts.values()))} phases, seed {seed}")
+    found = moments(events)
+    console.print(f"{sum(map(len, found.values()))} moments in {sum(map(bool, found.values()))} phases, seed {seed}")
     kills = Table("", "killed in", "at", "step", "next start", title=f"{number} kills", title_justify="left", box=None)
 
     def begin(kill: Kill | None) -> tuple[int, list[dict[str, Any]], str]:
         return start(killed, folder / "killed.jsonl", kill, measured=measured)
 
-    faults = kill_all(begin, draw(counts, number, random.Random(seed)), kills)
+    faults = kill_all(begin, draw(found, number, random.Random(seed)), kills)
     console.print(kills)
     runs = folder / "whole/run", folder / "killed/run"
     faults = faults or differences(*runs)

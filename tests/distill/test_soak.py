@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from soak import PHASES, VICTIMS, Kill, Ledger, alter, draw, soak, truncate
+from soak import PHASES, VICTIMS, Ledger, alter, draw, soak, truncate
 
 
 def test_a_run_killed_three_times_ends_bit_by_bit_as_an_undisturbed_one(tmp_path: Path) -> None:
@@ -31,14 +31,15 @@ def test_more_than_an_interval_lost_a_stage_cut_short_and_skipped_steps_are_faul
 
 
 def test_kills_are_spread_over_all_phases_in_their_order_and_repeat_with_the_seed() -> None:
-    counts = dict.fromkeys(PHASES, 7) | {"draft: signals": 0}
-    kills = draw(counts, 20, random.Random(4))
-    assert kills == draw(counts, 20, random.Random(4)) != draw(counts, 20, random.Random(5))
+    moments = {phase: ["step 1", "step 2", *["open file"] * 5] for phase in PHASES} | {"draft: signals": []}
+    kills = draw(moments, 20, random.Random(4))
+    assert kills == draw(moments, 20, random.Random(4)) != draw(moments, 20, random.Random(5))
     assert {kill.phase for kill in kills} == set(PHASES) - {"draft: signals"}
     places = [PHASES.index(kill.phase) for kill in kills]
     assert places == sorted(places)
     assert all(1 <= kill.moment <= 7 and 0 <= kill.delay <= 0.03 for kill in kills)
-    assert Kill("report", 1) in [Kill(k.phase, 1, k.delay) for k in kills]
+    assert sum(kill.moment <= 2 for kill in kills) >= 6
+    assert kills[-1].delay == 0
 
 
 @pytest.mark.parametrize("name", ["note.json", "lines.jsonl", "weights.safetensors"])
