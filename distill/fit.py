@@ -56,10 +56,17 @@ class Segments(L.LightningDataModule):
         return self.trainer
 
     def train_dataloader(self) -> TrainBatches:
-        """The batches from the current step to the next validation."""
+        """The batches from the current step to the next validation.
+
+        A continued run is first asked for the segment that its checkpoint ended, and draws nothing from it: Lightning
+        compares its length with the batches done, and would validate too early where the next one is shorter.
+        """
         trainer = self._trainer()
         start = trainer.global_step
-        stop = min(self.steps, (start // self.segment + 1) * self.segment)
+        if start and trainer.fit_loop.restarting:
+            start, stop = (start - 1) // self.segment * self.segment, start
+        else:
+            stop = min(self.steps, (start // self.segment + 1) * self.segment)
         parts = trainer.world_size * self.micros
         if self.schedule.batch_size < parts:
             raise UserError(

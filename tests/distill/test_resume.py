@@ -73,7 +73,10 @@ def test_every_stage_continues_from_its_checkpoint(whole: dict[str, dict[str, to
     assert ran == ["draft", "equal-tokens"]
     assert "continuing from step 5" in printed
     assert_same(whole, run)
-    assert [row["step"] for row in run.record("draft").history] == [0, 5, 10, 12]  # type: ignore[union-attr]
+    for stage in STAGES[:4]:
+        record = run.record(stage)
+        assert record is not None
+        assert [row["step"] for row in record.history] == [0, 5, 10, 12], stage
 
 
 def test_killed_before_the_first_checkpoint_starts_over(
@@ -184,3 +187,15 @@ def test_checkpoints_that_a_kill_left_beside_a_finished_stage_are_cleared_away(t
     (left / "step-00000010.ckpt").write_bytes(b"half")
     assert run_tiny(settings)[0] == []
     assert not left.exists()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_continued_run_validates_where_an_uninterrupted_one_does(tmp_path: Path, accumulate: int) -> None:
+    settings = tiny_settings(tmp_path)  # checkpoints at 5, 10 and 12: the last segment is shorter than the others
+    settings.trainer.accumulate = accumulate
+    for step in (7, 11):
+        with killed("target", step):
+            run_tiny(settings)
+    run, printed = finish_target(settings)
+    assert "continuing from step 10" in printed
+    assert [row["step"] for row in run.record("target").history] == [0, 5, 10, 12]  # type: ignore[union-attr]
