@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .draft import Draft
 from .errors import UserError
-from .fast import LLAMA_LIKE, FastRunner
+from .fast import LLAMA_LIKE, FastRunner, onto
 from .runner import Runner
 
 FAMILIES = (*sorted(LLAMA_LIKE), "phi", "gpt_neox")
@@ -92,30 +92,27 @@ class PartialRunner(FastRunner):
         """
         start = self.length + sum(map(len, self.ahead))
         place = self._place(len(tokens), None, start)
-        x = self.run_layers(self.embedding[tokens], 0, part.shared, start, *place) if part.shared else None
-        if x is None:
-            x = self.embedding[tokens]
+        x = self.embedding.index_select(0, tokens)
+        if part.shared:
+            x = self.run_layers(x, 0, part.shared, start, *place)
         self._shared = part.shared
         self.ahead.append(x)
         if part.attention or part.mlp:
             x = self._run_rest(x, part, start, *place)
         return self._logits(x)
 
-    def _run_rest(self, x: Tensor, part: Part, start: int, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def _run_rest(self, x: Tensor, part: Part, start: int, turn: Tensor, mask: Tensor | None) -> Tensor:
         """The sub-layers of `part` behind the shared layers."""
         n = len(x)
         for i in range(part.shared, self.depth):
-            w, attends, thinks = self.layers[i], i in part.attention, i in part.mlp
-            a = m = torch.zeros((), dtype=x.dtype, device=x.device)
-            if attends:
-                slot, seen = self.kv[i].narrow(2, start, n), self.kv[i].narrow(2, 0, start + n)
-                keys, values = seen[:, : self.kv_heads], seen[:, self.kv_heads :]
-                a = self._attention(w, w.norm1(x), n, cos, sin, slot, keys, values, mask)
-            if not self.parallel:
-                x = a + x
-            if thinks:
-                m = self._mlp(w, (w.norm2 or w.norm1)(x))
-            x = m + a + x if self.parallel else x + m
+            w, a = self.layers[i], x
+            if i in part.attention:
+                (room,) = self._room(i, i + 1, start, n)
+                a = onto(x, self._attention(w, w.norm1(x), turn, mask, *room), w.out, w.out_bias)
+            if i in part.mlp:
+                z = (w.norm2 or w.norm1)(x if self.parallel else a)
+                a = onto(a, self._mlp(w, z), w.down, w.down_bias)
+            x = a
         return x
 
     def _forward(self, tokens: Tensor, tree: Draft | None, head: int | None) -> Tensor:
@@ -212,4 +209,4 @@ def separate_copy(runner: PartialRunner, layer: int) -> PartialRunner:
 
 def cache_bytes(runner: PartialRunner, layers: int) -> int:
     """Bytes of cache that a text position takes in this many layers."""
-    return layers * 2 * runner.kv_heads * runner.head_dim * runner.kv.element_size()
+    return layers * 2 * runner.shape.kv_heads * runner.shape.width * runner.kv.element_size()

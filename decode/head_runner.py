@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from .draft import Draft
 from .errors import UserError
-from .fast import COLUMNS, FastRunner, Layer, _by_columns, _fuse, _norm
+from .fast import FastRunner, onto
 from .feature_head import FeatureHead, output_head
 from .foreign import DraftModel, ForeignDraft, ForeignRunner
+from .layers import by_columns, llama_layer, norm, tunable
 from .runner import Runner, open_runner
 
 
@@ -59,32 +60,22 @@ class HeadRunner(FastRunner):
         head, config = self.model, self.config
         layer = head.layer
         self.version = head.version
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim, self.groups = config.head_dim, self.heads // self.kv_heads
-        self.interleaved, self.gated, self.parallel, self.window = False, True, False, None
+        self.gated, self.parallel, self.window = True, False, None
         self.activation = F.silu
-        attention, mlp = layer.self_attn, layer.mlp
-        qkv, qkv_bias = _fuse(attention.q_proj, attention.k_proj, attention.v_proj)
-        up, up_bias = _fuse(mlp.gate_proj, mlp.up_proj)
-        self.norm_state = _norm(layer.hidden_norm) if self.version == 3 else None
-        self.norm_out = _norm(head.norm) if self.version == 3 else None
-        norm1 = _norm(layer.input_layernorm) if self.version == 3 else lambda x: x
-        self.layers = [
-            Layer(
-                norm1, _norm(layer.post_attention_layernorm), qkv, qkv_bias, attention.o_proj.weight, None,
-                up, up_bias, mlp.down_proj.weight, None,
-            )
-        ]  # fmt: skip
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._shape_of(heads, kv_heads, config.head_dim, head.rotary, tunable(head), False)
+        if self.version == 3:
+            self.norm_embedded, self.norm_state = norm(layer.input_layernorm), norm(layer.hidden_norm)
+        self.norm_out = norm(head.norm) if self.version == 3 else None
+        self.layers = [llama_layer(layer.self_attn, layer.mlp, None, layer.post_attention_layernorm, self.shape)]
         if self.version == 1:
             linear = output_head(self.source)
             self.head, self.head_bias = linear.weight, linear.bias
         else:
             self.head, self.head_bias = head.lm_head.weight, None
-        if sum(p.numel() * p.element_size() for p in head.parameters()) <= COLUMNS[1]:
-            self.head, self.layers[0].qkv, self.layers[0].up = map(_by_columns, (self.head, qkv, up))
+        if self.shape.tuned:
+            self.head = by_columns(self.head)
         self.ids = head.draft_ids()
-        self.rotary = head.rotary
-        self.capacity = 0
         self.reserve(256)
         self.truncate(0)
 
@@ -151,28 +142,24 @@ class HeadRunner(FastRunner):
         mask = torch.zeros(w, slot + w, dtype=self.dtype, device=self.device)
         own = torch.eye(w, dtype=torch.bool, device=self.device)
         mask[:, past:].masked_fill_(~torch.cat([seen, own], 1), -torch.inf)
-        mask = mask.repeat(self.groups, 1) if self.groups > 1 else mask
-        at = past + depth
-        self.hidden = self._run(tokens, states, slot, self.cos[at : at + 1], self.sin[at : at + 1], mask)
+        mask = mask.repeat(self.shape.heads // self.shape.kv_heads, 1)
+        self.hidden = self._run(tokens, states, slot, self.turns.narrow(0, past + depth, 1), mask)
         self.length += w
         return self._rows(self.hidden)
 
     # -- the forward ---------------------------------------------------------------------------------------------
 
-    def _run(self, tokens: Tensor, x: Tensor, slot: int, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def _run(self, tokens: Tensor, x: Tensor, slot: int, turn: Tensor, mask: Tensor | None) -> Tensor:
         """The layer on embeddings of the tokens and states ``x [n, hidden]``, in the cache slots from `slot` on."""
-        e, w, n = self.embedding[tokens], self.layers[0], len(tokens)
+        e, w = self.embedding.index_select(0, tokens), self.layers[0]
         if self.version == 1:
             x = y = F.linear(torch.cat([e, x], -1), self.model.fc.weight, self.model.fc.bias)
         else:
-            assert self.norm_state is not None
-            y = torch.cat([w.norm1(e), self.norm_state(x)], -1)
-        kv = self.kv[0]
-        seen = kv.narrow(2, 0, slot + n)
-        keys, values = seen[:, : self.kv_heads], seen[:, self.kv_heads :]
-        x = x + self._attention(w, y, n, cos, sin, kv.narrow(2, slot, n), keys, values, mask)
+            y = torch.cat([self.norm_embedded(e), self.norm_state(x)], -1)
+        (room,) = self._room(0, 1, slot, len(tokens))
+        x = onto(x, self._attention(w, y, turn, mask, *room), w.out, None)
         assert w.norm2 is not None
-        return x + self._mlp(w, w.norm2(x))
+        return onto(x, self._mlp(w, w.norm2(x)), w.down, None)
 
     def _rows(self, x: Tensor) -> Tensor:
         """Logits over the target's vocabulary; tokens outside the head's are impossible."""

@@ -56,6 +56,24 @@ def test_reading_in_pieces_gives_the_logits_of_one_forward(family: str, fast: bo
     assert close(runner.read(ids[6:8]), wanted[6:8])
 
 
+@pytest.mark.parametrize("family", [family for family, fast in RUNNER_PATHS if fast])
+def test_the_models_own_weights_serve_as_well_as_copies_made_for_the_processor(
+    family: str, tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(tiny(family))
+    tuned = open_runner(model)
+    monkeypatch.setattr(fast_module, "tunable", lambda model: False)
+    plain = open_runner(model)
+    assert (tuned.shape.tuned, plain.shape.tuned) == (True, False)
+    ids, tree = torch.tensor(TEXT), random_tree(1)
+    with torch.inference_mode():
+        for runner in (tuned, plain):
+            assert close(torch.cat([runner.read(ids[:7]), runner.read(ids[7:8])]), logits_of(model, TEXT[:8]))
+            runner.truncate(7)
+        feed = torch.cat([ids[7:8], tree.tokens])
+        assert close(plain.read(feed, tree), tuned.read(feed, tree))
+
+
 def random_tree(seed: int, nodes: int = 12) -> Draft:
     dice = random.Random(seed)
     return Draft.tree([dice.randrange(VOCAB) for _ in range(nodes)], [dice.randrange(-1, i) for i in range(nodes)])
@@ -145,7 +163,7 @@ def test_the_fast_forward_is_given_up_where_it_does_not_reproduce_the_model(
     tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = copy.deepcopy(tiny("llama"))
-    monkeypatch.setattr(fast_module, "_norm", lambda module: torch.tanh)
+    monkeypatch.setattr(fast_module, "norm", lambda module: torch.tanh)
     with pytest.warns(UserWarning, match="differs from LlamaForCausalLM"):
         assert type(open_runner(model)) is Runner
 
