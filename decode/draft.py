@@ -34,7 +34,7 @@ class Draft:
     @classmethod
     def chain(cls, tokens: Tensor, probs: Tensor | None = None, **extra: object) -> Draft:
         """A chain below the pending token."""
-        return cls(tokens, list(range(-1, len(tokens) - 1)), probs, **extra)  # type: ignore[arg-type]
+        return cls(tokens, list(range(-1, tokens.shape[0] - 1)), probs, **extra)  # type: ignore[arg-type]
 
     @classmethod
     def tree(cls, tokens: Sequence[int], parents: Sequence[int]) -> Draft:
@@ -54,7 +54,12 @@ class Draft:
     @cached_property
     def is_chain(self) -> bool:
         """Whether every node is the only child of the one before it."""
-        return all(p == i - 1 for i, p in enumerate(self.parents))
+        return self.parents == list(range(-1, len(self.parents) - 1))
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """The tokens on the host, fetched once."""
+        return self.tokens.tolist()
 
     def depths(self) -> list[int]:
         """Distance of every node from the pending token (a root-level node has depth 1)."""
@@ -65,8 +70,12 @@ class Draft:
 
     def children(self) -> list[dict[int, int]]:
         """``children()[i + 1][token]`` is the child of node i with that token (index 0: the pending token)."""
+        return self._children
+
+    @cached_property
+    def _children(self) -> list[dict[int, int]]:
         table: list[dict[int, int]] = [{} for _ in range(len(self) + 1)]
-        for node, (token, parent) in enumerate(zip(self.tokens.tolist(), self.parents)):
+        for node, (token, parent) in enumerate(zip(self.ids, self.parents)):
             table[parent + 1].setdefault(token, node)
         return table
 
@@ -80,8 +89,8 @@ class Draft:
 
     def text_before(self, prefix: list[int], node: int) -> list[int]:
         """Prefix plus the tokens on the path down to and including ``node`` (-1: the prefix itself)."""
-        tokens, path = self.tokens.tolist(), []
+        path = []
         while node >= 0:
-            path.append(tokens[node])
+            path.append(self.ids[node])
             node = self.parents[node]
         return prefix + path[::-1]

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,12 +15,12 @@ from .draft import Draft
 from .drafters import Drafter
 from .errors import UserError
 from .rng import Rng, TorchRng
-from .rules import AcceptanceRule, Exact, js_distance
+from .rules import AcceptanceRule, Exact, js_distance, pick
 from .stop import StopRule
 from .target import Target
-from .trace import Round, Trace
-from .verify import verify_chain, verify_tree, verify_tree_relaxed
-from .warp import Warp
+from .trace import Round, Trace, Values
+from .verify import verify_chain, verify_greedy, verify_tree, verify_tree_relaxed
+from .warp import Warp, one_hot
 
 
 @dataclass
@@ -126,6 +127,7 @@ def rounds(
         rng = rng.for_greedy()
     trace = Trace() if trace is None else trace
     drafter, stop, rule = system.drafter, system.stop, system.rule
+    sure = warp.greedy and rule.exact and rule.neutral
     ids = list(prompt)
     # the last generated token is never read, so the text may be one longer than the context
     end = min(len(prompt) + max_new_tokens, target.runner.limit + 1)
@@ -154,10 +156,18 @@ def rounds(
                 f"the target's logits are not numbers after {len(ids)} tokens; check its weights, "
                 "or load it in bfloat16 or float32"
             )
-        p = warp(logits, [draft.text_before(ids, i) for i in range(-1, len(draft))] if warp.needs_prefix else None)
-        path, token, measured = _verify(draft, p, logits, rule, rng)
+        texts = [draft.text_before(ids, i) for i in range(-1, len(draft))] if warp.needs_prefix else None
+        law: Tensor | Callable[[], Tensor]
+        measured: Measured
+        if sure and draft.is_chain:
+            top = warp.top(logits, texts)
+            path, token, agreed = verify_greedy(draft, top)
+            law, measured = partial(one_hot, top, logits), (agreed if len(draft) else None, None, None)
+        else:
+            law = warp(logits, texts)
+            path, token, measured = _verify(draft, law, logits, rule, rng)
         target.commit(path)
-        result = Round(draft, path, token, p, logits, target.hidden)
+        result = Round(draft, path, token, law, logits, target.hidden)
         result.seconds = (t1 - t0, clock() - t1)
         new = _cut(result.emitted, end - len(ids), stop_ids)
         ids += new
@@ -186,27 +196,22 @@ def _cut(tokens: list[int], room: int, stop_ids: Collection[int]) -> list[int]:
     return tokens
 
 
-Measured = tuple[Tensor | None, Tensor | None, Tensor | None]
+Measured = tuple[Values | None, Values | None, Values | None]
 
 
 def _verify(draft: Draft, p: Tensor, logits: Tensor, rule: AcceptanceRule, rng: Rng) -> tuple[list[int], int, Measured]:
     """Accepted path, following token, and (overlap, tv spent, js distance) at the tested positions."""
     k = len(draft)
     if draft.probs is None:
+        spent = None
         if rule.neutral or not k:
             path, token = verify_tree(draft, p, rng)
-            spent = None
         else:
             path, token, spent = verify_tree_relaxed(draft, p, logits, rule, rng)
-        if not k:
-            return path, token, (None, spent, None)
-        # of a one-hot draft Σ min(p, q) is the target's probability of the drafted tokens below the node
-        rows = [0, *(i + 1 for i in path)]
-        children = draft.children()
-        masses = [p[r, list(children[r])].sum() for r in rows if children[r]]
-        if spent is None and not rule.exact:
-            spent = p.new_zeros(len(masses))
-        return path, token, (torch.stack(masses) if masses else None, spent, None)
+        overlap = _overlap_of_tree(draft, p, path)
+        if overlap is not None and spent is None and not rule.exact:
+            spent = torch.zeros_like(overlap)
+        return path, token, (overlap, spent, None)
     q, x = draft.probs, draft.tokens
     raw = None
     if rule.needs_raw and draft.logits is not None:
@@ -219,6 +224,16 @@ def _verify(draft: Draft, p: Tensor, logits: Tensor, rule: AcceptanceRule, rng: 
         return path, token, (overlap, None, None)
     spent = rule.tv_spent(p[:t], q[:t], x[:t], accept[:t])
     return path, token, (overlap, spent, js_distance(p[:t], q[:t]))
+
+
+def _overlap_of_tree(draft: Draft, p: Tensor, path: list[int]) -> Tensor | None:
+    """Σ min(p, q) at the tested nodes: under a one-hot q the target's probability of the tokens drafted below each."""
+    rows = [0, *(node + 1 for node in path)]
+    if draft.is_chain:
+        return pick(p, draft.tokens[: len(rows)].to(p.device)) if len(draft) else None
+    children = draft.children()
+    masses = [p[r, list(children[r])].sum() for r in rows if children[r]]
+    return torch.stack(masses) if masses else None
 
 
 def decode(
@@ -260,5 +275,4 @@ def who_wrote(result: Round) -> list[str]:
 def rejected_tokens(result: Round) -> list[int]:
     """Drafted tokens that were proposed for the place of the round's last token."""
     last = result.path[-1] if result.path else -1
-    tokens = result.draft.tokens.tolist()
-    return [t for t, parent in zip(tokens, result.draft.parents) if parent == last]
+    return [t for t, parent in zip(result.draft.ids, result.draft.parents) if parent == last]

@@ -347,7 +347,7 @@ def build(method: str, parts: Parts, *, stop: str | None = None, rule: str | Non
     acceptance = _find("acceptance rule", rule or rule_name, RULES)(parts)  # type: ignore[operator]
     drafter = DRAFTERS[drafter_name](parts)
     if isinstance(drafter, ModelDrafter):
-        drafter.keep_logits = acceptance.needs_raw
+        drafter.keep_logits, drafter.keep_laws = acceptance.needs_raw, not acceptance.exact
     return System(method, drafter, stop_rule, acceptance)
 
 

@@ -37,7 +37,7 @@ class Target:
         """
         device = self.runner.device
         self._base = self.runner.length
-        first = torch.tensor([pending], device=device)
+        first = torch.full((1,), pending, device=device)
         if not len(draft):
             return self.runner.read(first)
         tokens = torch.cat([first, draft.tokens.to(device)])

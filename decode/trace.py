@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from .draft import Draft
+
+Values = Tensor | list[float]
+"""One number for each tested position."""
 
 
 @dataclass
@@ -19,8 +24,8 @@ class Round:
         draft: what was proposed.
         path: accepted node indices, root to leaf.
         token: the token after the path: a correction, or the bonus token.
-        probs: warped target rows ``[n + 1, vocab]``; row 0 follows the pending token, row i + 1 follows node i.
-        logits: the same rows unwarped.
+        law: gives `probs`; a function where they are rarely asked for.
+        logits: the same rows as `probs`, unwarped.
         hidden: the target's last hidden states of those rows ``[n + 1, width]``.
         seconds: time spent drafting and verifying.
     """
@@ -28,10 +33,15 @@ class Round:
     draft: Draft
     path: list[int]
     token: int
-    probs: Tensor
+    law: Tensor | Callable[[], Tensor]
     logits: Tensor
     hidden: Tensor | None = None
     seconds: tuple[float, float] = (0.0, 0.0)
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """Warped target rows ``[n + 1, vocab]``; row 0 follows the pending token, row i + 1 follows node i."""
+        return self.law() if callable(self.law) else self.law
 
     @property
     def drafted(self) -> int:
@@ -54,8 +64,7 @@ class Round:
     @property
     def emitted(self) -> list[int]:
         """The tokens this round adds to the text."""
-        tokens = self.draft.tokens.tolist()
-        return [tokens[i] for i in self.path] + [self.token]
+        return [*(self.draft.ids[i] for i in self.path), self.token]
 
 
 @dataclass
@@ -71,12 +80,12 @@ class Trace:
     prefill_seconds: float = 0.0
     total_seconds: float = 0.0
     tokens: int = 0
-    overlap: list[Tensor] = field(default_factory=list)
-    spent: list[Tensor] = field(default_factory=list)
-    distance: list[Tensor] = field(default_factory=list)
+    overlap: list[Values] = field(default_factory=list)
+    spent: list[Values] = field(default_factory=list)
+    distance: list[Values] = field(default_factory=list)
 
-    def close(self, round: Round, overlap: Tensor | None, spent: Tensor | None, distance: Tensor | None) -> None:
-        """Add a round; the tensors hold one value for each tested position."""
+    def close(self, round: Round, overlap: Values | None, spent: Values | None, distance: Values | None) -> None:
+        """Add a round; what was measured holds one value for each tested position."""
         self.drafted.append(round.drafted)
         self.accepted.append(round.accepted)
         self.tested.append(round.tested)
@@ -102,8 +111,8 @@ class Trace:
         """Target forwards after the prefill."""
         return len(self.drafted)
 
-    def _mean(self, tensors: list[Tensor]) -> tuple[float, float]:
-        values = torch.cat(tensors).double() if tensors else torch.empty(0)
+    def _mean(self, parts: list[Values]) -> tuple[float, float]:
+        values = torch.cat([torch.as_tensor(part).double() for part in parts]) if parts else torch.empty(0)
         if not len(values):
             return math.nan, math.nan
         se = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan

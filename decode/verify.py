@@ -10,6 +10,21 @@ from .rng import Rng
 from .rules import AcceptanceRule, Raw
 
 
+def verify_greedy(draft: Draft, top: Tensor) -> tuple[list[int], int, list[float]]:
+    """Exact verification of a chain where every law is one-hot: nothing to draw, so the host compares tokens.
+
+    Args:
+        draft: a chain of k tokens.
+        top: the target's token after the pending one and after each drafted one, ``[k + 1]``.
+
+    Returns:
+        The accepted nodes, the token after them, and Σ min(p, q) at the tested positions.
+    """
+    wanted, k = top.tolist(), len(draft)
+    m = next((i for i, token in enumerate(draft.ids) if token != wanted[i]), k)
+    return list(range(m)), wanted[m], [1.0] * m + [0.0] * (m < k)
+
+
 def verify_chain(draft: Draft, p: Tensor, accept: Tensor, rule: AcceptanceRule, rng: Rng) -> tuple[list[int], int]:
     """Modified rejection sampling on a chain drawn from `draft.probs`; the host waits twice a round, never per token.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +14,7 @@ from ..rng import Rng
 from ..runner import Runner
 from ..stop import Step, StopRule
 from ..trace import Round
-from ..warp import Warp
+from ..warp import Warp, argmax, one_hot
 
 
 class ModelDrafter:
@@ -24,6 +25,9 @@ class ModelDrafter:
         warp: the same object that warps the target.
         vocab: the target's vocabulary size. Padded vocabularies of one family differ behind the ids they share: a
             longer draft row is cut, a shorter one filled with probability 0, which the residual makes up for.
+        keep_logits: give the draft its unwarped logits, for rules that look at them.
+        keep_laws: give greedy drafts their one-hot laws; without, they are deterministic drafts, which exact rules
+            treat the same.
         ends: tokens that end a text: a drafted one is kept and ends the draft.
     """
 
@@ -31,7 +35,9 @@ class ModelDrafter:
         self.runner = runner
         self.warp = warp
         self.vocab = vocab
+        self.padded = vocab != runner.vocab_size
         self.keep_logits = keep_logits
+        self.keep_laws = True
         self.ends: Collection[int] = ()
 
     def start(self, ids: list[int]) -> None:
@@ -49,41 +55,39 @@ class ModelDrafter:
         probs: list[Tensor] = []
         logits: list[Tensor] = []
         hidden: list[Tensor] = []
-        watch = stop.confidence is not None
+        watch, prefixed = stop.confidence is not None, self.warp.needs_prefix
         # what follows the end of the text is never used; where nobody waits for the token anyway, looking is free
         reads_tokens = bool(self.ends) and (watch or runner.device.type == "cpu")
-        at_once = self.warp.greedy and not watch and not self.warp.needs_prefix
+        at_once = self.warp.greedy and not watch and not prefixed
         for _ in range(limit):
-            row = self._fit(runner.read(feed, head=1))
-            if at_once:  # a one-hot law's draw is its argmax: all rows are warped together at the end
-                feed = row.argmax(-1)
-                tokens.append(feed[0])
-                logits.append(row[0])
-                if reads_tokens and int(feed) in self.ends:
+            row = runner.read(feed, head=1)
+            if self.padded:
+                row = self._fit(row)
+            if at_once:  # a one-hot law's draw is its argmax: all laws are made together at the end
+                feed = argmax(row)
+            else:
+                q = self.warp(row, [ids + [int(t) for t in tokens]] if prefixed else None)
+                if watch and stop.before(Step(q[0], None, row[0], runner.hidden[-1])):
                     break
-                continue
-            q = self.warp(row, [ids + [int(t) for t in tokens]] if self.warp.needs_prefix else None)[0]
-            if watch and stop.before(Step(q, None, row[0], runner.hidden[-1])):
-                break
-            x = rng.draw(q)
-            tokens.append(x)
-            probs.append(q)
+                feed = rng.draw(q[0]).view(1)
+                probs.append(q)
+            tokens.append(feed)
             if self.keep_logits:
-                logits.append(row[0])
+                logits.append(row)
             if watch:
-                hidden.append(runner.hidden[-1])
-                if stop.after(Step(q, x, row[0], runner.hidden[-1])):
+                hidden.append(runner.hidden[-1:])
+                if stop.after(Step(q[0], feed[0], row[0], runner.hidden[-1])):
                     break
-            if reads_tokens and int(x) in self.ends:
+            if reads_tokens and int(feed) in self.ends:
                 break
-            feed = x.view(1)
         if not tokens:
             return Draft.empty()
+        drawn = torch.cat(tokens)
         return Draft.chain(
-            torch.stack(tokens),
-            self.warp(torch.stack(logits)) if at_once else torch.stack(probs),
-            logits=torch.stack(logits) if self.keep_logits else None,
-            hidden=torch.stack(hidden) if hidden else None,
+            drawn,
+            torch.cat(probs) if probs else one_hot(drawn, row) if self.keep_laws else None,
+            logits=torch.cat(logits) if self.keep_logits else None,
+            hidden=torch.cat(hidden) if hidden else None,
             confidence=list(stop.seen),
         )
 
@@ -92,13 +96,12 @@ class ModelDrafter:
         last = self.runner.vocab_size - 1
         if self.vocab > self.runner.vocab_size:
             ids = [min(i, last) for i in ids]
-        return torch.tensor(ids, device=self.runner.device)
+        known = torch.from_numpy(numpy.asarray(ids, dtype=numpy.int64))  # in half of torch.tensor's time
+        return known.to(self.runner.device)
 
     def _fit(self, logits: Tensor) -> Tensor:
         missing = self.vocab - logits.shape[-1]
-        if missing > 0:
-            return F.pad(logits, (0, missing), value=-torch.inf)
-        return logits[:, : self.vocab] if missing else logits
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self.vocab]
 
     def commit(self, ids: list[int]) -> None:
         """Drop what was rejected; an unread tail is fed by the next proposal."""

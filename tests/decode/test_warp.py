@@ -12,11 +12,13 @@ from transformers import NoRepeatNGramLogitsProcessor, PreTrainedModel, Temperat
 from decode.drafters.model import ModelDrafter
 from decode.errors import UserError
 from decode.loop import System, rounds
+from decode.methods import Parts, build
 from decode.rng import TorchRng
 from decode.runner import open_runner
 from decode.stop import StopRule
 from decode.target import Target
-from decode.warp import Warp
+from decode.trace import Trace
+from decode.warp import Warp, argmax, one_hot
 
 PROMPT = [3, 7, 1, 9, 3, 7, 22, 3]
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
@@ -155,3 +157,36 @@ def test_settings_out_of_range_are_refused_by_name(settings: dict) -> None:
     (name,) = settings
     with pytest.raises(UserError, match=name):
         Warp(**settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_of_equally_probable_tokens_the_first_is_taken_in_every_precision(dtype: torch.dtype) -> None:
+    rows = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows[0, 7] = rows[0, 31] = 9.0
+    rows[1] = -torch.inf
+    assert argmax(rows).tolist() == rows.double().argmax(-1).tolist()
+    assert argmax(rows[0]).item() == 7
+    laws = one_hot(argmax(rows), rows)
+    assert laws.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert torch.equal(laws, Warp()(rows))
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.8])
+def test_greedy_rounds_have_the_laws_that_they_were_decided_without(penalty: float, tiny) -> None:
+    model, warp = tiny("llama"), Warp(repetition_penalty=penalty)
+    parts = Parts(open_runner(model), warp, open_runner(tiny("llama", seed=2)))
+    for rule, exact in (("exact", True), ("ears", False)):
+        ids, overlaps = list(PROMPT), []
+        trace = Trace()
+        system = build("vanilla", parts, rule=rule)
+        for result, new in rounds(Target(parts.target), system, warp, PROMPT, max_new_tokens=20, trace=trace):
+            before = [result.draft.text_before(ids, i) for i in range(-1, len(result.draft))]
+            assert torch.equal(result.probs, warp(result.logits, before))
+            assert (result.draft.probs is None) == (exact and penalty == 1) or not len(result.draft)
+            rows = result.probs[: result.tested].gather(1, result.draft.tokens[: result.tested, None])
+            overlaps += rows.flatten().tolist()
+            ids += new
+        assert torch.cat([torch.as_tensor(part) for part in trace.overlap]).tolist() == overlaps
+        assert ids == model.generate(
+            torch.tensor([PROMPT]), do_sample=False, max_new_tokens=20, pad_token_id=0, repetition_penalty=penalty
+        )[0].tolist()  # fmt: skip
