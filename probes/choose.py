@@ -213,7 +213,7 @@ def measure(
                     times.setdefault((layer, 0), []).extend(draft)
     middle = _smooth({key: _typical(seen) for key, seen in times.items()}, exits)
     step, per_round = _bookkeeping(runner, exits[0], warp, prompts, max_new_tokens)
-    base = statistics.median(middle[layer, 1] for layer in exits) + step
+    base = step  # of decoding without a draft as it is: no read behind early layers is as fast
     watched = _confidences(runner, exits[0], probes, warp, tokens, context)
     plain = watched.pop("length")
     costs = Costs({}, {name: max(0.0, (spent - plain) / base) for name, spent in watched.items()})
@@ -293,23 +293,24 @@ def _confidences(
 def _bookkeeping(
     runner: PartialRunner, layer: int, warp: Warp, prompts: Sequence[list[int]], max_new_tokens: int
 ) -> tuple[float, float]:
-    """Seconds outside the forwards, of a plain step and of a round that drafts one token."""
+    """Seconds of a plain step, and those outside the forwards of a round that drafts one token."""
 
-    def outside(system: Any) -> float:
-        rounds, spent = 0, []
+    def seconds(system: Any, *, forwards: bool) -> float:
+        spent = []
         for i, ids in enumerate(prompts):
             with watch_forwards(runner) as watch:
                 out = decode(
                     Target(runner), system, warp, ids, max_new_tokens=max_new_tokens, rng=TorchRng(i, runner.device)
                 )
             rounds = out.trace.rounds
-            # the prompt's read is inside a forward too, so nothing of it is left here
-            spent.append((out.trace.total_seconds - watch.seconds) / max(1, rounds))
+            # the prompt's read is inside a forward too, so nothing of it is left behind
+            left_out = out.trace.prefill_seconds if forwards else watch.seconds
+            spent.append((out.trace.total_seconds - left_out) / max(1, rounds))
         return statistics.median(spent)
 
     plain = build("autoregressive", Parts(runner, warp))
     drafted = System("one", EarlyExitDrafter(runner, warp, Part(layer)), StopRule(1))
-    return outside(plain), outside(drafted)
+    return seconds(plain, forwards=True), seconds(drafted, forwards=False)
 
 
 def split_texts(values: Tensor, text: Tensor) -> list[list[float]]:
