@@ -106,8 +106,9 @@ def _identity(row: Row) -> str:
 
 
 def comparisons(report: Row) -> list[Verdict]:
-    """For each paired comparison of the final draft: which is better, or that the data cannot tell."""
-    return [_comparison(pair) for pair in report.get("paired") or [] if final(report) in (pair["a"], pair["b"])]
+    """For each paired comparison of the final draft, or of AdaSPEC: which is better, or that the data cannot tell."""
+    told = {final(report), "adaspec"}
+    return [_comparison(pair) for pair in report.get("paired") or [] if told & {pair["a"], pair["b"]}]
 
 
 def _comparison(pair: Row) -> Verdict:
