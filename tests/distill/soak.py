@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from tiny_run import tiny_settings
 
+import distill.eagle.evaluate  # noqa: F401  (the pipeline loads it late; here it is loaded once, before all starts)
 from distill import pipeline
 from distill.fit import StageProgress
 from distill.run import Run
@@ -43,7 +44,7 @@ STAGES = ("target", "initial", "reference", "draft", "equal-tokens", "own-texts"
 DISTILLED = [phase for stage in STAGES[2:] for phase in (f"{stage}: signals", stage)]
 PHASES = ("target", "initial", *DISTILLED, "evaluation", "export", "report")
 """Parts of a run in order, among which kills are spread."""
-SLOWEST = 300
+SLOWEST = 900
 """Seconds after which a start that neither ended nor was killed counts as stuck."""
 
 
