@@ -206,6 +206,7 @@ def bench_options(
         chat=settings.chat,
         warp=make_warp(settings),
         threads=settings.threads,
+        compile=settings.compile,
         datastore=datastore,
         trigrams=trigrams,
         samples=settings.samples,

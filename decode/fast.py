@@ -50,7 +50,7 @@ class FastRunner(Runner):
         kind, heads = config.model_type, config.num_attention_heads
         grouped = None if kind == "gpt_neox" else getattr(config, "num_key_value_heads", None)
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self._shape_of(heads, grouped or heads, width, base.rotary_emb, tunable(self.model), kind == "gpt_neox")
+        self._shape_of(heads, grouped or heads, width, base.rotary_emb, self._tunes(), kind == "gpt_neox")
         self.layers = [self._layer(block) for block in base.layers]
         self.gated = kind in LLAMA_LIKE
         self.parallel = kind == "phi" or getattr(config, "use_parallel_residual", False)
@@ -68,6 +68,9 @@ class FastRunner(Runner):
         slides = "sliding_attention" in kinds if kinds else kind == "mistral"
         self.window: int | None = config.sliding_window if slides else None
         self.reserve(256)
+
+    def _tunes(self) -> bool:
+        return tunable(self.model)
 
     def _shape_of(self, heads: int, kv_heads: int, width: int, rotary: Any, tuned: bool, interleaved: bool) -> None:
         self.rotary, self.capacity = rotary, 0
@@ -155,7 +158,7 @@ class FastRunner(Runner):
         at = start + torch.tensor([0, *tree.depths()], device=self.device)
         return self.turns.index_select(0, at), self._mask(n, tree, start)
 
-    def _room(self, first: int, last: int, start: int, n: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _room(self, first: int, last: int, start: Any, n: int) -> list[tuple[Any, Tensor, Tensor]]:
         """For layers ``[first, last)``: the cache slots of n new tokens, and all keys and values up to them."""
         end, heads = start + n, self.shape.kv_heads
         if last - first < 4:  # views one by one, or all at once: whichever are fewer operations
@@ -193,8 +196,8 @@ class FastRunner(Runner):
         self.hidden = x = self.final_norm(x)
         return F.linear(x, self.head, self.head_bias)
 
-    def run_layers(self, x: Tensor, first: int, last: int, start: int, turn: Tensor, mask: Tensor | None) -> Tensor:
-        """Layers ``[first, last)`` on states ``x [n, hidden]`` whose first cache slot is `start`."""
+    def run_layers(self, x: Tensor, first: int, last: int, start: Any, turn: Tensor, mask: Tensor | None) -> Tensor:
+        """Layers ``[first, last)`` on states ``x [n, hidden]`` whose first cache slot is `start` (see `_room`)."""
         for w, room in zip(self.layers[first:last], self._room(first, last, start, x.shape[0])):
             y = w.norm1(x)
             a = onto(x, self._attention(w, y, turn, mask, *room), w.out, w.out_bias)
@@ -211,7 +214,7 @@ class FastRunner(Runner):
         return self.activation(gate) * up
 
     def _attention(
-        self, w: Layer, y: Tensor, turn: Tensor, mask: Tensor | None, slot: Tensor, k: Tensor, v: Tensor
+        self, w: Layer, y: Tensor, turn: Tensor, mask: Tensor | None, slot: Any, k: Tensor, v: Tensor
     ) -> Tensor:
         """Attention before its projection, ``[n, heads · width]``; keys and values are stored.
 

@@ -117,8 +117,8 @@ def start(settings: GenerateSettings, prompt: str) -> Generation:
             print(model.vocabulary.sentence(ids), file=sys.stderr)
         if options.draft_length is None and (settings.stop_rule or METHODS[method][1]) == "length":
             options.draft_length = exported_length(model)
-        draft = open_draft_runner(model, target)
-    runner = open_runner(target)
+        draft = open_draft_runner(model, target, settings.compile)
+    runner = open_runner(target, compile=settings.compile)
     machine.set_threads(runner, settings.threads)
     datastore, trigrams = store_folders(settings)
     parts = Parts(runner, warp, draft, tokenizer, datastore, trigrams, options)

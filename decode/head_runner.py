@@ -18,11 +18,19 @@ from .layers import by_columns, llama_layer, norm, tunable
 from .runner import Runner, open_runner
 
 
-def open_draft_runner(draft: DraftModel, target: PreTrainedModel) -> Runner:
-    """The runner of a draft model, of one of another vocabulary, or of a feature head over its target."""
+def open_draft_runner(draft: DraftModel, target: PreTrainedModel, compile: str = "none") -> Runner:
+    """The runner of a draft model, of one of another vocabulary, or of a feature head (never compiled) over its target.
+
+    Args:
+        draft: what drafts.
+        target: the model it drafts for.
+        compile: see `open_runner`.
+    """
+    if isinstance(draft, FeatureHead):
+        return HeadRunner(draft, target)
     if isinstance(draft, ForeignDraft):
-        return ForeignRunner(open_runner(draft.model), draft.vocabulary)
-    return HeadRunner(draft, target) if isinstance(draft, FeatureHead) else open_runner(draft)
+        return ForeignRunner(open_runner(draft.model, compile=compile), draft.vocabulary)
+    return open_runner(draft, compile=compile)
 
 
 class HeadRunner(FastRunner):

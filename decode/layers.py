@@ -100,42 +100,72 @@ def by_columns(weight: Tensor) -> Tensor:
     return weight.t().contiguous().t() if tall else weight
 
 
-def norm(module: Any) -> Function:
-    """A layer norm or an RMS norm as a function."""
-    if isinstance(module, nn.LayerNorm):
-        shape, weight, bias, eps = module.normalized_shape, module.weight, module.bias, module.eps
-        return lambda x: F.layer_norm(x, shape, weight, bias, eps)
-    return rms_norm(module.weight, module.variance_epsilon)
+@dataclass(eq=False)
+class RmsNorm:
+    """x/√(Σx²/d + ε)·w over the last axis, as x/hypot(‖x‖, √(dε))·(w√d): fewer operations, the same to rounding.
+
+    Attributes:
+        floor: √(dε).
+        scale: w√d; None where the projection behind it holds it.
+    """
+
+    floor: Tensor
+    scale: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of ``x [.., d]``."""
+        y = x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.floor)
+        return y if self.scale is None else y.mul_(self.scale)
 
 
-def rms_norm(weight: Tensor, eps: float) -> Function:
-    """x/√(Σx²/d + ε)·w over the last axis."""
-    if weight.dtype in WIDE:
-        bare, scale = _bare(weight, eps)
-        return lambda x: bare(x).mul_(scale)
+@dataclass(eq=False)
+class NarrowRmsNorm:
+    """The same for weights of 16 bits, rounded where transformers rounds."""
 
-    def narrow(x: Tensor) -> Tensor:
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of ``x [.., d]``."""
         y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-        return weight * y.to(x.dtype)
-
-    return narrow
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
 
 
-def _bare(weight: Tensor, eps: float) -> tuple[Function, Tensor]:
-    """x/hypot(‖x‖, √(dε)) and the scale w√d that makes an RMS norm of it: fewer operations, the same to rounding."""
+@dataclass(eq=False)
+class LayerNorm:
+    """A layer norm without the cost of a module's call."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of ``x [.., d]``."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def rms_norm(weight: Tensor, eps: float) -> RmsNorm | NarrowRmsNorm:
+    """An RMS norm with these weights ``[.., d]``."""
+    if weight.dtype not in WIDE:
+        return NarrowRmsNorm(weight, eps)
     width = weight.shape[-1]
-    floor = weight.new_tensor((eps * width) ** 0.5)
-    norm_of = torch.linalg.vector_norm
-    return lambda x: x / torch.hypot(norm_of(x, dim=-1, keepdim=True), floor), weight.detach() * width**0.5
+    return RmsNorm(weight.new_tensor((eps * width) ** 0.5), weight.detach() * width**0.5)
+
+
+def norm(module: Any) -> Function:
+    """A layer norm or an RMS norm."""
+    if isinstance(module, nn.LayerNorm):
+        return LayerNorm(module.weight, module.bias, module.eps)
+    return rms_norm(module.weight, module.variance_epsilon)
 
 
 def _behind(module: Any, weight: Tensor, shape: Shape) -> tuple[Function, Tensor]:
     """A norm and the projection behind it, the norm's scale in the projection where that can be."""
-    if not shape.tuned or isinstance(module, nn.LayerNorm):
-        return norm(module), weight
-    bare, scale = _bare(module.weight, module.variance_epsilon)
-    return bare, weight * scale
+    made = norm(module)
+    if not shape.tuned or not isinstance(made, RmsNorm) or made.scale is None:
+        return made, weight
+    return RmsNorm(made.floor, None), weight * made.scale
 
 
 def _sorted_rows(shape: Shape, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -154,6 +154,7 @@ def run(settings: ProfileSettings) -> None:
         chat=settings.chat,
         warp=make_warp(settings),
         threads=settings.threads,
+        compile=settings.compile,
     )
     bench = Workbench(target, {"draft": draft}, tokenizer, options)
     with Console(stderr=True).status("measuring forwards and acceptance"):

@@ -34,6 +34,10 @@ class ModelSettings:
     draft_vocabulary: str = "same"
     """same refuses a draft whose tokenizer is not the target's; intersection lets it draft the tokens that both
     vocabularies have, which stays lossless (arXiv 2502.05202)."""
+    compile: str = "none"
+    """torch.compile for target and draft, with a cache of fixed size: none, default, or reduce-overhead, which replays
+    CUDA graphs. For GPUs; on CPUs the plain forward is faster. Each length of input is compiled when it first occurs,
+    which takes seconds to minutes; drafts by the target's own layers and feature heads stay as they are."""
     threads: int | None = None
     """Threads of torch; null measures one against all and takes the faster (small models are fastest on one)."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .compiled import check_compile
 from .contenders import split_spec
 from .errors import UserError
 from .foreign import DraftModel, ForeignDraft
@@ -70,6 +71,10 @@ def check_models(settings: ModelSettings) -> None:
     required(settings, "target")
     if settings.dtype not in DTYPES:
         raise UserError(f"dtype is {settings.dtype!r}; choose one of {', '.join(DTYPES)}")
+    if settings.compile != "none":
+        check_compile(settings.compile, settings.device)
+        if settings.device_map is not None:
+            raise UserError("a model that is compiled has to be on one device; give --device, or leave compile at none")
     if settings.draft_vocabulary not in ("same", "intersection"):
         raise UserError(f"draft_vocabulary is {settings.draft_vocabulary!r}; choose same or intersection")
 

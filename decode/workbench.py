@@ -47,6 +47,7 @@ class BenchOptions:
         samples: prompts of each suite whose texts are kept with their marks.
         costs: measure c and v(n), which `predicted_speedup` needs.
         cost_turns: measurements of the costs, spread over a block's prompts (a few of them come first).
+        compile: see `decode.runner.open_runner`.
     """
 
     max_new_tokens: int = 128
@@ -61,6 +62,7 @@ class BenchOptions:
     samples: int = 1
     costs: bool = True
     cost_turns: int = 24
+    compile: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "repeats"):
@@ -105,8 +107,9 @@ class Workbench:
         self.model = model
         self.tokenizer = tokenizer
         self.draft_models: dict[str, DraftModel] = dict(drafts or {})
-        self.runner = open_runner(model)
-        self.drafts = {name: open_draft_runner(draft, model) for name, draft in self.draft_models.items()}
+        mode = self.options.compile
+        self.runner = open_runner(model, compile=mode)
+        self.drafts = {name: open_draft_runner(draft, model, mode) for name, draft in self.draft_models.items()}
         self.threads = machine.set_threads(self.runner, self.options.threads)[1]
         self.stop_ids: Collection[int] = set() if self.options.ignore_eos else stop_ids(model, tokenizer)
         self.costs: dict[str | None, CostModel] = {}

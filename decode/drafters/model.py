@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import numpy
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -96,7 +96,7 @@ class ModelDrafter:
         last = self.runner.vocab_size - 1
         if self.vocab > self.runner.vocab_size:
             ids = [min(i, last) for i in ids]
-        known = torch.from_numpy(numpy.asarray(ids, dtype=numpy.int64))  # in half of torch.tensor's time
+        known = torch.from_numpy(np.asarray(ids, dtype=np.int64))  # in half of torch.tensor's time
         return known.to(self.runner.device)
 
     def _fit(self, logits: Tensor) -> Tensor:
