@@ -80,8 +80,10 @@ def find_reports(paths: Sequence[str]) -> list[Path]:
 
 
 def _below(folder: Path, depth: int) -> list[Path]:
-    if (folder / "report.json").is_file():
+    of_paper = (folder / "table.md").is_file()  # its report.json sums up those of the configurations below
+    if (folder / "report.json").is_file() and not of_paper:
         return [folder / "report.json"]
+    depth = 1 if of_paper else depth
     inner = sorted(p for p in folder.iterdir() if p.is_dir() and p.name != "work") if depth else []
     return [report for path in inner for report in _below(path, depth - 1)]
 

@@ -243,3 +243,11 @@ def test_folders_that_are_not_there_or_hold_no_report_are_refused(tmp_path: Path
         find_reports([str(tmp_path / "absent")])
     with pytest.raises(UserError, match=r"no report\.json in"):
         find_reports([str(tmp_path)])
+
+
+def test_of_a_paper_s_folder_the_runs_of_its_configurations_are_taken_and_not_its_summary(tmp_path: Path) -> None:
+    summary, inner = tmp_path / "papers/ears-quickstart", tmp_path / "papers/ears-quickstart/quickstart"
+    inner.mkdir(parents=True)
+    for file in (summary / "report.json", summary / "table.md", inner / "report.json"):
+        file.write_text("{}")
+    assert find_reports([str(tmp_path / "papers")]) == [inner / "report.json"]
