@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import io
 import re
 import sys
@@ -13,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from . import settings as s
+from .arguments import tidy
 from .cli import parse, run_main, take_flag
 from .configs import configured
-from .errors import UserError
+from .errors import UserError, unknown
 from .sweep import grid, take_sweep
 
 
@@ -196,7 +196,7 @@ def _sweep(argv: list[str], config: str | None, axes: dict[str, list[str]]) -> N
 def _bench_settings(argv: list[str], config: str | None, suffix: str = "") -> s.BenchSettings:
     if config is not None:
         return configured(argv, Path(config), suffix)
-    tidied = s.tidy(argv, s.BenchSettings)
+    tidied = tidy(argv, s.BenchSettings)
     return parse(s.BenchSettings, tidied, prog="python -m decode bench", description=COMMANDS["bench"].about)
 
 
@@ -218,9 +218,7 @@ def _run(argv: list[str]) -> None:
         _methods()
         return
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, [*COMMANDS, "methods"], 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown command {name!r}; {hint}choose one of {', '.join(COMMANDS)}, methods")
+        raise UserError(unknown("command", name, [*COMMANDS, "methods"]))
     if name == "paper" and rest and not rest[0].startswith("-"):
         rest = ["--paper", *rest]
     command = COMMANDS[name]
@@ -241,7 +239,7 @@ def _run(argv: list[str]) -> None:
         return
     if name == "report":  # its runs need no option
         rest = rest if not rest or rest[0].startswith("--") else ["--runs", *rest]
-    tidied = s.tidy(rest, command.settings)
+    tidied = tidy(rest, command.settings)
     command.run(parse(command.settings, tidied, prog=f"python -m decode {name}", description=command.about))
 
 

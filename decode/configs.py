@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import settings as s
+from .arguments import tidy
 from .cli import merge, parse, read_layers
 from .errors import UserError
 
@@ -30,7 +31,7 @@ def configured(argv: list[str], config: Path, suffix: str = "") -> s.BenchSettin
     own = {"bench", "name", "output_dir"}
     near = {key: difflib.get_close_matches(str(key), own, 1, 0.75) for key in content if key not in own}
     foreign = {key for key, match in near.items() if not match}
-    tidied = s.tidy(argv, s.BenchSettings, "bench.")
+    tidied = tidy(argv, s.BenchSettings, "bench.")
     file = parse(s.BenchFile, tidied, prog="python -m decode bench", description="", foreign=foreign)
     settings, run = file.bench, Path(file.output_dir) / file.name
     given = content.get("bench") or {}

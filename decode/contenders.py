@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
@@ -10,11 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .errors import UserError
+from .errors import UserError, unknown
 from .feature_head import FeatureHead
 from .foreign import DraftModel
 from .loop import Output, System, decode
-from .methods import DRAFTED, HEADED, METHODS, SELF_SPECULATIVE, MethodOptions, Parts, build, is_lossless
+from .methods import DRAFTED, HEADED, METHODS, SELF_SPECULATIVE, build, is_lossless
+from .parts import MethodOptions, Parts
 from .peers import NEEDS_DRAFT, PEERS, Peer
 from .rng import TorchRng
 from .rows import Record, Take
@@ -81,9 +81,7 @@ def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
     for item in given:
         key, _, text = item.partition("=")
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UserError(f"{spec!r}: unknown option {key!r}; {hint}choose one of {', '.join(known)}")
+            raise UserError(f"{spec!r}: {unknown('option', key, known)}")
         value = yaml.safe_load(text)
         wanted = type(known[key]) if known[key] is not None else TYPES[key]
         if not isinstance(value, wanted) and not (wanted is float and isinstance(value, int)):

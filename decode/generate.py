@@ -20,7 +20,8 @@ from .foreign import ForeignDraft
 from .head_runner import open_draft_runner
 from .load import stop_ids
 from .loop import rejected_tokens, rounds, who_wrote
-from .methods import METHODS, Parts, build, is_lossless
+from .methods import METHODS, build, is_lossless
+from .parts import Parts
 from .rng import TorchRng
 from .rows import plain
 from .runner import open_runner

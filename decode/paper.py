@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from rich.table import Table as Grid
 from . import compare
 from .configs import configured
 from .dry_run import shrink
-from .errors import UserError
+from .errors import UserError, unknown
 from .methods import PROBED
 from .page import write_text
 from .papers import Ordering, Paper, Results, Table, papers
@@ -58,9 +57,7 @@ def run(settings: PaperSettings) -> None:
 
 def _choose(kind: str, name: str, known: Mapping[str, Any]) -> Any:
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown {kind} {name!r}; {hint}choose one of {', '.join(known)}")
+        raise UserError(unknown(kind, name, known))
     return known[name]
 
 

@@ -16,7 +16,7 @@ from .alpha import OfflineAlpha, offline_alpha
 from .contenders import Contender, Entrant
 from .cost import LONGEST, CostModel, best_length, break_even, predicted_speedup, replayed_speedup, verdict
 from .errors import UserError
-from .methods import MethodOptions
+from .parts import MethodOptions
 from .rows import plain
 from .settings import ProfileSettings, required
 from .setup import check_models, make_warp, open_draft, open_suites, open_target

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .compiled import check_compile
 from .contenders import split_spec
-from .errors import UserError
+from .errors import UserError, unknown
 from .foreign import DraftModel, ForeignDraft
 from .head_files import is_head, load_head
 from .load import DTYPES, check_tokenizers, load_model, load_tokenizer
-from .methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS, MethodOptions
+from .methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS
+from .parts import MethodOptions
 from .peers import NEEDS_DRAFT, PEERS
 from .settings import MethodSettings, ModelSettings, SamplingSettings, required
 from .suites import Suite, load_suite
@@ -61,9 +61,7 @@ def check_methods(
 
 def _check_name(kind: str, name: str, known: list[str]) -> None:
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown {kind} {name!r}; {hint}choose one of {', '.join(known)}")
+        raise UserError(unknown(kind, name, known))
 
 
 def check_models(settings: ModelSettings) -> None:

@@ -16,7 +16,8 @@ from .foreign import DraftModel, ForeignDraft
 from .head_runner import open_draft_runner
 from .load import stop_ids
 from .loop import decode
-from .methods import Parts, build
+from .methods import build
+from .parts import Parts
 from .rng import TorchRng
 from .runner import Runner, open_runner
 from .stream import Detokenizer, encode_prompt

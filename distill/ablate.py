@@ -28,11 +28,11 @@ from distill.keys import stage_keys
 from distill.pipeline import alone_in, run_of, run_stages
 from distill.response_settings import ResponseSettings
 from distill.responses import ResponseFile, answered_here, make_jobs
-from distill.run import Run, account_of
+from distill.reuse import adopt, siblings
+from distill.run import account_of
 from distill.settings import Settings
 from distill.signals import Array, cached
 from distill.stages import Bench
-from distill.sweep import adopt
 
 BASELINE = "distillspec"
 """The variant that all are compared with: DistillSpec, as long as the reference."""
@@ -93,7 +93,7 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
     run = run_of(full)
     bench = Bench(full, run, console)
     with alone_in(run, full):
-        taken = adopt(run, full, (Run(f) for f in sorted(run.folder.parent.iterdir()) if f != run.folder))
+        taken = adopt(run, full, siblings(run))
         if taken:
             console.print(f"already made: {', '.join(taken)}", highlight=False)
         run_stages(bench, ("target", "initial", "reference"))

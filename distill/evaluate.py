@@ -20,7 +20,8 @@ from decode.cost import CostModel, best_length, break_even, replayed_speedup, ve
 from decode.feature_head import FeatureHead
 from decode.load import load_model, stop_ids
 from decode.loop import decode
-from decode.methods import MethodOptions, Parts, build
+from decode.methods import build
+from decode.parts import MethodOptions, Parts
 from decode.rng import TorchRng
 from decode.suites import Prompt, Suite
 from decode.suites.presets import PRESETS

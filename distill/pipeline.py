@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from distill.files import checksum, fingerprint, only_one, read_sealed, remove, 
 from distill.keys import VERSION, stage_keys
 from distill.report import console_table, write_report
 from distill.report_figures import figures
-from distill.run import HEAD_NAMES, NAMES, Run, copy_of
-from distill.settings import AdaSpecSettings, Settings
+from distill.reuse import adopt, siblings
+from distill.run import HEAD_NAMES, NAMES, Run
+from distill.settings import Settings
 from distill.stages import Bench, Made
 from distill.tracking import finish, log_draft, log_report, make_logger, where
 from distill.verdict import display
@@ -121,11 +123,9 @@ def run_stages(bench: Bench, only: Collection[str] | None = None) -> list[str]:
         if not ran and not settings.eagle.enabled:
             bench.check_sizes()
         started = time.monotonic()
-        known = run.elsewhere(stage, key) if stage == "target" else None
-        if known is not None:
-            source, record = known
-            console.print(f"  the same one is in {source}", highlight=False)
-            run.put(stage, record, copy_of(source))
+        taken = adopt(run, settings, siblings(run), only=("target",)) if stage == "target" else {}
+        if taken:
+            console.print(f"  the same one is in {taken[stage]}", highlight=False)
         else:
             made = make(key)
             made.record.made_from = made_from
@@ -175,25 +175,30 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 def plan_stages(bench: Bench) -> list[tuple[str, str, Callable[[str], Made]]]:
     """Name, title and maker of every stage, in order."""
-    settings = bench.settings
-    draft = settings.draft
+    settings, draft = bench.settings, bench.settings.draft
     if settings.eagle.enabled:
-        from distill.eagle.stages import plan_stages as plan_heads
+        from distill.eagle import stages as heads
 
-        return plan_heads(bench)
-
-    def distil(stage: str, adaspec: AdaSpecSettings | None) -> Callable[[str], Made]:
-        return lambda key: bench.distil(stage, key, adaspec)
+        kind = heads.KINDS[settings.eagle.kind]
+        names = f"untrained head: {kind}", kind, f"{kind} + AdaSPEC"
+        initial, distil = partial(heads.initial, bench), partial(heads.distil, bench)
+    else:
+        names = (
+            f"initial draft ({settings.initial.kind})",
+            f"DistillSpec, {settings.reference.divergence}",
+            display(draft.name),
+        )
+        initial, distil = partial(bench.language_model, "initial"), partial(bench.distil)
 
     stages: list[tuple[str, str, Callable[[str], Made]]] = [
-        ("target", f"target ({settings.target.kind})", lambda key: bench.language_model("target", key)),
-        ("initial", f"initial draft ({settings.initial.kind})", lambda key: bench.language_model("initial", key)),
-        ("reference", f"reference: DistillSpec, {settings.reference.divergence}", distil("reference", None)),
-        ("draft", f"draft: {display(draft.name)}, k = {draft.k:g}, iso {draft.iso}", distil("draft", draft)),
+        ("target", f"target ({settings.target.kind})", partial(bench.language_model, "target")),
+        ("initial", names[0], initial),
+        ("reference", f"reference: {names[1]}", partial(distil, "reference", adaspec=None)),
+        ("draft", f"draft: {names[2]}, k = {draft.k:g}, iso {draft.iso}", partial(distil, "draft", adaspec=draft)),
     ]
     for other in settings.comparisons:
         title = f"comparison: {other.name} ({other.method}, k = {other.k:g}, iso {other.iso})"
-        stages.append((other.name, title, distil(other.name, other)))
+        stages.append((other.name, title, partial(distil, other.name, adaspec=other)))
     return stages
 
 

@@ -7,8 +7,6 @@ description that is there always speaks of the folder beside it.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 
 from distill import ranks
 from distill.accounting import Account
-from distill.files import checksum, checksum_once, read_sealed, remove, sealed, void, write_json
+from distill.files import checksum, checksum_once, read_sealed, remove, sealed, write_json
 
 FOLDERS = ("target", "initial", "reference", "draft")
 """Stages with a folder of their own in the run; further drafts live under ``work/``."""
@@ -81,12 +79,12 @@ class Run:
 
     @property
     def draft(self) -> Path:
-        """The AdaSPEC draft's folder."""
+        """The final draft's folder: AdaSPEC's, or of a variation under its own name."""
         return self.folder / "draft"
 
     @property
     def export(self) -> Path:
-        """The AdaSPEC draft as exported for other engines."""
+        """The final draft as exported for other engines."""
         return self.folder / "export"
 
     def path(self, stage: str) -> Path:
@@ -129,17 +127,6 @@ class Run:
         if not record.files or sizes(folder) != record.files:
             return False
         return all(checksum_once(folder / name) == value for name, value in record.checksums.items())
-
-    def elsewhere(self, stage: str, key: str) -> tuple[Path, StageRecord] | None:
-        """The finished stage of this fingerprint in another run beside this one, its folder and what is known of it."""
-        for folder in sorted(self.folder.parent.iterdir()) if self.folder.parent.is_dir() else ():
-            other = Run(folder)
-            if folder == self.folder or other.path(stage).is_symlink():
-                continue
-            record = other.finished(stage, key)
-            if record is not None:
-                return other.path(stage), record
-        return None
 
     def put(self, stage: str, record: StageRecord, make: Callable[[Path], None]) -> None:
         """Has ``make`` fill a new folder, then puts it in the stage's place together with its description.
@@ -188,18 +175,6 @@ def _read(note: Path) -> Any:
         return json.loads(note.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def copy_of(source: Path) -> Callable[[Path], None]:
-    """Fills a folder with another one's files, without taking up space where the file system allows it."""
-
-    def link(file: str, place: str) -> None:
-        try:
-            os.link(file, place)
-        except OSError:
-            shutil.copy2(file, place)
-
-    return lambda folder: void(shutil.copytree(source, folder, copy_function=link))
 
 
 def sizes(folder: Path) -> dict[str, int]:

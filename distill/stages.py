@@ -7,7 +7,7 @@ the results in their folders.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -157,7 +157,7 @@ class Bench:
             scratch = settings.kind == "scratch"
             module.layerskip = LayerSkip(model, settings.layerskip, plan.steps, scratch=scratch)
         schedule = self.schedule(rows, plan, settings.training, self.settings.seed * 10 + offset)
-        history, seconds = self._fit(stage, key, module, rows, self.validation, schedule, plan, settings.training)
+        history, seconds = self.fit(stage, key, module, rows, self.validation, schedule, plan, settings.training)
         if module.layerskip is not None:
             module.layerskip.remove()
         model = module.model if adapted is None else adapted.merge_and_unload()
@@ -173,15 +173,9 @@ class Bench:
         """A draft, from the initial one: by DistillSpec (``adaspec`` is None), by AdaSPEC, or for comparison."""
         started = time.monotonic()
         settings, seed = self.settings.reference, self.seed_of(adaspec)
-        training, objective, reference = settings.training, Objective(settings.loss()), None
-        if adaspec is not None and adaspec.epochs is not None:
-            training = TrainingSettings(**{**vars(training), "steps": None, "epochs": adaspec.epochs})
-        plan = plan_reference(training, len(self.examples))
-        if adaspec is not None:
-            reference = self.run.record("reference")
-            plan = plan_draft(plan, adaspec.k, adaspec.iso)
-            training = TrainingSettings(**{**vars(training), "lr": adaspec.lr or training.lr})
-            objective = objective_of(adaspec, settings, plan.steps)
+        training, plan = self.plan(adaspec)
+        objective = Objective(settings.loss()) if adaspec is None else objective_of(adaspec, settings, plan.steps)
+        reference = None if adaspec is None else self.run.record("reference")
         model = load_model(self.run.path("initial"), dtype="float32").train()
         check_head(model, Head(model))
         parameters = model.num_parameters()
@@ -203,7 +197,7 @@ class Bench:
         schedule = self.schedule(train, plan, training, seed * 10 + 2)
         own = material.on_policy(self, model, schedule, plan.steps, seed)
         prepared = time.monotonic() - started
-        history, seconds = self._fit(stage, key, module, train, material.validation, schedule, plan, training, own)
+        history, seconds = self.fit(stage, key, module, train, material.validation, schedule, plan, training, own)
         chosen = None if module.selected is None else int(module.selected.sum())
         before = account_of(reference) if reference is not None and objective.selection is not None else None
         tokens = label_tokens(plan, train, schedule) if own is None else own.label_tokens
@@ -219,9 +213,19 @@ class Bench:
         model = module.model if adapted is None else adapted.merge_and_unload()
         return Made(record, ready(model, self.corpus.tokenizer), self.corpus.tokenizer)
 
+    def plan(self, adaspec: AdaSpecSettings | None) -> tuple[TrainingSettings, Plan]:
+        """How a draft is trained, and how long: as the reference is (``adaspec`` is None), or with what differs."""
+        training = self.settings.reference.training
+        if adaspec is None:
+            return training, plan_reference(training, len(self.examples))
+        if adaspec.epochs is not None:
+            training = replace(training, steps=None, epochs=adaspec.epochs)
+        plan = plan_draft(plan_reference(training, len(self.examples)), adaspec.k, adaspec.iso)
+        return replace(training, lr=adaspec.lr or training.lr), plan
+
     # -- helpers --------------------------------------------------------------------------------------------------
 
-    def _fit(
+    def fit(
         self,
         stage: str,
         key: str,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +17,7 @@ from decode.sweep_page import sweep_page
 from decode.trace import FORMULAS
 from distill.files import fingerprint, only_one
 from distill.keys import VERSION, stage_keys
+from distill.reuse import adopt
 from distill.run import Run
 from distill.settings import Settings
 from distill.verdict import final
@@ -82,46 +81,6 @@ def run_sweep(
     path = _write(points, runs, folder)
     print(f"wrote {path} and {path.with_suffix('.html')}")
     return path
-
-
-def adopt(run: Run, settings: Settings, others: Iterable[Run]) -> list[str]:
-    """Takes stages over from runs that made them from the same inputs; returns their names."""
-    taken, others = [], list(others)
-    for stage, (key, _) in stage_keys(settings).items():
-        if run.finished(stage, key) is not None:
-            continue
-        found = ((donor, donor.finished(stage, key)) for donor in others)
-        donor, record = next(((d, r) for d, r in found if r is not None), (None, None))
-        if donor is not None and record is not None:
-            source = donor.path(stage)
-            run.put(stage, record, lambda path, source=source: _link(source, path))  # type: ignore[misc]
-            _signals(donor, run)
-            taken.append(stage)
-    return taken
-
-
-def _signals(donor: Run, run: Run) -> None:
-    """The cached signals of the target and the reference; each carries the fingerprint that it is good for."""
-    for file in sorted((donor.work / "signals").glob("*")):
-        place = run.work / "signals" / file.name
-        if not file.name.startswith(".") and not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            _link_file(str(file), str(place))
-
-
-def _link(source: Path, path: Path) -> None:
-    """A folder of links to the files of another, or the same link where it is one."""
-    if source.is_symlink():
-        path.symlink_to(source.resolve(), target_is_directory=True)
-    else:
-        shutil.copytree(source, path, copy_function=_link_file)
-
-
-def _link_file(source: str, path: str) -> None:
-    try:
-        os.link(source, path)
-    except OSError:  # another file system, or one without links
-        shutil.copy2(source, path)
 
 
 def _run_of(settings: Settings) -> Run:

@@ -22,7 +22,8 @@ from decode.drafters.early_exit import EarlyExitDrafter
 from decode.exits import Part, PartialRunner
 from decode.loop import System, decode
 from decode.machine import synchronize
-from decode.methods import Parts, build
+from decode.methods import build
+from decode.parts import Parts
 from decode.probe import AcceptanceProbe
 from decode.rng import TorchRng
 from decode.stop import Confidence, StopRule, token_probability

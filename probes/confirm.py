@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.bench import Bench
 from decode.contenders import Contender, Entrant
-from decode.methods import MethodOptions
+from decode.parts import MethodOptions
 from decode.rows import Record, median_interval, paired_ratios, plain
 from decode.suites import Suite
 from decode.warp import Warp

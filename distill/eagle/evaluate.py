@@ -10,7 +10,7 @@ from decode.alpha import OfflineAlpha, overlap, response_logits
 from decode.contenders import Contender
 from decode.feature_head import FeatureHead, head_logits
 from decode.head_files import load_head
-from decode.methods import MethodOptions
+from decode.parts import MethodOptions
 from decode.warp import Warp
 from distill.evaluate import Evaluation, Text
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from decode.errors import UserError
 from decode.feature_head import FeatureHead
 from decode.head_files import head_config, load_head, save_head
 from decode.load import load_model, stop_ids
-from distill.accounting import account, label_tokens, plan_draft, plan_reference
+from distill.accounting import account, label_tokens
 from distill.batches import Rows
 from distill.eagle.features import REFERENCE, STATES, FeatureSource, keep_states
 from distill.eagle.module import EagleModule, keep_reference
@@ -26,7 +25,8 @@ from distill.selection import Selection
 from distill.settings import AdaSpecSettings, ComparisonSettings
 from distill.stages import Bench, Made
 
-Stage = tuple[str, str, Callable[[str], Made]]
+KINDS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
+"""Settings' names for the heads, as people write them."""
 
 
 @dataclass
@@ -44,27 +44,7 @@ class MadeHead(Made):
         self.tokenizer.save_pretrained(folder)
 
 
-def plan_stages(bench: Bench) -> list[Stage]:
-    """Name, title and maker of every stage, in order."""
-    settings, draft = bench.settings, bench.settings.draft
-    kind = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}[settings.eagle.kind]
-
-    def head(stage: str, adaspec: AdaSpecSettings | None) -> Callable[[str], Made]:
-        return lambda key: _train(bench, stage, key, adaspec)
-
-    stages: list[Stage] = [
-        ("target", f"target ({settings.target.kind})", lambda key: bench.language_model("target", key)),
-        ("initial", f"untrained head: {kind}", lambda key: _initial(bench, key)),
-        ("reference", f"reference: {kind}", head("reference", None)),
-        ("draft", f"draft: {kind} + AdaSPEC, k = {draft.k:g}, iso {draft.iso}", head("draft", draft)),
-    ]
-    for other in settings.comparisons:
-        title = f"comparison: {other.name} ({other.method}, k = {other.k:g}, iso {other.iso})"
-        stages.append((other.name, title, head(other.name, other)))
-    return stages
-
-
-def _initial(bench: Bench, key: str) -> Made:
+def initial(bench: Bench, key: str) -> Made:
     """A random head for the target, its vocabulary chosen."""
     settings = bench.settings.eagle
     target = load_model(bench.run.target)
@@ -101,19 +81,14 @@ def frequent(rows: Rows, count: int, vocab: int) -> torch.Tensor:
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count]))
 
 
-def _train(bench: Bench, stage: str, key: str, adaspec: AdaSpecSettings | None) -> Made:
+def distil(bench: Bench, stage: str, key: str, adaspec: AdaSpecSettings | None) -> Made:
     """A head, from the initial one: EAGLE (``adaspec`` is None), EAGLE + AdaSPEC, or one for comparison."""
     started = time.monotonic()
     settings, run, seed = bench.settings, bench.run, bench.seed_of(adaspec)
-    training, selection = settings.reference.training, None
-    if adaspec is not None and adaspec.epochs is not None:
-        training = replace(training, steps=None, epochs=adaspec.epochs)
-    plan = plan_reference(training, len(bench.examples))
-    if adaspec is not None:
-        plan = plan_draft(plan, adaspec.k, adaspec.iso)
-        training = replace(training, lr=adaspec.lr or training.lr)
-        if not (isinstance(adaspec, ComparisonSettings) and adaspec.method == "distillspec"):
-            selection = Selection(adaspec.k, adaspec.scope, adaspec.normalisation)
+    training, plan = bench.plan(adaspec)
+    selection = None
+    if adaspec is not None and not (isinstance(adaspec, ComparisonSettings) and adaspec.method == "distillspec"):
+        selection = Selection(adaspec.k, adaspec.scope, adaspec.normalisation)
     head = load_head(run.path("initial")).train()
     source, train, validation = _signals(bench, head, with_reference=selection is not None)
     module = EagleModule(
@@ -128,7 +103,7 @@ def _train(bench: Bench, stage: str, key: str, adaspec: AdaSpecSettings | None) 
     )
     schedule = bench.schedule(train, plan, training, seed * 10 + 2)
     prepared = time.monotonic() - started
-    history, seconds = bench._fit(stage, key, module, train, validation, schedule, plan, training)
+    history, seconds = bench.fit(stage, key, module, train, validation, schedule, plan, training)
     chosen = None if module.selected is None else int(module.selected.sum())
     reference = run.record("reference") if selection is not None else None
     used = account(plan, label_tokens(plan, train, schedule), chosen, account_of(reference) if reference else None)
@@ -150,8 +125,7 @@ def _signals(bench: Bench, head: FeatureHead, *, with_reference: bool) -> tuple[
     model = load_model(run.target, dtype=settings.target.dtype).to(bench.device())
     check_head(model, Head(model))
     source = FeatureSource(model, head, cached=cached)
-    *splits, made_from = fixed_texts(bench, model, stop_ids(model, bench.corpus.tokenizer))
-    train, validation = (replace(rows, signals={}, tokens={}) for rows in splits)
+    train, validation, made_from = fixed_texts(bench, model, stop_ids(model, bench.corpus.tokenizer))
     key = [made_from, list(source.taps)]
     size, limit = (
         (len(train.ids) + len(validation.ids)) * source.state_width * 4 / 1e9,

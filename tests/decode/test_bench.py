@@ -16,7 +16,7 @@ from decode.bench import COLUMNS, Bench, run_bench
 from decode.compare import Checkpoint, choose_methods, draft_names
 from decode.contenders import Contender, Entrant, plan
 from decode.errors import UserError
-from decode.methods import MethodOptions
+from decode.parts import MethodOptions
 from decode.report import ratios, table, write_report
 from decode.rows import Record, Take, identical_share, median_interval, paired_ratios, plain
 from decode.settings import BenchSettings

@@ -18,7 +18,8 @@ from decode.draft import Draft
 from decode.errors import UserError
 from decode.exits import Part
 from decode.loop import decode
-from decode.methods import MethodOptions, Parts, build
+from decode.methods import build
+from decode.parts import MethodOptions, Parts
 from decode.rng import TorchRng
 from decode.runner import open_runner
 from decode.settings import GenerateSettings

@@ -23,7 +23,8 @@ from decode.cost import (
     verdict,
 )
 from decode.loop import decode
-from decode.methods import MethodOptions, Parts, build
+from decode.methods import build
+from decode.parts import MethodOptions, Parts
 from decode.runner import open_runner
 from decode.target import Target
 from decode.warp import Warp

@@ -11,7 +11,8 @@ from decode.drafters.early_exit import EarlyExitDrafter
 from decode.errors import UserError
 from decode.exits import FAMILIES, Part, PartialRunner, early_exit, separate_copy, walkable
 from decode.loop import System, decode, rounds
-from decode.methods import MethodOptions, Parts, build
+from decode.methods import build
+from decode.parts import MethodOptions, Parts
 from decode.rng import TorchRng
 from decode.runner import open_runner
 from decode.stop import StopRule, max_probability, token_probability

@@ -20,7 +20,8 @@ from decode.feature_head import FeatureHead, head_logits
 from decode.head_files import head_config, is_head, load_head, save_head
 from decode.head_runner import HeadRunner
 from decode.loop import System, decode
-from decode.methods import MethodOptions, Parts, build
+from decode.methods import build
+from decode.parts import MethodOptions, Parts
 from decode.rng import TorchRng
 from decode.runner import Runner, open_runner
 from decode.stop import StopRule, negative_entropy

@@ -22,7 +22,8 @@ from decode.errors import UserError
 from decode.foreign import ForeignDraft, ForeignRunner
 from decode.head_runner import open_draft_runner
 from decode.loop import System, decode
-from decode.methods import STOPS, Parts
+from decode.methods import STOPS
+from decode.parts import Parts
 from decode.rng import TorchRng
 from decode.runner import open_runner
 from decode.settings import GenerateSettings, ProfileSettings

@@ -15,7 +15,8 @@ from decode.drafters import Drafter
 from decode.drafters.model import ModelDrafter
 from decode.fast import supports
 from decode.loop import System, decode
-from decode.methods import STOPS, Parts
+from decode.methods import STOPS
+from decode.parts import Parts
 from decode.runner import Runner, open_runner
 from decode.stop import StopRule
 from decode.target import Target

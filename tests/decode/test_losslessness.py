@@ -15,7 +15,8 @@ from decode.draft import Draft
 from decode.drafters.lookup import LookupDrafter
 from decode.drafters.model import ModelDrafter
 from decode.loop import System
-from decode.methods import STOPS, Parts
+from decode.methods import STOPS
+from decode.parts import Parts
 from decode.rng import Rng, TorchRng
 from decode.rules import Ears, Exact, Fuzzy, JensenShannon, Typical
 from decode.stop import StopRule, max_probability, negative_entropy, token_probability

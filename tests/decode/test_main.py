@@ -11,8 +11,9 @@ import pytest
 from pairs import save_pair
 
 from decode.__main__ import COMMANDS, main
+from decode.arguments import tidy
 from decode.configs import configured
-from decode.settings import BenchSettings, GenerateSettings, default_suites, tidy
+from decode.settings import BenchSettings, GenerateSettings, default_suites
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.drafters.model import ModelDrafter
-from decode.methods import METHODS, STOPS, MethodOptions, Parts, build
+from decode.methods import METHODS, STOPS, build
+from decode.parts import MethodOptions, Parts
 from decode.rng import TorchRng
 from decode.stop import (
     Step,

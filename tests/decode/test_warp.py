@@ -12,7 +12,8 @@ from transformers import NoRepeatNGramLogitsProcessor, PreTrainedModel, Temperat
 from decode.drafters.model import ModelDrafter
 from decode.errors import UserError
 from decode.loop import System, rounds
-from decode.methods import Parts, build
+from decode.methods import build
+from decode.parts import Parts
 from decode.rng import TorchRng
 from decode.runner import open_runner
 from decode.stop import StopRule

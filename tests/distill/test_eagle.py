@@ -21,7 +21,8 @@ from decode.head_files import head_config, load_head
 from decode.head_runner import HeadRunner
 from decode.load import load_model
 from decode.loop import decode
-from decode.methods import MethodOptions, Parts, build
+from decode.methods import build
+from decode.parts import MethodOptions, Parts
 from decode.rng import TorchRng
 from decode.runner import open_runner
 from decode.target import Target

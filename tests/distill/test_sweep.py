@@ -15,9 +15,10 @@ from wandb.sdk.launch.sweeps import utils
 from decode.cli import parse, run_main
 from decode.sweep import Point
 from distill import __main__ as command
+from distill.reuse import adopt
 from distill.run import Run
 from distill.settings import Settings
-from distill.sweep import adopt, merged
+from distill.sweep import merged
 from distill.tracking import _summary
 
 SMALL = {"prompts": 2, "accuracy_prompts": 2, "decode_prompts": 2, "max_new_tokens": 6}
@@ -102,8 +103,8 @@ def test_stages_made_from_other_inputs_are_not_taken_over_and_a_donor_made_anew_
     other = tiny_settings(tmp_path / "b", comparisons=[])
     other.initial.training.lr = 1e-3
     taker = Run(tmp_path / "b/tiny")
-    assert adopt(taker, other, [donor]) == ["target"]
-    assert adopt(taker, other, [donor]) == []  # it is there now
+    assert adopt(taker, other, [donor]) == {"target": donor.target}
+    assert adopt(taker, other, [donor]) == {}  # it is there now
     kept = (taker.target / "model.safetensors").read_bytes()
     settings.seed = 5
     run_tiny(settings)

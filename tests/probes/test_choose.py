@@ -8,7 +8,8 @@ import torch
 from decode.cost import CostModel
 from decode.exits import PartialRunner
 from decode.loop import decode
-from decode.methods import MethodOptions, Parts, build
+from decode.methods import build
+from decode.parts import MethodOptions, Parts
 from decode.target import Target
 from decode.warp import Warp
 from probes.choose import HINDSIGHT, METHODS, Choice, Costs, best_of, measure, predict, split_texts, walk

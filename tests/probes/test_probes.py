@@ -11,7 +11,8 @@ from sklearn.linear_model import LogisticRegression
 
 from decode.errors import UserError
 from decode.loop import System, decode, rounds
-from decode.methods import MethodOptions, Parts, build
+from decode.methods import build
+from decode.parts import MethodOptions, Parts
 from decode.probe import AcceptanceProbe, advised, confidence_features, fingerprint, load_probe, save_probes
 from decode.rng import TorchRng
 from decode.runner import open_runner
