@@ -31,6 +31,7 @@ from distill.accounting import plan_draft, plan_reference
 from distill.batches import Rows, Schedule
 from distill.bench_memory import SIDES, Memory, alone, loss_memory
 from distill.data import load_corpus
+from distill.draft_settings import AdaSpecSettings
 from distill.files import void, write_safely
 from distill.fit import Segments, fit
 from distill.models import obtain
@@ -141,7 +142,7 @@ def _prepare(settings: BenchSettings, folder: Path, threads: int) -> tuple[Job, 
                     parameter.data.mul_(1.01)
             model.save_pretrained(folder / name)
     rows = Rows.of(corpus.train, settings.reference.examples)
-    reference, draft = settings.reference.training, settings.draft
+    reference, draft = settings.reference.training, _published(settings)
     plan = plan_draft(plan_reference(reference, len(rows)), draft.k, draft.iso)
     selection = Selection(draft.k, draft.scope, draft.normalisation)
     job = Job(
@@ -150,7 +151,14 @@ def _prepare(settings: BenchSettings, folder: Path, threads: int) -> tuple[Job, 
     )  # fmt: skip
     sizes = [load_model(folder / name).num_parameters() for name in ("target", "initial")]
     weights = f"weights of {run.folder}" if trained else "weights of no run (train one to measure on it)"
-    return job, f"target {sizes[0]:,} and draft {sizes[1]:,} parameters, vocabulary {vocab:,}, {weights}"
+    pair = f"target {sizes[0]:,} and draft {sizes[1]:,} parameters, vocabulary {vocab:,}"
+    return job, f"{pair}, k = {selection.k:g}, {weights}"
+
+
+def _published(settings: Settings) -> AdaSpecSettings:
+    """AdaSPEC as the run's settings have it: its draft, or the first comparison without a variation of our own."""
+    drafts = [settings.draft, *(other for other in settings.comparisons if other.method == "adaspec")]
+    return next((draft for draft in drafts if not draft.variations), AdaSpecSettings())
 
 
 def _schedule(job: Job) -> Schedule:

@@ -1,4 +1,4 @@
-"""What each stage is made from, as a fingerprint that is computed in milliseconds: no data, no model is read."""
+"""What each stage is made from, as a fingerprint that is computed in moments: no data is parsed, no model loaded."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from distill.draft_settings import AdaSpecSettings
-from distill.files import fingerprint
+from distill.files import checksum_once, fingerprint
 from distill.settings import ModelSettings, Settings
 
 VERSION = 1
 """Raised when a change of the code changes what a stage produces: folders made before are then made again."""
+
+LARGE = 256_000_000
+"""Files of more bytes than this are not read for the fingerprint; checking 256 MB takes a quarter of a second."""
 
 Key = tuple[str, dict[str, Any]]
 
@@ -50,7 +53,7 @@ def stage_keys(settings: Settings) -> dict[str, Key]:
 
 
 def data_key(settings: Settings) -> dict[str, Any]:
-    """What the training examples come from, told without reading them: settings, seed, and the files' state."""
+    """What the training examples come from: settings, seed, and the files."""
     data = asdict(settings.data)
     del data["test_examples"]  # no stage sees a test example
     if data["chat_template"] is None:  # folders made before there was this setting stay valid
@@ -83,7 +86,13 @@ def _model_key(settings: ModelSettings) -> dict[str, Any]:
 
 
 def _state(paths: list[str]) -> dict[str, list[int]]:
-    """Size and time of every file at (or directly below) those of the paths that exist."""
+    """Size and content (of large files the time) of every file at, or directly below, those of the paths that exist."""
     found = [Path(path) for path in paths if Path(path).exists()]
     files = [file for path in found for file in ([path] if path.is_file() else sorted(path.iterdir()))]
-    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()}
+    return {str(file): _content(file) for file in files if file.is_file()}
+
+
+def _content(file: Path) -> list[int]:
+    """A copy that only got a new time, by a checkout or a download, is the same file."""
+    size = file.stat().st_size
+    return [size, checksum_once(file) if size <= LARGE else file.stat().st_mtime_ns]
