@@ -126,7 +126,7 @@ def make_batch(picks: Picks, pad_id: int, *, all_tokens: bool = False) -> Batch:
     batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
     names = set.intersection(*(set(rows.signals) for rows, _ in picks)) if picks else set()
     for name in sorted(names):
-        parts = [rows.signals[name][rows.label_offsets[i] : rows.label_offsets[i + 1]] for rows, i in picks]
+        parts = [np.asarray(rows.signals[name])[rows.label_offsets[i] : rows.label_offsets[i + 1]] for rows, i in picks]
         batch[name] = torch.from_numpy(np.concatenate(parts))
     for name in picks[0][0].tokens if picks else ():
         padded = np.zeros((*shape, *picks[0][0].tokens[name].shape[1:]), dtype=np.float32)

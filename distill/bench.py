@@ -52,7 +52,10 @@ class SpeedSettings:
     """What is measured."""
 
     steps: int = 100
-    """Training steps of each side; the first five are not timed."""
+    """Training steps of each side and round; the first five are not timed."""
+    rounds: int = 3
+    """Times that both sides train, in turn: the ratio is the median over rounds, so a machine that other work slows
+    down for a while does not decide it."""
     rows: int = 4096
     """Label tokens of the loss alone."""
     vocab: int = 151936
@@ -64,7 +67,7 @@ class SpeedSettings:
 
     def validate(self) -> None:
         """Check counts."""
-        for key, least in (("steps", WARM + 5), ("rows", 64), ("vocab", 2), ("hidden_size", 1)):
+        for key, least in (("steps", WARM + 5), ("rounds", 1), ("rows", 64), ("vocab", 2), ("hidden_size", 1)):
             if getattr(self, key) < least:
                 raise UserError(f"speed.{key} is {getattr(self, key)}, wanted {least} or more")
 
@@ -106,10 +109,11 @@ def run(settings: BenchSettings, console: Console | None = None) -> dict[str, An
         with console.status("  models and data"):
             job, about = _prepare(settings, Path(folder), threads)
         console.print(f"  {about}", highlight=False)
-        training = {}
-        for side, work in zip(SIDES, (_train_straightforward, _train_here)):
-            with console.status(f"  training, {side}"):
-                training[side] = alone(work, job, threads)
+        training: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+        for number in range(settings.speed.rounds):
+            for side, work in zip(SIDES, (_train_straightforward, _train_here)):
+                with console.status(f"  training, round {number + 1} of {settings.speed.rounds}, {side}"):
+                    training[side].append(alone(work, job, threads))
     with console.status("  the loss alone"):
         loss = loss_memory(settings.speed.rows, settings.speed.vocab, settings.speed.hidden_size, threads)
     result = {"pair": about, "training": _judge(training), "loss": loss, "machine": machine.describe()}
@@ -197,7 +201,7 @@ def _train_straightforward(job: Job) -> dict[str, Any]:
 
 
 def _train_here(job: Job) -> dict[str, Any]:
-    folder = Path(job.folder)
+    folder = Path(tempfile.mkdtemp(dir=job.folder))  # nothing is there from an earlier round
     model, draft, reference = _models(job, "target", "initial", "reference")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     memory, rows, started = Memory(device), job.rows, time.perf_counter()
@@ -236,14 +240,24 @@ def _measured(
     }
 
 
-def _judge(training: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    plain, here = (training[side] for side in SIDES)
-    apart = [abs(a - b) / abs(a) for a, b in zip(plain.pop("losses"), here.pop("losses"), strict=True)]
-    return training | {
-        "speedup": here["tokens_per_second"] / plain["tokens_per_second"],
+def _judge(training: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Medians over the rounds, and the ratio of each round."""
+    losses = [[found.pop("losses") for found in training[side]] for side in SIDES]
+    apart = [abs(a - b) / abs(a) for round in zip(*losses) for a, b in zip(*round, strict=True)]
+    rates = ([found["tokens_per_second"] for found in training[side]] for side in SIDES)
+    ratios = [ours / theirs for theirs, ours in zip(*rates)]
+    return {
+        side: {key: _median([found[key] for found in training[side]]) for key in training[side][0]} for side in SIDES
+    } | {
+        "speedup": statistics.median(ratios),
+        "speedups": ratios,
         "loss_difference": max(apart),
         "loss_difference_mean": statistics.fmean(apart),
     }
+
+
+def _median(values: list[Any]) -> Any:
+    return None if None in values else statistics.median(values)
 
 
 def _show(result: dict[str, Any], console: Console) -> None:
@@ -254,7 +268,9 @@ def _show(result: dict[str, Any], console: Console) -> None:
     for side in SIDES:
         row = training[side]
         table.add_row(side, f"{row['tokens_per_second']:,.0f}", f"{row['step_ms']:.1f} ms", _bytes(row["peak_bytes"]))
-    table.add_row("ratio", f"{training['speedup']:.2f}", "", "")
+    low, high = min(training["speedups"]), max(training["speedups"])
+    spread = f" ({low:.2f} to {high:.2f})" if low < high else ""
+    table.add_row("ratio", f"{training['speedup']:.2f}{spread}", "", "")
     console.print(table)
     here = training["draftsmith"]
     console.print(

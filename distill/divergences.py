@@ -38,7 +38,7 @@ class Pair:
     @cached_property
     def p(self) -> Tensor:
         """The target's probabilities, ``[rows, vocab]``."""
-        return self.log_p.exp()
+        return self.log_p.exp()  # softmax would be faster on a CPU, and lose digits where a row is saturated
 
     @cached_property
     def q(self) -> Tensor:
@@ -49,6 +49,13 @@ class Pair:
     def alpha(self) -> Tensor:
         """Σ min(p, q), ``[rows]``."""
         return torch.minimum(self.p, self.q).sum(-1)
+
+    def at(self, rows: Tensor) -> Pair:
+        """Some of the rows, by their indices."""
+        part = Pair(self.log_p.index_select(0, rows), self.log_q.index_select(0, rows))
+        for name in {"p", "q"} & vars(self).keys():  # those that were needed already
+            vars(part)[name] = getattr(self, name).index_select(0, rows)
+        return part
 
     @torch.no_grad()
     def agreement(self) -> Tensor:

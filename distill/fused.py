@@ -3,7 +3,7 @@
 `fused_loss` works through the rows in chunks that stay in the processor's cache. The first pass needs no graph: it
 yields every row's loss and, since it is at it, α and agreement. The selection chooses among all rows exactly. Gradient
 is then taken on the chosen rows only, in closed form, and summed up in float32 in place, so no tensor of all rows
-times the vocabulary ever exists, neither of logits nor of their gradient. Where the rows' gradients are small enough
+times the vocabulary ever exists, neither of logits nor of their gradient. Where the distributions are small enough
 to be kept until the choice is made, the second pass does not compute them again.
 
 `plain_loss` does the same by autograd on whole logits. Tests hold the two together.
@@ -32,6 +32,10 @@ FEWEST_ROWS = 64
 
 KEPT = 1 << 26
 """Bytes of row gradients that are kept between the passes at most; above, they are computed again."""
+
+LATE = 1 << 22
+"""Bytes of one model's log-probabilities up to which distributions are kept instead, and gradients computed for the
+chosen rows only: with more, reading them from memory again costs what that saves."""
 
 Choose = Callable[[Tensor], Tensor]
 
@@ -148,17 +152,19 @@ class _Work:
 
     def run(self, weight: Tensor, bias: Tensor | None, gradients: _Gradients | None) -> Tensor:
         """The loss; adds the gradient to ``gradients`` if it is wanted."""
-        task, kept = self.task, []
-        keep = task.choose is not None and self.rows * self.vocab * 4 <= KEPT
+        task = self.task
+        kept: list[_Part | Tensor] = []
+        size = self.rows * self.vocab * 4
         for place in _slices(self.rows, self.chunk):
             pair, slope = self.pair(place, weight, bias)
             self.note(place, pair)
-            if gradients is not None and (task.choose is None or keep):
-                gradient = _through(task.divergence.gradient(pair), slope)
-                if keep:
-                    kept.append(gradient)
-                else:
-                    gradients.add(place, gradient)
+            if gradients is None or (task.choose is not None and size > KEPT):
+                continue
+            part = _Part(task.divergence, pair, slope)
+            if task.choose is None:
+                gradients.add(place, part.gradient())
+            else:
+                kept.append(part if size <= LATE else part.gradient())
         if task.choose is None:
             return self.losses.sum()
         self.chosen = task.choose(self.ranked)
@@ -176,17 +182,34 @@ class _Work:
         if self.alpha is not None and self.agreement is not None:
             self.alpha[place], self.agreement[place] = pair.alpha, pair.agreement()
 
-    def again(self, kept: list[Tensor], weight: Tensor, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """The chosen rows' gradients, a chunk at a time: taken from the kept ones, or computed."""
+    def again(self, kept: list[_Part | Tensor], weight: Tensor, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """The chosen rows' gradients, a chunk at a time: from what was kept, or computed once more."""
         assert self.chosen is not None
         if not kept:
             for place in self.chosen.split(self.chunk):
-                pair, slope = self.pair(place, weight, bias)
-                yield place, _through(self.task.divergence.gradient(pair), slope)
+                yield place, _Part(self.task.divergence, *self.pair(place, weight, bias)).gradient()
             return
         counts = torch.bincount(self.chosen // self.chunk, minlength=len(kept)).tolist()
-        for number, (place, gradient) in enumerate(zip(self.chosen.split(counts), kept)):
-            yield place, gradient[place - number * self.chunk]
+        for number, (place, part) in enumerate(zip(self.chosen.split(counts), kept)):
+            rows = place - number * self.chunk
+            yield place, part.index_select(0, rows) if isinstance(part, Tensor) else part.gradient(rows)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A chunk's distributions, and the derivative of the draft's logits by the linear layer's output."""
+
+    divergence: Divergence
+    pair: Pair
+    slope: Tensor | float
+
+    def gradient(self, rows: Tensor | None = None) -> Tensor:
+        """Of each row's loss (of ``rows`` only) with respect to the linear layer's output, ``[rows, vocab]``."""
+        pair, slope = self.pair, self.slope
+        if rows is not None:
+            pair, slope = pair.at(rows), slope if isinstance(slope, float) else slope.index_select(0, rows)
+        gradient = self.divergence.gradient(pair)
+        return gradient if isinstance(slope, float) and slope == 1.0 else gradient * slope
 
 
 class _Gradients:
@@ -202,7 +225,7 @@ class _Gradients:
 
     def add(self, place: Place, gradient: Tensor) -> None:
         """Rows' gradients ``[rows, vocab]`` with respect to the linear layer's output."""
-        rows = self.work.hidden[place]
+        rows = self.work.hidden[place] if isinstance(place, slice) else self.work.hidden.index_select(0, place)
         if self.bias is not None:
             self.bias[: self.vocab] += gradient.sum(0)
         narrow = gradient.to(rows.dtype)
@@ -241,7 +264,3 @@ class _Fused(torch.autograd.Function):
 def _slices(rows: int, chunk: int) -> Iterator[slice]:
     for start in range(0, rows, chunk):
         yield slice(start, min(rows, start + chunk))
-
-
-def _through(gradient: Tensor, slope: Tensor | float) -> Tensor:
-    return gradient if isinstance(slope, float) and slope == 1.0 else gradient * slope

@@ -25,6 +25,9 @@ from decode.shapes import config_for
 from decode.walk import decoder_layers
 from distill.settings import Architecture, LoraSettings, ModelSettings
 
+MIXTURE = "experts", "gate", "router"
+"""Parts of an MLP that is a mixture of experts: what it returns depends on the family, and on all tokens."""
+
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """What a model and its tokenizer need of a Hub repository."""
 
@@ -183,11 +186,11 @@ def last_hidden(model: PreTrainedModel, input_ids: Tensor, mask: Tensor) -> Tens
 def _last_mlp_at(model: PreTrainedModel, rows: Tensor, shape: torch.Size) -> Iterator[None]:
     """Inside, the last layer's MLP works on these rows alone: nothing reads what it would make of the others.
 
-    On a one-layer draft that is a third of the training's transformer work. Models without a module ``mlp`` in their
-    layers, and calls with other shapes, go on as they are.
+    On a one-layer draft that saves a tenth of forward and backward. Models whose layers have no module ``mlp``, and
+    calls with other shapes, go on as they are.
     """
-    mlp = last_mlp(model)
-    if mlp is None or len(rows) == shape.numel():
+    mlp = _last_mlp(model)
+    if mlp is None or len(rows) in (0, shape.numel()):
         yield
         return
     entered: list[bool] = []
@@ -199,8 +202,7 @@ def _last_mlp_at(model: PreTrainedModel, rows: Tensor, shape: torch.Size) -> Ite
     def scatter(_: nn.Module, __: tuple[Any, ...], made: Tensor) -> Tensor:
         if not entered.pop():
             return made
-        whole = made.new_zeros(shape.numel(), made.shape[-1]).index_copy(0, rows, made[0])
-        return whole.unflatten(0, shape)
+        return made.new_zeros(shape.numel(), made.shape[-1]).index_copy(0, rows, made[0]).unflatten(0, shape)
 
     hooks = mlp.register_forward_pre_hook(gather), mlp.register_forward_hook(scatter)
     try:
@@ -210,13 +212,13 @@ def _last_mlp_at(model: PreTrainedModel, rows: Tensor, shape: torch.Size) -> Ite
             hook.remove()
 
 
-def last_mlp(model: PreTrainedModel) -> nn.Module | None:
+def _last_mlp(model: PreTrainedModel) -> nn.Module | None:
     """The MLP of the last layer, where the family calls it so and it is no mixture of experts."""
     try:
         mlp = getattr(decoder_layers(model)[-1], "mlp", None)
     except UserError:
         return None
-    return mlp if isinstance(mlp, nn.Module) and not any(hasattr(mlp, name) for name in ("experts", "gate")) else None
+    return mlp if isinstance(mlp, nn.Module) and not any(hasattr(mlp, name) for name in MIXTURE) else None
 
 
 @torch.no_grad()

@@ -90,6 +90,16 @@ class Module(L.LightningModule):
         schedule = make_schedule(optimizer, self.training_settings, self.steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        """Drops the gradients; PyTorch's own way takes ten times as long on small models."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        """Moves a batch; there is nothing to look for where it is in place already."""
+        return batch if device.type == "cpu" else super().transfer_batch_to_device(batch, device, dataloader_idx)
+
     def configure_model(self) -> None:
         """Spreads the weights over the ranks, under FSDP."""
         if isinstance(self.trainer.strategy, Fsdp) and not self._sharded:

@@ -32,14 +32,17 @@ def test_both_sides_train_alike_and_the_table_says_so(tmp_path: Path, monkeypatc
     for module in (bench, bench_memory):
         monkeypatch.setattr(module, "alone", here)
     base = vars(tiny_settings(tmp_path))
-    speed = SpeedSettings(steps=12, rows=96, vocab=500, hidden_size=8, json=str(tmp_path / "out.json"))
+    speed = SpeedSettings(steps=12, rounds=2, rows=96, vocab=500, hidden_size=8, json=str(tmp_path / "out.json"))
     text = io.StringIO()
     result = bench.run(BenchSettings(**base, speed=speed), Console(file=text, width=160))
     assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(result))
     training = result["training"]
     assert training["loss_difference"] < 1e-4
     plain, ours = training["straightforward"], training["draftsmith"]
-    assert training["speedup"] == pytest.approx(ours["tokens_per_second"] / plain["tokens_per_second"])
+    assert len(training["speedups"]) == 2
+    assert training["speedup"] == pytest.approx(sum(training["speedups"]) / 2)
+    assert training["speedup"] == pytest.approx(ours["tokens_per_second"] / plain["tokens_per_second"], rel=0.5)
+    assert "k = 0.4" in result["pair"]
     assert ours["prepare_seconds"] > 0 == plain["prepare_seconds"]
     assert result["loss"]["measured_rows"] == {"straightforward": 96, "draftsmith": 96}
     assert "weights of no run" in result["pair"]

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.walk import decoder_layers
 from distill.batches import Rows
 from distill.losses import IGNORE, label_mask, token_loss
 from distill.models import Head, check_head, last_hidden
@@ -51,9 +52,10 @@ def quiet(module: CausalLMModule | DistillModule) -> CausalLMModule | DistillMod
     return module
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "llama-tied", "qwen3", "gemma2", "phi", "gpt_neox", "codegen", "gpt2", "opt", "mistral"]
-)
+FAMILIES = ["llama", "llama-tied", "qwen3", "gemma2", "phi", "gpt_neox", "codegen", "gpt2", "opt", "mistral"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_head_on_gathered_rows_equals_the_models_own_logits(tiny: Tiny, family: str) -> None:
     model = tiny(family)
     check_head(model, Head(model))
@@ -67,6 +69,31 @@ def test_head_on_gathered_rows_equals_the_models_own_logits(tiny: Tiny, family: 
             wanted = own[mask[row, :length]]
             start = int(mask[:row].sum())
             assert torch.allclose(got[start : start + len(wanted)], wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_mlp_sees_label_rows_only_and_the_gradients_stay_the_same(tiny: Tiny, family: str) -> None:
+    model = tiny(family)
+    batch = some_rows().batch(np.arange(4), 0)
+    mask, seen = label_mask(batch["labels"]), []
+    weights = torch.randn(int(mask.sum()), model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    def gradients(hidden: torch.Tensor) -> list[torch.Tensor]:
+        model.zero_grad()
+        (hidden * weights).sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    whole = model.base_model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state[mask]
+    wanted = gradients(whole)
+    mlp = getattr(decoder_layers(model)[-1], "mlp", None)
+    if mlp is not None:
+        mlp.register_forward_hook(lambda module, args, made: seen.append(made[..., 0].numel()))
+    hidden = last_hidden(model, batch["input_ids"], mask)
+    assert torch.allclose(hidden, whole, atol=1e-6)
+    for got, same in zip(gradients(hidden), wanted, strict=True):
+        assert torch.allclose(got, same, atol=1e-5 * max(1.0, float(same.abs().max())))
+    assert seen == ([] if mlp is None else [int(mask.sum())])
+    assert family == "opt" or mlp is not None
 
 
 def test_a_model_with_another_kind_of_head_is_refused(tiny: Tiny) -> None:
