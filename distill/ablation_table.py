@@ -101,7 +101,9 @@ def verdict(rows: Sequence[Row]) -> str:
     best = max(rivals, key=lambda row: row["over_adaspec"]["gain"])
     over = best["over_adaspec"]
     number = f"{signed(over['gain'])} ± {over['se']:.4f} over {best['seeds']} seed{'s' * (best['seeds'] > 1)}"
-    if best["seeds"] > 1 and over["gain"] > 2 * over["se"]:
+    if best["seeds"] == 1:
+        return f"One seed is no verdict; the highest so far is {best['name']}: {number}."
+    if over["gain"] > 2 * over["se"]:
         chosen = f" It is the best of {len(rivals)}, and being chosen for that flatters it." if len(rivals) > 1 else ""
         return f"{best['name']} beats AdaSPEC: {number}.{chosen}"
     return f"No variant beats AdaSPEC by more than twice its error; the nearest is {best['name']}: {number}."
