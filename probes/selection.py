@@ -13,8 +13,9 @@ from decode.probe import KINDS, AcceptanceProbe
 from decode.suites import Prompt, Suite
 from decode.suites.presets import PRESETS
 from decode.suites.scorers import SCORERS
-from probes.choose import METHODS, Choice, best_of, measure, predict, split_texts
+from probes.choose import METHODS, Choice, best_of, predict, split_texts
 from probes.confirm import Candidate, confirm
+from probes.costs import measure
 from probes.judge import probability
 from probes.lab import Lab, Mode
 

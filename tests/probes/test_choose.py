@@ -12,8 +12,9 @@ from decode.methods import build
 from decode.parts import MethodOptions, Parts
 from decode.target import Target
 from decode.warp import Warp
-from probes.choose import HINDSIGHT, METHODS, Choice, Costs, best_of, measure, predict, split_texts, walk
+from probes.choose import HINDSIGHT, METHODS, Choice, best_of, predict, split_texts, walk
 from probes.confirm import Candidate
+from probes.costs import Costs, measure
 from probes.features import collect
 
 DEPTH = 4
