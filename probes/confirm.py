@@ -21,6 +21,7 @@ TITLES = {
     "autoregressive": "no drafting",
     "generate": "transformers generate",
     "layerskip": "LayerSkip",
+    "layerskip-untuned": "LayerSkip, 6 tokens",
     "layerskip-separate": "LayerSkip, separate cache",
     "draft-verify": "Draft & Verify",
     "draft-verify-subset": "Draft & Verify, subset",
@@ -81,8 +82,9 @@ def confirm(
 
     Returns:
         Rows like those of `decode bench`, with ``title``, ``exit_layer``, ``threshold``, ``target_acceptance``,
-        ``predicted_speedup``, ``best`` (the fastest of its title), and ``speedup_vs_layerskip`` with its interval
-        (where the cache is separate, also ``speedup_vs_shared`` at the same setting).
+        ``predicted_speedup``, ``best`` (the fastest of its title), ``speedup_vs_layerskip`` and
+        ``speedup_vs_untuned`` with their intervals (where the cache is separate, also ``speedup_vs_shared`` at the
+        same setting).
     """
     options = BenchOptions(
         max_new_tokens=max_new_tokens, repeats=repeats, seed=seed, warp=warp, threads=threads, costs=False, samples=0
@@ -106,9 +108,13 @@ def confirm(
         for key in ("exit_layer", "threshold", "target_acceptance"):
             row[key] = given.get(key)
     _mark_best(rows)
-    base = next((r["name"] for r in rows if r["title"] == "layerskip" and r["best"]), None)
+    tuned, untuned = (
+        next((r["name"] for r in rows if r["title"] == title and r["best"]), None)
+        for title in ("layerskip", "layerskip-untuned")
+    )
     for row in rows:
-        _compare(row, "speedup_vs_layerskip", base, bench.records, seed)
+        _compare(row, "speedup_vs_layerskip", tuned, bench.records, seed)
+        _compare(row, "speedup_vs_untuned", untuned, bench.records, seed)
         if row["title"] == "layerskip-separate":
             twin = row["name"].replace("layerskip-separate", "layerskip")
             _compare(row, "speedup_vs_shared", twin, bench.records, seed)

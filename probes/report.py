@@ -20,6 +20,8 @@ SCORES = {
     "entropy": "_entropy",
 }
 """Names of the judged scores, and the suffixes of their columns."""
+ADASPEED = ("adaspeed", "adaspeed-probe", "confidence-probe")
+"""Titles of AdaSPEED and its variants."""
 
 
 def of_mode(added: Row, mode: str) -> list[Row]:
@@ -48,6 +50,7 @@ def findings(added: Row) -> list[str]:
                 + _over(best, "LayerSkip")
             )
         found += _bound(mode, added["probe_settings"]["predicted"].get(mode, []))
+        found += _untuned(mode, rows)
         found += [_shared(mode, rows["layerskip-separate"])] if "layerskip-separate" in rows else []
         layer = next((rows[t]["exit_layer"] for t in ("adaspeed-probe", "layerskip") if t in rows), None)
         found += [sentence for row in of_mode(added, mode) if (sentence := _verdict(mode, row, layer))]
@@ -76,6 +79,20 @@ def _bound(mode: str, predicted: Sequence[Row]) -> list[str]:
         f"{mode}: knowing of each drafted token whether it is rejected, drafting would be {known / fixed:.2f} times as "
         f"fast as LayerSkip's best constant length (predicted: {known:.2f} and {fixed:.2f} times no drafting), so no "
         "stop rule can gain more on this model"
+    ]
+
+
+def _untuned(mode: str, rows: Mapping[str, Row]) -> list[str]:
+    """What AdaSPEED gains over a constant length that nobody tuned."""
+    ours = [row for title, row in rows.items() if title in ADASPEED and row.get("speedup_vs_untuned")]
+    if not ours or not rows["layerskip-untuned"].get("speedup_vs_layerskip"):
+        return []
+    best = max(ours, key=lambda row: row["speedup_vs_untuned"])
+    low, high = best["speedup_vs_untuned_ci95"]
+    return [
+        f"{mode}: {TITLES[best['title']]} is {best['speedup_vs_untuned']:.2f} times (95 %: {low:.2f} to {high:.2f}) as "
+        f"fast as {TITLES['layerskip-untuned']}, the length of its library's example, which is "
+        f"{rows['layerskip-untuned']['speedup_vs_layerskip']:.2f} times as fast as the best length"
     ]
 
 

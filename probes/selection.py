@@ -19,6 +19,10 @@ from probes.costs import measure
 from probes.judge import probability
 from probes.lab import Lab, Mode
 
+UNTUNED = 6
+"""Tokens a draft in the example of LayerSkip's library, on which AdaSPEED's authors built: the constant length that one
+gets without tuning. Which one their baseline had they do not say."""
+
 
 def choose(
     lab: Lab, mode: Mode, probes: list[AcceptanceProbe], runner: PartialRunner, prompts: dict[str, list[list[int]]]
@@ -88,6 +92,9 @@ def run_best(lab: Lab, mode: Mode, choices: list[Choice], subset: dict[str, Any]
     """Real runs of the best predicted settings of every method."""
     settings = lab.settings.probes
     candidates = [Candidate.of(c) for method in METHODS for c in best_of(choices, method, settings.confirm)]
+    untuned = next((c for c in best_of(choices, "layerskip", len(choices)) if c.window == UNTUNED), None)
+    if untuned is not None:
+        candidates.append(replace(Candidate.of(untuned), title="layerskip-untuned"))
     shared = next(c for c in candidates if c.method == "layerskip")
     candidates.append(replace(shared, method="layerskip-separate", title="layerskip-separate", predicted=None))
     if subset and (subset["skip_attention"] or subset["skip_mlp"]):

@@ -24,7 +24,7 @@ SMALL = {
     "test_prompts": 6,
     "max_new_tokens": 12,
     "max_epochs": 2,
-    "window": 3,
+    "window": 7,
     "thresholds": [0.3, 0.6],
     "confirm": 1,
     "bench_prompts": 2,
@@ -62,6 +62,7 @@ def test_the_target_is_trained_if_it_is_not_there_and_the_probes_are_written(fin
     }
     assert note["best"]["greedy"]["layerskip"].keys() >= {"exit_layer", "draft_length"}
     assert "AdaSPEED, probe" in said
+    assert "as fast as LayerSkip, 6 tokens, the length of its library's example" in " ".join(said.split())
 
 
 def test_the_report_keeps_what_others_wrote_and_gets_the_rows(finished) -> None:
