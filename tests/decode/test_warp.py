@@ -7,7 +7,13 @@ import torch
 from families import VOCAB
 from scripted import Oracle
 from torch import Tensor
-from transformers import NoRepeatNGramLogitsProcessor, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers import (
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from decode.drafters.model import ModelDrafter
 from decode.errors import UserError
@@ -19,7 +25,7 @@ from decode.runner import open_runner
 from decode.stop import StopRule
 from decode.target import Target
 from decode.trace import Trace
-from decode.warp import Warp, argmax, one_hot
+from decode.warp import TopP, Warp, argmax, one_hot
 
 PROMPT = [3, 7, 1, 9, 3, 7, 22, 3]
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
@@ -191,3 +197,23 @@ def test_greedy_rounds_have_the_laws_that_they_were_decided_without(penalty: flo
         assert ids == model.generate(
             torch.tensor([PROMPT]), do_sample=False, max_new_tokens=20, pad_token_id=0, repetition_penalty=penalty
         )[0].tolist()  # fmt: skip
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("rows", ["peaked", "flat", "equal", "one", "ruled out", "nan"])
+def test_the_nucleus_is_that_of_transformers_without_sorting_the_vocabulary(rows: str, top_p: float) -> None:
+    logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(1)).double()
+    if rows == "peaked":
+        logits *= 5
+    elif rows == "equal":
+        logits[:, ::2] = 1.0
+    elif rows == "one":
+        logits[:, 3] = 100.0
+    elif rows == "ruled out":
+        logits[:, 100:] = -torch.inf
+    elif rows == "nan":
+        logits[2, 7] = torch.nan
+    wanted = TopPLogitsWarper(top_p)(None, logits)
+    assert torch.equal(TopP(top_p)(None, logits).nan_to_num(), wanted.nan_to_num())
+    if rows not in ("nan", "one"):
+        assert torch.isinf(wanted).any()
