@@ -72,14 +72,16 @@ def measure(
     runner.reserve(len(tokens) + 1)
     runner.read(tokens[:context], head=0)
     times: dict[tuple[int, int], list[float]] = {}
+    warping: dict[int, list[float]] = {n: [] for n in WIDTHS}
     began = time.perf_counter()
     for turn in range(12):
         if turn > 3 and time.perf_counter() - began > seconds:
             break
         for layer in exits:
             for n in WIDTHS:
-                draft, verify = _draft_and_verify(runner, layer, n, tokens[context:], context)
+                draft, verify, warped = _draft_and_verify(runner, layer, n, warp, tokens[context:], context)
                 if turn:
+                    warping[n].append(warped)
                     times.setdefault((layer, n), []).append(verify)
                     times.setdefault((layer, 0), []).extend(draft)
     middle = _smooth({key: _typical(seen) for key, seen in times.items()}, exits)
@@ -87,13 +89,14 @@ def measure(
     base = step  # of decoding without a draft as it is: no read behind early layers is as fast
     watched = _confidences(runner, exits[0], probes, warp, tokens, context)
     plain = watched.pop("length")
+    rows = {n: _typical(warping[n]) - _typical(warping[2]) for n in WIDTHS}  # a round of two rows has its in per_round
     costs = Costs({}, {name: max(0.0, (spent - plain) / base) for name, spent in watched.items()})
     for layer in exits:
         early = middle[layer, 0]
         handling = max(0.0, plain - middle[exits[0], 0])
         costs.exits[layer] = CostModel(
             early / base,
-            {n: middle[layer, n] / base for n in WIDTHS},
+            {n: (middle[layer, n] + max(0.0, rows[n])) / base for n in WIDTHS},
             overhead=max(0.0, per_round - handling) / base,
             draft_overhead=handling / base,
             target_seconds=base,
@@ -118,9 +121,9 @@ def _smooth(times: dict[tuple[int, int], float], exits: Sequence[int]) -> dict[t
 
 
 def _draft_and_verify(
-    runner: PartialRunner, layer: int, n: int, tokens: Tensor, context: int
-) -> tuple[list[float], float]:
-    """Seconds of each early read of n − 1 tokens, and of the read of n tokens that takes them up."""
+    runner: PartialRunner, layer: int, n: int, warp: Warp, tokens: Tensor, context: int
+) -> tuple[list[float], float, float]:
+    """Seconds of each early read of n − 1 tokens, of the read of n that takes them up, and of warping its rows."""
     clock, part = time.perf_counter, Part(layer)
     draft = []
     for i in range(n - 1):
@@ -129,11 +132,15 @@ def _draft_and_verify(
         synchronize(runner.device)
         draft.append(clock() - began)
     began = clock()
-    runner.read(tokens[:n])
+    logits = runner.read(tokens[:n])
     synchronize(runner.device)
     verify = clock() - began
+    began = clock()
+    warp.top(logits) if warp.greedy else warp(logits)
+    synchronize(runner.device)
+    warped = clock() - began
     runner.truncate(context)
-    return draft, verify
+    return draft, verify, warped
 
 
 def _confidences(
