@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from decode.cost import CostModel
 from decode.drafters.early_exit import EarlyExitDrafter
@@ -24,6 +25,7 @@ from decode.rng import TorchRng
 from decode.stop import Confidence, StopRule, token_probability
 from decode.target import Target
 from decode.thresholds import Fixed
+from decode.walk import decoder_layers
 from decode.warp import Warp
 from decode.watch import watch_forwards
 
@@ -42,6 +44,18 @@ class Costs:
 
     exits: dict[int, CostModel]
     confidence: dict[str, float] = field(default_factory=dict)
+
+
+def of_weights(model: PreTrainedModel, exits: Sequence[int]) -> Costs:
+    """Costs where the weights that are read decide, as for a large model at batch one on a GPU.
+
+    Verification takes one step whatever the draft's length, a drafted token its share of layers and head, stop rules
+    and bookkeeping nothing.
+    """
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
+    head = model.get_output_embeddings().weight.numel()
+    whole = sum(layers) + head
+    return Costs({e: CostModel((sum(layers[:e]) + head) / whole, {1: 1.0}) for e in exits})
 
 
 @torch.inference_mode()

@@ -100,13 +100,14 @@ def _experiment(lab: Lab) -> dict[str, Any]:
     rows += learn_for_draft(lab, modes, folder)
     runner = open_runner(lab.model)
     choices: dict[str, list[Choice]] = {}
+    elsewhere: dict[str, list[Choice]] = {}
     table: list[dict[str, Any]] = []
     subset: dict[str, Any] = {}
     costs: dict[str, Any] = {}
     if isinstance(runner, PartialRunner):
         lab.console.print(f"  {machine.set_threads(runner, settings.threads)[1]}", highlight=False)
         for mode in modes:
-            choices[mode.name], costs[mode.name] = choose(lab, mode, probes, runner, prompts)
+            choices[mode.name], elsewhere[mode.name], costs[mode.name] = choose(lab, mode, probes, runner, prompts)
         subset = find_subset(lab, modes[0], runner, costs["greedy"])
         for mode in modes:
             table += run_best(lab, mode, choices[mode.name], subset, str(folder))
@@ -131,6 +132,10 @@ def _experiment(lab: Lab) -> dict[str, Any]:
                         vars(c) for m in (*METHODS, HINDSIGHT) for e in lab.exits for c in best_of(_at(found, e), m, 1)
                     ]
                     for name, found in choices.items()
+                },
+                "predicted_where_weights_decide": {
+                    name: [vars(c) for m in (*METHODS, HINDSIGHT) for c in best_of(found, m, 1)]
+                    for name, found in elsewhere.items()
                 },
                 "costs": costs,
                 "subset": subset,

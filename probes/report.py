@@ -50,6 +50,7 @@ def findings(added: Row) -> list[str]:
                 + _over(best, "LayerSkip")
             )
         found += _bound(mode, added["probe_settings"]["predicted"].get(mode, []))
+        found += _elsewhere(mode, added["probe_settings"].get("predicted_where_weights_decide", {}).get(mode, []))
         found += _untuned(mode, rows)
         found += [_shared(mode, rows["layerskip-separate"])] if "layerskip-separate" in rows else []
         layer = next((rows[t]["exit_layer"] for t in ("adaspeed-probe", "layerskip") if t in rows), None)
@@ -79,6 +80,22 @@ def _bound(mode: str, predicted: Sequence[Row]) -> list[str]:
         f"{mode}: knowing of each drafted token whether it is rejected, drafting would be {known / fixed:.2f} times as "
         f"fast as LayerSkip's best constant length (predicted: {known:.2f} and {fixed:.2f} times no drafting), so no "
         "stop rule can gain more on this model"
+    ]
+
+
+def _elsewhere(mode: str, predicted: Sequence[Row]) -> list[str]:
+    """What stop rules would gain where reading a draft costs no more than reading a token."""
+    best = {choice["method"]: choice["speedup"] for choice in predicted}
+    if not best.get("layerskip"):
+        return []
+    ratios = ", ".join(
+        f"{TITLES[method]} {speedup / best['layerskip']:.2f}"
+        for method, speedup in best.items()
+        if method in (*ADASPEED, HINDSIGHT)
+    )
+    return [
+        f"{mode}: where the weights that are read decide the time (a large model at batch one on a GPU), predicted "
+        f"over LayerSkip's best constant length: {ratios}"
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from decode.suites.presets import PRESETS
 from decode.suites.scorers import SCORERS
 from probes.choose import METHODS, Choice, best_of, predict, split_texts
 from probes.confirm import Candidate, confirm
-from probes.costs import measure
+from probes.costs import measure, of_weights
 from probes.judge import probability
 from probes.lab import Lab, Mode
 
@@ -26,8 +27,12 @@ gets without tuning. Which one their baseline had they do not say."""
 
 def choose(
     lab: Lab, mode: Mode, probes: list[AcceptanceProbe], runner: PartialRunner, prompts: dict[str, list[list[int]]]
-) -> tuple[list[Choice], dict[str, Any]]:
-    """Predicted speedups of all settings, on the held-out texts that chose nothing but penalties."""
+) -> tuple[list[Choice], list[Choice], dict[str, Any]]:
+    """Predicted speedups of all settings, on the held-out texts that chose nothing but penalties.
+
+    Returns:
+        The settings here, those where weights decide the costs (`of_weights`), and the costs here.
+    """
     settings, held = lab.settings.probes, mode.features["validation"]
     mine = {(p.layer, p.kind): p for p in probes if p.label == mode.label}
     with lab.step("costs", f"costs of the exits, {mode.name}"):
@@ -36,14 +41,18 @@ def choose(
             prompts["validation"][:3], max_new_tokens=settings.max_new_tokens,
         )  # fmt: skip
     found: list[Choice] = []
+    elsewhere: list[Choice] = []
     with lab.step("choice", f"predicted speedup of every setting, {mode.name}"):
         for i, layer in enumerate(held.exits):
             confidences = {"token": held.token_probability[i]} | {k: probability(mine[layer, k], held) for k in KINDS}
-            found += predict(
-                split_texts(held.outcome[i], held.text),
-                {name: split_texts(values, held.text) for name, values in confidences.items()},
-                layer, costs, window=settings.window, thresholds=settings.thresholds,
-            )  # fmt: skip
+            outcomes = split_texts(held.outcome[i], held.text)
+            scores: dict[str, Sequence[Sequence[float]]] = {
+                name: split_texts(values, held.text) for name, values in confidences.items()
+            }
+            for choices, at in ((found, costs), (elsewhere, of_weights(lab.model, [layer]))):
+                choices += predict(
+                    outcomes, scores, layer, at, window=settings.window, thresholds=settings.thresholds
+                )  # fmt: skip
     told = {
         "step_seconds": next(iter(costs.exits.values())).target_seconds,
         "exits": {layer: _cost_row(cost) for layer, cost in costs.exits.items()},
@@ -56,7 +65,7 @@ def choose(
         + f": {best.speedup:.2f}x",
         highlight=False,
     )
-    return found, told
+    return found, elsewhere, told
 
 
 def _cost_row(cost: CostModel) -> dict[str, Any]:

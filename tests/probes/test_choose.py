@@ -11,10 +11,11 @@ from decode.loop import decode
 from decode.methods import build
 from decode.parts import MethodOptions, Parts
 from decode.target import Target
+from decode.walk import decoder_layers
 from decode.warp import Warp
 from probes.choose import HINDSIGHT, METHODS, Choice, best_of, predict, split_texts, walk
 from probes.confirm import Candidate
-from probes.costs import Costs, measure
+from probes.costs import Costs, measure, of_weights
 from probes.features import collect
 
 DEPTH = 4
@@ -95,3 +96,12 @@ def test_every_method_of_the_choice_has_a_title(method: str) -> None:
     from probes.confirm import TITLES
 
     assert method in TITLES
+
+
+def test_costs_of_weights_are_shares_of_layers_and_head(tiny) -> None:
+    model = tiny("llama")
+    layer = sum(p.numel() for p in decoder_layers(model)[0].parameters())
+    head, count = model.get_output_embeddings().weight.numel(), len(decoder_layers(model))
+    costs = of_weights(model, [1])
+    assert costs.exits[1].cost_ratio == pytest.approx((layer + head) / (count * layer + head))
+    assert [costs.exits[1].v(n) for n in (1, 4, 25)] == [1.0, 1.0, 1.0]
