@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from distill import ranks
 from distill.keys import stage_keys
 from distill.run import Run
 from distill.settings import Settings
@@ -38,7 +39,8 @@ def adopt(run: Run, settings: Settings, others: Iterable[Run], only: Collection[
         if donor is not None and record is not None:
             source = donor.path(stage)
             run.put(stage, record, lambda path, source=source: _link(source, path))  # type: ignore[misc]
-            _signals(donor, run)
+            if ranks.is_first():
+                _signals(donor, run)
             taken[stage] = source
     return taken
 
