@@ -10,7 +10,7 @@ from decode import machine
 from decode.page import Column, Page, Tile, Tone
 from decode.plots import calibration, lines
 from probes.confirm import TITLES
-from probes.report import SCORES, Row, best_rows, findings, number, of_mode
+from probes.report import BASELINES, SCORES, Row, best_rows, findings, number, of_mode
 
 FORMULAS = {
     "auroc": "chance that an accepted token scores above a rejected one",
@@ -69,7 +69,7 @@ def _mode_title(added: Row, mode: str) -> str:
 def _tiles(added: Row) -> list[Tile]:
     tiles = []
     for mode in ("greedy", "sampled"):
-        rows = [r for r in best_rows(added, mode) if r["speedup"] and r["title"] not in ("autoregressive", "generate")]
+        rows = [r for r in best_rows(added, mode) if r["speedup"] and r["title"] not in BASELINES]
         if rows:
             best = max(rows, key=lambda r: r["speedup"])
             tone: Tone = "good" if best["speedup"] > 1 else "warn"

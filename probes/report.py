@@ -20,6 +20,9 @@ SCORES = {
     "entropy": "_entropy",
 }
 """Names of the judged scores, and the suffixes of their columns."""
+BASELINES = ("autoregressive", "generate", "layerskip-untuned", "layerskip-separate")
+"""Titles of rows that are there to be compared with."""
+
 ADASPEED = ("adaspeed", "adaspeed-probe", "confidence-probe")
 """Titles of AdaSPEED and its variants."""
 
@@ -42,7 +45,7 @@ def findings(added: Row) -> list[str]:
     found = []
     for mode in ("greedy", "sampled"):
         rows = {row["title"]: row for row in best_rows(added, mode)}
-        ours = [r for t, r in rows.items() if t not in ("autoregressive", "generate") and r["speedup"]]
+        ours = [r for t, r in rows.items() if t not in BASELINES and r["speedup"]]
         if ours:
             best = max(ours, key=lambda r: r["speedup"])
             found.append(
@@ -79,7 +82,7 @@ def _bound(mode: str, predicted: Sequence[Row]) -> list[str]:
     return [
         f"{mode}: knowing of each drafted token whether it is rejected, drafting would be {known / fixed:.2f} times as "
         f"fast as LayerSkip's best constant length (predicted: {known:.2f} and {fixed:.2f} times no drafting), so no "
-        "stop rule can gain more on this model"
+        "stop rule can gain more at these costs"
     ]
 
 
@@ -88,7 +91,7 @@ def _elsewhere(mode: str, predicted: Sequence[Row]) -> list[str]:
     best = {choice["method"]: choice["speedup"] for choice in predicted}
     if not best.get("layerskip"):
         return []
-    ratios = ", ".join(
+    ratios = "; ".join(
         f"{TITLES[method]} {speedup / best['layerskip']:.2f}"
         for method, speedup in best.items()
         if method in (*ADASPEED, HINDSIGHT)
@@ -106,10 +109,11 @@ def _untuned(mode: str, rows: Mapping[str, Row]) -> list[str]:
         return []
     best = max(ours, key=lambda row: row["speedup_vs_untuned"])
     low, high = best["speedup_vs_untuned_ci95"]
+    six = rows["layerskip-untuned"]
     return [
         f"{mode}: {TITLES[best['title']]} is {best['speedup_vs_untuned']:.2f} times (95 %: {low:.2f} to {high:.2f}) as "
-        f"fast as {TITLES['layerskip-untuned']}, the length of its library's example, which is "
-        f"{rows['layerskip-untuned']['speedup_vs_layerskip']:.2f} times as fast as the best length"
+        f"fast as LayerSkip with the {six['draft_length']} tokens of its library's example, which is "
+        f"{six['speedup_vs_layerskip']:.2f} times as fast as with its best length"
     ]
 
 

@@ -63,7 +63,7 @@ def test_the_target_is_trained_if_it_is_not_there_and_the_probes_are_written(fin
     assert note["best"]["greedy"]["layerskip"].keys() >= {"exit_layer", "draft_length"}
     assert "AdaSPEED, probe" in said
     assert "predicted over LayerSkip's best constant length: AdaSPEED" in " ".join(said.split())
-    assert "as fast as LayerSkip, 6 tokens, the length of its library's example" in " ".join(said.split())
+    assert "as fast as LayerSkip with the 6 tokens of its library's example" in " ".join(said.split())
 
 
 def test_the_report_keeps_what_others_wrote_and_gets_the_rows(finished) -> None:
