@@ -76,7 +76,7 @@ def resembling(model: PreTrainedModel, noise: float = 0.15) -> PreTrainedModel:
     return draft
 
 
-def check(runner: Runner, system: System, wanted: list[int], prompt: list[int], new: int = NEW, **options):  # type: ignore[no-untyped-def]
+def assert_decodes(runner: Runner, system: System, wanted: list[int], prompt: list[int], new: int = NEW, **options):  # type: ignore[no-untyped-def]
     out = decode(Target(runner), system, GREEDY, prompt, max_new_tokens=new, **options)
     assert out.ids == wanted
     assert out.trace.tokens == len(wanted) - len(prompt)
@@ -94,11 +94,11 @@ def test_adversarial_drafts_do_not_change_the_text(family: str, fast: bool, runn
         accepted = {}
         for way in WAYS:
             system = System(way, Oracle(wanted, way, VOCAB), StopRule())
-            trace = check(runner, system, wanted, prompt)
+            trace = assert_decodes(runner, system, wanted, prompt)
             accepted[way] = sum(trace.accepted)
         assert accepted["wrong"] == accepted["empty"] == 0
         assert min(accepted[way] for way in WAYS if way not in ("wrong", "empty")) > 5
-        check(runner, System("random", RandomTree(VOCAB, nodes=20), StopRule()), wanted, prompt)
+        assert_decodes(runner, System("random", RandomTree(VOCAB, nodes=20), StopRule()), wanted, prompt)
 
 
 @pytest.mark.parametrize(("family", "fast"), RUNNER_PATHS, ids=IDS)
@@ -107,9 +107,11 @@ def test_a_draft_model_does_not_change_the_text(family: str, fast: bool, runners
     draft = open_runner(resembling(tiny(family)), fast=fast)
     itself = type(runner)(tiny(family))
     for prompt, wanted in zip(PROMPTS, texts(family)):
-        trace = check(runner, System("draft", ModelDrafter(draft, GREEDY, VOCAB), StopRule(4)), wanted, prompt)
+        trace = assert_decodes(runner, System("draft", ModelDrafter(draft, GREEDY, VOCAB), StopRule(4)), wanted, prompt)
         assert 0 < sum(trace.accepted) < sum(trace.drafted)
-        trace = check(runner, System("itself", ModelDrafter(itself, GREEDY, VOCAB), StopRule(4)), wanted, prompt)
+        trace = assert_decodes(
+            runner, System("itself", ModelDrafter(itself, GREEDY, VOCAB), StopRule(4)), wanted, prompt
+        )
         assert trace.accepted == trace.drafted
 
 
@@ -125,7 +127,9 @@ def test_drafts_from_texts_do_not_change_the_text(name: str, drafters, runners, 
     for family, fast in RUNNER_PATHS:
         for prompt, wanted in zip(PROMPTS, texts(family)):
             accepted += sum(
-                check(runners(family, fast), System(name, drafters[name](), StopRule()), wanted, prompt).accepted
+                assert_decodes(
+                    runners(family, fast), System(name, drafters[name](), StopRule()), wanted, prompt
+                ).accepted
             )
     assert accepted > 10
 
@@ -135,7 +139,7 @@ def test_no_stop_rule_changes_the_text(name: str, runners, texts, tiny) -> None:
     runner, draft = runners("llama", True), open_runner(resembling(tiny("llama")))
     stop = STOPS[name](Parts(runner, GREEDY, draft))
     for prompt, wanted in zip(PROMPTS * 2, texts("llama") * 2):
-        check(runner, System(name, ModelDrafter(draft, GREEDY, VOCAB), stop), wanted, prompt)
+        assert_decodes(runner, System(name, ModelDrafter(draft, GREEDY, VOCAB), stop), wanted, prompt)
 
 
 @pytest.mark.parametrize("processor", [{"repetition_penalty": 1.5}, {"repetition_penalty": 0.7}], ids=str)
@@ -168,7 +172,7 @@ def test_the_text_ends_with_the_first_stop_token_wherever_it_stands_in_a_draft(
             eos = text[end]
             first = text.index(eos, len(prompt))
             wanted = text[: first + 1]
-            check(runner, System(way, Oracle(text, way, VOCAB), StopRule()), wanted, prompt, stop_ids={eos})
+            assert_decodes(runner, System(way, Oracle(text, way, VOCAB), StopRule()), wanted, prompt, stop_ids={eos})
 
 
 def test_stop_tokens_act_as_in_generate(tiny, runners) -> None:
@@ -178,7 +182,7 @@ def test_stop_tokens_act_as_in_generate(tiny, runners) -> None:
     wanted = generate(model, PROMPTS[0], eos_token_id=eos)
     assert wanted[-1] == eos
     assert len(wanted) < len(text)
-    check(
+    assert_decodes(
         runners("llama", True),
         System("", Oracle(text, "perfect", VOCAB), StopRule()),
         wanted,
@@ -191,7 +195,9 @@ def test_stop_tokens_act_as_in_generate(tiny, runners) -> None:
 def test_every_budget_is_met_exactly(new: int, runners, texts) -> None:
     wanted = texts("llama")[0][: len(PROMPTS[0]) + new]
     for way in WAYS:
-        check(runners("llama", True), System(way, Oracle(wanted, way, VOCAB), StopRule()), wanted, PROMPTS[0], new)
+        assert_decodes(
+            runners("llama", True), System(way, Oracle(wanted, way, VOCAB), StopRule()), wanted, PROMPTS[0], new
+        )
 
 
 @pytest.mark.parametrize(("family", "fast"), RUNNER_PATHS, ids=IDS)
@@ -199,12 +205,12 @@ def test_prompts_of_one_token_and_of_the_whole_context_are_served(family: str, f
     model, runner = tiny(family), runners(family, fast)
     draft = ModelDrafter(open_runner(resembling(model), fast=fast), GREEDY, VOCAB)
     one = generate(model, [5], 10)
-    check(runner, System("", draft, StopRule()), one, [5], 10)
-    check(runner, System("", Oracle(one, "tree", VOCAB), StopRule()), one, [5], 10)
+    assert_decodes(runner, System("", draft, StopRule()), one, [5], 10)
+    assert_decodes(runner, System("", Oracle(one, "tree", VOCAB), StopRule()), one, [5], 10)
 
     full = [(7 * i * i + 3) % VOCAB for i in range(CONTEXT)]
     for free in (0, 3):  # tokens that still fit; the last one written is never read, so it may stand past the end
         prompt = full[: CONTEXT - free]
         wanted = generate(model, prompt, free + 1)
         for drafter in (draft, Oracle(wanted, "tree", VOCAB), Oracle(wanted, "perfect", VOCAB)):
-            check(runner, System("", drafter, StopRule()), wanted, prompt, 20)
+            assert_decodes(runner, System("", drafter, StopRule()), wanted, prompt, 20)
