@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import types
 from typing import Any
 
 import torch
@@ -85,3 +87,28 @@ def build_tiny(family: str, *, seed: int = 1, dtype: torch.dtype = torch.float32
             else:  # small embeddings, so that tied heads do not simply repeat the last token
                 weight.copy_(noise * (0.1 if "emb" in name or "wte" in name else 0.6))
     return model.to(dtype)
+
+
+def in_double(model: PreTrainedModel) -> PreTrainedModel:
+    """Transformers computes RMS norms in float32 whatever the model; their rounding would blur the law."""
+
+    def norm(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def gemma(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (1 + self.weight) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = types.MethodType(norm if hasattr(module, "variance_epsilon") else gemma, module)
+    return model
+
+
+def resembling(model: PreTrainedModel, noise: float) -> PreTrainedModel:
+    """A draft that agrees with the model: about half of the time at a noise of 0.15."""
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight += noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+    return draft

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from types import MethodType
 
 import pytest
 import torch
 from enumeration import Experiment
+from families import in_double, resembling
 from scripted import RandomTree, corpus_drafters
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -28,37 +27,12 @@ PROMPT = [3, 1, 4, 1, 5, 1, 4]
 WARP = Warp(temperature=1.3, top_k=2)  # two tokens a position: many rounds at little cost
 
 
-def in_double(model: PreTrainedModel) -> PreTrainedModel:
-    """Transformers computes RMS norms in float32 whatever the model; their rounding would blur the law."""
-
-    def norm(self: torch.nn.Module, x: Tensor) -> Tensor:
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-
-    def gemma(self: torch.nn.Module, x: Tensor) -> Tensor:
-        return (1 + self.weight) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = MethodType(norm if hasattr(module, "variance_epsilon") else gemma, module)
-    return model
-
-
 @pytest.fixture(scope="module")
 def double(tiny) -> Callable[..., PreTrainedModel]:
     def get(family: str) -> PreTrainedModel:
         return in_double(tiny(family, vocab_size=VOCAB, dtype=torch.float64))
 
     return get
-
-
-def resembling(target: PreTrainedModel, noise: float = 0.2) -> PreTrainedModel:
-    """A draft that agrees with the target now and then."""
-    draft = copy.deepcopy(target)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            weight += noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-    return draft
 
 
 def experiment(model: PreTrainedModel, runner: Runner, *, tokens: int = 4, warp: Warp = WARP) -> Experiment:
@@ -85,7 +59,7 @@ IDS = [f"{family}-{runner.__name__}" for family, runner in CASES]
 @pytest.mark.parametrize(("family", "runner"), CASES, ids=IDS)
 def test_a_draft_model_is_lossless_through_real_caches(family: str, runner: type[Runner], double) -> None:
     target = double(family)
-    draft = resembling(target)
+    draft = resembling(target, 0.2)
     there = experiment(target, runner(target), tokens=3)
     drafter = ModelDrafter(runner(draft), WARP, VOCAB)
     assert there.bias(System("model", drafter, StopRule(5))) < TOLERANCE
@@ -106,7 +80,7 @@ def test_trees_are_lossless_through_real_caches(family: str, runner: type[Runner
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_adaptive_stop_rules_are_lossless_through_real_caches(family: str, double) -> None:
     target = double(family)
-    draft = resembling(target)
+    draft = resembling(target, 0.2)
     there = experiment(target, PartialRunner(target), tokens=4)
     stop = StopRule(20, negative_entropy, threshold=MeanOfRejected())
     assert there.bias(System("entropy", ModelDrafter(PartialRunner(draft), WARP, VOCAB), stop)) < TOLERANCE

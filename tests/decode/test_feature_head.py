@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from enumeration import Experiment
-from families import VOCAB, WIDTH
-from test_enumeration_models import in_double
-from test_greedy_identity import GREEDY, NEW, PROMPTS, check, generate
+from families import VOCAB, WIDTH, in_double
+from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
 from transformers import PreTrainedModel
 
 from decode.alpha import offline_alpha, response_logits
@@ -135,7 +134,7 @@ def test_feature_heads_do_not_change_the_greedy_text(family: str, fast: bool, ve
     for prompt in [*PROMPTS, [5]]:
         wanted = generate(target, prompt)
         for name, make in trees(version):
-            trace = check(runner, System(name, make(head, runner, GREEDY), StopRule(4)), wanted, prompt)
+            trace = assert_decodes(runner, System(name, make(head, runner, GREEDY), StopRule(4)), wanted, prompt)
             drafted += sum(trace.drafted)
             assert trace.drafted[-2] > 0
     assert drafted > 100
@@ -165,7 +164,7 @@ def test_accepted_tokens_leave_the_head_with_the_targets_features(tiny) -> None:
             accepted.add(round.accepted)
             super().observe(round)
 
-    check(runner, System("half", Half(head, runner, GREEDY), StopRule(4)), text, PROMPTS[0])
+    assert_decodes(runner, System("half", Half(head, runner, GREEDY), StopRule(4)), text, PROMPTS[0])
     assert accepted >= {0, 1, 3}
 
 

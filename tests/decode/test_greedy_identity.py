@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
-import torch
-from families import CONTEXT, FAMILIES, NOT_REPRODUCED, RUNNER_PATHS, VOCAB
+from families import CONTEXT, FAMILIES, NOT_REPRODUCED, RUNNER_PATHS, VOCAB, resembling
+from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
 from scripted import WAYS, Oracle, RandomTree, corpus_drafters
-from transformers import PreTrainedModel
 
 from decode.drafters import Drafter
 from decode.drafters.model import ModelDrafter
@@ -21,18 +19,6 @@ from decode.runner import Runner, open_runner
 from decode.stop import StopRule
 from decode.target import Target
 from decode.warp import Warp
-
-GREEDY = Warp()
-PROMPTS = [[3, 7, 1, 9], [1, 2, 3, 1, 2, 3, 1, 2]]
-NEW = 28
-
-
-def generate(model: PreTrainedModel, prompt: list[int], new: int = NEW, **options) -> list[int]:  # type: ignore[no-untyped-def]
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, pad_token_id=0, **options
-    )
-    return out[0].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -66,23 +52,6 @@ def runners(tiny) -> Callable[[str, bool], Runner]:
 IDS = [f"{family}-{'fast' if fast else 'ordinary'}" for family, fast in RUNNER_PATHS]
 
 
-def resembling(model: PreTrainedModel, noise: float = 0.15) -> PreTrainedModel:
-    """A draft that agrees with the target about half of the time."""
-    draft = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
-    return draft
-
-
-def assert_decodes(runner: Runner, system: System, wanted: list[int], prompt: list[int], new: int = NEW, **options):  # type: ignore[no-untyped-def]
-    out = decode(Target(runner), system, GREEDY, prompt, max_new_tokens=new, **options)
-    assert out.ids == wanted
-    assert out.trace.tokens == len(wanted) - len(prompt)
-    return out.trace
-
-
 def test_the_fast_forward_serves_the_families_it_names(tiny) -> None:
     assert {family for family in FAMILIES if not supports(tiny(family))} == NOT_REPRODUCED
 
@@ -104,7 +73,7 @@ def test_adversarial_drafts_do_not_change_the_text(family: str, fast: bool, runn
 @pytest.mark.parametrize(("family", "fast"), RUNNER_PATHS, ids=IDS)
 def test_a_draft_model_does_not_change_the_text(family: str, fast: bool, runners, texts, tiny) -> None:
     runner = runners(family, fast)
-    draft = open_runner(resembling(tiny(family)), fast=fast)
+    draft = open_runner(resembling(tiny(family), 0.15), fast=fast)
     itself = type(runner)(tiny(family))
     for prompt, wanted in zip(PROMPTS, texts(family)):
         trace = assert_decodes(runner, System("draft", ModelDrafter(draft, GREEDY, VOCAB), StopRule(4)), wanted, prompt)
@@ -136,7 +105,7 @@ def test_drafts_from_texts_do_not_change_the_text(name: str, drafters, runners, 
 
 @pytest.mark.parametrize("name", STOPS)
 def test_no_stop_rule_changes_the_text(name: str, runners, texts, tiny) -> None:
-    runner, draft = runners("llama", True), open_runner(resembling(tiny("llama")))
+    runner, draft = runners("llama", True), open_runner(resembling(tiny("llama"), 0.15))
     stop = STOPS[name](Parts(runner, GREEDY, draft))
     for prompt, wanted in zip(PROMPTS * 2, texts("llama") * 2):
         assert_decodes(runner, System(name, ModelDrafter(draft, GREEDY, VOCAB), stop), wanted, prompt)
@@ -152,7 +121,7 @@ def test_repetition_penalties_act_as_in_generate(family: str, processor: dict[st
         assert wanted != generate(model, prompt)
         runner = open_runner(model)
         for drafter in (
-            ModelDrafter(open_runner(resembling(model)), warp, VOCAB),
+            ModelDrafter(open_runner(resembling(model, 0.15)), warp, VOCAB),
             Oracle(wanted, "tree", VOCAB),
             Oracle(wanted, "perfect", VOCAB),
         ):
@@ -203,7 +172,7 @@ def test_every_budget_is_met_exactly(new: int, runners, texts) -> None:
 @pytest.mark.parametrize(("family", "fast"), RUNNER_PATHS, ids=IDS)
 def test_prompts_of_one_token_and_of_the_whole_context_are_served(family: str, fast: bool, runners, tiny) -> None:
     model, runner = tiny(family), runners(family, fast)
-    draft = ModelDrafter(open_runner(resembling(model), fast=fast), GREEDY, VOCAB)
+    draft = ModelDrafter(open_runner(resembling(model, 0.15), fast=fast), GREEDY, VOCAB)
     one = generate(model, [5], 10)
     assert_decodes(runner, System("", draft, StopRule()), one, [5], 10)
     assert_decodes(runner, System("", Oracle(one, "tree", VOCAB), StopRule()), one, [5], 10)

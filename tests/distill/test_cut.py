@@ -8,8 +8,7 @@ import pytest
 import torch
 from families import FAMILIES, build_tiny
 from safetensors.torch import load_file
-from test_resume import killed
-from tiny_run import run_tiny, tiny_settings
+from tiny_run import killed, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.cli import parse

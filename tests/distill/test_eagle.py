@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_resume import killed
-from tiny_run import bench, run_tiny, tiny_settings
+from tiny_run import bench, killed, run_tiny, tiny_settings
 
 from decode.cli import parse
 from decode.errors import UserError

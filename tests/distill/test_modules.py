@@ -6,31 +6,19 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from some_rows import TRAINING, some_rows
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.walk import decoder_layers
-from distill.batches import Rows
 from distill.losses import IGNORE, label_mask, token_loss
 from distill.models import Head, check_head, last_hidden
 from distill.modules import CausalLMModule, DistillModule, token_counts
 from distill.objective import Objective
 from distill.selection import Selection
-from distill.settings import TrainingSettings
 from distill.teacher import Target, TargetSignal
 
 Tiny = Callable[..., PreTrainedModel]
-TRAINING = TrainingSettings(steps=4, batch_size=2, lr=1e-2)
-
-
-def some_rows(count: int = 6, seed: int = 0) -> Rows:
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(5, 12, count)
-    ids = [rng.integers(2, 48, n).astype(np.int32) for n in lengths]
-    labels = [np.where(np.arange(len(row)) < 3, IGNORE, row).astype(np.int32) for row in ids]
-    offsets = np.concatenate([[0], lengths.cumsum()])
-    label_offsets = np.concatenate([[0], (lengths - 3).cumsum()])
-    return Rows(np.concatenate(ids), np.concatenate(labels), offsets, label_offsets)
 
 
 def loss_and_gradients(module: L.LightningModule, batch: dict[str, torch.Tensor]) -> tuple[float, list[torch.Tensor]]:

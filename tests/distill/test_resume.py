@@ -1,44 +1,20 @@
 """A killed run, started again, ends with the weights of an uninterrupted one, bit by bit."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_run import bench, run_tiny, tiny_settings
+from tiny_run import bench, killed, run_tiny, tiny_settings
 
 from decode.errors import UserError
 from distill.checkpoints import Keeper
-from distill.fit import StageProgress
 from distill.pipeline import run_stages
 from distill.run import Run
 from distill.settings import Settings
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
-
-
-class Killed(Exception):
-    """Stands for the end of the process."""
-
-
-@contextmanager
-def killed(stage: str, step: int) -> Iterator[None]:
-    """Inside, training of the stage ends after the given step, as by a kill."""
-    original = StageProgress.on_train_batch_end
-
-    def end(self: StageProgress, trainer: Any, module: Any, *rest: Any) -> None:
-        original(self, trainer, module, *rest)
-        if self.name == stage and trainer.global_step == step:
-            raise Killed
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StageProgress, "on_train_batch_end", end)
-        with pytest.raises(Killed):
-            yield
 
 
 @pytest.fixture(scope="module")

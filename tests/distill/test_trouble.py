@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
-from test_modules import TRAINING, some_rows
+from some_rows import TRAINING, some_rows
 from transformers import PreTrainedModel
 
 from decode.errors import UserError

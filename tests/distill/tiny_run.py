@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from distill.data.settings import DataSettings
+from distill.fit import StageProgress
 from distill.pipeline import run_of, run_stages
 from distill.run import Run
 from distill.settings import (
@@ -65,3 +69,23 @@ def run_tiny(settings: Settings) -> tuple[list[str], Run, str]:
     made, text = bench(settings)
     ran = run_stages(made)
     return ran, made.run, text.getvalue()
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+@contextmanager
+def killed(stage: str, step: int) -> Iterator[None]:
+    """Inside, training of the stage ends after the given step, as by a kill."""
+    original = StageProgress.on_train_batch_end
+
+    def end(self: StageProgress, trainer: Any, module: Any, *rest: Any) -> None:
+        original(self, trainer, module, *rest)
+        if self.name == stage and trainer.global_step == step:
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageProgress, "on_train_batch_end", end)
+        with pytest.raises(Killed):
+            yield

@@ -1,0 +1,30 @@
+"""What tests of greedy identity share: prompts, what generate writes, and the comparison."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from decode.loop import System, decode
+from decode.runner import Runner
+from decode.target import Target
+from decode.warp import Warp
+
+GREEDY = Warp()
+PROMPTS = [[3, 7, 1, 9], [1, 2, 3, 1, 2, 3, 1, 2]]
+NEW = 28
+
+
+def generate(model: PreTrainedModel, prompt: list[int], new: int = NEW, **options) -> list[int]:  # type: ignore[no-untyped-def]
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, pad_token_id=0, **options
+    )
+    return out[0].tolist()
+
+
+def assert_decodes(runner: Runner, system: System, wanted: list[int], prompt: list[int], new: int = NEW, **options):  # type: ignore[no-untyped-def]
+    out = decode(Target(runner), system, GREEDY, prompt, max_new_tokens=new, **options)
+    assert out.ids == wanted
+    assert out.trace.tokens == len(wanted) - len(prompt)
+    return out.trace
