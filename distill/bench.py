@@ -34,7 +34,7 @@ from distill.data import load_corpus
 from distill.draft_settings import AdaSpecSettings
 from distill.files import void, write_safely
 from distill.fit import Segments, fit
-from distill.models import obtain
+from distill.models import Head, obtain
 from distill.modules import DistillModule
 from distill.objective import Objective
 from distill.run import Run
@@ -89,6 +89,7 @@ class Job:
     training: TrainingSettings
     trainer: TrainerSettings
     selection: Selection
+    signal: TargetSignal
     steps: int
     batch_size: int
     seed: int
@@ -149,14 +150,16 @@ def _prepare(settings: BenchSettings, folder: Path, threads: int) -> tuple[Job, 
     reference, draft = settings.reference.training, _published(settings)
     plan = plan_draft(plan_reference(reference, len(rows)), draft.k, draft.iso)
     selection = Selection(draft.k, draft.scope, draft.normalisation)
+    models = [load_model(folder / name) for name in ("target", "initial")]
+    signal = TargetSignal.of(settings.reference, min(Head(model).vocab for model in models))
     job = Job(
-        str(folder), rows, reference, settings.trainer, selection, settings.speed.steps, plan.batch_size,
+        str(folder), rows, reference, settings.trainer, selection, signal, settings.speed.steps, plan.batch_size,
         settings.seed, threads,
     )  # fmt: skip
-    sizes = [load_model(folder / name).num_parameters() for name in ("target", "initial")]
+    sizes = [model.num_parameters() for model in models]
     weights = f"weights of {run.folder}" if trained else "weights of no run (train one to measure on it)"
     pair = f"target {sizes[0]:,} and draft {sizes[1]:,} parameters, vocabulary {vocab:,}"
-    return job, f"{pair}, k = {selection.k:g}, {weights}"
+    return job, f"{pair}, k = {selection.k:g}, the target's signal {signal.kind}, {weights}"
 
 
 def _published(settings: Settings) -> AdaSpecSettings:
@@ -205,8 +208,10 @@ def _train_here(job: Job) -> dict[str, Any]:
     model, draft, reference = _models(job, "target", "initial", "reference")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     memory, rows, started = Memory(device), job.rows, time.perf_counter()
-    signal = TargetSignal("hidden")
-    rows.signals[signal.name] = signals.target_signal(model.to(device), signal, rows, folder / "hidden.npy", "")
+    signal = job.signal
+    if signal.kind != "recompute":
+        path = folder / f"{signal.name}.npy"
+        rows.signals[signal.name] = signals.target_signal(model.to(device), signal, rows, path, "")
     target = Target(model, signal)
     rows.signals["reference_loss"] = signals.reference_loss(
         reference.to(device), target, rows, folder / "reference.npy", ""

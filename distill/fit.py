@@ -22,11 +22,13 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from distill import ranks
 from distill.batches import EvalBatches, Rows, Schedule, TrainBatches
 from distill.checkpoints import Keeper, SafeCheckpointIO
+from distill.models import checkpoint_layers
 from distill.module import Module
 from distill.onpolicy import OnPolicy
 from distill.settings import TrainerSettings
@@ -179,6 +181,8 @@ def fit(
     console = console or Console()
     keeper = Keeper(work, module.monitor, module.mode, note=lambda text: console.print(f"  {text}"))
     checkpoint = keeper.latest()
+    if settings.gradient_checkpointing and isinstance(module.model, PreTrainedModel):
+        checkpoint_layers(module.model)
     sharded = settings.strategy == "fsdp"
     plain = copy.deepcopy(module.model) if sharded and ranks.is_first() else module.model
     with quiet():

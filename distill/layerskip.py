@@ -138,8 +138,7 @@ class LayerSkip:
         for weight, layer in zip(weights, self._exits):
             if weight:
                 total = total + weight * loss_of(self._norm(self._states[layer][mask]))
-        self._states = {}
-        self._rates = []
+        self._states, self._exits = {}, []  # but not the rates: gradient checkpointing drops the same layers again
         return total
 
     def remove(self) -> None:

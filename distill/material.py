@@ -119,15 +119,8 @@ def _unchanged(_: Rows) -> None:
 
 def _signal(bench: Bench, model: PreTrainedModel) -> TargetSignal:
     """What the settings want kept of the target."""
-    settings = bench.settings.reference
     draft = AutoConfig.from_pretrained(bench.run.path("initial")).get_text_config().vocab_size
-    return TargetSignal(
-        settings.signal,
-        settings.signal_dtype == "bfloat16",
-        settings.signal_k,
-        min(int(draft), Head(model).vocab),
-        settings.temperature,
-    )
+    return TargetSignal.of(bench.settings.reference, min(int(draft), Head(model).vocab))
 
 
 def _check_room(bench: Bench, target: PreTrainedModel, signal: TargetSignal, fixed: dict[str, Rows]) -> None:
@@ -140,7 +133,11 @@ def _check_room(bench: Bench, target: PreTrainedModel, signal: TargetSignal, fix
     size = signals.signal_bytes(target, signal, tokens)
     told = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
     if size > limit * 1e9:
-        smaller = "topk, signal_dtype to bfloat16" if signal.kind == "hidden" else "a smaller signal_k, signal"
+        smaller = {
+            "hidden": "topk, signal_dtype to bfloat16",
+            "topk": "a smaller signal_k, signal",
+            "log_probs": "hidden, to topk",
+        }[signal.kind]
         raise UserError(
             f"the target's signal ({signal.kind}) of {tokens:,} label tokens needs {told} and "
             f"reference.signal_limit_gb is {limit:g}: raise it, use fewer reference.examples, or set "

@@ -215,9 +215,12 @@ def _last_mlp_at(model: PreTrainedModel, rows: Tensor, shape: torch.Size) -> Ite
 def _last_mlp(model: PreTrainedModel) -> nn.Module | None:
     """The MLP of the last layer, where the family calls it so and it is no mixture of experts."""
     try:
-        mlp = getattr(decoder_layers(model)[-1], "mlp", None)
+        layer = decoder_layers(model)[-1]
     except UserError:
         return None
+    if layer.training and getattr(layer, "gradient_checkpointing", False):
+        return None  # it would be computed again without the hooks
+    mlp = getattr(layer, "mlp", None)
     return mlp if isinstance(mlp, nn.Module) and not any(hasattr(mlp, name) for name in MIXTURE) else None
 
 
@@ -242,6 +245,22 @@ def check_head(model: PreTrainedModel, head: Head) -> None:
             f"{type(model).__name__} does not compute its logits as head(last hidden state) (relative difference "
             f"{off:.1e}), so it cannot be distilled here; please report the model's name"
         )
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Lets the model compute its layers' activations again in the backward pass instead of keeping them.
+
+    Raises:
+        UserError: Its architecture cannot.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"{type(model).__name__} has no gradient checkpointing: set trainer.gradient_checkpointing to false"
+        )
+    if hasattr(model, "activation_checkpointing_enable"):  # its name from transformers 5.23 on
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def with_adapter(model: PreTrainedModel, lora: LoraSettings, seed: int) -> Any:

@@ -40,7 +40,7 @@ __all__ = [
     "TrainingSettings",
 ]
 
-Signal = Literal["hidden", "topk", "recompute"]
+Signal = Literal["hidden", "topk", "log_probs", "recompute"]
 
 
 @dataclass
@@ -68,8 +68,9 @@ class DistillSettings:
     signal: Signal = "hidden"
     """What is kept of the target on disk, so that it runs over the examples once. hidden: its last hidden states at
     label positions (exact; hidden_size x 4 bytes a token). topk: its signal_k largest log-probabilities (8 bytes each a
-    token; for targets whose hidden states would be larger, and exact but for the tail, which is printed). recompute:
-    nothing, and a forward pass of the target every step."""
+    token; for targets whose hidden states would be larger, and exact but for the tail, which is printed). log_probs:
+    all of them (exact; vocabulary x 4 bytes a token; for vocabularies of some thousand ids, where the product with the
+    target's head takes longer than reading them). recompute: nothing, and a forward pass of the target every step."""
     signal_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of hidden. bfloat16 halves the file; nothing is lost where the target itself runs in bfloat16 (target.dtype)."""
     signal_k: int = 64
@@ -170,6 +171,10 @@ class TrainerSettings:
     """Compute the distillation loss in chunks of rows, with its gradient in closed form and only for the selected
     tokens: several times faster, and memory of a chunk instead of all tokens times the vocabulary. false: the plain
     form, by autograd on whole logits, to check it against."""
+    gradient_checkpointing: bool = False
+    """Keep of each layer's activations only its input, and compute the others again in the backward pass: the same
+    gradients in a fraction of the memory, for about a third more time. For targets of billions of parameters and long
+    texts; feature heads, of one layer, are trained without."""
     gradient_clip: float = 1.0
     """Largest norm of the gradient; 0: not clipped."""
     validate_every: int = 100

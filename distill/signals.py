@@ -3,7 +3,7 @@
 Two arrays hold what AdaSPEC needs of the target p and the reference r, a row a label token:
 
 - ``target_hidden``, the target's last hidden state, whose product with its head are its logits, exactly as recomputed;
-  or ``target_topk``, its largest log-probabilities.
+  or ``target_topk``, its largest log-probabilities, or ``target_log_probs``, all of them.
 - ``reference_loss``: the reference's divergence D(p, r) in float32. With it ΔL = D(p, q) - D(p, r) needs no reference
   model any more.
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from distill.losses import log_probs
 from distill.models import Head, last_hidden
-from distill.settings import Signal
+from distill.settings import DistillSettings, Signal
 
 Place = slice | Tensor
 """Which rows: a range, or indices."""
@@ -76,6 +76,22 @@ class TopRows:
         return (others + (tail.log() - others.logsumexp(-1, keepdim=True))).scatter(1, ids, top)
 
 
+@dataclass
+class LogProbRows:
+    """Rows as the log-probabilities of all ids, ``[rows, vocab]``."""
+
+    log_p: Tensor
+
+    @property
+    def vocab(self) -> int:
+        """Ids that target and draft share."""
+        return self.log_p.shape[1]
+
+    def log_probs(self, place: Place, log_q: Tensor, temperature: float) -> Tensor:
+        """Exactly the target's own. At the temperature they were taken at."""
+        return self.log_p[place].to(log_q.dtype)
+
+
 LEAST_TAIL = 1e-7
 """The tail's probability at least: the accuracy of a float32 sum of 1."""
 
@@ -85,11 +101,12 @@ class TargetSignal:
     """What is kept of the target for each label token.
 
     Attributes:
-        kind: ``recompute`` keeps nothing, ``hidden`` last hidden states, ``topk`` the k largest log-probabilities.
+        kind: ``recompute`` keeps nothing, ``hidden`` last hidden states, ``topk`` the k largest log-probabilities,
+            ``log_probs`` all of them.
         bfloat16: Hidden states in bfloat16.
         k: Of ``topk``.
-        vocab: Of ``topk``: ids that target and draft share; the softmax is over these.
-        temperature: Of ``topk``: divides the logits before the softmax.
+        vocab: Of both log-probabilities: ids that target and draft share; the softmax is over these.
+        temperature: Of both: divides the logits before the softmax.
     """
 
     kind: Signal = "recompute"
@@ -97,6 +114,12 @@ class TargetSignal:
     k: int = 64
     vocab: int = 0
     temperature: float = 1.0
+
+    @classmethod
+    def of(cls, settings: DistillSettings, vocab: int) -> TargetSignal:
+        """What the settings want kept, of ids that target and draft share."""
+        half = settings.signal_dtype == "bfloat16"
+        return cls(settings.signal, half, settings.signal_k, vocab, settings.temperature)
 
     @property
     def name(self) -> str:
@@ -106,39 +129,47 @@ class TargetSignal:
     @property
     def key(self) -> tuple[Any, ...]:
         """What the kept values depend on."""
-        return (
-            (self.kind, self.bfloat16) if self.kind == "hidden" else (self.kind, self.k, self.vocab, self.temperature)
-        )
+        if self.kind == "hidden":
+            return self.kind, self.bfloat16
+        return self.kind, *((self.k,) if self.kind == "topk" else ()), self.vocab, self.temperature
 
     def layout(self, head: Head) -> tuple[tuple[int, ...], str]:
         """Shape and numpy type of one label token's values. numpy has no bfloat16: its bits stand as int16."""
         if self.kind == "topk":
             return (2, min(self.k, self.vocab)), "int32"
+        if self.kind == "log_probs":
+            return (self.vocab,), "float32"
         return (int(head.linear.weight.shape[1]),), "int16" if self.bfloat16 else "float32"
 
     def encode(self, hidden: Tensor, head: Head) -> Tensor:
         """Values to be kept ``[rows, ...]`` of last hidden states ``[rows, hidden]``."""
         if self.kind == "hidden":
             return hidden.bfloat16().view(torch.int16) if self.bfloat16 else hidden.float()
-        parts = []
-        for rows in hidden.split(TOP_ROWS):
-            top = (
-                log_probs(head.first(rows, self.vocab), self.vocab, self.temperature)
-                .float()
-                .topk(min(self.k, self.vocab), sorted=True)
-            )
-            parts.append(torch.stack([top.indices.int(), top.values.view(torch.int32)], 1))
-        return torch.cat(parts) if parts else hidden.new_empty(0, *self.layout(head)[0], dtype=torch.int32)
+        parts = [
+            self._of(log_probs(head.first(rows, self.vocab), self.vocab, self.temperature).float())
+            for rows in hidden.split(SOME_ROWS)
+        ]
+        shape, dtype = self.layout(head)
+        return torch.cat(parts) if parts else hidden.new_empty(0, *shape, dtype=getattr(torch, dtype))
+
+    def _of(self, log_p: Tensor) -> Tensor:
+        """What is kept of log-probabilities ``[rows, vocab]``."""
+        if self.kind == "log_probs":
+            return log_p
+        top = log_p.topk(min(self.k, self.vocab), sorted=True)
+        return torch.stack([top.indices.int(), top.values.view(torch.int32)], 1)
 
     def decode(self, values: Tensor, head: Head) -> TargetRows:
         """The rows of a batch from their kept values."""
         if self.kind == "topk":
             return TopRows(values[:, 0], values[:, 1].contiguous().view(torch.float32), self.vocab)
+        if self.kind == "log_probs":
+            return LogProbRows(values)
         return HiddenRows(values.view(torch.bfloat16) if values.dtype == torch.int16 else values, head)
 
 
-TOP_ROWS = 256
-"""Rows whose whole logits are in memory at a time while the largest are looked for."""
+SOME_ROWS = 256
+"""Rows whose whole logits are in memory at a time while what is kept of them is taken."""
 
 
 class Target:

@@ -14,6 +14,7 @@ from decode.walk import check_walk, decoder_layers, final_norm
 from distill.keys import stage_keys
 from distill.layerskip import LayerSkip, LayerSkipSettings, dropout_rates, exit_weights, exits_on
 from distill.losses import label_mask, next_token_loss
+from distill.models import checkpoint_layers
 from distill.modules import CausalLMModule
 from distill.settings import Settings, TrainingSettings
 
@@ -113,6 +114,24 @@ def test_a_dropped_layer_is_dropped_for_single_samples(build) -> None:
                 assert dropped or torch.allclose(seen[row], plain.logits[row], atol=1e-5)
                 kinds.add((row, dropped))
     assert kinds == {(0, True), (1, True), (0, False), (1, False)}
+
+
+def test_gradient_checkpointing_drops_the_same_layers_again(build) -> None:
+    model = build("llama", num_hidden_layers=3)
+    module = module_of(model, LayerSkipSettings(enabled=True, dropout=0.6), scratch=False)
+
+    def gradients(seed: int) -> list[torch.Tensor]:
+        model.zero_grad()
+        torch.manual_seed(seed)
+        loss_at(module, 1).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    wanted = [gradients(seed) for seed in range(8)]
+    assert any(not torch.allclose(a, b) for a, b in zip(wanted[0], wanted[1]))  # layers are really dropped
+    checkpoint_layers(model)
+    for seed, before in enumerate(wanted):
+        for got, same in zip(gradients(seed), before, strict=True):
+            assert torch.allclose(got, same, atol=1e-6)
 
 
 def test_evaluation_and_a_finished_model_are_untouched(build) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from decode.walk import decoder_layers
 from distill.losses import IGNORE, label_mask, token_loss
-from distill.models import Head, check_head, last_hidden
+from distill.models import Head, check_head, checkpoint_layers, last_hidden
 from distill.modules import CausalLMModule, DistillModule, token_counts
 from distill.objective import Objective
 from distill.selection import Selection
@@ -82,6 +82,39 @@ def test_the_last_mlp_sees_label_rows_only_and_the_gradients_stay_the_same(tiny:
         assert torch.allclose(got, same, atol=1e-5 * max(1.0, float(same.abs().max())))
     assert seen == ([] if mlp is None else [int(mask.sum())])
     assert family == "opt" or mlp is not None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_stay_the_same(
+    tiny: Tiny, family: str
+) -> None:
+    model, batch = tiny(family).train(), some_rows().batch(np.arange(4), 0)
+    calls: list[int] = []
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0  # an MLP of label rows only would draw other chances than one of all rows
+    next(decoder_layers(model)[-1].children()).register_forward_pre_hook(lambda *_: calls.append(0))
+
+    def gradients() -> tuple[float, list[torch.Tensor]]:
+        calls.clear()
+        torch.manual_seed(0)
+        return loss_and_gradients(quiet(CausalLMModule(model, TRAINING, 4)), batch)
+
+    wanted_loss, wanted = gradients()
+    assert len(calls) == 1
+    checkpoint_layers(model)
+    loss, got = gradients()
+    assert len(calls) == 2
+    assert loss == pytest.approx(wanted_loss, rel=1e-6)
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.allclose(one, other, atol=1e-5 * max(1.0, float(other.abs().max())))
+
+
+def test_a_model_without_gradient_checkpointing_is_refused(tiny: Tiny) -> None:
+    model = tiny("llama")
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(UserError, match=r"LlamaForCausalLM has no .* set trainer.gradient_checkpointing to false"):
+        checkpoint_layers(model)
 
 
 def test_a_model_with_another_kind_of_head_is_refused(tiny: Tiny) -> None:

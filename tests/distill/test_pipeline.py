@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from tiny_run import bench, run_tiny, tiny_settings
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from decode.errors import UserError
 from decode.load import load_model
 from distill.files import only_one
 from distill.keys import stage_keys
 from distill.material import prepare
+from distill.models import checkpoint_layers
 from distill.objective import Objective
 from distill.pipeline import run_pipeline
 from distill.run import Run, StageRecord
@@ -82,6 +84,7 @@ def test_an_up_to_date_run_reads_no_data(finished: tuple[Path, Run], monkeypatch
         (setting("data.test_examples", 3), []),
         (setting("evaluation.prompts", 3), []),
         (setting("trainer.log_every", 1), []),
+        (setting("trainer.gradient_checkpointing", True), []),
         (setting("target.lora.rank", 3), []),  # not used by a target from scratch
         (setting("threads", 2), []),
         (setting("reference.signal_limit_gb", 5.0), []),
@@ -91,6 +94,25 @@ def test_a_changed_setting_makes_its_stage_and_the_later_ones_run_again(
     tmp_path: Path, change: Any, wanted: list[str]
 ) -> None:
     assert changed_stages(tmp_path, change) == wanted
+
+
+def test_gradient_checkpointing_trains_the_same_models(
+    finished: tuple[Path, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed: list[str] = []
+
+    def checkpoint(model: PreTrainedModel) -> None:
+        changed.append(type(model).__name__)
+        checkpoint_layers(model)
+
+    monkeypatch.setattr("distill.fit.checkpoint_layers", checkpoint)
+    settings = tiny_settings(tmp_path, comparisons=[])
+    settings.trainer.gradient_checkpointing = True
+    ran, run, _ = run_tiny(settings)
+    assert changed == ["LlamaForCausalLM"] * 4
+    for stage in ran:
+        ours, theirs = (load_file(made.path(stage) / "model.safetensors") for made in (run, finished[1]))
+        assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs), stage
 
 
 def test_a_changed_data_file_makes_every_stage_run_again(tmp_path: Path) -> None:
@@ -250,7 +272,7 @@ def test_the_description_of_a_stage_names_what_it_was_made_from(finished: tuple[
     assert note["made_from"]["reference"]["training"]["steps"] == 12
 
 
-@pytest.mark.parametrize("signal", ["recompute", "topk"])
+@pytest.mark.parametrize("signal", ["recompute", "topk", "log_probs"])
 def test_every_signal_trains_and_the_frozen_models_leave_memory(
     finished: tuple[Path, Run], signal: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -270,11 +292,11 @@ def test_every_signal_trains_and_the_frozen_models_leave_memory(
     gc.collect()
     target, reference = (ref() for ref in loaded)
     assert reference is None
-    assert (target is None) == (signal == "topk")
-    assert set(material.train.signals) == {"reference_loss"} | ({"target_topk"} if signal == "topk" else set())
-    if signal == "topk":
-        assert "the target's signal (topk): " in text.getvalue()
-        assert "alpha is off by at most that much" in text.getvalue()
+    assert (target is None) == (signal != "recompute")
+    kept = set() if signal == "recompute" else {f"target_{signal}"}
+    assert set(material.train.signals) == {"reference_loss"} | kept
+    assert (f"the target's signal ({signal}): " in text.getvalue()) == bool(kept)
+    assert ("alpha is off by at most that much" in text.getvalue()) == (signal == "topk")
 
 
 def test_a_signal_above_the_limit_is_refused_before_it_is_made(finished: tuple[Path, Run]) -> None:

@@ -97,10 +97,18 @@ def test_top_log_probabilities_are_the_targets_own_and_the_tail_has_the_drafts_s
         assert (divergence.loss(known) <= divergence.loss(true) + 1e-5).all()
 
 
-def test_keeping_every_id_is_exact(tiny: Tiny, rows: Rows, tmp_path: Path) -> None:
-    model, log_q = tiny("llama", seed=2), torch.zeros(rows.label_count, 48).log_softmax(-1)
-    got = log_probs_of(model, TargetSignal("topk", k=99, vocab=48), rows, tmp_path / "t.npy", log_q)
-    assert torch.allclose(got, Head(model)(one_by_one(model, rows)).log_softmax(-1), atol=1e-4)
+@pytest.mark.parametrize("temperature", [1.0, 1.5])
+@pytest.mark.parametrize("vocab", [48, 40])
+@pytest.mark.parametrize("kind", ["log_probs", "topk"])
+def test_keeping_every_id_is_exact(
+    tiny: Tiny, rows: Rows, tmp_path: Path, kind: Any, vocab: int, temperature: float
+) -> None:
+    model, log_q = tiny("llama", seed=2), torch.zeros(rows.label_count, vocab).log_softmax(-1)
+    signal = TargetSignal(kind, k=99, vocab=vocab, temperature=temperature)
+    got = log_probs_of(model, signal, rows, tmp_path / "t.npy", log_q)
+    exact = (Head(model)(one_by_one(model, rows))[:, :vocab] / temperature).log_softmax(-1)
+    assert torch.allclose(got, exact, atol=1e-6 if kind == "log_probs" else 1e-4)
+    assert signals.signal_bytes(model, signal, rows.label_count) == np.load(tmp_path / "t.npy").nbytes
 
 
 @pytest.mark.parametrize("name", ["forward_kl", "tv"])
