@@ -86,32 +86,37 @@ class MuonAdamW(AdamW):
         return loss
 
     def _muon(self, group: dict[str, Any]) -> None:
-        by_shape: dict[torch.Size, list[Tensor]] = {}
+        by_shape: dict[tuple[int, ...], list[Tensor]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None:
-                by_shape.setdefault(parameter.shape, []).append(parameter)
+                by_shape.setdefault(tuple(sorted(parameter.shape)), []).append(parameter)
         for shape, parameters in by_shape.items():
-            gradients = torch.stack([p.grad for p in parameters if p.grad is not None])
             for parameter in parameters:
                 if not self.state[parameter]:  # AdamW's loading of a checkpoint expects a step in every state
                     self.state[parameter] = {"step": torch.tensor(0.0), "momentum": torch.zeros_like(parameter)}
+            gradients = torch.stack([_wide(p.grad) for p in parameters if p.grad is not None])
             momenta = [self.state[parameter]["momentum"] for parameter in parameters]
-            torch._foreach_lerp_(momenta, list(gradients.unbind()), 1 - self.momentum)
-            update = orthogonalise(gradients.lerp(torch.stack(momenta), self.momentum))
-            scale = group["lr"] * 0.2 * math.sqrt(max(shape))
+            torch._foreach_lerp_([_wide(momentum) for momentum in momenta], list(gradients), 1 - self.momentum)
+            update = orthogonalise(gradients.lerp(torch.stack([_wide(m) for m in momenta]), self.momentum))
+            scale = group["lr"] * 0.2 * math.sqrt(shape[1])
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(parameters, list(update.unbind()), alpha=-scale)
+            torch._foreach_add_([_wide(parameter) for parameter in parameters], list(update), alpha=-scale)
 
 
-def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
+def _wide(matrix: Tensor) -> Tensor:
+    """The matrix or its transpose, whichever has no more rows than columns."""
+    return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+
+
+def orthogonalise(wide: Tensor, iterations: int = 5) -> Tensor:
     """Approximately U·Vᵀ of each ``[batch, rows, columns]`` matrix U·S·Vᵀ, by a quintic Newton-Schulz iteration.
 
-    The coefficients trade exactness for speed: singular values end between about 0.7 and 1.2.
+    The coefficients trade exactness for speed: singular values end between about 0.7 and 1.2. Matrices of no more rows
+    than columns take the least work.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    wide = matrices if matrices.shape[1] <= matrices.shape[2] else matrices.mT
     wide = wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(iterations):
         gram = wide @ wide.mT
-        wide = a * wide + (b * gram + c * gram @ gram) @ wide
-    return wide if matrices.shape[1] <= matrices.shape[2] else wide.mT
+        wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide
