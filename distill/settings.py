@@ -51,8 +51,8 @@ class DistillSettings:
     """
 
     examples: int | None = None
-    """Training examples used for distillation (the first ones); null: all. Many passes over few examples is the
-    regime of the AdaSPEC paper, and lets the target's signal be computed once."""
+    """Training examples used for distillation (the first ones); null: all. The target reads each once, whatever the
+    number of passes. More examples can gain more than any loss: at equal steps, a draft learns few of them by heart."""
     divergence: DivergenceName = "forward_kl"
     """Loss per token between target p and draft q. forward_kl: KL(p || q), the papers' and the safe choice.
     reverse_kl: KL(q || p). jsd: between the two (jsd_beta). tv: 1 - alpha, the acceptance itself, which learns little
