@@ -119,10 +119,10 @@ def _tiles(report: Row) -> Iterable[Tile]:
         )
         if row.get("block_efficiency"):
             yield Tile("block efficiency", f"{row['block_efficiency']:.2f}", "tokens per target forward")
-    best = max((d for d in report["drafts"] if d.get("offline_alpha")), key=lambda d: d["offline_alpha"], default=None)
-    if best is not None:
-        error = f" ± {best['offline_alpha_se']:.4f}" if best.get("offline_alpha_se") else ""
-        yield Tile("α offline", f"{best['offline_alpha']:.3f}", f"{verdict.display(best['name'])}{error}")
+    draft = verdict.judged(report)
+    if draft is not None:
+        error = f" ± {draft['offline_alpha_se']:.4f}" if draft.get("offline_alpha_se") else ""
+        yield Tile("α offline", f"{draft['offline_alpha']:.3f}", f"{verdict.display(draft['name'])}{error}")
     target = report["target"]
     if target.get("accuracy") is not None:
         count = f"{target['accuracy_n']:,} problems" if target.get("accuracy_n") else "exact answers"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,15 +137,19 @@ def signed(value: float, digits: int = 4) -> str:
 
 
 def distillation(report: Row) -> Verdict | None:
-    """Whether training the drafts raised α at all."""
-    alphas: Sequence[tuple[str, float]] = [
-        (d["name"], d["offline_alpha"]) for d in report["drafts"] if d.get("offline_alpha") is not None
-    ]
-    start = next((alpha for name, alpha in alphas if name in UNTRAINED), None)
-    trained = [(name, alpha) for name, alpha in alphas if name not in UNTRAINED]
-    if start is None or not trained:
+    """Whether training raised α at all."""
+    start = next((d.get("offline_alpha") for d in report["drafts"] if d["name"] in UNTRAINED), None)
+    draft = judged(report)
+    if start is None or draft is None:
         return None
-    name, best = max(trained, key=lambda pair: pair[1])
-    if best <= start:
-        return Verdict(f"Distillation did not raise the acceptance rate: {start:.4f} before, {best:.4f} after.", "bad")
-    return Verdict(f"Distillation raised the acceptance rate from {start:.3f} to {best:.3f} ({display(name)}).", "good")
+    name, after = display(draft["name"]), draft["offline_alpha"]
+    if after <= start:
+        return Verdict(f"Distillation did not raise the acceptance rate: {start:.4f} before, {after:.4f} after.", "bad")
+    return Verdict(f"Distillation raised the acceptance rate from {start:.3f} to {after:.3f} ({name}).", "good")
+
+
+def judged(report: Row) -> Row | None:
+    """The draft that stands for the run: the final one, or without it the one of the highest α."""
+    trained = [d for d in report["drafts"] if d["name"] not in UNTRAINED and d.get("offline_alpha") is not None]
+    best = max(trained, key=lambda d: d["offline_alpha"], default=None)
+    return next((d for d in trained if d["name"] == final(report)), best)

@@ -186,6 +186,13 @@ def test_distillation_that_did_not_help_is_called_so():
     assert "did not raise the acceptance rate" in said(report)
 
 
+def test_the_acceptance_told_is_that_of_the_final_draft_even_if_another_has_more():
+    drafts = [draft("undistilled", 0.90), draft("adaspec", 0.94), draft("kl-tv", 0.95), draft("more-data", 0.96)]
+    assert "from 0.900 to 0.950 (kl-tv)" in said(changed(drafts=drafts, profile={**FULL["profile"], "draft": "kl-tv"}))
+    assert "from 0.900 to 0.940 (AdaSPEC)" in said(changed(drafts=drafts))
+    assert "from 0.900 to 0.960 (more-data)" in said(changed(drafts=[drafts[0], *drafts[2:]]))
+
+
 def test_a_faster_row_with_other_output_does_not_win():
     report = changed(decoding=[*FULL["decoding"], decoding("adaspec", 0.0, 8, 2.5, same=False)])
     page = said(report)
