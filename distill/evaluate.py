@@ -213,15 +213,17 @@ class Evaluation:
     # -- decoding --------------------------------------------------------------------------------------------------
 
     def _profile(self, greedy: dict[str, OfflineAlpha]) -> dict[str, Any]:
-        """Costs of the pair, and the speedup they predict for every draft length."""
+        """Costs of the pair, and the speedup they predict for every draft length; for other drafts the best length."""
         items = self.bench.items(self.suite)
         self.bench.measure_costs(items, [self.best], longest=max(self.settings.draft_lengths))
         cost: CostModel = self.bench.costs[self.best]
-        alpha = greedy[self.best]
         widest = max(cost.verify_cost)
-        speedups = {
-            k: replayed_speedup(alpha.texts, k, cost.cost_ratio, cost.v, cost.overhead) for k in range(1, widest)
-        }
+
+        def predicted(texts: list[list[float]]) -> dict[int, float]:
+            return {k: replayed_speedup(texts, k, cost.cost_ratio, cost.v, cost.overhead) for k in range(1, widest)}
+
+        alpha = greedy[self.best]
+        speedups = predicted(alpha.texts)
         needed = [b for k in speedups if (b := break_even(k, cost.cost_ratio, cost.v, cost.overhead)) is not None]
         return {
             "draft": self.best,
@@ -232,23 +234,24 @@ class Evaluation:
             "context": cost.context,
             "alpha": alpha.mean,
             "best_draft_length": best_length(speedups),
+            "best_draft_lengths": {name: best_length(predicted(own.texts)) for name, own in greedy.items()},
             "break_even_alpha": min(needed, default=None),
             "predicted_speedup": speedups,
             "verdict": verdict(alpha.mean, cost, speedups),
         }
 
     def _contenders(self, profile: dict[str, Any]) -> list[Contender]:
-        """The final draft at every length asked for and at the predicted best, the others at that length.
+        """The final draft at every length asked for, and every draft at the length predicted best for it.
 
         Of the comparisons AdaSPEC itself is decoded with, where the final draft is a variation of it.
         """
-        best = profile["best_draft_length"] or 1
-        lengths = sorted({*self.settings.draft_lengths, best})
+        best = {name: length or 1 for name, length in profile["best_draft_lengths"].items()}
+        lengths = sorted({*self.settings.draft_lengths, best[self.best]})
         return [
             Contender("vanilla", name, MethodOptions(draft_length=k), temperature=t, name=f"{name} {k}")
             for t in self.settings.temperatures
             for name in [*self.run.names.values(), *({PLAIN} & set(self.comparisons))]
-            for k in (lengths if name == self.best else [best])
+            for k in (lengths if name == self.best else [best[name]])
         ]
 
     def _named(self, row: dict[str, Any]) -> dict[str, Any]:
