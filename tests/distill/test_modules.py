@@ -6,6 +6,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from families import build_tiny
 from some_rows import TRAINING, some_rows
 from transformers import PreTrainedModel
 
@@ -60,8 +61,8 @@ def test_head_on_gathered_rows_equals_the_models_own_logits(tiny: Tiny, family: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_last_mlp_sees_label_rows_only_and_the_gradients_stay_the_same(tiny: Tiny, family: str) -> None:
-    model = tiny(family)
+def test_the_last_mlp_sees_label_rows_only_and_the_gradients_stay_the_same(family: str) -> None:
+    model = build_tiny(family)
     batch = some_rows().batch(np.arange(4), 0)
     mask, seen = label_mask(batch["labels"]), []
     weights = torch.randn(int(mask.sum()), model.config.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -85,10 +86,8 @@ def test_the_last_mlp_sees_label_rows_only_and_the_gradients_stay_the_same(tiny:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_stay_the_same(
-    tiny: Tiny, family: str
-) -> None:
-    model, batch = tiny(family).train(), some_rows().batch(np.arange(4), 0)
+def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_stay_the_same(family: str) -> None:
+    model, batch = build_tiny(family).train(), some_rows().batch(np.arange(4), 0)
     calls: list[int] = []
     for part in model.modules():
         if isinstance(part, torch.nn.Dropout):
@@ -110,8 +109,8 @@ def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_sta
         assert torch.allclose(one, other, atol=1e-5 * max(1.0, float(other.abs().max())))
 
 
-def test_a_model_without_gradient_checkpointing_is_refused(tiny: Tiny) -> None:
-    model = tiny("llama")
+def test_a_model_without_gradient_checkpointing_is_refused() -> None:
+    model = build_tiny("llama")
     model.supports_gradient_checkpointing = False
     with pytest.raises(UserError, match=r"LlamaForCausalLM has no .* set trainer.gradient_checkpointing to false"):
         checkpoint_layers(model)
