@@ -218,12 +218,11 @@ class Evaluation:
         self.bench.measure_costs(items, [self.best], longest=max(self.settings.draft_lengths))
         cost: CostModel = self.bench.costs[self.best]
         widest = max(cost.verify_cost)
-
-        def predicted(texts: list[list[float]]) -> dict[int, float]:
-            return {k: replayed_speedup(texts, k, cost.cost_ratio, cost.v, cost.overhead) for k in range(1, widest)}
-
-        alpha = greedy[self.best]
-        speedups = predicted(alpha.texts)
+        predicted = {
+            name: {k: replayed_speedup(own.texts, k, cost.cost_ratio, cost.v, cost.overhead) for k in range(1, widest)}
+            for name, own in greedy.items()
+        }
+        alpha, speedups = greedy[self.best], predicted[self.best]
         needed = [b for k in speedups if (b := break_even(k, cost.cost_ratio, cost.v, cost.overhead)) is not None]
         return {
             "draft": self.best,
@@ -234,7 +233,7 @@ class Evaluation:
             "context": cost.context,
             "alpha": alpha.mean,
             "best_draft_length": best_length(speedups),
-            "best_draft_lengths": {name: best_length(predicted(own.texts)) for name, own in greedy.items()},
+            "best_draft_lengths": {name: best_length(found) for name, found in predicted.items()},
             "break_even_alpha": min(needed, default=None),
             "predicted_speedup": speedups,
             "verdict": verdict(alpha.mean, cost, speedups),

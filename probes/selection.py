@@ -50,9 +50,7 @@ def choose(
                 name: split_texts(values, held.text) for name, values in confidences.items()
             }
             for choices, at in ((found, costs), (elsewhere, of_weights(lab.model, [layer]))):
-                choices += predict(
-                    outcomes, scores, layer, at, window=settings.window, thresholds=settings.thresholds
-                )  # fmt: skip
+                choices += predict(outcomes, scores, layer, at, window=settings.window, thresholds=settings.thresholds)
     told = {
         "step_seconds": next(iter(costs.exits.values())).target_seconds,
         "exits": {layer: _cost_row(cost) for layer, cost in costs.exits.items()},
