@@ -220,7 +220,7 @@ def test_offline_alpha_of_a_head_counts_what_decoding_would_test(tiny) -> None:
     alpha = offline_alpha(target, head, [(ids, start)], Warp(1.0))
     p, q = response_logits(target, ids, start).softmax(-1), head_logits(head, target, ids, start).softmax(-1)
     assert alpha.counts == [4]
-    assert alpha.mean == pytest.approx(torch.minimum(p, q).sum(-1).mean().item())
+    assert alpha.mean == pytest.approx(torch.minimum(p, q).sum(-1).mean().item(), rel=1e-4)
     assert (q[:, 1::2] == 0).all()  # outside its vocabulary it never drafts
 
 

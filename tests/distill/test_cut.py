@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, build_tiny
+from families import FAMILIES, build_tiny, in_double
 from safetensors.torch import load_file
 from tiny_run import killed, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -37,8 +37,8 @@ def test_layers_that_the_target_does_not_have_or_that_are_all_are_refused(layers
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cut_draft_is_the_target_with_the_other_layers_passed_over(family: str, tmp_path: Path) -> None:
-    model = build_tiny(family, **{LAYERS.get(family, "num_hidden_layers"): 4})
-    draft = cut(model, [1, 3])
+    model = build_tiny(family, dtype=torch.float64, **{LAYERS.get(family, "num_hidden_layers"): 4})
+    draft = in_double(cut(in_double(model), [1, 3]))
     check_head(draft, Head(draft))
     assert draft.config.get_text_config().num_hidden_layers == 2
     ids = torch.arange(2, 12)[None]  # longer than the sliding windows

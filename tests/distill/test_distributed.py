@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 from distributed_settings import WAYS, settings_of
-from families import build_tiny
+from families import build_tiny, in_double
 from safetensors.torch import load_file
 from tiny_run import run_tiny, tiny_settings
-from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from distill.batches import Batch, Rows, Schedule, TrainBatches
@@ -145,16 +143,14 @@ def test_the_choice_among_micro_batches_is_the_one_among_the_whole_step() -> Non
 @pytest.mark.parametrize("normalisation", ["paper", "official"])
 @pytest.mark.parametrize("scope", [None, "sequence", "global"])
 @pytest.mark.parametrize("fused", [True, False])
-def test_the_parts_gradients_average_to_the_whole_step_s(
-    tiny: Callable[..., PreTrainedModel], scope: Any, normalisation: Any, fused: bool
-) -> None:
+def test_the_parts_gradients_average_to_the_whole_step_s(scope: Any, normalisation: Any, fused: bool) -> None:
     made = rows()
     made.signals["reference_loss"] = np.random.default_rng(1).random(made.label_count).astype(np.float32)
     schedule = Schedule(made.lengths, 7, seed=1)
     selection = None if scope is None else Selection(0.4, scope, normalisation)
-    model = build_tiny("llama", seed=5)
+    model = in_double(build_tiny("llama", seed=5, dtype=torch.float64))
     module = DistillModule(
-        model, TrainingSettings(), 4, target=Target(tiny("llama", seed=4)),
+        model, TrainingSettings(), 4, target=Target(in_double(build_tiny("llama", seed=4, dtype=torch.float64))),
         objective=Objective(selection=selection), fused=fused,
     )  # fmt: skip
     module.report = lambda loss, **values: None  # type: ignore[method-assign]

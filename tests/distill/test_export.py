@@ -177,7 +177,7 @@ def test_padded_ids_are_never_the_most_likely_where_zero_rows_would_be(family, t
     assert fit_vocabulary(model, 64) == 40
     after = model(ids).logits
     assert model.config.vocab_size == after.shape[-1] == 64
-    assert torch.allclose(after[..., :40], before, atol=1e-5)
+    assert torch.allclose(after[..., :40], before, atol=1e-4)
     assert int(after.argmax(-1).max()) < 40
 
     head = model.get_output_embeddings()
@@ -194,7 +194,7 @@ def test_cutting_keeps_the_logits_of_the_ids_that_stay(tmp_path):
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     ids = torch.arange(20)[None]
     assert exported.config.vocab_size == 56
-    assert torch.allclose(exported(ids).logits, trained(ids).logits[..., :56])
+    assert torch.allclose(exported(ids).logits, trained(ids).logits[..., :56], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["eagle-arithmetic", "my-EAGLE3", "dflash", "runs-dspark"])

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from families import in_double
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
@@ -110,14 +111,14 @@ def test_a_dropped_layer_is_dropped_for_single_samples(build) -> None:
             skip.begin(5)
             seen = model(BATCH["input_ids"]).logits
             for row in range(2):
-                dropped = torch.allclose(seen[row], without[row], atol=1e-5)
-                assert dropped or torch.allclose(seen[row], plain.logits[row], atol=1e-5)
+                dropped = torch.allclose(seen[row], without[row], atol=1e-4)
+                assert dropped or torch.allclose(seen[row], plain.logits[row], atol=1e-4)
                 kinds.add((row, dropped))
     assert kinds == {(0, True), (1, True), (0, False), (1, False)}
 
 
 def test_gradient_checkpointing_drops_the_same_layers_again(build) -> None:
-    model = build("llama", num_hidden_layers=3)
+    model = in_double(build("llama", num_hidden_layers=3, dtype=torch.float64))  # rounding is not the law
     module = module_of(model, LayerSkipSettings(enabled=True, dropout=0.6), scratch=False)
 
     def gradients(seed: int) -> list[torch.Tensor]:

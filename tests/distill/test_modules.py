@@ -6,7 +6,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from families import build_tiny
+from families import build_tiny, in_double
 from some_rows import TRAINING, some_rows
 from transformers import PreTrainedModel
 
@@ -62,14 +62,14 @@ def test_head_on_gathered_rows_equals_the_models_own_logits(tiny: Tiny, family: 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_last_mlp_sees_label_rows_only_and_the_gradients_stay_the_same(family: str) -> None:
-    model = build_tiny(family)
+    model = in_double(build_tiny(family, dtype=torch.float64))
     batch = some_rows().batch(np.arange(4), 0)
     mask, seen = label_mask(batch["labels"]), []
     weights = torch.randn(int(mask.sum()), model.config.hidden_size, generator=torch.Generator().manual_seed(0))
 
     def gradients(hidden: torch.Tensor) -> list[torch.Tensor]:
         model.zero_grad()
-        (hidden * weights).sum().backward()
+        (hidden * weights.double()).sum().backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     whole = model.base_model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state[mask]
@@ -78,16 +78,17 @@ def test_the_last_mlp_sees_label_rows_only_and_the_gradients_stay_the_same(famil
     if mlp is not None:
         mlp.register_forward_hook(lambda module, args, made: seen.append(made[..., 0].numel()))
     hidden = last_hidden(model, batch["input_ids"], mask)
-    assert torch.allclose(hidden, whole, atol=1e-6)
+    assert torch.allclose(hidden, whole, atol=1e-9)
     for got, same in zip(gradients(hidden), wanted, strict=True):
-        assert torch.allclose(got, same, atol=1e-5 * max(1.0, float(same.abs().max())))
+        assert torch.allclose(got, same, atol=1e-9 * max(1.0, float(same.abs().max())))
     assert seen == ([] if mlp is None else [int(mask.sum())])
     assert family == "opt" or mlp is not None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_stay_the_same(family: str) -> None:
-    model, batch = build_tiny(family).train(), some_rows().batch(np.arange(4), 0)
+    model = in_double(build_tiny(family, dtype=torch.float64)).train()
+    batch = some_rows().batch(np.arange(4), 0)
     calls: list[int] = []
     for part in model.modules():
         if isinstance(part, torch.nn.Dropout):
@@ -106,7 +107,7 @@ def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_sta
     assert len(calls) == 2
     assert loss == pytest.approx(wanted_loss, rel=1e-6)
     for one, other in zip(got, wanted, strict=True):
-        assert torch.allclose(one, other, atol=1e-5 * max(1.0, float(other.abs().max())))
+        assert torch.allclose(one, other, atol=1e-9 * max(1.0, float(other.abs().max())))
 
 
 def test_a_model_without_gradient_checkpointing_is_refused() -> None:

@@ -112,7 +112,7 @@ def test_gradient_checkpointing_trains_the_same_models(
     assert changed == ["LlamaForCausalLM"] * 4
     for stage in ran:
         ours, theirs = (load_file(made.path(stage) / "model.safetensors") for made in (run, finished[1]))
-        assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs), stage
+        assert all(torch.allclose(ours[name], theirs[name], atol=2e-3) for name in theirs), stage
 
 
 def test_a_changed_data_file_makes_every_stage_run_again(tmp_path: Path) -> None:
