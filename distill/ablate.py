@@ -1,4 +1,4 @@
-"""``python -m distill ablate``: variations of AdaSPEC against DistillSpec, each over several seeds.
+"""``python -m distill ablate``: variations of AdaSPEC against DistillSpec, or on EAGLE heads, over several seeds.
 
 A draft for every variant and seed is trained as any other draft for comparison, from one target, one initial draft and
 one reference; the seed decides the order of the training examples. Acceptance is measured on one set of texts, so all
@@ -18,6 +18,7 @@ from rich.progress import track
 
 from decode.alpha import OfflineAlpha, offline_alpha
 from decode.errors import UserError
+from decode.head_files import load_head
 from decode.load import load_model, stop_ids
 from decode.warp import Warp
 from distill.ablation_table import Measured, write_table
@@ -33,9 +34,6 @@ from distill.run import account_of
 from distill.settings import Settings
 from distill.signals import Array, cached
 from distill.stages import Bench
-
-BASELINE = "distillspec"
-"""The variant that all are compared with: DistillSpec, as long as the reference."""
 
 MODES = {"sampled": 1.0, "greedy": 0.0}
 """Decoding modes and their temperatures."""
@@ -80,8 +78,6 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
     """
     settings.validate()
     settings.ablation.validate()
-    if settings.eagle.enabled:
-        raise UserError(f"eagle.kind is {settings.eagle.kind}: ablate compares drafts that are language models")
     console, made = console or Console(), variants(settings)
     drafts = [
         replace(variant, name=drafted(name, seed), seed=seed)
@@ -110,10 +106,11 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
 
 
 def variants(settings: Settings) -> dict[str, ComparisonSettings]:
-    """By name: DistillSpec, the settings' draft (AdaSPEC), and the comparisons."""
+    """By name: DistillSpec as long as the reference (EAGLE), the settings' draft (AdaSPEC), and the comparisons."""
+    names = run_of(settings).names
     shared = {key: getattr(settings.draft, key) for key in ("epochs", "lr")}
-    plain = ComparisonSettings(name=BASELINE, method="distillspec", k=1.0, iso="epochs", **shared)
-    draft = ComparisonSettings(**asdict(settings.draft))
+    plain = ComparisonSettings(name=names["reference"], method="distillspec", k=1.0, iso="epochs", **shared)
+    draft = ComparisonSettings(**asdict(settings.draft) | {"name": names["draft"]})
     return {variant.name: variant for variant in (plain, draft, *settings.comparisons)}
 
 
@@ -165,7 +162,8 @@ class Meter:
         ends = np.cumsum([len(ids) - start for ids, start in texts])
 
         def parts() -> Iterator[tuple[slice, Array]]:
-            model = load_model(self.bench.run.path(draft))
+            path = self.bench.run.path(draft)
+            model = load_head(path, self.target) if self.bench.settings.eagle.enabled else load_model(path)
             found = offline_alpha(self.target, model, texts, Warp(temperature))
             yield slice(None), np.concatenate([np.asarray(text) for text in found.texts])
 

@@ -24,11 +24,11 @@ Row = dict[str, Any]
 FORMULAS = {
     "α": "offline_alpha: mean of Σₓ min(p(x), q(x)) over response positions of texts sampled from the target at T = 1; "
     "mean over seeds",
-    "gain": "α minus that of DistillSpec with the same seed, on the same texts; mean over seeds",
+    "gain": "α minus that of the first variant with the same seed, on the same texts; mean over seeds",
     "± seeds": "standard error of the gain over seeds: standard deviation / √seeds",
     "± texts": "standard error of the mean gain over texts, paired by text",
     "greedy gain": "the same gain at temperature 0: agreement of the argmax on the target's greedy texts",
-    "over AdaSPEC": "gain over the first variant after DistillSpec, with both errors added in quadrature",
+    "over AdaSPEC": "gain over the second variant, with both errors added in quadrature",
 }
 
 
@@ -94,19 +94,27 @@ def _mean(alphas: Sequence[OfflineAlpha]) -> OfflineAlpha:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Whether any variant beats AdaSPEC by more than twice its error."""
-    rivals = [row for row in rows if row.get("over_adaspec")]
+    """What AdaSPEC gains, and whether any variant beats it by more than twice its error."""
+    told = f"{display(rows[1]['name'])} − {display(rows[0]['name'])}: {_number(rows[1])}." if len(rows) > 1 else ""
+    return f"{told} {_of_rivals([row for row in rows if row.get('over_adaspec')])}".strip()
+
+
+def _of_rivals(rivals: Sequence[Row]) -> str:
     if not rivals:
-        return "Only DistillSpec and AdaSPEC are finished so far."
+        return ""
     best = max(rivals, key=lambda row: row["over_adaspec"]["gain"])
     over = best["over_adaspec"]
-    number = f"{signed(over['gain'])} ± {over['se']:.4f} over {best['seeds']} seed{'s' * (best['seeds'] > 1)}"
+    number = _number(over | {"seeds": best["seeds"]})
     if best["seeds"] == 1:
         return f"One seed is no verdict; the highest so far is {best['name']}: {number}."
     if over["gain"] > 2 * over["se"]:
         chosen = f" It is the best of {len(rivals)}, and being chosen for that flatters it." if len(rivals) > 1 else ""
         return f"{best['name']} beats AdaSPEC: {number}.{chosen}"
     return f"No variant beats AdaSPEC by more than twice its error; the nearest is {best['name']}: {number}."
+
+
+def _number(row: Row) -> str:
+    return f"{signed(row['gain'])} ± {row['se']:.4f} over {row['seeds']} seed{'s' * (row['seeds'] > 1)}"
 
 
 def write_table(folder: Path, measured: Measured, console: Console) -> None:

@@ -17,7 +17,7 @@ SelectBy = Literal["delta", "acceptance_gain"]
 PLAIN = "adaspec"
 """The name of AdaSPEC as published; a variation has to bear another one."""
 
-TAKEN = ("target", "initial", "reference", "draft", "undistilled", "distillspec")
+TAKEN = ("target", "initial", "reference", "draft", "undistilled", "distillspec", "untrained", "eagle", "eagle-adaspec")
 """Names of stages and of the other standard drafts in reports."""
 
 FILES = ("signals", "responses", "ablation", "report", "lock")

@@ -173,7 +173,9 @@ def test_the_gain_is_the_mean_over_seeds_with_errors_over_seeds_and_over_texts()
 
 def test_the_verdict_names_a_winner_only_beyond_twice_the_error() -> None:
     base = {"distillspec": [0.0, 0.0], "adaspec": [0.01, 0.012]}
-    assert verdict(measured(base).rows()) == "Only DistillSpec and AdaSPEC are finished so far."
-    assert verdict(measured(base | {"x": [0.02, 0.022]}).rows()).startswith("x beats AdaSPEC: +0.0100 ± ")
-    assert verdict(measured(base | {"x": [0.02, 0.002]}).rows()).startswith("No variant beats AdaSPEC")
+    told = "AdaSPEC − DistillSpec: +0.0110 ± 0.0014 over 2 seeds."
+    assert verdict(measured({"distillspec": [0.0]}).rows()) == ""
+    assert verdict(measured(base).rows()) == told
+    assert verdict(measured(base | {"x": [0.02, 0.022]}).rows()).startswith(f"{told} x beats AdaSPEC: +0.0100 ± ")
+    assert verdict(measured(base | {"x": [0.02, 0.002]}).rows()).startswith(f"{told} No variant beats AdaSPEC")
     assert verdict(measured(base | {"x": [0.001, 0.002]}).rows()).endswith("seeds.")

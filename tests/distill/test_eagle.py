@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from tiny_run import bench, killed, run_tiny, tiny_settings
 
+from decode.alpha import offline_alpha
 from decode.cli import parse
 from decode.errors import UserError
 from decode.feature_head import FeatureHead, head_logits
@@ -27,6 +30,7 @@ from decode.runner import open_runner
 from decode.target import Target
 from decode.warp import Warp
 from distill.__main__ import FOREIGN
+from distill.ablate import AblateSettings, Meter, ablate
 from distill.batches import Rows
 from distill.eagle.export import check_files, check_head_path, export_head
 from distill.eagle.features import STATES, FeatureSource
@@ -36,6 +40,7 @@ from distill.eagle.stages import frequent
 from distill.export import ExportSettings
 from distill.keys import stage_keys
 from distill.pipeline import run_of
+from distill.run import Run
 from distill.settings import AdaSpecSettings, ComparisonSettings, Settings
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
@@ -96,6 +101,25 @@ def test_training_sees_what_decoding_will_draft(run) -> None:
                 p = target(input_ids=torch.tensor([ids])).logits[0].softmax(-1)
             seen += [torch.minimum(p[place], q[place - places[0]]).sum() for place in places]
         torch.testing.assert_close(found.alpha, torch.stack(seen), rtol=1e-4, atol=1e-5)
+
+
+def test_the_ablation_measures_heads_seed_by_seed(run) -> None:
+    again = copy.deepcopy(run[0])
+    again.name, again.comparisons = "ablation", []
+    again.evaluation.prompts, again.evaluation.max_new_tokens = 4, 6
+    settings = AblateSettings(**vars(again))
+    settings.ablation.seeds = [3, 4]
+    text = io.StringIO()
+    folder = ablate(settings, Console(file=text, width=200))
+    assert "already made: target, initial, reference" in text.getvalue()
+    content = json.loads((folder / "ablation.json").read_text())
+    assert [(row["name"], row["seeds"]) for row in content["variants"]] == [("eagle", 2), ("eagle-adaspec", 2)]
+    assert content["verdict"].startswith("EAGLE + AdaSPEC − EAGLE: ")
+    target, texts = load_model(run[1].target), Meter(bench(settings)[0], 32).texts["sampled"]
+    heads = [load_head(Run(folder).path(f"eagle-seed{seed}"), target) for seed in (3, 4)]
+    alphas = [offline_alpha(target, head, texts, Warp(1.0)).mean for head in heads]
+    assert content["variants"][0]["offline_alpha"] == pytest.approx(sum(alphas) / 2)
+    assert any(not torch.equal(a, b) for a, b in zip(*(head.parameters() for head in heads), strict=True))
 
 
 def test_cached_states_are_those_of_a_forward_pass(run) -> None:
