@@ -65,7 +65,7 @@ def parse(
             values = parser.parse_object(content, cfg_base=values)
         source = "the command line"
         _check_options(overrides, settings_class, prog)
-        values = parser.parse_args(overrides, namespace=values)
+        values = parser.parse_args(_bracketed(overrides, settings_class), namespace=values)
         source = " and ".join([*map(str, paths), "the command line"] if overrides else map(str, paths)) or prog
         values.pop("config", None)
         return settings_class(**vars(parser.instantiate(values)))
@@ -135,11 +135,15 @@ def take_flag(argv: list[str], flag: str) -> bool:
 
 def known_keys(settings_class: type, prefix: str = "") -> Iterator[str]:
     """Every dotted key of a settings class, sections included, in order of definition."""
+    return (name for name, _ in _typed_keys(settings_class, prefix))
+
+
+def _typed_keys(settings_class: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, hint in _hints(settings_class).items():
-        yield prefix + name
+        yield prefix + name, hint
         inner, _ = _dataclass_in(hint)
         if inner:
-            yield from known_keys(inner, f"{prefix}{name}.")
+            yield from _typed_keys(inner, f"{prefix}{name}.")
 
 
 def _parser(settings_class: type, prog: str, description: str) -> Any:
@@ -226,6 +230,24 @@ def _check_options(overrides: list[str], settings_class: type, prog: str) -> Non
                 raise UserError(
                     f"unknown option '--{key}'; {_nearest(key, settings_class)}. `{prog} --help` lists them all"
                 )
+
+
+def _bracketed(overrides: list[str], settings_class: type) -> list[str]:
+    """Lists as people type them, ``--key 1,2`` or ``--key 1 2``, in the form that the parser reads: ``--key=[1,2]``."""
+    lists = {f"--{name}" for name, hint in _typed_keys(settings_class) if typing.get_origin(hint) is list}
+    rest, found = list(overrides), []
+    while rest:
+        item = rest.pop(0)
+        name, equals, value = item.partition("=")
+        if name in lists:
+            given = [value] if equals else []
+            while not equals and rest and not rest[0].startswith("--"):
+                given.append(rest.pop(0))
+            whole = ",".join(given)
+            if given:
+                item = f"{name}={whole if whole.startswith('[') else f'[{whole}]'}"
+        found.append(item)
+    return found
 
 
 def _nearest(key: str, settings_class: type, prefix: str = "") -> str:

@@ -37,6 +37,8 @@ class Outer:
     """More optimisers."""
     depth: int | None = None
     """Layers; null chooses."""
+    sizes: list[int] = field(default_factory=list)
+    """Sizes to try."""
 
 
 def read(tmp_path: Path, text: str, *overrides: str, foreign: set[str] | None = None) -> Outer:
@@ -58,6 +60,16 @@ def test_a_later_file_overrides_an_earlier_one_key_by_key(tmp_path: Path) -> Non
 
 def test_lists_of_sections_become_dataclasses(tmp_path: Path) -> None:
     assert read(tmp_path, "extra: [{rate: 2.0}, {kind: sgd}]").extra == [Inner(rate=2.0), Inner(kind="sgd")]
+
+
+@pytest.mark.parametrize(
+    "typed", [["--sizes", "4,8"], ["--sizes=4,8"], ["--sizes", "4", "8"], ["--sizes", "[4, 8]"], ["--sizes=[4,8]"]]
+)
+def test_a_list_is_typed_with_commas_spaces_or_brackets(tmp_path: Path, typed: list[str]) -> None:
+    assert read(tmp_path, "", *typed, "--name", "b") == Outer(name="b", sizes=[4, 8])
+    assert read(tmp_path, "", "--extra", "[{rate: 2.0}]", *typed).extra == [Inner(rate=2.0)]
+    with pytest.raises(UserError, match="sizes"):
+        read(tmp_path, "", "--sizes")
 
 
 def test_no_arguments_give_the_defaults_and_an_empty_file_is_fine(tmp_path: Path) -> None:
@@ -139,7 +151,7 @@ def test_help_shows_every_key_with_its_docstring(capsys: pytest.CaptureFixture[s
 
 def test_known_keys_walks_nested_sections() -> None:
     assert list(known_keys(Outer)) == [
-        "name", "inner", "inner.rate", "inner.kind", "extra", "extra.rate", "extra.kind", "depth",
+        "name", "inner", "inner.rate", "inner.kind", "extra", "extra.rate", "extra.kind", "depth", "sizes",
     ]  # fmt: skip
 
 
