@@ -66,24 +66,27 @@ def task(name: str = "forward_kl", k: float | None = 0.4, **options: Any) -> Tas
 
 
 def assert_equal(got: tuple[LossRows, list[torch.Tensor]], wanted: tuple[LossRows, list[torch.Tensor]]) -> None:
-    """Losses and gradients to 1e-9, relative to the largest."""
+    """Losses to 1e-6 and gradients to 1e-5 relative to the largest in float32, both to 1e-9 in float64."""
     (fused, gradients), (plain, others) = got, wanted
-    assert fused.total.item() == pytest.approx(plain.total.item(), rel=1e-9)
-    assert torch.allclose(fused.losses, plain.losses, rtol=1e-9, atol=1e-9)
+    double = fused.losses.dtype == torch.float64
+    close, near = (1e-9, 1e-9) if double else (1e-6, 1e-5)
+    assert fused.total.item() == pytest.approx(plain.total.item(), rel=close)
+    assert torch.allclose(fused.losses, plain.losses, rtol=near, atol=close)
     assert (fused.chosen is None) == (plain.chosen is None)
     assert fused.chosen is None or torch.equal(fused.chosen, plain.chosen)
     for name in ("alpha", "agreement"):
         a, b = getattr(fused, name), getattr(plain, name)
-        assert a is b is None or torch.allclose(a, b, atol=1e-9)
+        assert a is b is None or torch.allclose(a, b, atol=close)
     scale = max(float(g.abs().max()) for g in others)
     for a, b in zip(gradients, others, strict=True):
-        assert (a - b).abs().max() <= 1e-9 * scale
+        assert (a - b).abs().max() <= near * scale
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("k", [None, 0.4])
-def test_every_divergence_equals_its_plain_twin(name: str, k: float | None) -> None:
-    one, wanted = side("llama"), task(name, k)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_divergence_equals_its_plain_twin(name: str, k: float | None, dtype: torch.dtype) -> None:
+    one, wanted = side("llama", dtype=dtype), task(name, k)
     assert_equal(one.run(fused_loss, wanted, chunk=5), one.run(plain_loss, wanted))
 
 
