@@ -191,7 +191,7 @@ def test_half_precision_models_equal_their_plain_twin(tiny: Tiny, k: float | Non
     assert fused.total.item() == pytest.approx(plain.total.item(), rel=1e-5)
     for a, b in zip(gradients, others, strict=True):
         assert a.dtype == torch.bfloat16
-        assert (a - b).float().norm() <= 0.02 * b.float().norm() + 1e-6
+        assert (a - b).float().norm() <= 0.05 * b.float().norm() + 1e-6
 
 
 def test_under_autocast_it_equals_the_plain_twin() -> None:
@@ -200,7 +200,7 @@ def test_under_autocast_it_equals_the_plain_twin() -> None:
         (fused, gradients), (plain, others) = (one.run(f, task(k=None)) for f in (fused_loss, plain_loss))
     assert fused.total.item() == pytest.approx(plain.total.item(), rel=1e-5)
     for a, b in zip(gradients, others, strict=True):
-        assert (a - b).norm() <= 0.02 * b.norm() + 1e-6
+        assert (a - b).norm() <= 0.05 * b.norm() + 1e-6
 
 
 class Largest(TorchDispatchMode):
