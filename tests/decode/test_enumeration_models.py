@@ -56,13 +56,18 @@ CASES = [
 IDS = [f"{family}-{runner.__name__}" for family, runner in CASES]
 
 
+def tolerance(family: str) -> float:
+    """Of the largest bias; transformers takes gemma2's softmax in float32, whatever the model."""
+    return 1e-6 if family == "gemma2" else TOLERANCE
+
+
 @pytest.mark.parametrize(("family", "runner"), CASES, ids=IDS)
 def test_a_draft_model_is_lossless_through_real_caches(family: str, runner: type[Runner], double) -> None:
     target = double(family)
     draft = resembling(target, 0.2)
     there = experiment(target, runner(target), tokens=3)
     drafter = ModelDrafter(runner(draft), WARP, VOCAB)
-    assert there.bias(System("model", drafter, StopRule(5))) < TOLERANCE
+    assert there.bias(System("model", drafter, StopRule(5))) < tolerance(family)
     assert {m for trace in there.traces for m in trace.accepted} == {0, 1, 2}
 
 
@@ -72,7 +77,7 @@ def test_trees_are_lossless_through_real_caches(family: str, runner: type[Runner
     there = experiment(target, runner(target), tokens=5)
     accepted = set()
     for seed in range(2):
-        assert there.bias(System("tree", RandomTree(VOCAB, nodes=60, seed=seed), StopRule())) < TOLERANCE
+        assert there.bias(System("tree", RandomTree(VOCAB, nodes=60, seed=seed), StopRule())) < tolerance(family)
         accepted |= {m for trace in there.traces for m in trace.accepted}
     assert accepted >= {0, 1}  # the cache was gathered along paths
 
