@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import settings as s
-from .arguments import tidy
-from .cli import parse, run_main, take_flag
-from .configs import configured
-from .errors import UserError, unknown
-from .sweep import grid, take_sweep
+from decode.commands import settings as s
+from decode.commands.arguments import tidy
+from decode.commands.command_line import parse, run_main, take_flag
+from decode.commands.configs import configured
+from decode.commands.sweep import grid, take_sweep
+from decode.core.errors import UserError, unknown
 
 
 @dataclass(frozen=True)
@@ -30,50 +30,50 @@ class Command:
 
 
 def _generate(settings: s.GenerateSettings) -> None:
-    from .generate import run
+    from decode.commands.generate import run
 
     run(settings)
 
 
 def _bench(settings: s.BenchSettings) -> None:
-    from .compare import run
+    from decode.commands.bench import run
 
     run(settings)
 
 
 def _dry_bench(settings: s.BenchSettings) -> None:
-    from .compare import run
-    from .dry_run import shrink
+    from decode.commands.bench import run
+    from decode.commands.bench_dry_run import shrink
 
     run(shrink(settings))
 
 
 def _profile(settings: s.ProfileSettings) -> None:
-    from .profile import run
+    from decode.commands.profile import run
 
     run(settings)
 
 
 def _datastore(settings: s.StoreSettings) -> None:
-    from .stores import build_datastore
+    from decode.commands.datastore import build_datastore
 
     build_datastore(settings)
 
 
 def _trigrams(settings: s.StoreSettings) -> None:
-    from .stores import build_trigrams
+    from decode.commands.datastore import build_trigrams
 
     build_trigrams(settings)
 
 
 def _paper(settings: s.PaperSettings) -> None:
-    from .paper import run
+    from decode.papers.command import run
 
     run(settings)
 
 
 def _report(settings: s.ReportSettings) -> None:
-    from .overview import run
+    from decode.report.all_runs import run
 
     run(settings)
 
@@ -165,7 +165,7 @@ def _methods() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from .methods import METHODS, is_lossless
+    from decode.methods import METHODS, is_lossless
 
     table = Table("method", "who drafts", "when drafting stops", "what is kept", "output", box=None, pad_edge=False)
     for name, parts in METHODS.items():
@@ -186,7 +186,7 @@ def _help(name: str, command: Command) -> None:
 
 def _sweep(argv: list[str], config: str | None, axes: dict[str, list[str]]) -> None:
     """``bench`` at every point of a grid; all points are parsed before the first one is measured."""
-    from .sweep_bench import run
+    from decode.commands.sweep_bench import run
 
     points = grid(axes)
     read = [_bench_settings([*argv, *point.options], config, "-sweep") for point in points]

@@ -11,16 +11,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .draft import Draft
-from .drafters import Drafter
-from .errors import UserError
-from .rng import Rng, TorchRng
-from .rules import AcceptanceRule, Exact, js_distance, pick
-from .stop import StopRule
-from .target import Target
-from .trace import Round, Trace, Values
-from .verify import verify_chain, verify_greedy, verify_tree, verify_tree_relaxed
-from .warp import Warp, one_hot
+from decode.core.acceptance import AcceptanceRule, Exact, js_distance, pick
+from decode.core.drafter import Drafter
+from decode.core.errors import UserError
+from decode.core.proposal import Draft
+from decode.core.rng import Rng, TorchRng
+from decode.core.sampling import Warp, one_hot
+from decode.core.stopping import StopRule
+from decode.core.target import Target
+from decode.core.trace import Round, Trace, Values
+from decode.verify import verify_chain, verify_greedy, verify_tree, verify_tree_relaxed
 
 
 @dataclass

@@ -10,18 +10,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from .drafters import Drafter, NoDrafter
-from .drafters.early_exit import EarlyExitDrafter
-from .drafters.feature import FeatureDrafter, FeatureTreeDrafter, head_of
-from .drafters.model import ModelDrafter
-from .errors import UserError, unknown
-from .exits import Part, early_exit, separate_copy, walkable
-from .head_runner import HeadRunner
-from .loop import System
-from .parts import Parts
-from .rules import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical
-from .stop import StopRule, negative_entropy, token_probability, warped_token_probability
-from .thresholds import CostOptimal, Fixed, MeanOfRejected, Roc, TargetAcceptance
+from decode.core.acceptance import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical
+from decode.core.drafter import Drafter, NoDrafter
+from decode.core.errors import UserError, unknown
+from decode.core.options import Parts
+from decode.core.stopping import StopRule, negative_entropy, token_probability, warped_token_probability
+from decode.core.thresholds import CostOptimal, Fixed, MeanOfRejected, Roc, TargetAcceptance
+from decode.drafters.draft_model import ModelDrafter
+from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter, head_of
+from decode.drafters.early_exit import EarlyExitDrafter
+from decode.loop import System
+from decode.models.eagle.runner import HeadRunner
+from decode.models.partial import Part, early_exit, separate_copy, walkable
 
 
 def _model(parts: Parts) -> Drafter:
@@ -39,13 +39,13 @@ def _feature_tree(parts: Parts) -> Drafter:
 
 
 def _lookup(parts: Parts) -> Drafter:
-    from .drafters.lookup import LookupDrafter
+    from decode.drafters.prompt_lookup import LookupDrafter
 
     return LookupDrafter(length=parts.window(10))
 
 
 def _rest(parts: Parts) -> Drafter:
-    from .drafters.retrieval import open_rest
+    from decode.drafters.rest.drafter import open_rest
 
     if parts.datastore is None:
         raise UserError("rest needs a datastore; build one with python -m decode datastore build, give --datastore DIR")
@@ -54,7 +54,7 @@ def _rest(parts: Parts) -> Drafter:
 
 def _adaptix(best_first: bool) -> Callable[[Parts], Drafter]:
     def make(parts: Parts) -> Drafter:
-        from .drafters.trigram import open_adaptix
+        from decode.drafters.adaptix.drafter import open_adaptix
 
         if parts.trigrams is None:
             raise UserError(
@@ -74,7 +74,7 @@ def smaller_store(folder: Path, texts: int | None) -> Path:
 
 
 def _lookahead(parts: Parts) -> Drafter:
-    from .drafters.lookahead import LookaheadDrafter
+    from decode.drafters.lookahead import LookaheadDrafter
 
     return LookaheadDrafter()
 
@@ -150,7 +150,7 @@ def _probed(kind: str) -> Callable[[Parts], StopRule]:
     """AdaSPEED with a probe: the product of estimated acceptances instead of token probabilities."""
 
     def make(parts: Parts) -> StopRule:
-        from .probe import load_probe
+        from decode.drafters.acceptance_probe import load_probe
 
         if parts.options.probes is None:
             raise UserError(f"stopping on a {kind} needs one; train it with python -m probes, give --probes DIR")
@@ -282,7 +282,7 @@ def _advised(method: str, parts: Parts) -> Parts:
     options = parts.options
     if options.probes is None or (method not in SELF_SPECULATIVE and method not in PROBED):
         return parts
-    from .probe import advised
+    from decode.drafters.acceptance_probe import advised
 
     advice = advised(options.probes, method, greedy=parts.warp.greedy)
     if options.exit_layer is not None and options.exit_layer != advice.get("exit_layer"):

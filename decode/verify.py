@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .draft import Draft
-from .rng import Rng
-from .rules import AcceptanceRule, Raw
+from decode.core.acceptance import AcceptanceRule, Raw
+from decode.core.proposal import Draft
+from decode.core.rng import Rng
 
 
 def verify_greedy(draft: Draft, top: Tensor) -> tuple[list[int], int, list[float]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from decode.cli import parse, run_main, take_flag
-from decode.errors import UserError
-from decode.sweep import grid, take_sweep
-from distill.run import Run
+from decode.commands.command_line import parse, run_main, take_flag
+from decode.commands.sweep import grid, take_sweep
+from decode.core.errors import UserError
+from distill.pipeline.run_dir import Run
 
 DESCRIPTION = """Trains a draft model for a target: target -> initial draft -> reference (DistillSpec) -> draft
 (AdaSPEC), measures all drafts and exports the last, under <output_dir>/<name>/. Stages whose inputs have not changed
@@ -37,10 +37,10 @@ def main(argv: list[str] | None = None) -> None:
         return _ablate(argv[1:])
     dry_run, show, axes = take_flag(argv, "--dry-run"), take_flag(argv, "--show-example"), take_sweep(argv)
     argv = [item.replace("--tracker", "--tracker.kind", 1) if _is_tracker(item) else item for item in argv]
-    from distill.settings import Settings
+    from distill.config.settings import Settings
 
     settings = parse(Settings, argv, prog="python -m distill", description=DESCRIPTION, foreign=FOREIGN)
-    from distill.pipeline import run_pipeline, show_example
+    from distill.pipeline.runner import run_pipeline, show_example
 
     if axes:
         if dry_run or show:
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
         _sweep(argv, axes, Run(Path(settings.output_dir) / settings.name))
         return
     if dry_run:
-        from distill.dry_run import shrink
+        from distill.pipeline.dry_run import shrink
 
         settings = shrink(settings)
     if show:
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _bench(argv: list[str]) -> None:
-    from distill.bench import BenchSettings, run
+    from distill.experiments.benchmark import BenchSettings, run
 
     about = """Measures AdaSPEC's training steps and the memory of its loss against a straightforward implementation
 over Hugging Face's Trainer, on the pair of a configuration: its trained run if there is one, else random weights."""
@@ -67,7 +67,7 @@ over Hugging Face's Trainer, on the pair of a configuration: its trained run if 
 
 
 def _ablate(argv: list[str]) -> None:
-    from distill.ablate import AblateSettings, ablate
+    from distill.experiments.ablate import AblateSettings, ablate
 
     about = """Trains AdaSPEC and each of `comparisons`, a variation of it, with several seeds, and compares them with
 DistillSpec of the same seed by offline alpha on the same texts. Target, initial draft and reference are taken from a
@@ -79,9 +79,9 @@ run beside it where they are the same. Finished drafts are kept; the table grows
 
 def _sweep(argv: list[str], axes: dict[str, list[str]], base: Run) -> None:
     """All points are parsed before the first one is run."""
-    from distill.pipeline import run_pipeline
-    from distill.settings import Settings
-    from distill.sweep import run_sweep
+    from distill.config.settings import Settings
+    from distill.pipeline.runner import run_pipeline
+    from distill.pipeline.sweep import run_sweep
 
     points = grid(axes)
     read = [

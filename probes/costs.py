@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.cost import CostModel
+from decode.core.options import Parts
+from decode.core.rng import TorchRng
+from decode.core.sampling import Warp
+from decode.core.stopping import Confidence, StopRule, token_probability
+from decode.core.target import Target
+from decode.core.thresholds import Fixed
+from decode.drafters.acceptance_probe import AcceptanceProbe
 from decode.drafters.early_exit import EarlyExitDrafter
-from decode.exits import Part, PartialRunner
 from decode.loop import System, decode
-from decode.machine import synchronize
+from decode.measure.cost import CostModel
+from decode.measure.forward_timer import watch_forwards
 from decode.methods import build
-from decode.parts import Parts
-from decode.probe import AcceptanceProbe
-from decode.rng import TorchRng
-from decode.stop import Confidence, StopRule, token_probability
-from decode.target import Target
-from decode.thresholds import Fixed
-from decode.walk import decoder_layers
-from decode.warp import Warp
-from decode.watch import watch_forwards
+from decode.models.machine import synchronize
+from decode.models.partial import Part, PartialRunner
+from decode.models.structure import decoder_layers
 
 WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25)
 """Tokens of the timed reads; costs between them are interpolated."""

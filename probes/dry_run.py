@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from distill.dry_run import shrink as shrink_run
+from distill.pipeline.dry_run import shrink as shrink_run
 from probes.settings import Settings
 
 
 def shrink(settings: Settings, console: Console | None = None) -> Settings:
-    """Settings of the same experiment in miniature, under ``<name>-dry-run`` (see `distill.dry_run`).
+    """Settings of the same experiment in miniature, under ``<name>-dry-run`` (see `distill.pipeline.dry_run`).
 
     Raises:
         UserError: the settings are refused as they are.

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.errors import UserError
-from decode.probe import confidence_features
-from decode.rules import pick, ratio
-from decode.walk import check_walk, final_norm
-from decode.warp import Warp
-from distill.models import Head
+from decode.core.acceptance import pick, ratio
+from decode.core.errors import UserError
+from decode.core.sampling import Warp
+from decode.drafters.acceptance_probe import confidence_features
+from decode.models.structure import check_walk, final_norm
+from distill.models.loading import Head
 from probes.texts import Text
 
 
@@ -24,11 +24,11 @@ class Features:
 
     Attributes:
         exits: number of layers before each exit.
-        inputs: ``[exits, n, width + 3]``: the state that the exit's head sees, then `decode.probe.FEATURES`.
+        inputs: ``[exits, n, width + 3]``: the state that the exit's head sees, then `decode.drafters.acceptance_probe.FEATURES`.
         labels: by name ``[exits, n]`` in [0, 1]; greedy: ``match``; sampled: ``accept`` (min(1, p/q)) and ``top-p``.
         outcome: ``[exits, n]`` of 0 and 1: was the drafted token accepted, where that is a draw by that draw.
         text: ``[n]``, the text that each position belongs to, ascending.
-    """
+    """  # noqa: E501
 
     exits: list[int]
     inputs: Tensor

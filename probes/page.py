@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from decode import machine
-from decode.page import Column, Page, Tile, Tone
-from decode.plots import calibration, lines
-from probes.confirm import TITLES
+from decode.models import machine
+from decode.report.page import Column, Page, Tile, Tone
+from decode.report.plots import calibration, lines
+from probes.benchmark import TITLES
 from probes.report import BASELINES, SCORES, Row, best_rows, findings, number, of_mode
 
 FORMULAS = {

@@ -11,27 +11,27 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from decode import machine
-from decode.exits import PartialRunner, cache_bytes
-from decode.load import load_model
-from decode.probe import save_probes
-from decode.rows import plain
-from decode.runner import open_runner
-from decode.warp import Warp
-from distill.files import write_json
-from distill.keys import stage_keys
-from distill.pipeline import plan_stages
-from distill.run import Run
-from distill.stages import Bench
-from distill.tracking import finish, for_stage, make_logger, where
-from probes.choose import HINDSIGHT, METHODS, Choice, best_of
+from decode.core.sampling import Warp
+from decode.drafters.acceptance_probe import save_probes
+from decode.measure.statistics import plain
+from decode.models import machine
+from decode.models.huggingface import open_runner
+from decode.models.open import load_model
+from decode.models.partial import PartialRunner, cache_bytes
+from distill.core.files import write_json
+from distill.pipeline.run_dir import Run
+from distill.pipeline.runner import plan_stages
+from distill.pipeline.stage_fingerprint import stage_keys
+from distill.pipeline.stages import Bench
+from distill.tracking.logger import finish, for_stage, make_logger, where
+from probes.context import Lab, Mode, add_features, read_prompts
+from probes.exit_search import advise, choose, find_subset, run_best
 from probes.features import exit_layers
-from probes.lab import Lab, Mode, add_features, read_prompts
-from probes.learn import learn, learn_for_draft
 from probes.page import write_page
+from probes.predict import HINDSIGHT, METHODS, Choice, best_of
 from probes.report import console_tables, findings
-from probes.selection import advise, choose, find_subset, run_best
 from probes.settings import Settings
+from probes.train import learn, learn_for_draft
 
 
 def run_probes(settings: Settings, console: Console | None = None) -> dict[str, Any]:

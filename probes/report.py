@@ -9,8 +9,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from probes.choose import HINDSIGHT
-from probes.confirm import TITLES
+from probes.benchmark import TITLES
+from probes.predict import HINDSIGHT
 
 Row = Mapping[str, Any]
 SCORES = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from decode.errors import UserError
-from distill.settings import Settings as DistillSettings
+from decode.core.errors import UserError
+from distill.config.settings import Settings as DistillSettings
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from decode.warp import Warp
+from decode.core.sampling import Warp
 
 Text = tuple[list[int], int]
 """Token ids, and how many of them are the prompt."""

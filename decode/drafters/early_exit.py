@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..exits import Part, PartialRunner, PartReader
-from ..warp import Warp
-from .model import ModelDrafter
+from decode.core.sampling import Warp
+from decode.drafters.draft_model import ModelDrafter
+from decode.models.partial import Part, PartialRunner, PartReader
 
 
 class EarlyExitDrafter(ModelDrafter):

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
-from ..draft import Draft
-from ..errors import UserError
-from .trie import Trie
+from decode.core.errors import UserError
+from decode.core.proposal import Draft
+from decode.drafters.token_tree import Trie
 
 if TYPE_CHECKING:
-    from ..rng import Rng
-    from ..stop import StopRule
-    from ..trace import Round
+    from decode.core.rng import Rng
+    from decode.core.stopping import StopRule
+    from decode.core.trace import Round
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from .results import Ordering, Results, Table
+from decode.papers.results import Ordering, Results, Table
 
 __all__ = ["Ordering", "Paper", "Results", "Table", "papers"]
 
@@ -31,7 +31,7 @@ class Paper:
 
 def papers() -> dict[str, Paper]:
     """All papers by the name that the command takes."""
-    from . import adaptix, adasd, adaspec, adaspeed, ears
+    from decode.papers import adaptix, adasd, adaspec, adaspeed, ears
 
     return {
         "adasd": adasd.PAPER,

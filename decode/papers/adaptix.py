@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from . import Paper
-from .results import (
+from decode.papers import Paper
+from decode.papers.results import (
     Estimate,
     Ordering,
     Result,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from . import Paper
-from .results import (
+from decode.papers import Paper
+from decode.papers.results import (
     Ordering,
     Result,
     Results,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from . import Paper
-from .results import Estimate, Ordering, Results, Row, Table, number
+from decode.papers import Paper
+from decode.papers.results import Estimate, Ordering, Results, Row, Table, number
 
 TASKS = ("gsm8k", "alpaca", "mbpp", "cnn-dailymail", "xsum")
 MAIN_RESULTS = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from . import Paper
-from .results import Ordering, Results, Table, faster, number, ratio_text, speed_ratio
+from decode.papers import Paper
+from decode.papers.results import Ordering, Results, Table, faster, number, ratio_text, speed_ratio
 
 METHODS = {
     "layerskip": "LayerSkip",

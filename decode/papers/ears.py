@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from . import Paper
-from .results import Ordering, Result, Results, Table, difference, faster, number, ratio_text, score, speed_ratio
+from decode.papers import Paper
+from decode.papers.results import (
+    Ordering,
+    Result,
+    Results,
+    Table,
+    difference,
+    faster,
+    number,
+    ratio_text,
+    score,
+    speed_ratio,
+)
 
 BASELINE = "vanilla"
 MAIN = "ears draft_length=5 beta=0.1"

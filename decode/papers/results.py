@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..cost import CostModel
-from ..rows import RESAMPLES, median_interval
+from decode.measure.cost import CostModel
+from decode.measure.statistics import RESAMPLES, median_interval
 
 Row = Mapping[str, Any]
 Verdict = Literal["held", "not held", "within error"]
@@ -102,7 +102,7 @@ class Result:
 
 
 class Results:
-    """The report of one configuration (`decode.report.write_report`, or a report of ``distill``).
+    """The report of one configuration (`decode.report.tables.write_report`, or a report of ``distill``).
 
     Attributes:
         report: the whole report.

@@ -19,13 +19,13 @@ from rich.progress import track
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from decode.errors import UserError
-from decode.suites.files import Row, quiet_datasets
-from distill.data.examples import IGNORE, Example, chat_examples, pair_examples, text_examples
-from distill.data.masks import check_masks, show
-from distill.data.settings import DataSettings
+from decode.core.errors import UserError
+from decode.prompts.files import Row, quiet_datasets
+from distill.config.data import DataSettings
+from distill.data.label_masks import check_masks, show
 from distill.data.sources import SPLITS, Rows, load_rows
-from distill.data.tokenizer import train_tokenizer
+from distill.data.tokenize import IGNORE, Example, chat_examples, pair_examples, text_examples
+from distill.data.train_tokenizer import train_tokenizer
 
 PROGRESS_FROM = 2000
 """Examples of a split from which a progress bar is shown."""

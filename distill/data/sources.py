@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decode.errors import UserError
-from decode.suites.arithmetic import problems
-from decode.suites.files import READERS, Row, load_hub, read_rows
-from decode.suites.presets import PRESETS, Preset, held_out
-from distill.data.settings import DataSettings
+from decode.core.errors import UserError
+from decode.prompts.arithmetic import problems
+from decode.prompts.files import READERS, Row, load_hub, read_rows
+from decode.prompts.presets import PRESETS, Preset, held_out
+from distill.config.data import DataSettings
 
 SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}

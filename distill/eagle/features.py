@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.feature_head import FeatureHead
-from distill.batches import Batch, EvalBatches, Ints, Rows
-from distill.models import Head
-from distill.signals import Array, cached
+from decode.models.eagle.head import FeatureHead
+from distill.data.batch_schedule import Batch, EvalBatches, Ints, Rows
+from distill.models.loading import Head
+from distill.teacher.signal_cache import Array, cached
 
 STATES, REFERENCE = "states", "reference"
 """Names of the values: the target's states ``[tokens, width]``, the reference's losses ``[tokens, steps]``."""

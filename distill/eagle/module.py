@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from decode.feature_head import FeatureHead
-from distill.batches import Batch, EvalBatches, Rows
+from decode.models.eagle.head import FeatureHead
+from distill.config.eagle import EagleSettings
+from distill.config.settings import TrainingSettings
+from distill.data.batch_schedule import Batch, EvalBatches, Rows
 from distill.eagle.features import REFERENCE, FeatureSource, per_example
-from distill.eagle.settings import EagleSettings
-from distill.losses import label_mask
-from distill.module import Module
-from distill.selection import Selection
-from distill.settings import TrainingSettings
-from distill.signals import Array, cached
+from distill.losses.rows import label_mask
+from distill.losses.token_selection import Selection
+from distill.teacher.signal_cache import Array, cached
+from distill.training.base_module import Module
 
 
 @dataclass

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decode.draft import Draft
+from decode.core.proposal import Draft
+from decode.core.rng import Rng
+from decode.core.sampling import Warp
+from decode.core.target import Target
+from decode.core.trace import Trace
 from decode.loop import System, decode
-from decode.rng import Rng
-from decode.runner import Runner
-from decode.target import Target
-from decode.trace import Trace
-from decode.warp import Warp
+from decode.models.huggingface import Runner
 
 Law = dict[tuple[int, ...], float]
 NEGLIGIBLE = 1e-17  # branches of less mass are rounding noise; ten thousand of them stay below the tolerance

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from decode.datastore import Datastore
-from decode.datastore import build as build_datastore
-from decode.draft import Draft
-from decode.drafters import Drafter, NoDrafter
+from decode.core.drafter import Drafter, NoDrafter
+from decode.core.proposal import Draft
+from decode.core.rng import Rng
+from decode.core.stopping import StopRule
+from decode.drafters.adaptix.drafter import TrigramDrafter
+from decode.drafters.adaptix.ngrams import NgramTable, build_trigram_table
 from decode.drafters.lookahead import LookaheadDrafter
-from decode.drafters.lookup import LookupDrafter
-from decode.drafters.ngrams import NgramTable, build_trigram_table
-from decode.drafters.retrieval import RetrievalDrafter
-from decode.drafters.trigram import TrigramDrafter
-from decode.rng import Rng
-from decode.stop import StopRule
+from decode.drafters.prompt_lookup import LookupDrafter
+from decode.drafters.rest.datastore import Datastore
+from decode.drafters.rest.datastore import build as build_datastore
+from decode.drafters.rest.drafter import RetrievalDrafter
 
 
 @dataclass

@@ -12,17 +12,17 @@ import torch
 from pairs import make_pair, make_suite, make_tokenizer
 from rich.console import Console
 
-from decode.bench import COLUMNS, Bench, run_bench
-from decode.compare import Checkpoint, choose_methods, draft_names
-from decode.contenders import Contender, Entrant, plan
-from decode.errors import UserError
-from decode.parts import MethodOptions
-from decode.report import ratios, table, write_report
-from decode.rows import Record, Take, identical_share, median_interval, paired_ratios, plain
-from decode.settings import BenchSettings
-from decode.setup import open_suites
-from decode.stream import encode_prompt
-from decode.workbench import BenchOptions
+from decode.commands.bench import Checkpoint, choose_methods, draft_names
+from decode.commands.settings import BenchSettings
+from decode.commands.setup import open_suites
+from decode.core.errors import UserError
+from decode.core.options import MethodOptions
+from decode.measure.benchmark import COLUMNS, Bench, run_bench
+from decode.measure.entries import Contender, Entrant, plan
+from decode.measure.session import BenchOptions
+from decode.measure.statistics import Record, Take, identical_share, median_interval, paired_ratios, plain
+from decode.models.text import encode_prompt
+from decode.report.tables import ratios, table, write_report
 
 METHODS = [
     "vanilla",
@@ -266,7 +266,7 @@ def test_a_peer_that_refuses_is_a_note_and_not_the_end(tiny, models):
 
 
 def test_turns_of_a_chat_follow_the_targets_own_answers(models):
-    from decode.suites import Prompt, Suite
+    from decode.prompts.suites import Prompt, Suite
 
     tokenizer = make_tokenizer(chat=True)
     suite = Suite("chat", [Prompt("c/0", "Hello", None, turns=("Hello", "And then?"))], None)

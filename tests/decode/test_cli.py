@@ -7,8 +7,8 @@ from typing import Literal
 
 import pytest
 
-from decode.cli import known_keys, parse, run_main, take_flag
-from decode.errors import UserError
+from decode.commands.command_line import known_keys, parse, run_main, take_flag
+from decode.core.errors import UserError
 
 
 @dataclass

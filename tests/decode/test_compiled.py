@@ -12,20 +12,20 @@ from families import RUNNER_PATHS, VOCAB
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode import compiled
-from decode.compiled import CompiledRunner, check_compile, open_compiled
-from decode.draft import Draft
-from decode.errors import UserError
-from decode.exits import Part
+from decode.commands.settings import GenerateSettings
+from decode.commands.setup import check_models
+from decode.core.errors import UserError
+from decode.core.options import MethodOptions, Parts
+from decode.core.proposal import Draft
+from decode.core.rng import TorchRng
+from decode.core.sampling import Warp
+from decode.core.target import Target
 from decode.loop import decode
 from decode.methods import build
-from decode.parts import MethodOptions, Parts
-from decode.rng import TorchRng
-from decode.runner import open_runner
-from decode.settings import GenerateSettings
-from decode.setup import check_models
-from decode.target import Target
-from decode.warp import Warp
+from decode.models import compiled
+from decode.models.compiled import CompiledRunner, check_compile, open_compiled
+from decode.models.huggingface import open_runner
+from decode.models.partial import Part
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
 PROMPT = TEXT[:6]

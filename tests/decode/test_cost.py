@@ -9,8 +9,12 @@ import pytest
 import torch
 from pairs import make_pair, make_tokenizer
 
-from decode.alpha import offline_alpha
-from decode.cost import (
+from decode.core.options import MethodOptions, Parts
+from decode.core.sampling import Warp
+from decode.core.target import Target
+from decode.loop import decode
+from decode.measure.acceptance_offline import offline_alpha
+from decode.measure.cost import (
     CostModel,
     best_length,
     break_even,
@@ -22,13 +26,9 @@ from decode.cost import (
     tokens_per_round,
     verdict,
 )
-from decode.loop import decode
+from decode.measure.forward_timer import watch_forwards
 from decode.methods import build
-from decode.parts import MethodOptions, Parts
-from decode.runner import open_runner
-from decode.target import Target
-from decode.warp import Warp
-from decode.watch import watch_forwards
+from decode.models.huggingface import open_runner
 
 
 def flat(n: float) -> float:

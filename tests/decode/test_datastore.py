@@ -6,11 +6,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decode import datastore
-from decode.datastore import FILE, Datastore, build, save_datastore, suffix_array
-from decode.drafters import corpus
-from decode.drafters.corpus import join_documents, read_texts, tokenize_files, tokenizer_fingerprint
-from decode.errors import UserError
+from decode.core.errors import UserError
+from decode.drafters import corpus_files as corpus
+from decode.drafters.corpus_files import join_documents, read_texts, tokenize_files, tokenizer_fingerprint
+from decode.drafters.rest import datastore
+from decode.drafters.rest.datastore import FILE, Datastore, build, save_datastore, suffix_array
 
 
 def random_documents(source, vocabulary, count=8, longest=60):

@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from decode.__main__ import main
-from decode.dry_run import preset_row, row_with, shrink, write_rows
-from decode.errors import UserError
-from decode.settings import BenchSettings
-from decode.shapes import FAMILIES, family_of
-from decode.suites import load_suite
-from decode.suites.presets import PRESETS
+from decode.commands.bench_dry_run import preset_row, row_with, shrink, write_rows
+from decode.commands.settings import BenchSettings
+from decode.core.errors import UserError
+from decode.models.tiny import FAMILIES, family_of
+from decode.prompts.presets import PRESETS
+from decode.prompts.suites import load_suite
 
 
 @pytest.fixture(autouse=True)

@@ -6,19 +6,19 @@ import pytest
 import torch
 from enumeration import Experiment
 
-from decode.draft import Draft
+from decode.core.errors import UserError
+from decode.core.options import MethodOptions, Parts
+from decode.core.proposal import Draft
+from decode.core.rng import TorchRng
+from decode.core.sampling import Warp
+from decode.core.stopping import StopRule, max_probability, token_probability
+from decode.core.target import Target
+from decode.core.thresholds import Fixed
 from decode.drafters.early_exit import EarlyExitDrafter
-from decode.errors import UserError
-from decode.exits import FAMILIES, Part, PartialRunner, early_exit, separate_copy, walkable
 from decode.loop import System, decode, rounds
 from decode.methods import build
-from decode.parts import MethodOptions, Parts
-from decode.rng import TorchRng
-from decode.runner import open_runner
-from decode.stop import StopRule, max_probability, token_probability
-from decode.target import Target
-from decode.thresholds import Fixed
-from decode.warp import Warp
+from decode.models.huggingface import open_runner
+from decode.models.partial import FAMILIES, Part, PartialRunner, early_exit, separate_copy, walkable
 
 WALKED = ["llama", "llama-mha", "llama-tied", "mistral", "qwen2", "qwen3", "phi", "gpt_neox", "gpt_neox-sequential"]
 DEPTH = 4

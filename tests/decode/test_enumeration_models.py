@@ -12,14 +12,14 @@ from scripted import RandomTree, corpus_drafters
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.drafters import Drafter
-from decode.drafters.model import ModelDrafter
-from decode.exits import PartialRunner
+from decode.core.drafter import Drafter
+from decode.core.sampling import Warp
+from decode.core.stopping import StopRule, negative_entropy, token_probability
+from decode.core.thresholds import Fixed, MeanOfRejected
+from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System
-from decode.runner import Runner
-from decode.stop import StopRule, negative_entropy, token_probability
-from decode.thresholds import Fixed, MeanOfRejected
-from decode.warp import Warp
+from decode.models.huggingface import Runner
+from decode.models.partial import PartialRunner
 
 TOLERANCE = 1e-12
 VOCAB = 8

@@ -11,22 +11,22 @@ from families import VOCAB, WIDTH, in_double
 from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
 from transformers import PreTrainedModel
 
-from decode.alpha import offline_alpha, response_logits
-from decode.drafters.feature import FeatureDrafter, FeatureTreeDrafter
-from decode.errors import UserError
-from decode.exits import PartialRunner
-from decode.feature_head import FeatureHead, head_logits
-from decode.head_files import head_config, is_head, load_head, save_head
-from decode.head_runner import HeadRunner
+from decode.core.errors import UserError
+from decode.core.options import MethodOptions, Parts
+from decode.core.rng import TorchRng
+from decode.core.sampling import Warp
+from decode.core.stopping import StopRule, negative_entropy
+from decode.core.target import Target
+from decode.core.thresholds import MeanOfRejected
+from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter
 from decode.loop import System, decode
+from decode.measure.acceptance_offline import offline_alpha, response_logits
 from decode.methods import build
-from decode.parts import MethodOptions, Parts
-from decode.rng import TorchRng
-from decode.runner import Runner, open_runner
-from decode.stop import StopRule, negative_entropy
-from decode.target import Target
-from decode.thresholds import MeanOfRejected
-from decode.warp import Warp
+from decode.models.eagle.files import head_config, is_head, load_head, save_head
+from decode.models.eagle.head import FeatureHead, head_logits
+from decode.models.eagle.runner import HeadRunner
+from decode.models.huggingface import Runner, open_runner
+from decode.models.partial import PartialRunner
 
 FAMILIES = ["llama", "qwen3", "gpt_neox", "gpt2"]
 SMALL = 8

@@ -13,27 +13,29 @@ from pairs import TEXT, make_pair, make_suite, make_tokenizer
 from tokenizers_of_kinds import byte_level, sentencepiece, spelled_out
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from decode import generate, loop, profile, vocabulary
-from decode.alpha import draft_logits
-from decode.bench import run_bench
-from decode.contenders import plan
-from decode.drafters.model import ModelDrafter
-from decode.errors import UserError
-from decode.foreign import ForeignDraft, ForeignRunner
-from decode.head_runner import open_draft_runner
+from decode import loop
+from decode.commands import generate, profile
+from decode.commands.settings import GenerateSettings, ProfileSettings
+from decode.commands.setup import open_draft
+from decode.core.errors import UserError
+from decode.core.options import Parts
+from decode.core.rng import TorchRng
+from decode.core.sampling import Warp
+from decode.core.stopping import StopRule, token_probability
+from decode.core.target import Target
+from decode.core.thresholds import Fixed
+from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode
+from decode.measure.acceptance_offline import draft_logits
+from decode.measure.benchmark import run_bench
+from decode.measure.entries import plan
+from decode.measure.session import BenchOptions
 from decode.methods import STOPS
-from decode.parts import Parts
-from decode.rng import TorchRng
-from decode.runner import open_runner
-from decode.settings import GenerateSettings, ProfileSettings
-from decode.setup import open_draft
-from decode.stop import StopRule, token_probability
-from decode.target import Target
-from decode.thresholds import Fixed
-from decode.vocabulary import Intersection, Vocabulary
-from decode.warp import Warp
-from decode.workbench import BenchOptions
+from decode.models import vocabulary
+from decode.models.eagle.runner import open_draft_runner
+from decode.models.foreign import ForeignDraft, ForeignRunner
+from decode.models.huggingface import open_runner
+from decode.models.vocabulary import Intersection, Vocabulary
 
 TOLERANCE = 1e-12
 SAMPLE = Warp(temperature=0.7)

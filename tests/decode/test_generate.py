@@ -10,11 +10,11 @@ import pytest
 import torch
 from pairs import TEXT, make_tokenizer, save_pair
 
-from decode.errors import UserError
-from decode.generate import run, start
-from decode.load import load_model
-from decode.settings import GenerateSettings
-from decode.stream import Detokenizer, encode_prompt, marked, stop_at
+from decode.commands.generate import run, start
+from decode.commands.settings import GenerateSettings
+from decode.core.errors import UserError
+from decode.models.open import load_model
+from decode.models.text import Detokenizer, encode_prompt, marked, stop_at
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_chat_puts_the_prompt_into_the_template(folder):
     ],
 )
 def test_mistakes_are_told_before_any_model_is_loaded(folder, monkeypatch, changes, message):
-    monkeypatch.setattr("decode.setup.load_model", lambda *args, **extra: pytest.fail("loaded a model"))
+    monkeypatch.setattr("decode.commands.setup.load_model", lambda *args, **extra: pytest.fail("loaded a model"))
     with pytest.raises(UserError, match=message):
         start(settings_for(folder, **changes), "Hi")
 

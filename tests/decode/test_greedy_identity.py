@@ -9,16 +9,16 @@ from families import CONTEXT, FAMILIES, NOT_REPRODUCED, RUNNER_PATHS, VOCAB, res
 from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
 from scripted import WAYS, Oracle, RandomTree, corpus_drafters
 
-from decode.drafters import Drafter
-from decode.drafters.model import ModelDrafter
-from decode.fast import supports
+from decode.core.drafter import Drafter
+from decode.core.options import Parts
+from decode.core.sampling import Warp
+from decode.core.stopping import StopRule
+from decode.core.target import Target
+from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode
 from decode.methods import STOPS
-from decode.parts import Parts
-from decode.runner import Runner, open_runner
-from decode.stop import StopRule
-from decode.target import Target
-from decode.warp import Warp
+from decode.models.fast import supports
+from decode.models.huggingface import Runner, open_runner
 
 
 @pytest.fixture(scope="module")

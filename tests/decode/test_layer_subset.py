@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decode.drafters.layer_subset import acceptance, search, target_rows
-from decode.exits import Part, PartialRunner
-from decode.warp import Warp
+from decode.core.sampling import Warp
+from decode.drafters.layer_search import acceptance, search, target_rows
+from decode.models.partial import Part, PartialRunner
 
 DEPTH = 4
 GREEDY = Warp()

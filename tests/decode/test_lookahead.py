@@ -3,11 +3,11 @@ import random
 import pytest
 import torch
 
+from decode.core.errors import UserError
+from decode.core.rng import TorchRng
+from decode.core.stopping import StopRule
+from decode.core.trace import Round
 from decode.drafters.lookahead import LookaheadDrafter
-from decode.errors import UserError
-from decode.rng import TorchRng
-from decode.stop import StopRule
-from decode.trace import Round
 
 RNG, STOP, VOCAB = TorchRng(seed=0), StopRule(), 50
 

@@ -2,10 +2,10 @@ import random
 
 import pytest
 
-from decode.drafters.lookup import LookupDrafter
-from decode.errors import UserError
-from decode.rng import TorchRng
-from decode.stop import StopRule
+from decode.core.errors import UserError
+from decode.core.rng import TorchRng
+from decode.core.stopping import StopRule
+from decode.drafters.prompt_lookup import LookupDrafter
 
 RNG = TorchRng(seed=0)
 WIDE = StopRule(window=100)

@@ -12,18 +12,18 @@ from families import CONTEXT, FAMILIES, VOCAB
 from scripted import Oracle
 from transformers import PreTrainedModel
 
-from decode.draft import Draft
-from decode.drafters import NoDrafter
-from decode.drafters.model import ModelDrafter
-from decode.errors import UserError
-from decode.fast import supports
+from decode.core.acceptance import Ears
+from decode.core.drafter import NoDrafter
+from decode.core.errors import UserError
+from decode.core.proposal import Draft
+from decode.core.rng import TorchRng
+from decode.core.sampling import Warp
+from decode.core.stopping import StopRule
+from decode.core.target import Target
+from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode, rounds
-from decode.rng import TorchRng
-from decode.rules import Ears
-from decode.runner import Runner, open_runner
-from decode.stop import StopRule
-from decode.target import Target
-from decode.warp import Warp
+from decode.models.fast import supports
+from decode.models.huggingface import Runner, open_runner
 
 PROMPT = [3, 7, 1, 9, 3, 7]
 SAMPLE = Warp(temperature=1.0)

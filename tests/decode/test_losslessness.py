@@ -11,17 +11,17 @@ from scripted import RandomTree, corpus_drafters
 from torch import Tensor
 
 from decode import loop
-from decode.draft import Draft
-from decode.drafters.lookup import LookupDrafter
-from decode.drafters.model import ModelDrafter
+from decode.core.acceptance import Ears, Exact, Fuzzy, JensenShannon, Typical
+from decode.core.options import Parts
+from decode.core.proposal import Draft
+from decode.core.rng import Rng, TorchRng
+from decode.core.sampling import Warp
+from decode.core.stopping import StopRule, max_probability, negative_entropy, token_probability
+from decode.core.thresholds import Fixed
+from decode.drafters.draft_model import ModelDrafter
+from decode.drafters.prompt_lookup import LookupDrafter
 from decode.loop import System
 from decode.methods import STOPS
-from decode.parts import Parts
-from decode.rng import Rng, TorchRng
-from decode.rules import Ears, Exact, Fuzzy, JensenShannon, Typical
-from decode.stop import StopRule, max_probability, negative_entropy, token_probability
-from decode.thresholds import Fixed
-from decode.warp import Warp
 
 TOLERANCE = 1e-12
 PROMPT = [0, 2, 1, 0, 2]

@@ -11,15 +11,15 @@ from families import build_tiny
 from scipy.stats import chi2
 from scripted import RandomTree
 
-from decode.drafters.model import ModelDrafter
+from decode.core.acceptance import Ears
+from decode.core.rng import TorchRng
+from decode.core.sampling import Warp
+from decode.core.stopping import StopRule, token_probability
+from decode.core.target import Target
+from decode.core.thresholds import Fixed
+from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode
-from decode.rng import TorchRng
-from decode.rules import Ears
-from decode.runner import open_runner
-from decode.stop import StopRule, token_probability
-from decode.target import Target
-from decode.thresholds import Fixed
-from decode.warp import Warp
+from decode.models.huggingface import open_runner
 
 
 def p_value(counts: Counter, law: Law) -> float:

@@ -11,9 +11,9 @@ import pytest
 from pairs import save_pair
 
 from decode.__main__ import COMMANDS, main
-from decode.arguments import tidy
-from decode.configs import configured
-from decode.settings import BenchSettings, GenerateSettings, default_suites
+from decode.commands.arguments import tidy
+from decode.commands.configs import configured
+from decode.commands.settings import BenchSettings, GenerateSettings, default_suites
 
 ROOT = Path(__file__).parents[2]
 
@@ -205,7 +205,7 @@ def test_stores_are_built_from_files_and_suites_and_serve_the_bench(folder, tmp_
 
 
 def test_an_interrupted_bench_writes_what_it_measured(folder, tmp_path, capsys, monkeypatch):
-    from decode import compare
+    from decode.commands import bench as compare
 
     measured = []
 

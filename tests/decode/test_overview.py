@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from decode.__main__ import main
-from decode.errors import UserError
-from decode.overview import FIGURE_BYTES, SAMPLE_BYTES, overview
-from decode.runs import find_reports, read_runs
+from decode.core.errors import UserError
+from decode.report.all_runs import FIGURE_BYTES, SAMPLE_BYTES, overview
+from decode.report.read_runs import find_reports, read_runs
 
 EVIL = '<script>alert("1")</script>'
 MACHINE = {"cpu": "a CPU", "cores": 2, "threads": 1, "torch": "2", "transformers": "5"}

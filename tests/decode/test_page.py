@@ -6,8 +6,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from decode import plots
-from decode.page import LOSSLESS, RELAXED, Column, Page, Tile, unique_ids, write_text
+from decode.report import plots
+from decode.report.page import LOSSLESS, RELAXED, Column, Page, Tile, unique_ids, write_text
 
 METHODS = [
     {"name": "vanilla", "speedup": 1.6, "speedup_ci95": [1.5, 1.7], "predicted_speedup": 1.7, "tv_spent": 0.0},

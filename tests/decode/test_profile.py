@@ -7,13 +7,13 @@ import json
 import pytest
 from pairs import make_pair, make_suite, make_tokenizer, save_pair
 
-from decode.alpha import offline_alpha
-from decode.cost import predicted_speedup
-from decode.errors import UserError
-from decode.profile import measure, run
-from decode.settings import ProfileSettings
-from decode.warp import Warp
-from decode.workbench import BenchOptions, Workbench
+from decode.commands.profile import measure, run
+from decode.commands.settings import ProfileSettings
+from decode.core.errors import UserError
+from decode.core.sampling import Warp
+from decode.measure.acceptance_offline import offline_alpha
+from decode.measure.cost import predicted_speedup
+from decode.measure.session import BenchOptions, Workbench
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from decode.datastore import Datastore, build
-from decode.drafters.corpus import tokenizer_fingerprint
-from decode.drafters.retrieval import RetrievalDrafter, open_rest
-from decode.drafters.trie import Trie, heaviest_tree
-from decode.errors import UserError
-from decode.rng import TorchRng
-from decode.stop import StopRule
+from decode.core.errors import UserError
+from decode.core.rng import TorchRng
+from decode.core.stopping import StopRule
+from decode.drafters.corpus_files import tokenizer_fingerprint
+from decode.drafters.rest.datastore import Datastore, build
+from decode.drafters.rest.drafter import RetrievalDrafter, open_rest
+from decode.drafters.token_tree import Trie, heaviest_tree
 
 RNG, STOP = TorchRng(seed=0), StopRule()
 

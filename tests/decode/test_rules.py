@@ -13,15 +13,15 @@ from enumeration import Experiment, ScriptedRunner, enumerate_runs, random_table
 from scripted import RandomTree
 from torch import Tensor
 
-from decode.draft import Draft
-from decode.drafters.model import ModelDrafter
+from decode.core.acceptance import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical, entropy, js_distance
+from decode.core.proposal import Draft
+from decode.core.rng import Rng, TorchRng
+from decode.core.sampling import Warp
+from decode.core.stopping import StopRule
+from decode.core.target import Target
+from decode.core.trace import Round
+from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode
-from decode.rng import Rng, TorchRng
-from decode.rules import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical, entropy, js_distance
-from decode.stop import StopRule
-from decode.target import Target
-from decode.trace import Round
-from decode.warp import Warp
 
 Law = list[Fraction]
 

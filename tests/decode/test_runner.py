@@ -13,11 +13,11 @@ from families import RUNNER_PATHS, VOCAB
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from decode import fast as fast_module
-from decode.draft import Draft
-from decode.errors import UserError
-from decode.runner import Runner, open_runner, tree_mask
-from decode.target import Target
+from decode.core.errors import UserError
+from decode.core.proposal import Draft
+from decode.core.target import Target
+from decode.models import fast as fast_module
+from decode.models.huggingface import Runner, open_runner, tree_mask
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
 IDS = [f"{family}-{'fast' if fast else 'ordinary'}" for family, fast in RUNNER_PATHS]

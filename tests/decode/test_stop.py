@@ -11,12 +11,11 @@ from enumeration import ScriptedRunner, random_table
 from sklearn.metrics import roc_curve
 from torch import Tensor
 
-from decode.draft import Draft
-from decode.drafters.model import ModelDrafter
-from decode.methods import METHODS, STOPS, build
-from decode.parts import MethodOptions, Parts
-from decode.rng import TorchRng
-from decode.stop import (
+from decode.core.options import MethodOptions, Parts
+from decode.core.proposal import Draft
+from decode.core.rng import TorchRng
+from decode.core.sampling import Warp
+from decode.core.stopping import (
     Step,
     StopRule,
     max_probability,
@@ -24,9 +23,10 @@ from decode.stop import (
     token_probability,
     warped_token_probability,
 )
-from decode.thresholds import CostOptimal, Fixed, MeanOfRejected, Roc, TargetAcceptance, Threshold
-from decode.trace import Round
-from decode.warp import Warp
+from decode.core.thresholds import CostOptimal, Fixed, MeanOfRejected, Roc, TargetAcceptance, Threshold
+from decode.core.trace import Round
+from decode.drafters.draft_model import ModelDrafter
+from decode.methods import METHODS, STOPS, build
 
 
 def chain_round(drafted: int, accepted: int, seconds: tuple[float, float] = (0.0, 0.0)) -> Round:

@@ -6,10 +6,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from decode.errors import UserError
-from decode.suites import load_suite
-from decode.suites.files import read_rows
-from decode.suites.presets import PRESETS, held_out
+from decode.core.errors import UserError
+from decode.prompts.files import read_rows
+from decode.prompts.presets import PRESETS, held_out
+from decode.prompts.suites import load_suite
 
 ROWS = [{"question": f"What is {n} plus {n}?", "answer": f"{n}+{n}={2 * n}\n#### {2 * n}"} for n in range(20)]
 

@@ -2,9 +2,9 @@ import re
 
 import pytest
 
-from decode.errors import UserError
-from decode.suites import arithmetic
-from decode.suites.arithmetic import SIZES, check_solution, problem, problems, split_of
+from decode.core.errors import UserError
+from decode.prompts import arithmetic
+from decode.prompts.arithmetic import SIZES, check_solution, problem, problems, split_of
 
 SPLITS = ("train", "validation", "test")
 

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from decode.errors import UserError
-from decode.suites import sandbox
-from decode.suites.sandbox import runs_cleanly
-from decode.suites.scorers import (
+from decode.core.errors import UserError
+from decode.prompts import sandbox
+from decode.prompts.sandbox import runs_cleanly
+from decode.prompts.scorers import (
     final_number,
     humaneval_program,
     humaneval_score,

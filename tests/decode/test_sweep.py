@@ -10,14 +10,14 @@ import yaml
 from pairs import save_pair
 from wandb.sdk.launch.sweeps import utils
 
-from decode import compare
 from decode.__main__ import _bench_settings, main
-from decode.agent import summary
-from decode.errors import UserError
-from decode.markup import Column
-from decode.runs import find_reports, read_runs
-from decode.sweep import Point, grid, take_sweep
-from decode.sweep_page import bounds, horizontal, swept
+from decode.commands import bench as compare
+from decode.commands.agent import summary
+from decode.commands.sweep import Point, grid, take_sweep
+from decode.core.errors import UserError
+from decode.report.markup import Column
+from decode.report.read_runs import find_reports, read_runs
+from decode.report.sweep_page import bounds, horizontal, swept
 
 
 def test_sweeps_are_taken_from_the_arguments_and_everything_else_stays() -> None:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.draft import Draft
+from decode.core.proposal import Draft
+from decode.core.rng import TorchRng
+from decode.core.sampling import Warp
+from decode.core.stopping import StopRule
+from decode.core.target import Target
+from decode.core.trace import FORMULAS, Round, Trace
 from decode.loop import System, decode, rejected_tokens, who_wrote
-from decode.rng import TorchRng
-from decode.stop import StopRule
-from decode.target import Target
-from decode.trace import FORMULAS, Round, Trace
-from decode.warp import Warp
 
 
 def make_round(tokens: list[int], parents: list[int], path: list[int], token: int = 9) -> Round:

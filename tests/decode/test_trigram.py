@@ -5,13 +5,13 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from decode.drafters.mcts import C1, C2, most_visited, search
-from decode.drafters.ngrams import NgramTable, build_trigram_table
-from decode.drafters.trigram import TrigramDrafter
-from decode.errors import UserError
+from decode.core.errors import UserError
+from decode.core.rng import TorchRng
+from decode.core.stopping import StopRule
+from decode.drafters.adaptix.drafter import TrigramDrafter
+from decode.drafters.adaptix.ngrams import NgramTable, build_trigram_table
+from decode.drafters.adaptix.search import C1, C2, most_visited, search
 from decode.loop import System
-from decode.rng import TorchRng
-from decode.stop import StopRule
 
 RNG, STOP = TorchRng(seed=0), StopRule()
 

@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers_of_kinds import OTHER, byte_level, sentencepiece, spelled_out
 from transformers import PreTrainedTokenizerFast
 
-from decode import vocabulary
-from decode.errors import UserError
-from decode.vocabulary import BOS, CHARACTERS, EOS, Intersection, Vocabulary
+from decode.core.errors import UserError
+from decode.models import vocabulary
+from decode.models.vocabulary import BOS, CHARACTERS, EOS, Intersection, Vocabulary
 
 KINDS = {"byte-level": byte_level, "sentencepiece": sentencepiece}
 

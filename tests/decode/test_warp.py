@@ -15,17 +15,17 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from decode.drafters.model import ModelDrafter
-from decode.errors import UserError
+from decode.core.errors import UserError
+from decode.core.options import Parts
+from decode.core.rng import TorchRng
+from decode.core.sampling import TopP, Warp, argmax, one_hot
+from decode.core.stopping import StopRule
+from decode.core.target import Target
+from decode.core.trace import Trace
+from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, rounds
 from decode.methods import build
-from decode.parts import Parts
-from decode.rng import TorchRng
-from decode.runner import open_runner
-from decode.stop import StopRule
-from decode.target import Target
-from decode.trace import Trace
-from decode.warp import TopP, Warp, argmax, one_hot
+from decode.models.huggingface import open_runner
 
 PROMPT = [3, 7, 1, 9, 3, 7, 22, 3]
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}

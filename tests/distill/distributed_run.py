@@ -27,9 +27,9 @@ torch.set_num_threads(1)
 from distributed_settings import WAYS, settings_of  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from distill.pipeline import run_stages  # noqa: E402
-from distill.run import Run  # noqa: E402
-from distill.stages import Bench  # noqa: E402
+from distill.pipeline.run_dir import Run  # noqa: E402
+from distill.pipeline.runner import run_stages  # noqa: E402
+from distill.pipeline.stages import Bench  # noqa: E402
 
 if __name__ == "__main__":
     for way in WAYS:

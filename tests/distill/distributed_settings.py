@@ -5,9 +5,9 @@ from pathlib import Path
 
 from tiny_run import tiny_settings
 
-from distill.draft_settings import Scope
-from distill.response_settings import ResponseSettings
-from distill.settings import ComparisonSettings, InitialDraftSettings, Settings, TargetSettings
+from distill.config.drafts import Scope
+from distill.config.responses import ResponseSettings
+from distill.config.settings import ComparisonSettings, InitialDraftSettings, Settings, TargetSettings
 
 
 @dataclass

@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.table import Table
 from tiny_run import tiny_settings
 
-import distill.eagle.evaluate  # noqa: F401  (the pipeline loads it late; here it is loaded once, before all starts)
-from distill import pipeline
-from distill.fit import StageProgress
-from distill.run import Run
-from distill.settings import ComparisonSettings, Settings
+import distill.evaluation.eagle  # noqa: F401  (the pipeline loads it late; here it is loaded once, before all starts)
+from distill.config.settings import ComparisonSettings, Settings
+from distill.pipeline import runner as pipeline
+from distill.pipeline.run_dir import Run
+from distill.training.trainer import StageProgress
 
 HERE = Path(__file__).parent
 INTERVAL = 5

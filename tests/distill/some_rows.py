@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from distill.batches import Rows
-from distill.losses import IGNORE
-from distill.settings import TrainingSettings
+from distill.config.settings import TrainingSettings
+from distill.data.batch_schedule import Rows
+from distill.losses.rows import IGNORE
 
 TRAINING = TrainingSettings(steps=4, batch_size=2, lr=1e-2)
 

@@ -14,17 +14,17 @@ import torch
 from rich.console import Console
 from tiny_run import run_tiny, tiny_settings
 
-from decode.alpha import OfflineAlpha
-from decode.errors import UserError
-from distill.ablate import AblateSettings, ablate
-from distill.ablation_table import Measured, verdict
-from distill.divergences import Divergence, Pair
-from distill.draft_settings import AdaSpecSettings, ComparisonSettings
-from distill.keys import stage_keys
-from distill.objective import objective_of
-from distill.pipeline import run_of
-from distill.run import Run
-from distill.settings import DistillSettings, EagleSettings
+from decode.core.errors import UserError
+from decode.measure.acceptance_offline import OfflineAlpha
+from distill.config.drafts import AdaSpecSettings, ComparisonSettings
+from distill.config.settings import DistillSettings, EagleSettings
+from distill.experiments.ablate import AblateSettings, ablate
+from distill.experiments.ablation_table import Measured, verdict
+from distill.losses.divergences import Divergence, Pair
+from distill.losses.objective import objective_of
+from distill.pipeline.run_dir import Run
+from distill.pipeline.runner import run_of
+from distill.pipeline.stage_fingerprint import stage_keys
 
 STEPS = 10
 

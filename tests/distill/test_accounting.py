@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from distill.accounting import Account, Plan, account, label_tokens, plan_draft, plan_reference
-from distill.batches import Rows, Schedule
-from distill.settings import TrainingSettings
+from distill.config.settings import TrainingSettings
+from distill.data.batch_schedule import Rows, Schedule
+from distill.pipeline.training_budget import Account, Plan, account, label_tokens, plan_draft, plan_reference
 
 
 def test_the_official_scripts_numbers_come_out() -> None:

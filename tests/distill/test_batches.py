@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from distill.batches import EvalBatches, Rows, Schedule, TrainBatches
-from distill.losses import IGNORE, label_mask
+from distill.data.batch_schedule import EvalBatches, Rows, Schedule, TrainBatches
+from distill.losses.rows import IGNORE, label_mask
 
 
 def dataset() -> Dataset:

@@ -11,16 +11,17 @@ import torch
 from rich.console import Console
 from tiny_run import tiny_settings
 
-from decode.errors import UserError
-from distill import bench, bench_memory
+from decode.core.errors import UserError
 from distill.__main__ import main
-from distill.bench import BenchSettings, SpeedSettings
-from distill.divergences import Divergence
-from distill.fused import Task, fused_loss
-from distill.models import Head
-from distill.selection import top_share
-from distill.straightforward import selective_loss
-from distill.teacher import HiddenRows
+from distill.experiments import benchmark as bench
+from distill.experiments import benchmark_memory as bench_memory
+from distill.experiments.benchmark import BenchSettings, SpeedSettings
+from distill.experiments.huggingface_trainer import selective_loss
+from distill.losses.chunked_kl import Task, fused_loss
+from distill.losses.divergences import Divergence
+from distill.losses.token_selection import top_share
+from distill.models.loading import Head
+from distill.teacher.teacher import HiddenRows
 
 
 def here(work: Any, argument: Any, threads: int) -> Any:

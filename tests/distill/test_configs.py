@@ -17,18 +17,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from decode import compare
-from decode.cli import merge, parse, read_layers
-from decode.configs import configured
-from decode.dry_run import shrink as shrink_bench
-from decode.settings import BenchSettings
-from decode.shapes import family_of
+from decode.commands import bench as compare
+from decode.commands.bench_dry_run import shrink as shrink_bench
+from decode.commands.command_line import merge, parse, read_layers
+from decode.commands.configs import configured
+from decode.commands.settings import BenchSettings
+from decode.models.tiny import family_of
 from distill.__main__ import FOREIGN
-from distill.dry_run import shrink as shrink_run
-from distill.pipeline import run_stages
-from distill.run import Run
-from distill.settings import Settings
-from distill.stages import Bench
+from distill.config.settings import Settings
+from distill.pipeline.dry_run import shrink as shrink_run
+from distill.pipeline.run_dir import Run
+from distill.pipeline.runner import run_stages
+from distill.pipeline.stages import Bench
 from probes.dry_run import shrink as shrink_probes
 from probes.pipeline import run_probes
 from probes.settings import Settings as ProbesSettings

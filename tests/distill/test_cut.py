@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from tiny_run import killed, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from decode.cli import parse
-from decode.errors import UserError
-from decode.walk import decoder_layers, final_norm, state_of
-from distill.cut import cut, kept_layers
-from distill.models import Head, check_head
-from distill.settings import InitialDraftSettings, LoraSettings, Settings, TrainingSettings
+from decode.commands.command_line import parse
+from decode.core.errors import UserError
+from decode.models.structure import decoder_layers, final_norm, state_of
+from distill.config.settings import InitialDraftSettings, LoraSettings, Settings, TrainingSettings
+from distill.models.layer_pruning import cut, kept_layers
+from distill.models.loading import Head, check_head
 
 Tiny = Callable[..., PreTrainedModel]
 LAYERS = {"gpt2": "n_layer", "codegen": "n_layer"}

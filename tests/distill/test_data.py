@@ -7,10 +7,10 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from decode.errors import UserError
-from decode.suites import load_suite
-from decode.suites.arithmetic import check_solution
-from decode.suites.presets import PRESETS
+from decode.core.errors import UserError
+from decode.prompts.arithmetic import check_solution
+from decode.prompts.presets import PRESETS
+from decode.prompts.suites import load_suite
 from distill.data import IGNORE, DataSettings, collate, load_corpus, prompt_ids, show_example, train_tokenizer
 from distill.data.sources import load_rows
 

@@ -5,16 +5,10 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decode.errors import UserError
+from decode.core.errors import UserError
 from distill.data import IGNORE, prompt_ids, train_tokenizer
-from distill.data.examples import (
-    chat_examples,
-    encode_continuations,
-    encode_prompts,
-    pair_examples,
-    text_examples,
-)
-from distill.data.masks import check_masks, render, show
+from distill.data.label_masks import check_masks, render, show
+from distill.data.tokenize import chat_examples, encode_continuations, encode_prompts, pair_examples, text_examples
 
 TEXTS = ["How many pens are there?\nThere are 2+2 = <<2+2=4>>4 pens.\n#### 4", "user assistant says hello again"] * 9
 TEMPLATE = (

@@ -1,8 +1,8 @@
 import pytest
 from transformers import AutoTokenizer
 
-from decode.errors import UserError
-from decode.suites.arithmetic import problems
+from decode.core.errors import UserError
+from decode.prompts.arithmetic import problems
 from distill.data import train_tokenizer
 
 TEXTS = [f"{p.question}\n{p.solution}" for p in problems(0, "train", 300)]

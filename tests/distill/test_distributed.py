@@ -16,16 +16,16 @@ from families import build_tiny, in_double
 from safetensors.torch import load_file
 from tiny_run import run_tiny, tiny_settings
 
-from decode.errors import UserError
-from distill.batches import Batch, Rows, Schedule, TrainBatches
-from distill.losses import IGNORE
-from distill.modules import CausalLMModule, DistillModule
-from distill.objective import Objective
-from distill.run import Run
-from distill.selection import Selection
-from distill.settings import LoraSettings, TrainingSettings
-from distill.step import Step
-from distill.teacher import Target
+from decode.core.errors import UserError
+from distill.config.settings import LoraSettings, TrainingSettings
+from distill.data.batch_schedule import Batch, Rows, Schedule, TrainBatches
+from distill.losses.objective import Objective
+from distill.losses.rows import IGNORE
+from distill.losses.token_selection import Selection
+from distill.pipeline.run_dir import Run
+from distill.teacher.teacher import Target
+from distill.training.distillation import CausalLMModule, DistillModule
+from distill.training.step import Step
 
 HERE = Path(__file__).parent
 

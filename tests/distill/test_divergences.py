@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from distill.divergences import GRADIENTS, LOSSES, Divergence, Pair
+from distill.losses.divergences import GRADIENTS, LOSSES, Divergence, Pair
 
 HAND = {
     "forward_kl": 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75),

@@ -5,18 +5,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from decode.cli import parse
-from decode.shapes import FAMILIES
-from decode.suites.presets import PRESETS
-from distill import dry_run
+from decode.commands.command_line import parse
+from decode.models.tiny import FAMILIES
+from decode.prompts.presets import PRESETS
 from distill.__main__ import FOREIGN
+from distill.config.settings import InitialDraftSettings, Settings, TargetSettings, TrainingSettings
 from distill.data import DataSettings
-from distill.dry_run import shrink, stand_in
-from distill.models import Head, build_model, check_head, count_parameters
-from distill.pipeline import run_pipeline, run_stages
-from distill.run import Run
-from distill.settings import InitialDraftSettings, Settings, TargetSettings, TrainingSettings
-from distill.stages import Bench
+from distill.models.loading import Head, build_model, check_head, count_parameters
+from distill.pipeline import dry_run
+from distill.pipeline.dry_run import shrink, stand_in
+from distill.pipeline.run_dir import Run
+from distill.pipeline.runner import run_pipeline, run_stages
+from distill.pipeline.stages import Bench
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 

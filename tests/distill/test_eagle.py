@@ -15,33 +15,33 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny_run import bench, killed, run_tiny, tiny_settings
 
-from decode.alpha import offline_alpha
-from decode.cli import parse
-from decode.errors import UserError
-from decode.feature_head import FeatureHead, head_logits
-from decode.head_files import head_config, load_head
-from decode.head_runner import HeadRunner
-from decode.load import load_model
+from decode.commands.command_line import parse
+from decode.core.errors import UserError
+from decode.core.options import MethodOptions, Parts
+from decode.core.rng import TorchRng
+from decode.core.sampling import Warp
+from decode.core.target import Target
 from decode.loop import decode
+from decode.measure.acceptance_offline import offline_alpha
 from decode.methods import build
-from decode.parts import MethodOptions, Parts
-from decode.rng import TorchRng
-from decode.runner import open_runner
-from decode.target import Target
-from decode.warp import Warp
+from decode.models.eagle.files import head_config, load_head
+from decode.models.eagle.head import FeatureHead, head_logits
+from decode.models.eagle.runner import HeadRunner
+from decode.models.huggingface import open_runner
+from decode.models.open import load_model
 from distill.__main__ import FOREIGN
-from distill.ablate import AblateSettings, Meter, ablate
-from distill.batches import Rows
-from distill.eagle.export import check_files, check_head_path, export_head
+from distill.config.eagle import EagleSettings
+from distill.config.settings import AdaSpecSettings, ComparisonSettings, Settings
+from distill.data.batch_schedule import Rows
 from distill.eagle.features import STATES, FeatureSource
 from distill.eagle.module import drafting_steps
-from distill.eagle.settings import EagleSettings
-from distill.eagle.stages import frequent
-from distill.export import ExportSettings
-from distill.keys import stage_keys
-from distill.pipeline import run_of
-from distill.run import Run
-from distill.settings import AdaSpecSettings, ComparisonSettings, Settings
+from distill.experiments.ablate import AblateSettings, Meter, ablate
+from distill.export.draft import ExportSettings
+from distill.export.eagle import check_files, check_head_path, export_head
+from distill.pipeline.eagle_stages import frequent
+from distill.pipeline.run_dir import Run
+from distill.pipeline.runner import run_of
+from distill.pipeline.stage_fingerprint import stage_keys
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
 

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from distill.evaluate import Evaluation
-from distill.settings import EvaluationSettings
+from distill.config.settings import EvaluationSettings
+from distill.evaluation.evaluate import Evaluation
 
 
 def test_every_draft_is_timed_at_its_own_best_length_and_the_final_one_at_those_asked_for_too() -> None:

@@ -19,10 +19,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from decode.errors import UserError
-from distill import export
-from distill.card import export_profile, speculation_profile
-from distill.export import ExportSettings, check_export_path, export_draft, fit_vocabulary
+from decode.core.errors import UserError
+from distill.export import draft as export
+from distill.export.card import export_profile, speculation_profile
+from distill.export.draft import ExportSettings, check_export_path, export_draft, fit_vocabulary
 
 WORDS = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz0123456789.,+-*/=<>#?$", "tom", "has"]
 PROFILE = {

@@ -11,12 +11,12 @@ from families import build_tiny, in_double
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-import distill.fused
-from distill.divergences import LOSSES, Divergence
-from distill.fused import LossRows, Task, can_fuse, chunk_rows, fused_loss, plain_loss
-from distill.models import Head, last_hidden
-from distill.selection import top_share
-from distill.teacher import HiddenRows
+import distill.losses.chunked_kl
+from distill.losses.chunked_kl import LossRows, Task, can_fuse, chunk_rows, fused_loss, plain_loss
+from distill.losses.divergences import LOSSES, Divergence
+from distill.losses.token_selection import top_share
+from distill.models.loading import Head, last_hidden
+from distill.teacher.teacher import HiddenRows
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -93,7 +93,7 @@ def test_every_divergence_equals_its_plain_twin(name: str, k: float | None, dtyp
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("kept", [0, 1 << 26])
 def test_every_kind_of_head_equals_its_plain_twin(kind: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distill.fused, "KEPT", kept)
+    monkeypatch.setattr(distill.losses.chunked_kl, "KEPT", kept)
     one, wanted = side(kind), task("kl_tv", temperature=1.4)
     for chunk in (1, 7, 100):
         assert_equal(one.run(fused_loss, wanted, chunk=chunk), one.run(plain_loss, wanted))
@@ -168,8 +168,8 @@ def test_gradients_agree_with_finite_differences_in_float64(name: str, k: float 
 
     def total(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         linear.weight, linear.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
-        work = distill.fused._Work(hidden, head, rows, wanted, 2)
-        result: torch.Tensor = distill.fused._Fused.apply(hidden, weight, bias, work)
+        work = distill.losses.chunked_kl._Work(hidden, head, rows, wanted, 2)
+        result: torch.Tensor = distill.losses.chunked_kl._Fused.apply(hidden, weight, bias, work)
         return result
 
     if name == "lk_hybrid":  # its weight is held constant in the gradient, so differences cannot confirm it
@@ -222,7 +222,7 @@ class Largest(TorchDispatchMode):
 def test_no_tensor_of_all_rows_times_the_vocabulary_is_ever_made(
     k: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distill.fused, "KEPT", 0)
+    monkeypatch.setattr(distill.losses.chunked_kl, "KEPT", 0)
     rows, vocab, width, chunk = 300, 400, 8, 20
     draft, teacher = Head.of(torch.nn.Linear(width, vocab)), Head.of(torch.nn.Linear(width, vocab))
     hidden = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -256,5 +256,5 @@ def test_a_head_with_an_adapter_is_left_to_autograd(tiny: Tiny) -> None:
 
 def test_chunks_stay_near_a_cores_cache_and_read_the_weights_for_enough_rows() -> None:
     cpu = torch.device("cpu")
-    assert chunk_rows(512, cpu) * 512 * 4 == distill.fused.CPU_CHUNK
-    assert chunk_rows(151936, cpu) == distill.fused.FEWEST_ROWS
+    assert chunk_rows(512, cpu) * 512 * 4 == distill.losses.chunked_kl.CPU_CHUNK
+    assert chunk_rows(151936, cpu) == distill.losses.chunked_kl.FEWEST_ROWS

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_run import tiny_settings
 
-from distill import keys
+from distill.pipeline import stage_fingerprint as keys
 
 
 @pytest.mark.parametrize("large", [False, True])

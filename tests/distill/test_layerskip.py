@@ -10,14 +10,14 @@ from families import in_double
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from decode.errors import UserError
-from decode.walk import check_walk, decoder_layers, final_norm
-from distill.keys import stage_keys
-from distill.layerskip import LayerSkip, LayerSkipSettings, dropout_rates, exit_weights, exits_on
-from distill.losses import label_mask, next_token_loss
-from distill.models import checkpoint_layers
-from distill.modules import CausalLMModule
-from distill.settings import Settings, TrainingSettings
+from decode.core.errors import UserError
+from decode.models.structure import check_walk, decoder_layers, final_norm
+from distill.config.settings import Settings, TrainingSettings
+from distill.losses.rows import label_mask, next_token_loss
+from distill.models.layerskip import LayerSkip, LayerSkipSettings, dropout_rates, exit_weights, exits_on
+from distill.models.loading import checkpoint_layers
+from distill.pipeline.stage_fingerprint import stage_keys
+from distill.training.distillation import CausalLMModule
 
 ON = LayerSkipSettings(enabled=True)
 BATCH = {

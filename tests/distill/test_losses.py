@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from distill.divergences import Divergence
-from distill.losses import label_mask, next_token_loss, token_loss
+from distill.losses.divergences import Divergence
+from distill.losses.rows import label_mask, next_token_loss, token_loss
 
 
 def rows(*probabilities: list[float]) -> torch.Tensor:

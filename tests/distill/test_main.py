@@ -7,9 +7,9 @@ import pytest
 import yaml
 from tiny_run import tiny_settings
 
-from decode.cli import run_main
+from decode.commands.command_line import run_main
 from distill import __main__ as command
-from distill.settings import Settings
+from distill.config.settings import Settings
 
 
 @pytest.fixture
@@ -84,8 +84,8 @@ def test_the_whole_run_goes_to_its_report_and_a_second_one_changes_nothing(
 
 
 def test_the_settings_written_beside_a_report_are_a_configuration_of_the_same_run(config: str, tmp_path: Path) -> None:
-    from decode.cli import parse
-    from distill.pipeline import _dump
+    from decode.commands.command_line import parse
+    from distill.pipeline.runner import _dump
 
     settings = tiny_settings(tmp_path)
     _dump(settings, tmp_path / "again.yaml")

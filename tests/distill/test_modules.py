@@ -10,14 +10,14 @@ from families import build_tiny, in_double
 from some_rows import TRAINING, some_rows
 from transformers import PreTrainedModel
 
-from decode.errors import UserError
-from decode.walk import decoder_layers
-from distill.losses import IGNORE, label_mask, token_loss
-from distill.models import Head, check_head, checkpoint_layers, last_hidden
-from distill.modules import CausalLMModule, DistillModule, token_counts
-from distill.objective import Objective
-from distill.selection import Selection
-from distill.teacher import Target, TargetSignal
+from decode.core.errors import UserError
+from decode.models.structure import decoder_layers
+from distill.losses.objective import Objective
+from distill.losses.rows import IGNORE, label_mask, token_loss
+from distill.losses.token_selection import Selection
+from distill.models.loading import Head, check_head, checkpoint_layers, last_hidden
+from distill.teacher.teacher import Target, TargetSignal
+from distill.training.distillation import CausalLMModule, DistillModule, token_counts
 
 Tiny = Callable[..., PreTrainedModel]
 

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from tiny_run import killed, run_tiny, tiny_settings
 from transformers import PreTrainedModel
 
-from decode.errors import UserError
-from distill.batches import Picks, Rows, Schedule
-from distill.losses import IGNORE
-from distill.onpolicy import OnPolicy
-from distill.response_settings import ResponseSettings
-from distill.settings import Settings
+from decode.core.errors import UserError
+from distill.config.responses import ResponseSettings
+from distill.config.settings import Settings
+from distill.data.batch_schedule import Picks, Rows, Schedule
+from distill.generation.on_policy import OnPolicy
+from distill.losses.rows import IGNORE
 
 Tiny = Callable[..., PreTrainedModel]
 

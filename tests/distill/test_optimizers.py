@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from distill.optimizers import MuonAdamW, make_optimizer, orthogonalise
-from distill.settings import TrainingSettings
+from distill.config.settings import TrainingSettings
+from distill.models.optim import MuonAdamW, make_optimizer, orthogonalise
 
 LR = 0.1
 

@@ -14,18 +14,18 @@ from safetensors.torch import load_file
 from tiny_run import bench, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from decode.errors import UserError
-from decode.load import load_model
-from distill.files import only_one
-from distill.keys import stage_keys
-from distill.material import prepare
-from distill.models import checkpoint_layers
-from distill.objective import Objective
-from distill.pipeline import run_pipeline
-from distill.run import Run, StageRecord
-from distill.selection import Selection
-from distill.settings import ComparisonSettings, Settings, TargetSettings
-from distill.stages import Made
+from decode.core.errors import UserError
+from decode.models.open import load_model
+from distill.config.settings import ComparisonSettings, Settings, TargetSettings
+from distill.core.files import only_one
+from distill.losses.objective import Objective
+from distill.losses.token_selection import Selection
+from distill.models.loading import checkpoint_layers
+from distill.pipeline.run_dir import Run, StageRecord
+from distill.pipeline.runner import run_pipeline
+from distill.pipeline.stage_fingerprint import stage_keys
+from distill.pipeline.stages import Made
+from distill.teacher.prepare import prepare
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
 
@@ -67,7 +67,7 @@ def test_nothing_runs_again_when_nothing_changed(finished: tuple[Path, Run]) -> 
 
 
 def test_an_up_to_date_run_reads_no_data(finished: tuple[Path, Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.stages.load_corpus", lambda *_, **__: pytest.fail("the data was read"))
+    monkeypatch.setattr("distill.pipeline.stages.load_corpus", lambda *_, **__: pytest.fail("the data was read"))
     assert run_tiny(tiny_settings(finished[0]))[0] == []
 
 
@@ -105,7 +105,7 @@ def test_gradient_checkpointing_trains_the_same_models(
         changed.append(type(model).__name__)
         checkpoint_layers(model)
 
-    monkeypatch.setattr("distill.fit.checkpoint_layers", checkpoint)
+    monkeypatch.setattr("distill.training.trainer.checkpoint_layers", checkpoint)
     settings = tiny_settings(tmp_path, comparisons=[])
     settings.trainer.gradient_checkpointing = True
     ran, run, _ = run_tiny(settings)
@@ -287,7 +287,7 @@ def test_every_signal_trains_and_the_frozen_models_leave_memory(
     settings = tiny_settings(tmp_path)
     settings.reference.signal = signal  # type: ignore[assignment]
     made, text = bench(settings)
-    monkeypatch.setattr("distill.material.load_model", load)
+    monkeypatch.setattr("distill.teacher.prepare.load_model", load)
     material = prepare(made, Objective(selection=Selection()))
     gc.collect()
     target, reference = (ref() for ref in loaded)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from distill.report import check, console_table, plain, verdicts, write_report
-from distill.report_figures import figures
+from distill.report.figures import figures
+from distill.report.write import check, console_table, plain, verdicts, write_report
 
 
 def decoding(draft, temperature, length, speedup, same=True):

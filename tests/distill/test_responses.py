@@ -10,13 +10,12 @@ import torch
 from tiny_run import bench, run_tiny, tiny_settings
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.errors import UserError
-from decode.warp import Warp
-from distill.data.tokenizer import train_tokenizer
-from distill.keys import stage_keys
-from distill.losses import IGNORE, label_mask
-from distill.response_settings import ResponseSettings
-from distill.responses import (
+from decode.core.errors import UserError
+from decode.core.sampling import Warp
+from distill.config.responses import ResponseSettings
+from distill.data.train_tokenizer import train_tokenizer
+from distill.generation.batched import answer, chance
+from distill.generation.response_store import (
     Job,
     Response,
     ResponseFile,
@@ -26,7 +25,8 @@ from distill.responses import (
     response_rows,
     until_end,
 )
-from distill.sampling import answer, chance
+from distill.losses.rows import IGNORE, label_mask
+from distill.pipeline.stage_fingerprint import stage_keys
 
 Tiny = Callable[..., PreTrainedModel]
 PROMPTS = [[5, 9, 3], [7], [2, 11, 13, 17, 19, 23, 4, 8], [30, 31]]

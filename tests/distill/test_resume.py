@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 from tiny_run import bench, killed, run_tiny, tiny_settings
 
-from decode.errors import UserError
-from distill.checkpoints import Keeper
-from distill.pipeline import run_stages
-from distill.run import Run
-from distill.settings import Settings
+from decode.core.errors import UserError
+from distill.config.settings import Settings
+from distill.pipeline.run_dir import Run
+from distill.pipeline.runner import run_stages
+from distill.training.checkpointing import Keeper
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
 

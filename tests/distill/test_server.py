@@ -14,11 +14,11 @@ import pytest
 from tiny_run import run_tiny, tiny_settings
 from transformers import PreTrainedTokenizerBase
 
-from decode.errors import UserError
-from distill.data.tokenizer import EOS, train_tokenizer
-from distill.response_settings import ResponseSettings, ServerSettings
-from distill.responses import Job, Response
-from distill.server import Client, answered_by_server
+from decode.core.errors import UserError
+from distill.config.responses import ResponseSettings, ServerSettings
+from distill.data.train_tokenizer import EOS, train_tokenizer
+from distill.generation.openai_client import Client, answered_by_server
+from distill.generation.response_store import Job, Response
 
 Reply = tuple[int, dict[str, str], Any]
 JOBS = [Job(i, [40 + i], f"prompt {i}", 8) for i in range(12)]

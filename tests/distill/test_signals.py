@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from decode.errors import UserError
-from distill import signals
-from distill.batches import Rows
-from distill.divergences import Divergence, Pair
-from distill.losses import IGNORE, label_mask, token_loss
-from distill.models import Head, last_hidden
-from distill.teacher import Target, TargetSignal
+from decode.core.errors import UserError
+from distill.data.batch_schedule import Rows
+from distill.losses.divergences import Divergence, Pair
+from distill.losses.rows import IGNORE, label_mask, token_loss
+from distill.models.loading import Head, last_hidden
+from distill.teacher import signal_cache as signals
+from distill.teacher.teacher import Target, TargetSignal
 
 Tiny = Callable[..., PreTrainedModel]
 

@@ -12,14 +12,14 @@ import yaml
 from tiny_run import run_tiny, tiny_settings
 from wandb.sdk.launch.sweeps import utils
 
-from decode.cli import parse, run_main
-from decode.sweep import Point
+from decode.commands.command_line import parse, run_main
+from decode.commands.sweep import Point
 from distill import __main__ as command
-from distill.reuse import adopt
-from distill.run import Run
-from distill.settings import Settings
-from distill.sweep import merged
-from distill.tracking import _summary
+from distill.config.settings import Settings
+from distill.pipeline.reuse import adopt
+from distill.pipeline.run_dir import Run
+from distill.pipeline.sweep import merged
+from distill.tracking.logger import _summary
 
 SMALL = {"prompts": 2, "accuracy_prompts": 2, "decode_prompts": 2, "max_new_tokens": 6}
 

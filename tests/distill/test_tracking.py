@@ -13,9 +13,10 @@ import lightning
 import pytest
 import torch
 
-from decode.errors import UserError
-from distill import tracking, wandb_run
-from distill.tracking import TrackerSettings, finish, for_stage, log_draft, log_report, make_logger, where
+from decode.core.errors import UserError
+from distill.tracking import logger as tracking
+from distill.tracking import wandb_run
+from distill.tracking.logger import TrackerSettings, finish, for_stage, log_draft, log_report, make_logger, where
 
 REPORT = {
     "target": {"accuracy": 0.62},

@@ -13,16 +13,16 @@ from rich.console import Console
 from some_rows import TRAINING, some_rows
 from transformers import PreTrainedModel
 
-from decode.errors import UserError
-from distill import signals
-from distill.batches import Rows, Schedule
-from distill.fit import Segments, fit
-from distill.modules import CausalLMModule, DistillModule
-from distill.objective import Objective
-from distill.selection import Selection
-from distill.settings import TrainerSettings
-from distill.teacher import Target, TargetSignal
-from distill.trouble import FirstBad
+from decode.core.errors import UserError
+from distill.config.settings import TrainerSettings
+from distill.data.batch_schedule import Rows, Schedule
+from distill.losses.objective import Objective
+from distill.losses.token_selection import Selection
+from distill.teacher import signal_cache as signals
+from distill.teacher.teacher import Target, TargetSignal
+from distill.training.distillation import CausalLMModule, DistillModule
+from distill.training.nan_guard import FirstBad
+from distill.training.trainer import Segments, fit
 
 Tiny = Callable[..., PreTrainedModel]
 

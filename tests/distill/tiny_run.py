@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from distill.data.settings import DataSettings
-from distill.fit import StageProgress
-from distill.pipeline import run_of, run_stages
-from distill.run import Run
-from distill.settings import (
+from distill.config.data import DataSettings
+from distill.config.settings import (
     AdaSpecSettings,
     Architecture,
     ComparisonSettings,
@@ -27,8 +24,11 @@ from distill.settings import (
     TrainerSettings,
     TrainingSettings,
 )
-from distill.stages import Bench
-from distill.tracking import TrackerSettings
+from distill.pipeline.run_dir import Run
+from distill.pipeline.runner import run_of, run_stages
+from distill.pipeline.stages import Bench
+from distill.tracking.logger import TrackerSettings
+from distill.training.trainer import StageProgress
 
 
 def tiny_settings(folder: Path, **changes: Any) -> Settings:

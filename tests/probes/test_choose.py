@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decode.cost import CostModel
-from decode.exits import PartialRunner
+from decode.core.options import MethodOptions, Parts
+from decode.core.sampling import Warp
+from decode.core.target import Target
 from decode.loop import decode
+from decode.measure.cost import CostModel
 from decode.methods import build
-from decode.parts import MethodOptions, Parts
-from decode.target import Target
-from decode.walk import decoder_layers
-from decode.warp import Warp
-from probes.choose import HINDSIGHT, METHODS, Choice, best_of, predict, split_texts, walk
-from probes.confirm import Candidate
+from decode.models.partial import PartialRunner
+from decode.models.structure import decoder_layers
+from probes.benchmark import Candidate
 from probes.costs import Costs, measure, of_weights
 from probes.features import collect
+from probes.predict import HINDSIGHT, METHODS, Choice, best_of, predict, split_texts, walk
 
 DEPTH = 4
 
@@ -93,7 +93,7 @@ def test_values_are_split_by_text() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_of_the_choice_has_a_title(method: str) -> None:
-    from probes.confirm import TITLES
+    from probes.benchmark import TITLES
 
     assert method in TITLES
 

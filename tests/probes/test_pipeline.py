@@ -13,7 +13,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[1] / "distill"))
 from tiny_run import tiny_settings
 
-from decode.errors import UserError
+from decode.core.errors import UserError
 from probes.__main__ import main
 from probes.pipeline import run_probes
 from probes.settings import ProbeSettings, Settings

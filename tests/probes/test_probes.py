@@ -9,19 +9,26 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from decode.errors import UserError
+from decode.core.errors import UserError
+from decode.core.options import MethodOptions, Parts
+from decode.core.rng import TorchRng
+from decode.core.sampling import Warp
+from decode.core.stopping import Step
+from decode.core.target import Target
+from decode.drafters.acceptance_probe import (
+    AcceptanceProbe,
+    advised,
+    confidence_features,
+    fingerprint,
+    load_probe,
+    save_probes,
+)
 from decode.loop import System, decode, rounds
 from decode.methods import build
-from decode.parts import MethodOptions, Parts
-from decode.probe import AcceptanceProbe, advised, confidence_features, fingerprint, load_probe, save_probes
-from decode.rng import TorchRng
-from decode.runner import open_runner
-from decode.stop import Step
-from decode.target import Target
-from decode.warp import Warp
+from decode.models.huggingface import open_runner
 from probes.features import Features, collect, exit_layers
-from probes.judge import calibrate, judge, judge_exits, probability
-from probes.module import EXTRA_PENALTY, Training, check_labels, train_probes
+from probes.metrics import calibrate, judge, judge_exits, probability
+from probes.newton import EXTRA_PENALTY, Training, check_labels, train_probes
 from probes.texts import write_texts
 
 DEPTH = 4

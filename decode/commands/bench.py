@@ -1,0 +1,272 @@
+"""``python -m decode bench``: from settings to a table, report.json and a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.commands.agent import tell_agent
+from decode.commands.datastore import read_corpus, write_stores
+from decode.commands.settings import BenchSettings
+from decode.commands.setup import (
+    STORES,
+    check_methods,
+    check_models,
+    make_warp,
+    method_options,
+    needs_draft,
+    open_draft,
+    open_suites,
+    open_target,
+    store_folders,
+)
+from decode.core.errors import UserError
+from decode.drafters.corpus_files import join_documents
+from decode.measure.benchmark import Bench, Block
+from decode.measure.entries import Contender, plan, split_spec
+from decode.measure.session import BenchOptions
+from decode.measure.transformers_baselines import NEEDS_DRAFT, PEERS
+from decode.methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE, smaller_store
+from decode.models.eagle.files import is_head
+from decode.models.foreign import DraftModel
+from decode.report.page import write_text
+from decode.report.tables import ratios, table, write_report
+
+
+@dataclass
+class Models:
+    """What a benchmark opens: the target with its tokenizer, and the drafts by name."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    drafts: dict[str, DraftModel]
+
+
+def open_models(settings: BenchSettings) -> Models:
+    """Load them."""
+    target, tokenizer = open_target(settings)
+    named = draft_names(settings.draft)
+    drafts = {name: open_draft(path, settings, target, tokenizer) for name, path in named.items()}
+    return Models(target, tokenizer, drafts)
+
+
+def check(settings: BenchSettings) -> list[str]:
+    """The methods to be compared, after everything has been refused that can be before a model is loaded.
+
+    Raises:
+        UserError: something is unknown or missing.
+    """
+    check_models(settings)
+    methods = choose_methods(settings)
+    check_methods(settings, methods, has_draft=bool(settings.draft), has_corpus=bool(settings.corpus))
+    return methods
+
+
+def run(settings: BenchSettings, models: Models | None = None) -> None:
+    """Measure what the settings ask for; prints the table and writes the report, also after Ctrl-C.
+
+    Args:
+        settings: what to measure.
+        models: those of the settings, if they are open already.
+
+    Raises:
+        UserError: before anything is loaded, if something is unknown or missing.
+        KeyboardInterrupt: passed on, after what was measured has been printed and written.
+    """
+    console = Console()
+    console = console if console.is_terminal else Console(width=130)  # a file or pipe has no width of its own
+    methods = check(settings)
+    folder = Path(settings.output or "runs/bench")
+    suites = open_suites(
+        settings.suite,
+        limit=settings.limit,
+        seed=settings.seed,
+        split=settings.split,
+        allow_code_execution=settings.allow_code_execution,
+    )
+    models = models or open_models(settings)
+    contenders = plan_contenders(settings, methods, models.drafts)
+    options = bench_options(settings, methods, models.tokenizer, folder)
+    bench = Bench(models.target, models.drafts, models.tokenizer, options)
+    console.print(
+        f"{bench.threads}. {len(contenders)} contenders, {sum(len(s.prompts) for s in suites)} prompts", soft_wrap=True
+    )
+    work = Checkpoint(folder / "work" / "bench.json", settings)
+    try:
+        with _progress(console) as bar:
+            task = bar.add_task("measuring", total=None)
+            bench.run(
+                suites,
+                contenders,
+                lambda done, total, label: bar.update(task, completed=done, total=total, description=label),
+                finished=work.read(),
+                on_block=work.add,
+            )
+        work.clear()
+        tell_agent(bench.rows)
+    finally:  # an interrupt keeps what was measured
+        if bench.blocks:
+            more = (bench.left_out, bench.vocabularies)
+            told = {s.name: [s.note, *(notes.get(s.name, "") for notes in more)] for s in suites}
+            notes = {name: "; ".join(filter(None, parts)) for name, parts in told.items() if any(parts)}
+            files = write_report(bench, settings, folder, notes)
+            for block in bench.blocks:
+                console.print(table(block, console.width))
+            for name, note in notes.items():
+                console.print(f"{name}: {note}", soft_wrap=True)
+            for line in ratios(bench.rows):
+                console.print(line, soft_wrap=True)
+            console.print("wrote " + " and ".join(map(str, files)), soft_wrap=True)
+
+
+def choose_methods(settings: BenchSettings) -> list[str]:
+    """The methods asked for, or all that the given parts allow, and the peers."""
+    methods = list(settings.methods)
+    heads = [is_head(path) for path in draft_names(settings.draft).values()]
+    has_head, has_model = any(heads), not all(heads)
+    if not methods:
+        has = {"datastore": bool(settings.datastore), "trigrams": bool(settings.trigrams or settings.datastore)}
+        allowed = {m for m in METHODS if m not in STORES or has[STORES[m]] or settings.corpus}
+        own_layers = settings.exit_layer is not None or settings.probes is not None
+        allowed -= (SELF_SPECULATIVE if not own_layers else set()) | (PROBED if settings.probes is None else set())
+        methods = [m for m in METHODS if m in allowed and (has_model or has_head or not needs_draft(m))]
+        methods = [m for m in methods if has_head or m not in HEADED]
+    if settings.peers:
+        methods += [p for p in PEERS if p not in methods and (has_model or p not in NEEDS_DRAFT)]
+    return methods
+
+
+def draft_names(given: Sequence[str]) -> dict[str, str]:
+    """Names and paths of ``NAME=PATH`` or plain paths, which are called by their last parts.
+
+    Raises:
+        UserError: two drafts of one name.
+    """
+    named: dict[str, str] = {}
+    for item in given:
+        name, equals, path = item.partition("=")
+        if not equals:
+            parts, path = Path(item).parts, item
+            name = parts[-1] if parts[-1] not in named else "/".join(parts[-2:])
+        if name in named:
+            raise UserError(f"two drafts are called {name!r}; name them: --draft one=PATH two=PATH")
+        named[name] = path
+    return named
+
+
+def plan_contenders(settings: BenchSettings, methods: Sequence[str], drafts: dict[str, DraftModel]) -> list[Contender]:
+    """All combinations that the settings ask for."""
+    return plan(
+        methods,
+        drafts,
+        settings.temperatures,
+        draft_lengths=settings.draft_lengths,
+        options=method_options(settings),
+        stop=settings.stop_rule,
+        rule=settings.rule,
+    )
+
+
+def bench_options(
+    settings: BenchSettings, methods: Sequence[str], tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> BenchOptions:
+    """Options of the measurement; stores that are needed and not given are built from the corpus."""
+    datastore, trigrams = store_folders(settings)
+    chosen = [split_spec(method) for method in methods]
+    missing = {STORES[m] for m, _ in chosen if m in STORES} - {
+        name for name, given in (("datastore", datastore), ("trigrams", trigrams)) if given
+    }
+    if missing and settings.corpus:
+        built = folder / "work" / "stores"
+        tables = [own for method, own in chosen if STORES.get(method) == "trigrams"]
+        for texts in dict.fromkeys([None, *(own.get("texts") for own in tables)]):
+            orders = {own.get("order", 3) for own in tables if own.get("texts") == texts}
+            if not orders and (texts or "datastore" not in missing):
+                continue
+            read = join_documents(
+                read_corpus(settings.corpus, tokenizer, texts or settings.corpus_texts, settings.seed)
+            )
+            whole = texts is None and "datastore" in missing
+            write_stores(read, smaller_store(built, texts), tokenizer, datastore=whole, orders=orders)
+        datastore, trigrams = datastore or built, trigrams or built
+    return BenchOptions(
+        max_new_tokens=settings.max_new_tokens,
+        repeats=settings.repeats,
+        seed=settings.seed,
+        ignore_eos=settings.ignore_eos,
+        chat=settings.chat,
+        warp=make_warp(settings),
+        threads=settings.threads,
+        compile=settings.compile,
+        datastore=datastore,
+        trigrams=trigrams,
+        samples=settings.samples,
+        cost_turns=settings.cost_turns,
+    )
+
+
+class Checkpoint:
+    """Finished blocks of a run that was stopped, kept as long as settings and weights are the same."""
+
+    def __init__(self, path: Path, settings: BenchSettings) -> None:
+        self.path = path
+        self.key = fingerprint(settings)
+        self.blocks: list[Block] = []
+
+    def read(self) -> list[Block]:
+        """Blocks that need not be measured again."""
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return []
+        if isinstance(content, dict) and content.get("key") == self.key:
+            self.blocks = [Block(**block) for block in content["blocks"]]
+        return list(self.blocks)
+
+    def add(self, block: Block) -> None:
+        """Keep a block that is complete."""
+        self.blocks.append(block)
+        content = {"key": self.key, "blocks": [dataclasses.asdict(block) for block in self.blocks]}
+        write_text(self.path, json.dumps(content))
+
+    def clear(self) -> None:
+        """Everything is measured: the next run starts afresh."""
+        self.path.unlink(missing_ok=True)
+
+
+def fingerprint(settings: BenchSettings) -> str:
+    """Of the settings, and of the weights that lie in the models' folders."""
+    facts: dict[str, Any] = dataclasses.asdict(settings)
+    for name in [
+        settings.target,
+        *draft_names(settings.draft).values(),
+        *([settings.probes] if settings.probes else []),
+    ]:
+        weights = sorted(Path(str(name)).glob("*.safetensors"))
+        facts[f"weights of {name}"] = [(str(file), *_stat(file)) for file in weights]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _stat(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console)

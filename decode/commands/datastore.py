@@ -1,0 +1,103 @@
+"""``python -m decode datastore build`` and ``trigrams build``: what retrieval drafts from, made from texts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from decode.commands.settings import StoreSettings, required
+from decode.core.errors import UserError
+from decode.drafters.adaptix.ngrams import save_ngram_table
+from decode.drafters.corpus_files import join_documents, tokenize_files, tokenizer_fingerprint
+from decode.drafters.rest.datastore import build
+from decode.models.open import load_tokenizer
+from decode.prompts.files import READERS
+from decode.prompts.suites import load_suite
+
+SUFFIXES = {".txt", ".jsonl", ".md", ".py"}
+
+
+def read_corpus(
+    inputs: Sequence[str], tokenizer: PreTrainedTokenizerBase, texts: int, seed: int = 0
+) -> Iterator[list[int]]:
+    """Token ids of every document.
+
+    Args:
+        inputs: text or .jsonl files, and suites, which give prompt and answer of their training split.
+        tokenizer: of the target.
+        texts: most texts of each suite.
+        seed: chooses them.
+
+    Raises:
+        UserError: something is neither a file nor a suite.
+    """
+    files = [name for name in inputs if Path(name).is_file()]
+    suites = [name for name in inputs if not Path(name).is_file()]
+    for name in suites:
+        if "=" not in name and (Path(name).suffix in SUFFIXES | set(READERS) or "/" in name):
+            raise UserError(f"there is no file {name!r}; give text or .jsonl files, or suites such as arithmetic")
+    for name in suites:
+        for prompt in load_suite(name, limit=texts, seed=seed, split="train").prompts:
+            yield tokenizer(prompt.text + (prompt.reference or ""), add_special_tokens=False)["input_ids"]
+    if files:
+        yield from tokenize_files(files, tokenizer)
+
+
+def build_datastore(settings: StoreSettings) -> None:
+    """Build the datastore, and beside it the tri-gram table, from the same texts."""
+    _build(settings, datastore=True)
+
+
+def build_trigrams(settings: StoreSettings) -> None:
+    """Build the n-gram table alone."""
+    _build(settings, datastore=False)
+
+
+def _build(settings: StoreSettings, datastore: bool) -> None:
+    required(settings, "tokenizer", "input", "output")
+    tokenizer = load_tokenizer(str(settings.tokenizer), trust_remote_code=settings.trust_remote_code)
+    folder, began = Path(str(settings.output)), time.perf_counter()
+    text = join_documents(read_corpus(settings.input, tokenizer, settings.texts))
+    files = write_stores(text, folder, tokenizer, datastore=datastore, orders=[settings.order])
+    documents = int(np.count_nonzero(text == 0))
+    print(f"{documents:,} documents, {len(text) - documents:,} tokens, {time.perf_counter() - began:.1f} s")
+    for file in files:
+        print(f"wrote {file} ({file.stat().st_size / 1e6:.1f} MB)")
+
+
+def write_stores(
+    text: np.ndarray,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    datastore: bool = True,
+    orders: Collection[int] = (3,),
+) -> list[Path]:
+    """Write n-gram tables, and the datastore if wanted.
+
+    Args:
+        text: as `decode.drafters.corpus_files.join_documents` returns it.
+        folder: to write to.
+        tokenizer: that made the ids.
+        datastore: also sort all suffixes.
+        orders: n of the n-grams of each table.
+    """
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    files = []
+    with Console(stderr=True).status(f"sorting {len(text):,} tokens"):
+        if datastore:
+            files.append(build(_documents(text), folder, fingerprint))
+        files += [save_ngram_table(text, folder, fingerprint, order=order) for order in sorted(orders)]
+    return files
+
+
+def _documents(text: np.ndarray) -> Iterator[np.ndarray]:
+    start = 0
+    for end in np.flatnonzero(text == 0).tolist():
+        yield text[start:end].astype(np.int64) - 1
+        start = end + 1

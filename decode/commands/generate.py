@@ -1,0 +1,255 @@
+"""``python -m decode generate``: stream a text, and show who wrote which token."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from decode.commands.settings import GenerateSettings
+from decode.commands.setup import (
+    check_methods,
+    check_models,
+    make_warp,
+    method_options,
+    needs_draft,
+    open_draft,
+    open_target,
+    store_folders,
+)
+from decode.core.errors import UserError
+from decode.core.options import Parts
+from decode.core.rng import TorchRng
+from decode.core.target import Target
+from decode.core.trace import FORMULAS, Round, Trace
+from decode.loop import rejected_tokens, rounds, who_wrote
+from decode.measure.entries import exported_length
+from decode.measure.statistics import plain
+from decode.methods import METHODS, build, is_lossless
+from decode.models import machine
+from decode.models.eagle.runner import open_draft_runner
+from decode.models.foreign import ForeignDraft
+from decode.models.huggingface import open_runner
+from decode.models.open import stop_ids
+from decode.models.text import Detokenizer, encode_prompt, marked, stop_at
+
+STYLES = {
+    "accepted": "green",
+    "rejected": "red strike",
+    "corrected": "yellow",
+    "bonus": "cyan",
+    "target": "default",
+}
+"""How ``--show`` marks who wrote a token."""
+
+LEGEND = {
+    "accepted": "drafted and accepted",
+    "rejected": "drafted and rejected",
+    "corrected": "corrected by the target",
+    "bonus": "added by the target after a whole accepted draft",
+}
+
+
+@dataclass
+class Generation:
+    """A text being generated.
+
+    Attributes:
+        prompt: token ids.
+        method: the method's name.
+        lossless: whether the output law is the target's.
+        seed: of sampling.
+        pieces: rounds as marked text (`decode.models.text.marked`), to be iterated once.
+        ids: tokens generated so far.
+        trace: rounds so far.
+        text: text so far.
+        tokens: marked tokens so far.
+    """
+
+    prompt: list[int]
+    method: str
+    lossless: bool
+    seed: int
+    pieces: Iterator[list[dict[str, str]]] = field(default_factory=lambda: iter(()))
+    ids: list[int] = field(default_factory=list)
+    trace: Trace = field(default_factory=Trace)
+    text: str = ""
+    tokens: list[dict[str, str]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
+        return {
+            "text": self.text,
+            "ids": self.ids,
+            "prompt_ids": self.prompt,
+            "method": self.method,
+            "lossless": self.lossless,
+            "seed": self.seed,
+            "metrics": plain(self.trace.metrics()),
+            "tokens": self.tokens,
+        }
+
+
+def start(settings: GenerateSettings, prompt: str) -> Generation:
+    """Load everything and make ready to generate; nothing is generated before ``pieces`` is read.
+
+    Raises:
+        UserError: an unknown or incomplete method, models that do not fit, a prompt that cannot be decoded.
+    """
+    method = settings.method or ("vanilla" if settings.draft else "autoregressive")
+    check_models(settings)
+    check_methods(settings, [method], has_draft=settings.draft is not None)
+    if method not in METHODS:
+        raise UserError(f"{method} is transformers' own and only for comparison in bench; choose another method")
+    options, warp = method_options(settings), make_warp(settings, settings.temperature)
+    target, tokenizer = open_target(settings)
+    ids = encode_prompt(tokenizer, prompt, chat=settings.chat)
+    draft = None
+    if needs_draft(method):
+        model = open_draft(str(settings.draft), settings, target, tokenizer)
+        if isinstance(model, ForeignDraft):
+            print(model.vocabulary.sentence(ids), file=sys.stderr)
+        if options.draft_length is None and (settings.stop_rule or METHODS[method][1]) == "length":
+            options.draft_length = exported_length(model)
+        draft = open_draft_runner(model, target, settings.compile)
+    runner = open_runner(target, compile=settings.compile)
+    machine.set_threads(runner, settings.threads)
+    datastore, trigrams = store_folders(settings)
+    parts = Parts(runner, warp, draft, tokenizer, datastore, trigrams, options)
+    system = build(method, parts, stop=settings.stop_rule, rule=settings.rule)
+    seed = random.SystemRandom().randrange(1 << 31) if settings.seed is None else settings.seed
+    generation = Generation(ids, method, is_lossless(method, settings.rule), seed)
+    source = rounds(
+        Target(runner),
+        system,
+        warp,
+        ids,
+        max_new_tokens=settings.max_new_tokens,
+        stop_ids=set() if settings.ignore_eos else stop_ids(target, tokenizer),
+        rng=TorchRng(seed, runner.device),
+        trace=generation.trace,
+    )
+    alone = METHODS[method][0] == "none"
+    cut = stop_at(source, ids, tokenizer, settings.stop)
+    generation.pieces = _pieces(generation, cut, Detokenizer(tokenizer), alone)
+    return generation
+
+
+def _pieces(
+    generation: Generation, source: Iterable[tuple[Round, list[int]]], detokenizer: Detokenizer, alone: bool
+) -> Iterator[list[dict[str, str]]]:
+    writer = "target"
+    for result, new in source:
+        rejected: list[list[int]] = [[] for _ in new]
+        if len(new) == result.accepted + 1:
+            rejected[-1] = rejected_tokens(result)
+        pieces = marked(detokenizer, new, who_wrote(result)[: len(new)], rejected, alone)
+        generation.ids += new
+        writer = pieces[-1]["who"] if pieces else writer
+        yield _note(generation, pieces)
+    rest = detokenizer.finish()
+    if rest:
+        yield _note(generation, [{"text": rest, "who": writer}])
+
+
+def _note(generation: Generation, pieces: list[dict[str, str]]) -> list[dict[str, str]]:
+    generation.tokens += pieces
+    generation.text += "".join(piece["text"] for piece in pieces if piece["who"] != "rejected")
+    return pieces
+
+
+def read_prompt(settings: GenerateSettings) -> str:
+    """The prompt of the settings, or else standard input.
+
+    Raises:
+        UserError: there is none.
+    """
+    if settings.prompt is not None:
+        return settings.prompt
+    if sys.stdin.isatty():
+        print("reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
+    text = sys.stdin.read()
+    if not text:
+        raise UserError("the prompt is empty; give --prompt TEXT, or text on standard input")
+    return text
+
+
+def run(settings: GenerateSettings) -> None:
+    """Generate one text as the settings say, to standard output."""
+    generation = start(settings, read_prompt(settings))
+    if settings.json:
+        for _ in generation.pieces:
+            pass
+        print(json.dumps(generation.to_dict(), ensure_ascii=False))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        for pieces in generation.pieces:
+            if settings.show:
+                console.print(Text.assemble(*((_visible(p), STYLES[p["who"]]) for p in pieces)), end="")
+            else:
+                sys.stdout.write("".join(p["text"] for p in pieces if p["who"] != "rejected"))
+            sys.stdout.flush()
+    finally:
+        sys.stdout.write("\n")
+        if settings.show and generation.trace.rounds:
+            statistics(generation, console)
+
+
+def _visible(piece: dict[str, str]) -> str:
+    """A rejected line end is shown as a sign, so that it does not break the text."""
+    return piece["text"].replace("\n", "⏎") if piece["who"] == "rejected" else piece["text"]
+
+
+def statistics(generation: Generation, console: Console) -> None:
+    """The statistics of the rounds, each with its formula."""
+    console.print()
+    legend = Text("  ").join(Text(told, STYLES[who]) for who, told in LEGEND.items())
+    console.print(legend)
+    kind = "lossless" if generation.lossless else "relaxed: the output is not distributed as the target's"
+    table = Table(title=f"{generation.method} ({kind})", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_column("formula", style="dim")
+    metrics = generation.trace.metrics()
+    names = (
+        "tokens",
+        "rounds",
+        "tokens_per_second",
+        "block_efficiency",
+        "drafted_per_round",
+        "alpha",
+        "accepted_per_tested",
+        "accepted_per_drafted",
+        "tv_spent",
+        "js_distance",
+        "prefill_seconds",
+        "draft_seconds",
+        "verify_seconds",
+        "total_seconds",
+    )
+    for name in names:
+        value = metrics[name]
+        if value == value:
+            told = f"{value:d}" if isinstance(value, int) else f"{value:.3f}"
+            table.add_row(name, told, FORMULAS.get(name, EXTRA_FORMULAS.get(name, "")))
+    console.print(table)
+
+
+EXTRA_FORMULAS = {
+    "tokens": "generated, the end-of-text token included",
+    "rounds": "target forwards after the prompt was read",
+    "tokens_per_second": "tokens / total_seconds, the prompt's reading included",
+    "drafted_per_round": "Σk / rounds",
+    "prefill_seconds": "reading the prompt, by target and draft",
+    "draft_seconds": "proposing",
+    "verify_seconds": "the target's forwards, verification and bookkeeping",
+    "total_seconds": "wall time",
+}

@@ -1,0 +1,287 @@
+"""Settings of ``python -m decode``: one dataclass a command; the texts below each key are its help."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from decode.core.errors import UserError
+
+
+@dataclass
+class ModelSettings:
+    """Which models, and where they run."""
+
+    target: str | None = None
+    """Folder or hub name of the target. Required."""
+    dtype: str = "float32"
+    """Of weights and arithmetic: float32, bfloat16, float16, float64. Only the wider two give greedy texts that are
+    identical whatever the draft: in 16 bits, near ties fall either way."""
+    device: str = "cpu"
+    """cpu, cuda, cuda:1, mps."""
+    device_map: str | None = None
+    """Spread the target over several devices, such as auto (needs accelerate); overrides device."""
+    trust_remote_code: bool = False
+    """Run the Python code that a hub repository brings."""
+    draft_vocabulary: str = "same"
+    """same refuses a draft whose tokenizer is not the target's; intersection lets it draft the tokens that both
+    vocabularies have, which stays lossless (arXiv 2502.05202)."""
+    compile: str = "none"
+    """torch.compile for target and draft, with a cache of fixed size: none, default, or reduce-overhead, which replays
+    CUDA graphs. For GPUs; on CPUs the plain forward is faster. Each length of input is compiled when it first occurs,
+    which takes seconds to minutes; drafts by the target's own layers and feature heads stay as they are."""
+    threads: int | None = None
+    """Threads of torch; null measures one against all and takes the faster (small models are fastest on one)."""
+
+
+@dataclass
+class MethodSettings:
+    """What a method leaves open; null takes the paper's value."""
+
+    draft_length: int | None = None
+    """Tokens drafted a round, or the window of an adaptive stop rule; null: what the draft was exported with (fixed
+    lengths only), else 5, AdaSD and Hugging Face 20, Draft & Verify and AdaSPEED 12, prompt lookup 10."""
+    stop_rule: str | None = None
+    """Another stop rule than the method's own: length, hf-dynamic, hf-constant, hf-heuristic, draft-verify, product,
+    entropy, cost-optimal."""
+    rule: str | None = None
+    """Another acceptance rule than the method's own: exact, ears, adasd, adasd-a, adasd-b, adasd-c, fuzzy, typical.
+    All but exact are relaxed: the output is no longer distributed as the target's."""
+    beta: float | None = None
+    """EARS: tolerance β(1 − max p), default 0.1; 0 is the exact rule."""
+    threshold: float | None = None
+    """Start of an adaptive confidence threshold; null: Draft & Verify 0.6, AdaSPEED 0.8, Hugging Face 0.4."""
+    target_acceptance: float | None = None
+    """Acceptance rate that Draft & Verify's and AdaSPEED's controllers steer to, default 0.9."""
+    fuzzy_threshold: float | None = None
+    """Fuzzy: largest Jensen–Shannon divergence (nats) at which a token is kept, default 0.4."""
+    typical_epsilon: float | None = None
+    """Typical acceptance: a token above this probability is always kept, default 0.09."""
+    typical_delta: float | None = None
+    """Typical acceptance: factor of exp(−entropy), default 0.3."""
+    exit_layer: int | None = None
+    """Self-speculation (layerskip, adaspeed, ...): layers that the draft runs; null: what --probes advises, else a
+    quarter of the model's."""
+    skip_attention: list[int] = field(default_factory=list)
+    """draft-verify: layers whose attention the draft skips; without any, it exits early."""
+    skip_mlp: list[int] = field(default_factory=list)
+    """draft-verify: layers whose MLP the draft skips."""
+    tree_width: int | None = None
+    """eagle-tree: nodes expanded at each level, and children tried of each; null: EAGLE-2's 10."""
+    tree_nodes: int | None = None
+    """eagle-tree: nodes of the drafted tree, as deep as the draft length; null: EAGLE-2's 60."""
+    probes: str | None = None
+    """Folder of acceptance probes, made by `python -m probes`: runs/<name>/probes, or its draft/ for draft-probe."""
+    datastore: str | None = None
+    """Folder made by `python -m decode datastore build`, for rest."""
+    trigrams: str | None = None
+    """Folder made by `python -m decode trigrams build`, for adaptix; null: the datastore's folder."""
+
+
+@dataclass
+class SamplingSettings:
+    """How tokens are drawn, the same for target and draft."""
+
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as probable as the most probable one."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens already in the text become less likely."""
+
+
+@dataclass
+class GenerateSettings(SamplingSettings, MethodSettings, ModelSettings):
+    """Settings of python -m decode generate."""
+
+    draft: str | None = None
+    """Folder or hub name of the draft model."""
+    method: str | None = None
+    """Decoding method; null: vanilla with a draft, else autoregressive. See `python -m decode methods`."""
+    prompt: str | None = None
+    """Text to continue; null reads standard input."""
+    chat: bool = False
+    """Put the prompt into the tokenizer's chat template."""
+    max_new_tokens: int = 256
+    """Most tokens to generate."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    seed: int | None = None
+    """Of sampling; null draws one, and prints it with --json."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end the text once it contains one; the string stays."""
+    ignore_eos: bool = False
+    """Go on after the end-of-text token."""
+    show: bool = False
+    """Colour accepted, rejected and corrected tokens, and print the statistics of the rounds with their formulas."""
+    json: bool = False
+    """Print one JSON object instead of text: text, ids, metrics, who wrote each token."""
+
+
+@dataclass
+class BenchSettings(SamplingSettings, MethodSettings, ModelSettings):
+    """Settings of python -m decode bench, and of the section bench of a configuration."""
+
+    draft: list[str] = field(default_factory=list)
+    """Draft models: folders or hub names, NAME=PATH to name them in the table. Several are compared."""
+    methods: list[str] = field(default_factory=list)
+    """Methods and peers to compare; empty: all that the given models and files allow. A method may carry options of its
+    own, NAME:option=value:...: ears:beta=0.2, adaptix:order=2, adaspeed:exit_layer=4, vanilla:draft_length=5."""
+    peers: bool = True
+    """Also run transformers' own generation: plain, with the draft as assistant, with prompt lookup."""
+    draft_lengths: list[int] = field(default_factory=list)
+    """Run the fixed-length methods once with each of these."""
+    suite: list[str] = field(default_factory=lambda: ["arithmetic"])
+    """Prompts: arithmetic, gsm8k, humaneval, mbpp, mmlu, alpaca, mt_bench, spec_bench, cnn_dailymail, xsum, open, or
+    prompts=PATH; NAME=PATH reads a local file, arithmetic:2 is a difficulty, spec_bench:qa a category."""
+    split: str = "test"
+    """Split of suites that have several."""
+    limit: int | None = 20
+    """Prompts of each suite, a sample chosen by the seed; null takes all."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    """0 is greedy."""
+    max_new_tokens: int = 128
+    """Most tokens of each text."""
+    repeats: int = 3
+    """Times each prompt is given to each method; medians are taken."""
+    ignore_eos: bool = False
+    """Generate max_new_tokens always, so that all texts are equally long. Speed ratios of relaxed and sampled methods
+    are then over equal lengths; accuracy means nothing."""
+    chat: bool = False
+    """Put prompts into the chat template; later turns follow the target's own greedy answers."""
+    seed: int = 0
+    """Of prompts, sampling and the bootstrap."""
+    corpus: list[str] = field(default_factory=list)
+    """Text or .jsonl files, or suites (their training split), from which the stores of rest and adaptix are built
+    where none is given."""
+    corpus_texts: int = 20_000
+    """Texts taken from each suite of the corpus."""
+    cost_turns: int = 24
+    """Measurements of c and v(n), spread over the prompts of each suite."""
+    samples: int = 1
+    """Prompts of each suite whose texts are kept in the report, with marks on who wrote each token."""
+    allow_code_execution: bool = False
+    """Run generated programs to score humaneval and mbpp, each in a limited process."""
+    output: str | None = None
+    """Folder of report.json and the HTML page; null: runs/bench, with a configuration runs/<name>."""
+
+
+@dataclass
+class ProfileSettings(SamplingSettings, ModelSettings):
+    """Settings of python -m decode profile."""
+
+    draft: str | None = None
+    """Folder or hub name of the draft model. Required."""
+    suite: list[str] = field(default_factory=lambda: ["arithmetic"])
+    """Prompts that α is measured on; see `python -m decode bench --help`."""
+    split: str = "test"
+    """Split of suites that have several."""
+    limit: int | None = 16
+    """Prompts of each suite."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    max_new_tokens: int = 128
+    """Most tokens of each text that the target writes for measuring α."""
+    longest: int = 15
+    """Longest draft to predict."""
+    chat: bool = False
+    """Put prompts into the chat template."""
+    seed: int = 0
+    """Of prompts and sampling."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass
+class StoreSettings:
+    """Settings of python -m decode datastore build and python -m decode trigrams build."""
+
+    tokenizer: str | None = None
+    """Folder or hub name of the target or its tokenizer. Required."""
+    input: list[str] = field(default_factory=list)
+    """Text or .jsonl files, or suites such as arithmetic and gsm8k=PATH (prompt and answer of the training split)."""
+    output: str | None = None
+    """Folder to write to. Required."""
+    texts: int = 20_000
+    """Texts taken from each suite."""
+    order: int = 3
+    """Trigrams only: n of the n-grams, 2 to 4."""
+    trust_remote_code: bool = False
+    """Run the Python code that a hub repository brings."""
+
+
+@dataclass
+class ReportSettings:
+    """Settings of python -m decode report."""
+
+    runs: list[str] = field(default_factory=list)
+    """Folders of runs, given without an option: python -m decode report runs/*. Null: runs."""
+    output: str | None = None
+    """The page; null: index.html in the folder that holds the runs."""
+
+
+@dataclass
+class PaperSettings:
+    """Settings of python -m decode paper."""
+
+    paper: str | None = None
+    """adasd, adaptix, ears, adaspeed or adaspec; may stand without --paper. Required."""
+    scale: str = "quickstart"
+    """quickstart, gpu-small or full."""
+    run: str | None = None
+    """Folder of the target, draft and probes; null: runs/quickstart, or runs/gpu-small. Not for full."""
+    configs: str = "configs/papers"
+    """Where the papers' configurations lie."""
+    only: list[str] = field(default_factory=list)
+    """At full scale: these configurations alone, by their files' names without .yaml."""
+    limit: int | None = None
+    """Prompts of each suite; null: as in the configuration."""
+    repeats: int | None = None
+    """Times each prompt is given to each method; null: as in the configuration."""
+    again: bool = False
+    """Measure anew what was measured with the same settings and weights."""
+    output: str | None = None
+    """Folder of report.json and table.md; null: runs/papers/<paper>-<scale>."""
+    dry_run: bool = False
+    """Everything in miniature: tiny random models of the same families, few prompts, no network."""
+
+
+@dataclass
+class BenchFile:
+    """A configuration as ``bench`` reads it: the sections of other commands are skipped."""
+
+    bench: BenchSettings = field(default_factory=BenchSettings)
+    """See `python -m decode bench --help`."""
+    name: str = "run"
+    """The run whose target and draft are measured."""
+    output_dir: str = "runs"
+    """Where runs lie."""
+
+
+def required(settings: Any, *names: str) -> None:
+    """Refuse settings that were left out.
+
+    Raises:
+        UserError: naming the option.
+    """
+    for name in names:
+        if not getattr(settings, name):
+            what = next((f.type for f in dataclasses.fields(settings) if f.name == name), "")
+            value = "PATH ..." if "list" in str(what) else "PATH"
+            raise UserError(f"--{name.replace('_', '-')} is missing; give --{name.replace('_', '-')} {value}")
+
+
+def default_suites(data: Any) -> list[str]:
+    """The suite that belongs to a configuration's ``data`` section."""
+    if not isinstance(data, dict):
+        return ["arithmetic"]
+    source = str(data.get("source", "arithmetic"))
+    if source == "arithmetic":
+        return [f"arithmetic:{data.get('difficulty', 1)}"]
+    if data.get("test_file"):
+        return [f"{source}={data['test_file']}"]
+    return [f"prompts={source}"] if Path(source).exists() else [source]

@@ -1,0 +1,174 @@
+"""From settings to models, prompts and stores, with everything refused that can be before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.commands.settings import MethodSettings, ModelSettings, SamplingSettings, required
+from decode.core.errors import UserError, unknown
+from decode.core.options import MethodOptions
+from decode.core.sampling import Warp
+from decode.measure.entries import split_spec
+from decode.measure.transformers_baselines import NEEDS_DRAFT, PEERS
+from decode.methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS
+from decode.models.compiled import check_compile
+from decode.models.eagle.files import is_head, load_head
+from decode.models.foreign import DraftModel, ForeignDraft
+from decode.models.open import DTYPES, check_tokenizers, load_model, load_tokenizer
+from decode.models.vocabulary import Intersection, Vocabulary
+from decode.prompts.suites import Suite, load_suite
+
+STORES = {"rest": "datastore", "adaptix": "trigrams", "adaptix-best-first": "trigrams"}
+"""Methods that read a file built beforehand."""
+
+
+def needs_draft(method: str) -> bool:
+    """Whether a draft model takes part."""
+    return method in NEEDS_DRAFT or method in DRAFTED
+
+
+def check_methods(
+    settings: MethodSettings, methods: Sequence[str], *, has_draft: bool, has_corpus: bool = False
+) -> None:
+    """Refuse unknown names and missing parts, before any model is loaded.
+
+    Raises:
+        UserError: naming the nearest name, or the option that is missing.
+    """
+    for spec in methods:
+        method, own = split_spec(spec)
+        _check_name("method", method, [*METHODS, *PEERS])
+        if needs_draft(method) and not has_draft:
+            raise UserError(f"{method} drafts with a model; give one with --draft (a folder or hub name)")
+        if method in PROBED and own.get("probes", settings.probes) is None:
+            raise UserError(f"{method} stops on a probe; train one with python -m probes, give --probes DIR")
+        store = STORES.get(method)
+        if store and not has_corpus and not dict(zip(("datastore", "trigrams"), store_folders(settings)))[store]:
+            raise UserError(
+                f"{method} drafts from a {store} folder; build one with python -m decode {store} build and give it "
+                f"with --{store} DIR"
+            )
+    if settings.stop_rule is not None:
+        _check_name("stop rule", settings.stop_rule, [*STOPS, *PROBE_STOPS])
+    if settings.rule is not None:
+        _check_name("acceptance rule", settings.rule, list(RULES))
+
+
+def _check_name(kind: str, name: str, known: list[str]) -> None:
+    if name not in known:
+        raise UserError(unknown(kind, name, known))
+
+
+def check_models(settings: ModelSettings) -> None:
+    """Refuse what can be told from the settings alone."""
+    required(settings, "target")
+    if settings.dtype not in DTYPES:
+        raise UserError(f"dtype is {settings.dtype!r}; choose one of {', '.join(DTYPES)}")
+    if settings.compile != "none":
+        check_compile(settings.compile, settings.device)
+        if settings.device_map is not None:
+            raise UserError("a model that is compiled has to be on one device; give --device, or leave compile at none")
+    if settings.draft_vocabulary not in ("same", "intersection"):
+        raise UserError(f"draft_vocabulary is {settings.draft_vocabulary!r}; choose same or intersection")
+
+
+def open_target(settings: ModelSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target and its tokenizer."""
+    name = str(settings.target)
+    tokenizer = load_tokenizer(name, trust_remote_code=settings.trust_remote_code)
+    return _model(name, settings, settings.device_map), tokenizer
+
+
+def open_draft(
+    name: str, settings: ModelSettings, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> DraftModel:
+    """A draft model, after its tokenizer has been compared with the target's; or a feature head of this target.
+
+    With ``draft_vocabulary: intersection`` a tokenizer that differs makes it a `ForeignDraft`.
+
+    Raises:
+        UserError: it cannot be read, its token ids mean other strings, or the vocabularies have too little in common.
+    """
+    if is_head(name):
+        return load_head(name, target)
+    try:
+        own = load_tokenizer(name, trust_remote_code=settings.trust_remote_code)
+    except UserError:
+        own = None  # a folder without a tokenizer promises nothing; the model's own error says whether it exists
+    foreign = own is not None and not _same(tokenizer, own, settings)
+    model = _model(name, settings, None)
+    known = _outputs(model)
+    if own is not None and foreign:
+        mine = Vocabulary(tokenizer, _outputs(target), "target")
+        return ForeignDraft(model, Intersection(mine, Vocabulary(own, known, "draft")))
+    if own is None and known < 0.9 * len(tokenizer):
+        raise UserError(
+            f"the draft {name!r} knows {known} tokens and brings no tokenizer, the target's tokenizer has "
+            f"{len(tokenizer)}; use a draft of the same model family"
+        )
+    return model
+
+
+def _same(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, settings: ModelSettings) -> bool:
+    """Whether the tokenizers agree; where they do not, the settings have to allow it."""
+    try:
+        check_tokenizers(target, draft)
+    except UserError as error:
+        if settings.draft_vocabulary == "intersection":
+            return False
+        raise UserError(f"{error}; or decode with the tokens that both have: --draft-vocabulary intersection") from None
+    return True
+
+
+def _outputs(model: PreTrainedModel) -> int:
+    return int(model.get_output_embeddings().weight.shape[0])
+
+
+def _model(name: str, settings: ModelSettings, device_map: str | None) -> PreTrainedModel:
+    return load_model(
+        name,
+        dtype=settings.dtype,
+        device=settings.device,
+        device_map=device_map,
+        trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def make_warp(settings: SamplingSettings, temperature: float = 0.0) -> Warp:
+    """The sampling settings as one object."""
+    return Warp(temperature, settings.top_k, settings.top_p, settings.min_p, settings.repetition_penalty)
+
+
+def method_options(settings: MethodSettings) -> MethodOptions:
+    """The options that were given; all others keep the paper's values."""
+    names = {f.name for f in dataclasses.fields(MethodOptions)}
+    given: dict[str, Any] = {n: v for n, v in vars(settings).items() if n in names and v is not None}
+    if given.get("draft_length", 1) < 1:
+        raise UserError(f"draft_length is {given['draft_length']}; give at least 1, or choose --method autoregressive")
+    return MethodOptions(**given)
+
+
+def store_folders(settings: MethodSettings) -> tuple[Path | None, Path | None]:
+    """Folders of the datastore and of the tri-grams, which may be one."""
+    trigrams = settings.trigrams or settings.datastore
+    return (Path(settings.datastore) if settings.datastore else None), (Path(trigrams) if trigrams else None)
+
+
+def open_suites(specs: Sequence[str], **options: Any) -> list[Suite]:
+    """Suites by their specs (`decode.prompts.suites.load_suite`), called by what stands before the path where that is unique.
+
+    Raises:
+        UserError: none was asked for, or one cannot be read.
+    """  # noqa: E501
+    if not specs:
+        raise UserError("no suite is given; --suite arithmetic needs no download")
+    short = [spec.partition("=")[0] for spec in specs]
+    return [
+        dataclasses.replace(load_suite(spec, **options), name=name if short.count(name) == 1 else spec)
+        for spec, name in zip(specs, short)
+    ]

@@ -1,0 +1,176 @@
+"""What happened: a record a round, and every metric as a function of the records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from decode.core.proposal import Draft
+
+Values = Tensor | list[float]
+"""One number for each tested position."""
+
+
+@dataclass
+class Round:
+    """One round, as handed to every adaptive part.
+
+    Attributes:
+        draft: what was proposed.
+        path: accepted node indices, root to leaf.
+        token: the token after the path: a correction, or the bonus token.
+        law: gives `probs`; a function where they are rarely asked for.
+        logits: the same rows as `probs`, unwarped.
+        hidden: the target's last hidden states of those rows ``[n + 1, width]``.
+        seconds: time spent drafting and verifying.
+    """
+
+    draft: Draft
+    path: list[int]
+    token: int
+    law: Tensor | Callable[[], Tensor]
+    logits: Tensor
+    hidden: Tensor | None = None
+    seconds: tuple[float, float] = (0.0, 0.0)
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """Warped target rows ``[n + 1, vocab]``; row 0 follows the pending token, row i + 1 follows node i."""
+        return self.law() if callable(self.law) else self.law
+
+    @property
+    def drafted(self) -> int:
+        """Number of drafted tokens k."""
+        return len(self.draft)
+
+    @property
+    def accepted(self) -> int:
+        """Number of kept tokens m."""
+        return len(self.path)
+
+    @property
+    def tested(self) -> int:
+        """t = min(m + 1, k) on a chain; on a tree the depth reached, plus one if the node left had children."""
+        if self.draft.is_chain:
+            return min(self.accepted + 1, self.drafted)
+        last = self.path[-1] if self.path else -1
+        return self.accepted + (last in self.draft.parents)
+
+    @property
+    def emitted(self) -> list[int]:
+        """The tokens this round adds to the text."""
+        return [*(self.draft.ids[i] for i in self.path), self.token]
+
+
+@dataclass
+class Trace:
+    """Per-round records of one or more texts; tensors stay on the device until a metric is asked for."""
+
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    tested: list[int] = field(default_factory=list)
+    depth: list[int] = field(default_factory=list)
+    draft_seconds: list[float] = field(default_factory=list)
+    verify_seconds: list[float] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    total_seconds: float = 0.0
+    tokens: int = 0
+    overlap: list[Values] = field(default_factory=list)
+    spent: list[Values] = field(default_factory=list)
+    distance: list[Values] = field(default_factory=list)
+
+    def close(self, round: Round, overlap: Values | None, spent: Values | None, distance: Values | None) -> None:
+        """Add a round; what was measured holds one value for each tested position."""
+        self.drafted.append(round.drafted)
+        self.accepted.append(round.accepted)
+        self.tested.append(round.tested)
+        self.depth.append(round.drafted if round.draft.is_chain else max(round.draft.depths(), default=0))
+        self.draft_seconds.append(round.seconds[0])
+        self.verify_seconds.append(round.seconds[1])
+        for values, store in ((overlap, self.overlap), (spent, self.spent), (distance, self.distance)):
+            if values is not None:
+                store.append(values)
+
+    def extend(self, other: Trace) -> None:
+        """Append the rounds of another trace."""
+        for name in ("drafted", "accepted", "tested", "depth", "draft_seconds", "verify_seconds"):
+            getattr(self, name).extend(getattr(other, name))
+        for name in ("overlap", "spent", "distance"):
+            getattr(self, name).extend(getattr(other, name))
+        self.prefill_seconds += other.prefill_seconds
+        self.total_seconds += other.total_seconds
+        self.tokens += other.tokens
+
+    @property
+    def rounds(self) -> int:
+        """Target forwards after the prefill."""
+        return len(self.drafted)
+
+    def _mean(self, parts: list[Values]) -> tuple[float, float]:
+        values = torch.cat([torch.as_tensor(part).double() for part in parts]) if parts else torch.empty(0)
+        if not len(values):
+            return math.nan, math.nan
+        se = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        return values.mean().item(), se
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers of reports, by their defined names (the formulas stand in `FORMULAS`)."""
+        k, m, t, r = sum(self.drafted), sum(self.accepted), sum(self.tested), self.rounds
+        alpha, alpha_se = self._mean(self.overlap)
+        spent, _ = self._mean(self.spent)
+        distance, _ = self._mean(self.distance)
+        return {
+            "rounds": r,
+            "tokens": self.tokens,
+            "alpha": alpha,
+            "alpha_se": alpha_se,
+            "accepted_per_tested": m / t if t else math.nan,
+            "accepted_per_drafted": m / k if k else math.nan,
+            "block_efficiency": (m + r) / r if r else math.nan,
+            "drafted_per_round": k / r if r else math.nan,
+            "tv_spent": spent if self.spent else 0.0,
+            "js_distance": distance,
+            "tokens_per_second": self.tokens / self.total_seconds if self.total_seconds else math.nan,
+            "prefill_seconds": self.prefill_seconds,
+            "draft_seconds": sum(self.draft_seconds),
+            "verify_seconds": sum(self.verify_seconds),
+            "total_seconds": self.total_seconds,
+        }
+
+    def acceptance_by_position(self) -> list[dict[str, float]]:
+        """For each draft position i: rounds that tested it, and the conditional and unconditional acceptance."""
+        rows = []
+        for i in range(max(self.depth, default=0)):
+            tested = sum(m >= i and d > i for m, d in zip(self.accepted, self.depth))
+            kept = sum(m > i for m in self.accepted)
+            drafted = sum(d > i for d in self.depth)
+            rows.append(
+                {
+                    "position": i + 1,
+                    "tested": tested,
+                    "conditional": kept / tested if tested else math.nan,
+                    "marginal": kept / drafted if drafted else math.nan,
+                }
+            )
+        return rows
+
+
+FORMULAS = {
+    "alpha": "mean of Σₓ min(p(x), q(x)) over tested positions (greedy: agreement of the argmax)",
+    "offline_alpha": "mean of Σₓ min(p(x), q(x)) over every response position of texts the target generated",
+    "accepted_per_tested": "Σm / Σt",
+    "accepted_per_drafted": "Σm / Σk",
+    "block_efficiency": "Σ(m + 1) / rounds: tokens per target forward, bonus included",
+    "tv_spent": "mean of a(x) − min(1, p(x)/q(x)) at the tested token; 0 for exact rules",
+    "js_distance": "mean of √JSD (base 2) between p and q at tested positions",
+    "speedup": "tokens/s over the same loop without a drafter: median of the ratios paired by prompt",
+    "speedup_vs_generate": "tokens/s over model.generate, paired by prompt, median",
+    "cost_ratio": "c: one draft forward, in one-token target forwards",
+    "verify_cost": "v(n): an n-token target forward, in one-token target forwards",
+    "predicted_speedup": "tokens per round / (c · drafted + v(drafted + 1))",
+}

@@ -1,0 +1,144 @@
+"""Adaptix: a corpus's n-gram model that learns from the text, searched for the draft tree (AAAI 2025)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+from decode.core.errors import UserError
+from decode.core.proposal import Draft
+from decode.drafters.adaptix.ngrams import NgramTable
+from decode.drafters.adaptix.search import BACKUPS, best_tree, most_visited, search
+from decode.drafters.corpus_files import require_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from decode.core.rng import Rng
+    from decode.core.stopping import StopRule
+    from decode.core.trace import Round
+
+
+DEPTHS = {"mcts": 3, "best-first": 8}
+
+
+@dataclass
+class TrigramDrafter:
+    """Drafts a tree of likely continuations under an n-gram model.
+
+    Before each search every n-gram of the last ``recent`` tokens gains ``gain`` in weight, so the model moves
+    towards what the target writes. What is learned stays for later texts; `reset` forgets it.
+
+    Attributes:
+        table: the corpus's n-grams.
+        method: ``mcts``, the paper's search, or ``best-first``, the exact best tree.
+        nodes: most nodes in the tree.
+        searches: Monte Carlo iterations.
+        depth: deepest node searched; null takes 3 for MCTS, whose sequences grow by one more token, and 8 for
+            best-first.
+        sequences: most visited sequences taken from MCTS, each then extended.
+        backup: ``sum`` scores a path with 1 + Σ w, ``log`` with Σ ln w (the paper's Eq. 8).
+        gain: weight added to a recent n-gram; 0 turns learning off.
+        ceiling: the weight that learning stops at.
+        recent: tokens of the text whose n-grams are learned each time.
+        seed: of the search's own generator, which restarts with every text and never touches the decoder's.
+    """
+
+    table: NgramTable
+    method: str = "mcts"
+    nodes: int = 64
+    searches: int = 150
+    depth: int | None = None
+    sequences: int = 24
+    backup: str = "sum"
+    gain: float = 0.04
+    ceiling: float = 3.0
+    recent: int = 16
+    seed: int = 0
+    _learned: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict, init=False, repr=False)
+    _random: Random = field(default_factory=Random, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.method not in DEPTHS or self.backup not in BACKUPS:
+            raise UserError(
+                f"unknown search {self.method!r} with backup {self.backup!r}: give mcts or best-first, and sum or log"
+            )
+        if self.depth is None:
+            self.depth = DEPTHS[self.method]
+        if min(self.nodes, self.searches, self.depth, self.sequences) < 1 or self.gain < 0:
+            raise UserError("the search needs at least one node, iteration, level and sequence, and no negative gain")
+        self._random.seed(self.seed)
+
+    def start(self, ids: list[int]) -> None:
+        """Restart the search's generator; learned weights stay."""
+        self._random.seed(self.seed)
+
+    def reset(self) -> None:
+        """Forget what was learned from texts."""
+        self._learned.clear()
+        self._random.seed(self.seed)
+
+    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
+        """The searched tree, at most ``room`` deep; empty where the context is unknown."""
+        self._learn(ids)
+        root = self.table.context(ids)
+        if root is None or room < 1:
+            return Draft.empty()
+        assert self.depth is not None
+        bits, mask, depth = self.table.bits, self.table.mask, min(self.depth, room)
+        if self.method == "best-first":
+            tree = best_tree(root, self.successors, bits=bits, mask=mask, nodes=self.nodes, depth=depth)
+            return tree.draft()
+        found = search(
+            root,
+            self.successors,
+            bits=bits,
+            mask=mask,
+            iterations=self.searches,
+            depth=depth,
+            random=self._random,
+            backup=self.backup,
+        )
+        return most_visited(*found, self.successors, sequences=self.sequences, nodes=self.nodes, room=room).draft()
+
+    def commit(self, ids: list[int]) -> None:
+        """Learning happens when the next draft is made."""
+
+    def observe(self, round: Round) -> None:
+        """Learning reads the text, not the round."""
+
+    def successors(self, context: int) -> tuple[list[int], list[float]]:
+        """Tokens and weights that follow a packed context, learning included."""
+        return self._learned.get(context) or self.table.successors(context)
+
+    def _learn(self, ids: list[int]) -> None:
+        """Raise the weight of each n-gram among the last ``recent`` tokens."""
+        size = self.table.order - 1
+        window = ids[-self.recent :]
+        for end in range(size, len(window)) if self.gain else ():
+            context, token = self.table.context(window[end - size : end]), window[end]
+            if context is None or token >> self.table.bits:
+                continue
+            if context not in self._learned:
+                tokens, weights = self.table.successors(context)
+                self._learned[context] = (tokens.copy(), weights.copy())
+            tokens, weights = self._learned[context]
+            if token not in tokens:
+                tokens.append(token)
+                weights.append(0.0)
+            at = tokens.index(token)
+            weights[at] = min(self.ceiling, weights[at] + self.gain)
+
+
+def open_adaptix(
+    folder: str | Path, tokenizer: PreTrainedTokenizerBase | None, *, order: int = 3, best_first: bool = False
+) -> TrigramDrafter:
+    """Adaptix with the paper's settings over the n-gram table in ``folder``.
+
+    Raises:
+        UserError: no tokenizer, or a table that is missing, damaged, or of another tokenizer.
+    """
+    table = NgramTable.open(folder, require_fingerprint(tokenizer), order=order)
+    return TrigramDrafter(table, "best-first" if best_first else "mcts")

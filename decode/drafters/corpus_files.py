@@ -1,0 +1,194 @@
+"""What drafters built from a corpus share: documents as one array, tokenizer fingerprints, mapped files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from decode.core.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT = "1"
+BATCH_CHARACTERS = 1 << 20
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest of every token with its id: equal fingerprints mean that ids stand for the same tokens."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+
+
+def require_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """`tokenizer_fingerprint`, or a UserError where there is no tokenizer."""
+    if tokenizer is None:
+        raise UserError("a method that drafts from a corpus needs the target's tokenizer: the target has none")
+    return tokenizer_fingerprint(tokenizer)
+
+
+def join_documents(documents: Iterable[Sequence[int] | np.ndarray]) -> np.ndarray:
+    """All documents in one array of ``id + 1``, with a 0 after each, so that nothing runs across a border.
+
+    Returns:
+        uint16 ``[n]``, or uint32 where an id does not fit.
+
+    Raises:
+        UserError: an id is negative, or there is no token at all.
+    """
+    flat, borders = array("i"), 0
+    for document in documents:
+        if len(document):
+            flat.frombytes(np.asarray(document, dtype=np.int32).tobytes())
+            flat.append(-1)
+            borders += 1
+    if not borders:
+        raise UserError("the corpus holds no tokens: give at least one file or document with text in it")
+    text = np.frombuffer(flat, dtype=np.int32)
+    if text.min() < -1 or np.count_nonzero(text == -1) != borders:
+        raise UserError("a document holds a negative token id: give ids as the tokenizer returns them")
+    wide = text.max() + 1 > np.iinfo(np.uint16).max
+    return (text + 1).astype(np.uint32 if wide else np.uint16)
+
+
+def read_texts(path: Path) -> Iterator[str]:
+    """The documents of a file.
+
+    A line of JSON Lines is one document: its ``text``, or all its strings joined by newlines. Any other file
+    is plain text and is cut at line ends every million characters.
+
+    Raises:
+        UserError: a line is not a JSON object.
+    """
+    with path.open(encoding="utf-8", errors="replace") as file:
+        if path.suffix != ".jsonl":
+            while lines := file.readlines(BATCH_CHARACTERS):
+                yield "".join(lines)
+            return
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                strings = {name: value for name, value in row.items() if isinstance(value, str)}
+            except (json.JSONDecodeError, AttributeError) as error:
+                raise UserError(
+                    f"{path}, line {number} is not a JSON object ({error}): give one object a line"
+                ) from None
+            yield strings.get("text") or "\n".join(strings.values())
+
+
+def tokenize_files(files: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """Token ids of every document in ``files``, with a progress bar over the files' bytes.
+
+    Raises:
+        UserError: a file is missing.
+    """
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    paths = [Path(file) for file in files]
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"no file {path}: give text or .jsonl files")
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        for path in paths:
+            size = path.stat().st_size
+            task = progress.add_task(f"tokenising {path.name}", total=size)
+            for batch in _batches(read_texts(path)):
+                yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+                progress.advance(task, sum(len(text.encode()) for text in batch))
+            progress.update(task, completed=size)
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def save_arrays(path: Path, arrays: dict[str, np.ndarray], *, kind: str, fingerprint: str, **facts: int) -> None:
+    """Write arrays and their manifest as one safetensors file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    checksum = 0
+    for name in sorted(arrays):
+        arrays[name] = np.ascontiguousarray(arrays[name])
+        checksum = zlib.crc32(arrays[name].data, checksum)
+    manifest = {"kind": kind, "format": FORMAT, "tokenizer": fingerprint, "crc32": str(checksum)}
+    manifest |= {name: str(value) for name, value in facts.items()}
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        # one entry, since safetensors writes several in random order and equal stores should be equal files
+        save_file(arrays, partial, metadata={"manifest": json.dumps(manifest)})
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def map_arrays(
+    path: Path, *, kind: str, fingerprint: str, verify: bool
+) -> tuple[dict[str, str], dict[str, memoryview]]:
+    """Memory-map a file that `save_arrays` wrote.
+
+    Args:
+        path: the file.
+        kind: what the file must be.
+        fingerprint: of the tokenizer in use.
+        verify: read everything once and compare the checksum (about a second for 1 GB).
+
+    Returns:
+        The manifest, and the bytes of each array.
+
+    Raises:
+        UserError: the file is missing, truncated, corrupt, of another kind, or of another tokenizer.
+    """
+    again = "build it again with `python -m decode datastore build`"
+    try:
+        with path.open("rb") as file:
+            whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"no {kind} at {path}: build one with `python -m decode datastore build`") from None
+    except ValueError:
+        raise UserError(f"{path} is empty: {again}") from None
+    try:
+        start = 8 + int.from_bytes(whole[:8], "little")
+        header = json.loads(bytes(whole[8:start]))
+        manifest = json.loads(header.pop("__metadata__")["manifest"])
+        spans = {name: entry["data_offsets"] for name, entry in sorted(header.items())}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path} is no {kind}, or its header is damaged: {again}") from None
+    if (manifest.get("kind"), manifest.get("format")) != (kind, FORMAT):
+        seen = f"{manifest.get('kind')} of format {manifest.get('format')}"
+        raise UserError(f"{path} holds a {seen}, wanted a {kind} of format {FORMAT}: {again}")
+    if manifest["tokenizer"] != fingerprint:
+        raise UserError(
+            f"{path} was built with another tokenizer ({manifest['tokenizer']}; this one is {fingerprint}): "
+            f"{again} and the target's tokenizer"
+        )
+    if len(whole) != start + max(end for _, end in spans.values()):
+        raise UserError(f"{path} is truncated ({len(whole):,} bytes): {again}")
+    arrays = {name: whole[start + begin : start + end] for name, (begin, end) in spans.items()}
+    if verify:
+        checksum = 0
+        for view in arrays.values():
+            checksum = zlib.crc32(view, checksum)
+        if str(checksum) != manifest["crc32"]:
+            raise UserError(f"{path} is corrupt (its checksum differs): {again}")
+    return manifest, arrays

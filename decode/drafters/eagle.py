@@ -1,0 +1,148 @@
+"""A feature head drafts (EAGLE): a chain, or EAGLE-2's dynamic tree (arXiv 2406.16858)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decode.core.errors import UserError
+from decode.core.proposal import Draft
+from decode.core.rng import Rng
+from decode.core.sampling import Warp
+from decode.core.stopping import StopRule
+from decode.core.trace import Round
+from decode.drafters.draft_model import ModelDrafter
+from decode.models.eagle.runner import HeadRunner
+from decode.models.huggingface import Runner
+
+
+def head_of(draft: Runner | None) -> HeadRunner:
+    """The feature head among a method's parts.
+
+    Raises:
+        UserError: there is no draft, or it is a language model.
+    """
+    if isinstance(draft, HeadRunner):
+        return draft
+    given = "no draft is given" if draft is None else "the draft given is a language model of its own, for vanilla"
+    raise UserError(
+        f"this method drafts with a feature head (EAGLE), and {given}; give a head's folder with --draft (train one: "
+        "python -m distill --config configs/quickstart-eagle.yaml)"
+    )
+
+
+class FeatureDrafter(ModelDrafter):
+    """Drafts a chain from the target's features, drawn from the head's warped law like any draft model's.
+
+    The loop has the target keep the hidden states named by `taps`; after every round the pairs that were drafted on
+    the head's own states are replaced by pairs with the target's.
+
+    Attributes:
+        target: the target's runner, whose `features` are read.
+    """
+
+    runner: HeadRunner
+
+    def __init__(self, runner: HeadRunner, target: Runner, warp: Warp, *, keep_logits: bool = False) -> None:
+        super().__init__(runner, warp, target.vocab_size, keep_logits=keep_logits)
+        self.target = target
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Which of the target's hidden states are the feature."""
+        return self.runner.taps
+
+    def start(self, ids: list[int]) -> None:
+        """Pair the prompt's tokens with the features that the target's prefill left."""
+        self.runner.truncate(0)
+        if len(ids) > 1:
+            self.runner.settle(self.target.features)
+        if 1 < len(ids) <= self.runner.limit:
+            self.runner.read(self._known(ids[:-1]), head=0)
+
+    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
+        """See `Drafter.propose`; a text of one token has no feature yet, so nothing is drafted."""
+        if not len(self.runner.unread):
+            return Draft.empty()
+        return super().propose(ids, stop, room, rng)
+
+    def commit(self, ids: list[int]) -> None:
+        """What was accepted is known from the round."""
+
+    def observe(self, round: Round) -> None:
+        """Queue the target's features of the pending token and of the accepted ones."""
+        rows = [0, *(node + 1 for node in round.path)]
+        self.runner.settle(self.target.features[torch.tensor(rows, device=self.target.device)])
+
+
+class FeatureTreeDrafter(FeatureDrafter):
+    """EAGLE-2: a level keeps the `width` nodes of the largest cumulative probability, the tree the best `nodes` of all.
+
+    The tree is a function of the text, so it is verified as a deterministic draft.
+
+    Attributes:
+        width: nodes expanded a level, and children tried of each (the paper's top k, 10).
+        nodes: nodes of the finished tree (the paper: 60).
+    """
+
+    def __init__(self, runner: HeadRunner, target: Runner, warp: Warp, *, width: int = 10, nodes: int = 60) -> None:
+        super().__init__(runner, target, warp)
+        if min(width, nodes) < 1:
+            raise UserError(f"tree_width is {width} and tree_nodes {nodes}; give at least 1 of each")
+        self.width, self.nodes = width, nodes
+
+    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
+        """The tree, as deep as the stop rule's window."""
+        runner = self.runner
+        depth = min(stop.cap(), room, runner.limit - len(ids))
+        if depth < 1 or not len(runner.unread):
+            return Draft.empty()
+        logits = runner.read(self._known(ids[runner.length :]), head=1)
+        states, seen = runner.hidden[-1:], torch.zeros(1, 0, dtype=torch.bool, device=runner.device)
+        paths: list[list[int]] = [[]]
+        above = torch.zeros(1, device=runner.device)  # log-probability of each node that is being expanded
+        origin = torch.full((1,), -1, device=runner.device)  # and its place among all candidates
+        tokens: list[Tensor] = []
+        parents: list[Tensor] = []
+        scores: list[Tensor] = []
+        count = 0
+        for level in range(depth):
+            law = self._law(logits, ids, paths)
+            width = min(self.width, law.shape[-1])
+            best = law.topk(width, -1)
+            score = (above[:, None] + best.values).flatten()
+            tokens.append(best.indices.flatten())
+            scores.append(score)
+            parents.append(origin.repeat_interleave(width))
+            if level + 1 == depth:
+                break
+            top = score.topk(min(self.width, len(score)))
+            above, picked, row = top.values, tokens[-1][top.indices], top.indices // width
+            origin = count + top.indices
+            count += len(score)
+            if self.warp.needs_prefix:
+                paths = [paths[r] + [t] for r, t in zip(row.tolist(), picked.tolist())]
+            if level:  # the first level hangs below the text, which every node sees
+                own = torch.eye(len(seen), dtype=torch.bool, device=runner.device)
+                seen = torch.cat([seen, own], 1)
+            seen = seen[row]
+            logits = self._fit(runner.read_level(picked, states[row], seen, level))
+            states = runner.hidden
+        return _best_nodes(torch.cat(tokens), torch.cat(parents), torch.cat(scores), self.nodes)
+
+    def _law(self, logits: Tensor, ids: list[int], paths: list[list[int]]) -> Tensor:
+        """log q of each row as sampling sees it; greedy decoding ranks by the unwarped law."""
+        logits = self._fit(logits)
+        if self.warp.greedy:
+            return logits.float().log_softmax(-1)
+        prefixes = [ids + path for path in paths] if self.warp.needs_prefix else None
+        return self.warp(logits, prefixes).log().clamp_(max=0)
+
+
+def _best_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int) -> Draft:
+    """The tree of the most probable candidates: none is likelier than its parent, and of equals the first counts."""
+    order = torch.sort(scores, descending=True, stable=True).indices[:nodes]
+    order = order[scores[order] > -torch.inf].sort().values
+    kept = order.tolist()
+    place = {node: i for i, node in enumerate(kept)} | {-1: -1}
+    return Draft(tokens[order], [place[p] for p in parents[order].tolist()])

@@ -1,0 +1,141 @@
+"""Draft & Verify's layer subsets: which sub-layers the draft skips, and a search for the best set.
+
+The search needs no timing: acceptance is measured by teacher forcing on texts that the target wrote, costs are a
+function of the sub-layers that run, and the predicted speedup over both is maximised greedily (the paper optimises
+measured tokens/s by Bayesian search, arXiv 2309.08168, section 4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decode.core.sampling import Warp
+from decode.measure.acceptance_offline import overlap
+from decode.measure.cost import replayed_speedup
+from decode.models.partial import Part, PartialRunner
+
+Text = tuple[list[int], int]
+"""Token ids, and how many of them are the prompt."""
+Sublayer = tuple[str, int]
+"""``("attention", layer)`` or ``("mlp", layer)``."""
+
+
+@dataclass
+class Subset:
+    """A skip set with what is expected of it.
+
+    Attributes:
+        skip: skipped sub-layers.
+        alpha: mean acceptance by teacher forcing.
+        draft_length: the best one.
+        speedup: predicted at that length.
+    """
+
+    skip: frozenset[Sublayer]
+    alpha: float
+    draft_length: int
+    speedup: float
+
+    def layers(self, kind: str) -> list[int]:
+        """Layers whose attention (or mlp) is skipped."""
+        return sorted(layer for what, layer in self.skip if what == kind)
+
+
+@torch.inference_mode()
+def target_rows(runner: PartialRunner, texts: Sequence[Text], warp: Warp) -> list[Tensor]:
+    """The target's law ``[response, vocab]`` at every response position of each text."""
+    rows = []
+    for ids, start in texts:
+        runner.truncate(0)
+        logits = runner.read(torch.tensor(ids, device=runner.device), head=len(ids) - start + 1)[:-1]
+        rows.append(warp(logits, [ids[:i] for i in range(start, len(ids))] if warp.needs_prefix else None))
+    runner.truncate(0)
+    return rows
+
+
+@torch.inference_mode()
+def acceptance(
+    runner: PartialRunner, part: Part, texts: Sequence[Text], rows: Sequence[Tensor], warp: Warp
+) -> list[list[float]]:
+    """Σ min(p, q) at every response position of each text, for a draft that runs `part`.
+
+    A text is read whole by the part, so behind the first skipped sub-layer the draft attends to its own states of
+    the text; in decoding it attends to the target's, which are better.
+    """
+    found = []
+    for (ids, start), p in zip(texts, rows):
+        runner.truncate(0)
+        logits = runner.read_part(torch.tensor(ids, device=runner.device), part)[start - 1 : -1]
+        q = warp(logits, [ids[:i] for i in range(start, len(ids))] if warp.needs_prefix else None)
+        found.append(overlap(p, q).tolist())
+    runner.truncate(0)
+    return found
+
+
+def search(
+    runner: PartialRunner,
+    texts: Sequence[Text],
+    warp: Warp,
+    *,
+    verify_cost: Callable[[int], float],
+    fixed: float = 0.1,
+    longest: int = 12,
+    patience: int = 3,
+    progress: Callable[[int, float], None] | None = None,
+) -> Subset:
+    """Grow the skip set by the sub-layer whose loss hurts the predicted speedup least, and keep the best set seen.
+
+    A draft forward costs `fixed` (embedding, norm, head, bookkeeping) plus the rest by share of sub-layers; adding
+    goes on for `patience` steps past the best set, since skipping pays only once enough is skipped.
+
+    Args:
+        runner: the target.
+        texts: what it wrote.
+        warp: decoding mode.
+        verify_cost: v(n), an n-token target forward in one-token ones.
+        fixed: share of a one-token forward that does not depend on the layers.
+        longest: longest draft considered.
+        patience: steps without a better set before the search ends.
+        progress: told of the number of skipped sub-layers and their predicted speedup.
+    """
+    total = 2 * runner.depth
+    rows = target_rows(runner, texts, warp)
+
+    def judge(skip: frozenset[Sublayer]) -> Subset:
+        part = _part(runner.depth, skip)
+        accept = acceptance(runner, part, texts, rows, warp)
+        c = fixed + (1 - fixed) * part.sublayers / total
+        # the shared layers are not run again for what the draft has read
+        saved = (1 - fixed) * part.shared / runner.depth
+        speeds = {
+            k: replayed_speedup(accept, k, c, lambda n: verify_cost(n) - saved * (verify_cost(n) - verify_cost(1)))
+            for k in range(1, longest + 1)
+        }
+        best = max(speeds, key=lambda k: speeds[k])
+        flat = [a for text in accept for a in text]
+        return Subset(skip, sum(flat) / max(1, len(flat)), best, speeds[best])
+
+    everything = [(what, layer) for layer in range(runner.depth) for what in ("attention", "mlp")]
+    best = current = judge(frozenset())
+    since = 0
+    while len(current.skip) < total - 1 and since < patience + total // 2:
+        current = max(
+            (judge(current.skip | {s}) for s in everything if s not in current.skip), key=lambda s: (s.speedup, s.alpha)
+        )
+        since = 0 if current.speedup > best.speedup else since + 1
+        best = max(best, current, key=lambda s: s.speedup)
+        if progress is not None:
+            progress(len(current.skip), current.speedup)
+        if best.skip and since >= patience:
+            break
+    return best
+
+
+def _part(layers: int, skip: frozenset[Sublayer]) -> Part:
+    return Part.skipping(
+        layers, [i for what, i in skip if what == "attention"], [i for what, i in skip if what == "mlp"]
+    )

@@ -1,0 +1,79 @@
+"""Prompt lookup: what followed the same n-gram earlier in this text (Saxena, 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from decode.core.errors import UserError
+from decode.core.proposal import Draft
+
+if TYPE_CHECKING:
+    from decode.core.rng import Rng
+    from decode.core.stopping import StopRule
+    from decode.core.trace import Round
+
+
+@dataclass
+class LookupDrafter:
+    """Copies what followed the most recent earlier occurrence of the text's last n-gram, longest n first.
+
+    Attributes:
+        length: most tokens copied.
+        max_ngram: longest n-gram looked up.
+        min_ngram: shortest n-gram looked up.
+    """
+
+    length: int = 10
+    max_ngram: int = 3
+    min_ngram: int = 1
+    _after: dict[tuple[int, ...], int] = field(default_factory=dict, init=False, repr=False)
+    _indexed: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_ngram <= self.max_ngram or self.length < 1:
+            raise UserError(
+                "prompt lookup needs 1 <= min_ngram <= max_ngram and length >= 1, got "
+                f"min_ngram={self.min_ngram}, max_ngram={self.max_ngram}, length={self.length}"
+            )
+
+    def start(self, ids: list[int]) -> None:
+        """Forget the previous text and index this one."""
+        self._after, self._indexed = {}, 0
+        self._index(ids)
+
+    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
+        """A chain of at most ``length``, ``room`` and the stop rule's cap; empty where nothing matches."""
+        self._index(ids)
+        count = min(self.length, room, stop.cap())
+        match = self._match(ids) if count > 0 else None
+        if match is None:
+            return Draft.empty()
+        copied = ids[match : match + count]
+        period = len(ids) - match
+        while len(copied) < count:  # the copy reaches the end of the text: it goes on with itself
+            copied.append(copied[len(copied) - period])
+        return Draft.chain(torch.tensor(copied, dtype=torch.long))
+
+    def commit(self, ids: list[int]) -> None:
+        """The text is indexed when it is next needed."""
+
+    def observe(self, round: Round) -> None:
+        """Nothing to learn."""
+
+    def _match(self, ids: list[int]) -> int | None:
+        """The position after the most recent earlier occurrence of the longest known last n-gram."""
+        for n in range(min(self.max_ngram, len(ids) - 1), self.min_ngram - 1, -1):
+            match = self._after.get(tuple(ids[-n:]))
+            if match is not None:
+                return match
+        return None
+
+    def _index(self, ids: list[int]) -> None:
+        """Enter the n-grams that end before the last token, which has no continuation yet."""
+        for end in range(self._indexed + 1, len(ids)):
+            for n in range(self.min_ngram, min(self.max_ngram, end) + 1):
+                self._after[tuple(ids[end - n : end])] = end
+        self._indexed = max(self._indexed, len(ids) - 1)

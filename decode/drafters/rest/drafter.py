@@ -1,0 +1,81 @@
+"""REST: what followed this context in a corpus, as a tree of continuations (He et al., NAACL 2024)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from decode.core.errors import UserError
+from decode.core.proposal import Draft
+from decode.drafters.corpus_files import require_fingerprint
+from decode.drafters.token_tree import heaviest_tree
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from decode.core.rng import Rng
+    from decode.core.stopping import StopRule
+    from decode.core.trace import Round
+    from decode.drafters.rest.datastore import Datastore
+
+
+@dataclass
+class RetrievalDrafter:
+    """Drafts the heaviest continuations of the longest tail of the text that the corpus holds.
+
+    Attributes:
+        store: the corpus.
+        nodes: most nodes in the tree.
+        max_span: longest tail looked up; shorter ones follow, down to ``min_span``.
+        min_span: shortest tail looked up.
+        hits: most occurrences read.
+        length: tokens read after each occurrence.
+    """
+
+    store: Datastore
+    nodes: int = 64
+    max_span: int = 16
+    min_span: int = 2
+    hits: int = 5000
+    length: int = 10
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_span <= self.max_span or min(self.nodes, self.hits, self.length) < 1:
+            raise UserError("retrieval needs 1 <= min_span <= max_span and at least one node, hit and token of length")
+        if self.max_span + self.length > self.store.depth:
+            raise UserError(
+                f"max_span {self.max_span} plus length {self.length} exceeds the datastore's depth "
+                f"{self.store.depth}: lower them, or build the datastore with a greater depth"
+            )
+
+    def start(self, ids: list[int]) -> None:
+        """Nothing is kept of the text."""
+
+    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
+        """The tree of continuations, at most ``room`` deep; empty where no tail of the text is known."""
+        rows = self.store.continuations(
+            ids,
+            length=min(self.length, room),
+            limit=self.hits,
+            max_span=self.max_span,
+            min_span=self.min_span,
+        )
+        return heaviest_tree(rows, self.nodes)
+
+    def commit(self, ids: list[int]) -> None:
+        """Nothing to keep."""
+
+    def observe(self, round: Round) -> None:
+        """The corpus does not change."""
+
+
+def open_rest(folder: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> RetrievalDrafter:
+    """REST with the paper's settings over the datastore in ``folder``.
+
+    Raises:
+        UserError: no tokenizer, or a datastore that is missing, damaged, or of another tokenizer.
+    """
+    from decode.drafters.rest.datastore import Datastore
+
+    return RetrievalDrafter(Datastore.open(folder, require_fingerprint(tokenizer)))

@@ -1,0 +1,118 @@
+"""offline_alpha: acceptance at every response position of texts that the target generated, by teacher forcing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.core.sampling import Warp
+from decode.models.eagle.head import FeatureHead, head_logits
+from decode.models.foreign import DraftModel, ForeignDraft, foreign_logits
+
+
+@dataclass
+class OfflineAlpha:
+    """Acceptance at every response position.
+
+    Attributes:
+        texts: Σₓ min(p(x), q(x)) at each response position, one list a text.
+    """
+
+    texts: list[list[float]]
+
+    @property
+    def sums(self) -> list[float]:
+        """Summed acceptance of each text."""
+        return [sum(text) for text in self.texts]
+
+    @property
+    def counts(self) -> list[int]:
+        """Response positions of each text."""
+        return [len(text) for text in self.texts]
+
+    @property
+    def mean(self) -> float:
+        """offline_alpha: the mean over all positions."""
+        return sum(self.sums) / max(1, sum(self.counts))
+
+    @property
+    def se(self) -> float:
+        """Standard error with texts as the unit of sampling (positions of one text are not independent)."""
+        return _ratio_se(self.sums, self.counts)
+
+
+def _ratio_se(sums: Sequence[float], counts: Sequence[int]) -> float:
+    """Linearised standard error of Σsums/Σcounts over independent texts."""
+    n, total = len(sums), sum(counts)
+    if n < 2 or not total:
+        return math.nan
+    mean = sum(sums) / total
+    spread = sum((s - mean * c) ** 2 for s, c in zip(sums, counts))
+    return math.sqrt(n / (n - 1) * spread) / total
+
+
+def paired(a: OfflineAlpha, b: OfflineAlpha) -> dict[str, float]:
+    """Difference b − a over the same texts, its standard error and two-sided p-value (normal approximation)."""
+    if a.counts != b.counts:
+        raise ValueError("the two measurements are not over the same texts")
+    sums = [y - x for x, y in zip(a.sums, b.sums)]
+    difference, se = sum(sums) / max(1, sum(a.counts)), _ratio_se(sums, a.counts)
+    p_value = math.erfc(abs(difference) / se / math.sqrt(2)) if se > 0 else (1.0 if difference == 0 else 0.0)
+    return {"difference": difference, "se": se, "p_value": p_value, "n": len(sums)}
+
+
+@torch.inference_mode()
+def response_logits(model: PreTrainedModel, ids: Sequence[int], prompt_length: int) -> Tensor:
+    """Logits ``[response, vocab]`` that predict each response token of one text."""
+    known = model.get_input_embeddings().weight.shape[0]  # a draft of a shorter padded vocabulary reads its last id
+    tokens = torch.tensor([list(ids)], device=model.device).clamp_(max=known - 1)
+    keep = len(ids) - prompt_length + 1
+    return model(input_ids=tokens, use_cache=False, logits_to_keep=keep).logits[0, :-1]
+
+
+def draft_logits(target: PreTrainedModel, draft: DraftModel, ids: Sequence[int], prompt_length: int) -> Tensor:
+    """`response_logits` of a draft; a feature head reads the target's true features."""
+    if isinstance(draft, ForeignDraft):
+        return foreign_logits(draft, ids, prompt_length)
+    if isinstance(draft, FeatureHead):
+        return head_logits(draft, target, ids, prompt_length)
+    return response_logits(draft, ids, prompt_length)
+
+
+def overlap(p: Tensor, q: Tensor) -> Tensor:
+    """Σₓ min(p, q) ``[n]`` over the shared ids of ``p, q [n, vocab]``."""
+    shared = min(p.shape[-1], q.shape[-1])
+    return torch.minimum(p[:, :shared], q[:, :shared].to(p.device)).sum(-1)
+
+
+def offline_alpha(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    texts: Iterable[tuple[Sequence[int], int]],
+    warp: Warp,
+) -> OfflineAlpha:
+    """Measure a draft on texts the target generated.
+
+    Args:
+        target: p.
+        draft: q.
+        texts: (token ids, prompt length) of each text.
+        warp: the decoding mode that acceptance is wanted for.
+
+    Returns:
+        Acceptance by text and position, for means, errors, paired comparisons and replays.
+    """
+    measured = []
+    for ids, prompt_length in texts:
+        if len(ids) <= prompt_length:
+            continue
+        prefixes = [ids[:i] for i in range(prompt_length, len(ids))] if warp.needs_prefix else None
+        p = warp(response_logits(target, ids, prompt_length), prefixes)
+        q = warp(draft_logits(target, draft, ids, prompt_length), prefixes)
+        measured.append(overlap(p, q).double().tolist())
+    return OfflineAlpha(measured)

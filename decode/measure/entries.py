@@ -1,0 +1,255 @@
+"""What a benchmark compares: contenders, the baselines that every comparison needs, and how a contender runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from decode.core.acceptance import JensenShannon
+from decode.core.errors import UserError, unknown
+from decode.core.options import MethodOptions, Parts
+from decode.core.rng import TorchRng
+from decode.core.target import Target
+from decode.loop import Output, System, decode
+from decode.measure.forward_timer import watch_forwards
+from decode.measure.session import BASELINE, Workbench
+from decode.measure.statistics import Record, Take
+from decode.measure.transformers_baselines import NEEDS_DRAFT, PEERS, Peer
+from decode.methods import DRAFTED, HEADED, METHODS, SELF_SPECULATIVE, build, is_lossless
+from decode.models.eagle.head import FeatureHead
+from decode.models.foreign import DraftModel
+
+REFERENCE = "generate"
+"""What `speedup_vs_generate` is measured against, and what greedy texts have to equal."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One line of the table: a method with its draft, options and temperature.
+
+    Attributes:
+        method: a name of `decode.methods.METHODS` or of `decode.measure.transformers_baselines.PEERS`.
+        draft: which of the bench's drafts it uses.
+        options: what the method leaves open.
+        stop: another stop rule than the method's own.
+        rule: another acceptance rule than the method's own.
+        temperature: 0 is greedy.
+        name: how rows call it; the method's name if left empty.
+    """
+
+    method: str
+    draft: str | None = None
+    options: MethodOptions = field(default_factory=MethodOptions)
+    stop: str | None = None
+    rule: str | None = None
+    temperature: float = 0.0
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name in rows."""
+        return self.name or self.method
+
+    @property
+    def needs_draft(self) -> bool:
+        """Whether a draft model takes part."""
+        return self.method in NEEDS_DRAFT or self.method in DRAFTED
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output's law is the target's."""
+        return self.method in PEERS or is_lossless(self.method, self.rule)
+
+
+def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """A method as settings name it, ``NAME`` or ``NAME:option=value:...``, such as ``ears:beta=0.2``.
+
+    Returns:
+        The method, and the `MethodOptions` given for it alone.
+
+    Raises:
+        UserError: an unknown option, or a value of another type than the option's.
+    """
+    import yaml
+
+    method, *given = spec.split(":")
+    known, options = {f.name: getattr(MethodOptions(), f.name) for f in fields(MethodOptions)}, {}
+    for item in given:
+        key, _, text = item.partition("=")
+        if key not in known:
+            raise UserError(f"{spec!r}: {unknown('option', key, known)}")
+        value = yaml.safe_load(text)
+        wanted = type(known[key]) if known[key] is not None else TYPES[key]
+        if not isinstance(value, wanted) and not (wanted is float and isinstance(value, int)):
+            raise UserError(f"{spec!r}: {key} is {text!r}, wanted a value of the type {wanted.__name__}")
+        options[key] = value
+    return method, options
+
+
+TYPES: dict[str, type] = {
+    "draft_length": int, "threshold": float, "target_acceptance": float, "exit_layer": int, "probes": str,
+    "texts": int,
+}  # fmt: skip
+"""Types of the options that are null where they are left open."""
+
+
+def with_baselines(contenders: list[Contender], temperature: float) -> list[Contender]:
+    """The contenders of one temperature, the baselines first."""
+    given = {c.method: c for c in reversed(contenders)}
+    baselines = [given.get(m, Contender(m, temperature=temperature)) for m in (BASELINE, REFERENCE)]
+    return baselines + [c for c in contenders if c not in baselines]
+
+
+def plan(
+    methods: Sequence[str],
+    drafts: Mapping[str, DraftModel],
+    temperatures: Sequence[float] = (0.0,),
+    *,
+    draft_lengths: Sequence[int] = (),
+    options: MethodOptions | None = None,
+    stop: str | None = None,
+    rule: str | None = None,
+) -> list[Contender]:
+    """Contenders for all combinations, with names that tell them apart.
+
+    Methods may carry options of their own (`split_spec`). Methods of a fixed length get one contender for each of
+    `draft_lengths`; without any, the length that the draft was exported with (``num_assistant_tokens`` of its
+    generation config), or the method's own.
+    """
+    contenders = []
+    for temperature in temperatures:
+        for spec in methods:
+            method, own = split_spec(spec)
+            base = replace(options or MethodOptions(), **own)
+            probe = Contender(method)
+            fitting = [name for name in drafts if suits(method, drafts[name])]
+            for draft in fitting if probe.needs_draft and drafts else [None]:
+                fixed = method == "generate-assistant" or (probe.needs_draft and _stop_of(method, stop) == "length")
+                several = fixed and draft_lengths and "draft_length" not in own
+                lengths: Sequence[int | None] = draft_lengths if several else [base.draft_length]
+                for length in lengths:
+                    name = spec.replace(":", " ")
+                    if len(lengths) > 1:
+                        name += f" k={length}"
+                    if len(drafts) > 1 and draft is not None:
+                        name += f" ({draft})"
+                    if fixed and length is None and draft is not None:
+                        length = exported_length(drafts[draft])
+                    ours = {} if method in PEERS or method == BASELINE else {"stop": stop, "rule": rule}
+                    contenders.append(
+                        Contender(
+                            method,
+                            draft,
+                            replace(base, draft_length=length),
+                            temperature=temperature,
+                            name=name,
+                            **ours,
+                        )
+                    )
+    return contenders
+
+
+def _stop_of(method: str, stop: str | None) -> str | None:
+    return None if method in PEERS else stop or METHODS[method][1]
+
+
+def suits(method: str, draft: DraftModel) -> bool:
+    """Whether a draft can take part in a method: transformers takes plain models only, EAGLE's trees need a head."""
+    if method in NEEDS_DRAFT:
+        return isinstance(draft, PreTrainedModel)
+    return method not in HEADED or isinstance(draft, FeatureHead)
+
+
+def exported_length(draft: DraftModel) -> int | None:
+    """The draft length that the draft's generation config (a head's configuration) carries, if any."""
+    source = draft.config if isinstance(draft, FeatureHead) else draft.generation_config
+    length = getattr(source, "num_assistant_tokens", None)
+    return int(length) if length else None
+
+
+class Entrant:
+    """A contender put together: one system for each repeat, so that no repeat has learned from another.
+
+    Attributes:
+        record: its timed texts.
+        samples: annotated outputs of the first prompts.
+        note: why it could not run, if so.
+    """
+
+    def __init__(self, bench: Workbench, contender: Contender) -> None:
+        self.contender = contender
+        self.bench = bench
+        self.record = Record()
+        self.samples: list[Output] = []
+        self.note = ""
+        self.warp = replace(bench.options.warp, temperature=contender.temperature)
+        self.draft = bench.drafts[contender.draft] if contender.draft is not None else None
+        self.peer: Peer | None = None
+        self.systems: list[System] = []
+        if contender.method in PEERS:
+            draft = bench.draft_models.get(contender.draft or "")
+            assert draft is None or isinstance(draft, PreTrainedModel), "plan leaves all others out"
+            length = contender.options.draft_length
+            self.peer = Peer(contender.method, bench.model, draft, self.warp, bench.stop_ids, length)
+        else:
+            self.systems = [self._build() for _ in range(bench.options.repeats + 1)]  # the last one warms up
+
+    def _build(self) -> System:
+        bench, contender = self.bench, self.contender
+        parts = Parts(
+            bench.runner,
+            self.warp,
+            self.draft if contender.needs_draft else None,
+            bench.tokenizer,
+            bench.options.datastore,
+            bench.options.trigrams,
+            contender.options,
+        )
+        return build(contender.method, parts, stop=contender.stop, rule=contender.rule)
+
+    @property
+    def draft_length(self) -> int | None:
+        """The window that drafting starts with, where there is one."""
+        if self.peer is not None:
+            fixed = {"generate-assistant": 5, "generate-assistant-dynamic": 20, "generate-prompt-lookup": 10}
+            default = fixed.get(self.contender.method)
+            return default if self.contender.method.endswith("dynamic") else self.peer.draft_length or default
+        if self.contender.needs_draft or self.contender.method in {"prompt-lookup"} | SELF_SPECULATIVE:
+            return int(self.systems[0].stop.window)
+        return None
+
+    @property
+    def learned(self) -> dict[str, float]:
+        """Thresholds that the acceptance rule ended with, the mean over repeats."""
+        ends = [system.rule.theta for system in self.systems[:-1] if isinstance(system.rule, JensenShannon)]
+        return {"verification_threshold": sum(ends) / len(ends)} if ends else {}
+
+    def take(self, ids: list[int], repeat: int, seed: int, budget: int, sample: bool = False) -> Take:
+        """Write one text; repeat -1 warms up."""
+        runner = self.bench.runner
+        if self.peer is not None:
+            new, seconds, forwards = self.peer.run(ids, min(budget, runner.limit + 1 - len(ids)), seed)
+            return Take(new, seconds, forwards=forwards)
+        with ExitStack() as stack:
+            watch = None
+            if runner.device.type == "cpu":  # elsewhere, waiting for each forward would slow the loop down
+                watch = stack.enter_context(watch_forwards(runner, *([self.draft] if self.draft is not None else [])))
+            out = decode(
+                Target(runner),
+                self.systems[repeat],
+                self.warp,
+                ids,
+                annotate=sample,
+                max_new_tokens=budget,
+                stop_ids=self.bench.stop_ids,
+                rng=TorchRng(seed, runner.device),
+            )
+        if sample:
+            self.samples.append(out)
+        trace = out.trace
+        inside = watch.seconds if watch is not None else None
+        return Take(out.new_ids, trace.total_seconds, trace.prefill_seconds, trace.rounds, inside, trace)

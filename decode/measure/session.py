@@ -1,0 +1,195 @@
+"""The models, prompts and costs that a benchmark works with."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.core.errors import UserError
+from decode.core.options import Parts
+from decode.core.rng import TorchRng
+from decode.core.sampling import Warp
+from decode.core.target import Target
+from decode.loop import decode
+from decode.measure.cost import LONGEST, CostMeter, CostModel
+from decode.methods import build
+from decode.models import machine
+from decode.models.eagle.runner import open_draft_runner
+from decode.models.foreign import DraftModel, ForeignDraft
+from decode.models.huggingface import Runner, open_runner
+from decode.models.open import stop_ids
+from decode.models.text import Detokenizer, encode_prompt
+from decode.prompts.suites import Prompt, Suite
+
+BASELINE = "autoregressive"
+"""The loop without a drafter, which `speedup` is measured against."""
+WIDE = (24, 32, 48, 64, 96)
+"""More n of v(n), for methods that verify trees."""
+
+
+@dataclass
+class BenchOptions:
+    """How a benchmark is run.
+
+    Attributes:
+        max_new_tokens: budget of each text.
+        repeats: times each prompt is given to each method.
+        seed: of sampling and of the bootstrap.
+        ignore_eos: generate the full budget, so that all texts have one length.
+        chat: put prompts into the chat template; later turns of a prompt follow the target's own greedy answers.
+        warp: sampling settings but for the temperature.
+        threads: of torch; None measures one against all.
+        datastore: folder of a REST datastore.
+        trigrams: folder of an Adaptix table.
+        samples: prompts of each suite whose texts are kept with their marks.
+        costs: measure c and v(n), which `predicted_speedup` needs.
+        cost_turns: measurements of the costs, spread over a block's prompts (a few of them come first).
+        compile: see `decode.models.huggingface.open_runner`.
+    """
+
+    max_new_tokens: int = 128
+    repeats: int = 3
+    seed: int = 0
+    ignore_eos: bool = False
+    chat: bool = False
+    warp: Warp = field(default_factory=Warp)
+    threads: int | None = None
+    datastore: Path | None = None
+    trigrams: Path | None = None
+    samples: int = 1
+    costs: bool = True
+    cost_turns: int = 24
+    compile: str = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it has to be at least 1")
+
+
+@dataclass
+class Item:
+    """One prompt, or one turn of it, as token ids."""
+
+    prompt: Prompt
+    ids: list[int]
+
+
+class Workbench:
+    """A target and its drafts, opened for measurement on this machine.
+
+    Args:
+        model: the target.
+        drafts: draft models and feature heads by name.
+        tokenizer: of the target.
+        options: see `BenchOptions`.
+
+    Attributes:
+        runner: the target's.
+        drafts: the drafts' runners by name.
+        threads: why this many threads are used.
+        costs: `CostModel` by draft name; None stands for the target alone.
+        left_out: by suite, how many of its prompts were too long.
+        vocabularies: by suite, what drafts of another vocabulary can draft of it.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafts: Mapping[str, DraftModel] | None,
+        tokenizer: PreTrainedTokenizerBase,
+        options: BenchOptions | None = None,
+    ) -> None:
+        self.options = options or BenchOptions()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.draft_models: dict[str, DraftModel] = dict(drafts or {})
+        mode = self.options.compile
+        self.runner = open_runner(model, compile=mode)
+        self.drafts = {name: open_draft_runner(draft, model, mode) for name, draft in self.draft_models.items()}
+        self.threads = machine.set_threads(self.runner, self.options.threads)[1]
+        self.stop_ids: Collection[int] = set() if self.options.ignore_eos else stop_ids(model, tokenizer)
+        self.costs: dict[str | None, CostModel] = {}
+        self.meters: dict[str | None, CostMeter] = {}
+        self.left_out: dict[str, str] = {}
+        self.vocabularies: dict[str, str] = {}
+
+    def items(self, suite: Suite) -> list[Item]:
+        """All prompts, and in chats all turns, that fit the contexts together with their answers."""
+        items = []
+        for prompt in suite.prompts:
+            turns = getattr(prompt, "turns", ()) if self.options.chat else ()
+            items += self._turns(prompt, turns) if len(turns) > 1 else [self._item(prompt, prompt.text)]
+        room = min(r.limit for r in [self.runner, *self.drafts.values()])
+        fitting = [item for item in items if len(item.ids) + self.options.max_new_tokens <= room + 1]
+        if not fitting:
+            shortest = min((len(item.ids) for item in items), default=0)
+            raise UserError(
+                f"no prompt of {suite.name} fits: the shortest of {len(items)} has {shortest} tokens, the context "
+                f"holds {room}, {self.options.max_new_tokens} new ones among them; lower max_new_tokens or take "
+                "another suite"
+            )
+        if len(fitting) < len(items):
+            self.left_out[suite.name] = (
+                f"{len(items) - len(fitting)} of {len(items)} prompts do not fit the context of {room} tokens"
+            )
+        ids = [i for item in fitting for i in item.ids]
+        foreign = {name: draft for name, draft in self.draft_models.items() if isinstance(draft, ForeignDraft)}
+        if foreign:
+            told = (f"{name}: {draft.vocabulary.sentence(ids)}" for name, draft in foreign.items())
+            self.vocabularies[suite.name] = "; ".join(told)
+        return fitting
+
+    def _item(self, prompt: Prompt, text: str, history: Sequence[tuple[str, str]] = ()) -> Item:
+        return Item(prompt, encode_prompt(self.tokenizer, text, chat=self.options.chat, history=history))
+
+    def _turns(self, prompt: Prompt, turns: Sequence[str]) -> list[Item]:
+        """A chat's turns; the target's greedy answers stand between them, the same for every method."""
+        items: list[Item] = []
+        history: list[tuple[str, str]] = []
+        for said in turns:
+            items.append(self._item(prompt, said, history))
+            if len(items) < len(turns):
+                history.append((said, self.text(self.answer(items[-1].ids, Warp()))))
+        return items
+
+    def answer(self, ids: list[int], warp: Warp, seed: int = 0) -> list[int]:
+        """What the target itself writes after these ids, up to the budget."""
+        out = decode(
+            Target(self.runner),
+            build(BASELINE, Parts(self.runner, warp)),
+            warp,
+            ids,
+            max_new_tokens=self.options.max_new_tokens,
+            stop_ids=stop_ids(self.model, self.tokenizer),
+            rng=TorchRng(seed, self.runner.device),
+        )
+        return out.new_ids
+
+    def measure_costs(
+        self, items: Sequence[Item], drafts: Iterable[str], *, longest: int = 0, trees: bool = False, repeats: int = 21
+    ) -> None:
+        """Fill `costs` for the target alone and for each draft, in the middle of a typical text.
+
+        Args:
+            items: prompts, whose median length counts.
+            drafts: names of the drafts in use.
+            longest: the longest draft to come.
+            trees: also measure the widths of draft trees.
+            repeats: most turns of measurements.
+        """
+        context = int(statistics.median(len(i.ids) for i in items)) + self.options.max_new_tokens // 2
+        widths = [*range(1, LONGEST + 2), *range(20, longest + 5, 4), *(WIDE if trees else ())]
+        pairs: dict[str | None, Runner | None] = {None: None} | {name: self.drafts[name] for name in drafts}
+        self.meters = {
+            name: CostMeter(self.runner, draft, widths=widths, context=context) for name, draft in pairs.items()
+        }
+        self.costs = {name: meter.run(repeats) for name, meter in self.meters.items()}
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of generated tokens."""
+        return Detokenizer(self.tokenizer).text(ids)

@@ -1,0 +1,197 @@
+"""From timed texts to the rows of a benchmark: medians of paired ratios, bootstrap intervals, the trace's metrics."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from decode.core.trace import Trace
+from decode.measure.cost import CostModel, speedup_of_rounds
+
+RESAMPLES = 2000
+GIVEN_DRAFT = "generate-assistant"
+
+
+@dataclass
+class Take:
+    """One text as one method wrote it once.
+
+    Attributes:
+        new_ids: the generated tokens.
+        seconds: wall time, prompt included.
+        prefill: seconds of it until the first round; None where they cannot be told apart.
+        forwards: target forwards that gave the tokens.
+        forward_seconds: time inside the forwards of target and draft; None where it was not taken.
+        trace: the rounds; None for peers.
+    """
+
+    new_ids: list[int]
+    seconds: float
+    prefill: float | None = None
+    forwards: int = 0
+    forward_seconds: float | None = None
+    trace: Trace | None = None
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return len(self.new_ids) / self.seconds if self.seconds else math.nan
+
+    @property
+    def decoding_speed(self) -> float:
+        """Tokens per second after the prefill."""
+        rest = self.seconds - (self.prefill or 0.0)
+        return len(self.new_ids) / rest if self.prefill is not None and rest > 0 else math.nan
+
+
+@dataclass
+class Record:
+    """Everything one method did in one suite at one temperature: ``takes[prompt][repeat]``."""
+
+    takes: list[list[Take]] = field(default_factory=list)
+
+    def trace(self) -> Trace:
+        """All rounds, over prompts and repeats."""
+        whole = Trace()
+        for take in (t for takes in self.takes for t in takes):
+            if take.trace is not None:
+                whole.extend(take.trace)
+        return whole
+
+    def typical(self) -> list[Take]:
+        """Of each prompt the repeat with the median speed."""
+        return [sorted(takes, key=lambda take: take.speed)[(len(takes) - 1) // 2] for takes in self.takes]
+
+    def tokens_per_second(self) -> float:
+        """Σ tokens / Σ seconds over the typical repeats: the micro average."""
+        chosen = self.typical()
+        seconds = sum(take.seconds for take in chosen)
+        return sum(len(take.new_ids) for take in chosen) / seconds if seconds else math.nan
+
+
+def median_interval(values: Sequence[float], *, seed: int = 0, level: float = 0.95) -> tuple[float, float, float]:
+    """Median and its percentile bootstrap interval over the values.
+
+    Returns:
+        The median, and the ends of the interval, which always contains it; NaN without values.
+    """
+    known = np.array([v for v in values if math.isfinite(v)])
+    if not len(known):
+        return math.nan, math.nan, math.nan
+    picks = np.random.default_rng(seed).integers(len(known), size=(RESAMPLES, len(known)))
+    low, high = np.quantile(np.median(known[picks], axis=1), [(1 - level) / 2, (1 + level) / 2])
+    middle = float(np.median(known))
+    return middle, min(middle, float(low)), max(middle, float(high))
+
+
+def paired_ratios(record: Record, base: Record, speed: str = "speed") -> list[float]:
+    """For each prompt the median over repeats of this method's speed over the other's, taken side by side."""
+    return [
+        statistics.median(getattr(a, speed) / getattr(b, speed) for a, b in zip(ours, theirs))
+        for ours, theirs in zip(record.takes, base.takes)
+    ]
+
+
+def identical_share(record: Record, reference: Record) -> float:
+    """Share of the texts that equal the reference's first text of their prompt, token by token."""
+    same = [
+        float(take.new_ids == theirs[0].new_ids) for ours, theirs in zip(record.takes, reference.takes) for take in ours
+    ]
+    return statistics.fmean(same) if same else math.nan
+
+
+def speeds(record: Record, of: Mapping[str, Record], seed: int) -> dict[str, Any]:
+    """The timing columns of a row, against the methods of the same block that serve as baselines."""
+    row: dict[str, Any] = {"tokens_per_second": record.tokens_per_second()}
+    against = {"speedup": "autoregressive", "speedup_vs_generate": "generate", "speedup_vs_assistant": GIVEN_DRAFT}
+    for key, method in against.items():
+        if method in of:
+            middle, low, high = median_interval(paired_ratios(record, of[method]), seed=seed)
+            row |= {key: middle, f"{key}_ci95": [low, high]}
+    if "autoregressive" in of:
+        base = of["autoregressive"]
+        row["speedup_micro"] = row["tokens_per_second"] / base.tokens_per_second()
+        row["speedup_without_prefill"] = median_interval(paired_ratios(record, base, "decoding_speed"))[0]
+    return row
+
+
+def counts(record: Record, cost: CostModel | None, drafts_with_model: bool) -> dict[str, Any]:
+    """The columns that come from the trace, `predicted_speedup` among them; peers have only block efficiency."""
+    takes = [take for takes in record.takes for take in takes]
+    tokens, forwards = sum(len(t.new_ids) for t in takes), sum(t.forwards for t in takes)
+    if not takes or takes[0].trace is None:
+        return {"tokens": tokens, "block_efficiency": tokens / forwards if forwards else math.nan}
+    trace = record.trace()
+    row: dict[str, Any] = trace.metrics()
+    row.pop("tokens_per_second")
+    inside = [t.forward_seconds for t in takes if t.forward_seconds is not None]
+    if len(inside) == len(takes) and row["total_seconds"]:
+        row["bookkeeping_share"] = 1 - sum(inside) / row["total_seconds"]
+    drafted = sum(trace.drafted)
+    if cost is not None and drafted:
+        c = cost.cost_ratio
+        if not drafts_with_model:  # drafting without a model has no forward: its own time a token takes the place
+            c = sum(trace.draft_seconds) / drafted / cost.target_seconds
+        # what an end-of-text token cuts off a round's tokens was paid for, but is not text
+        kept = trace.tokens / (sum(trace.accepted) + trace.rounds)
+        row["predicted_speedup"] = kept * speedup_of_rounds(trace.drafted, trace.accepted, c, cost.v)
+    elif trace.rounds and not drafted:
+        row["predicted_speedup"] = 1.0
+    return row
+
+
+def accuracy(marks: Sequence[float]) -> dict[str, Any]:
+    """Mean score of the prompts, with its standard error."""
+    if not marks:
+        return {}
+    error = statistics.stdev(marks) / len(marks) ** 0.5 if len(marks) > 1 else None
+    return {"accuracy": statistics.fmean(marks), "accuracy_se": error}
+
+
+def by_prompt(record: Record, marks: Sequence[float]) -> list[dict[str, Any]]:
+    """What paired comparisons of two methods need: for every prompt its repeats, and the mean score of its texts."""
+    rows = []
+    for i, takes in enumerate(record.takes):
+        row: dict[str, Any] = {"tokens": [len(t.new_ids) for t in takes], "seconds": [t.seconds for t in takes]}
+        row |= {"forwards": sum(t.forwards for t in takes), "score": marks[i] if marks else None}
+        traces = [t.trace for t in takes if t.trace is not None]
+        if traces:
+            row["accepted"] = sum(sum(trace.accepted) for trace in traces)
+        rows.append(row)
+    return rows
+
+
+def analysis(record: Record) -> dict[str, Any]:
+    """What a row has no room for: acceptance by position, draft lengths, seconds by phase."""
+    trace = record.trace()
+    if not trace.rounds:
+        return {}
+    phases = {
+        "prefill": trace.prefill_seconds,
+        "draft": sum(trace.draft_seconds),
+        "verify": sum(trace.verify_seconds),
+        "total": trace.total_seconds,
+    }
+    histogram = Counter(trace.drafted)
+    return {
+        "acceptance_by_position": trace.acceptance_by_position(),
+        "draft_lengths": {str(k): histogram[k] for k in sorted(histogram)},
+        "phases": phases,
+    }
+
+
+def plain(value: Any) -> Any:
+    """The same value for JSON: numbers that are not finite become null."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

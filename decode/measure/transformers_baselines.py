@@ -1,0 +1,133 @@
+"""Transformers' own generation, run and timed beside ours: the peers of every benchmark."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from decode.core.sampling import Warp
+from decode.models.machine import synchronize
+
+PEERS = {
+    "generate": "model.generate",
+    "generate-assistant": "generate(assistant_model=…), the fixed draft length of `vanilla`",
+    "generate-assistant-dynamic": "generate(assistant_model=…), its defaults: up to 20 tokens, confidence 0.4",
+    "generate-prompt-lookup": "generate(prompt_lookup_num_tokens=…)",
+}
+"""Methods of a benchmark that transformers carries out itself."""
+
+NEEDS_DRAFT = {"generate-assistant", "generate-assistant-dynamic"}
+
+
+@dataclass
+class Peer:
+    """One way of calling ``generate``.
+
+    Attributes:
+        name: a key of `PEERS`.
+        target: the model.
+        draft: the assistant, for the methods that take one.
+        warp: sampling settings; processors of one's own are not passed on.
+        stop_ids: tokens that end a text; none generates to the full length.
+        draft_length: tokens drafted a round (assistant at a fixed length) or looked up.
+    """
+
+    name: str
+    target: PreTrainedModel
+    draft: PreTrainedModel | None
+    warp: Warp
+    stop_ids: Collection[int] = ()
+    draft_length: int | None = None
+
+    def run(self, prompt: list[int], max_new_tokens: int, seed: int) -> tuple[list[int], float, int]:
+        """Generate once.
+
+        Returns:
+            The new tokens, the seconds it took (prompt included), and the number of target forwards.
+        """
+        model: Any = self.target
+        device = model.get_input_embeddings().weight.device
+        ids = torch.tensor([prompt], device=device)
+        extra: dict[str, Any] = {}
+        with ExitStack() as stack:
+            stack.enter_context(_using(model, self._config(max_new_tokens)))
+            if self.name in NEEDS_DRAFT:
+                assert self.draft is not None
+                stack.enter_context(_using(self.draft, self._draft_config()))
+                extra["assistant_model"] = self.draft
+            if self.name == "generate-prompt-lookup":
+                extra["prompt_lookup_num_tokens"] = self.draft_length or 10
+            forwards = stack.enter_context(_counted(model))
+            torch.manual_seed(seed)
+            synchronize(device)
+            began = time.perf_counter()
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **extra)
+            synchronize(device)
+            seconds = time.perf_counter() - began
+        return out[0, len(prompt) :].tolist(), seconds, forwards[0]
+
+    def _config(self, max_new_tokens: int) -> GenerationConfig:
+        warp, ends = self.warp, sorted(self.stop_ids)
+        sampling = {} if warp.greedy else {"temperature": warp.temperature, "top_k": warp.top_k, "top_p": warp.top_p}
+        if not warp.greedy and warp.min_p > 0:
+            sampling["min_p"] = warp.min_p
+        return GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=not warp.greedy,
+            repetition_penalty=warp.repetition_penalty,
+            eos_token_id=ends or None,
+            pad_token_id=ends[0] if ends else 0,
+            **sampling,
+        )
+
+    def _draft_config(self) -> GenerationConfig:
+        fixed = self.name == "generate-assistant"
+        return GenerationConfig(
+            num_assistant_tokens=(self.draft_length or 5) if fixed else 20,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0 if fixed else 0.4,
+            pad_token_id=0,
+        )
+
+
+@contextmanager
+def _using(model: Any, config: GenerationConfig) -> Iterator[None]:
+    """Put a generation config in place of the model's own, whose sampling defaults would leak into ours."""
+    own = model.generation_config
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+@contextmanager
+def _counted(model: Any) -> Iterator[list[int]]:
+    count = [0]
+
+    def add(*_: object) -> None:
+        count[0] += 1
+
+    hook = model.register_forward_pre_hook(add)
+    try:
+        yield count
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' warnings about its own arguments out of the terminal."""
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)

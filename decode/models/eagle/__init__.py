@@ -1,0 +1,1 @@
+"""EAGLE feature heads: the module, its files, its runner; imports models and core."""

@@ -1,0 +1,172 @@
+"""Feature heads as folders: config.json and model.safetensors, ours or published ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from decode.core.errors import UserError
+from decode.models.eagle.head import VERSIONS, FeatureHead
+
+SHARED = "embed_tokens.weight"
+"""The target's embedding, which files may repeat."""
+
+
+def default_taps(layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's low, middle and high states: those that enter layers 2, L/2 and L − 3, as the engines take them."""
+    low, middle, high = sorted([min(2, layers - 1), layers // 2, max(layers - 3, 1)])
+    return low, middle, high
+
+
+def head_config(
+    target: Any,
+    version: int,
+    *,
+    intermediate_size: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    draft_vocab: int | None = None,
+    taps: tuple[int, ...] | None = None,
+) -> LlamaConfig:
+    """The configuration of a head for a target; what is None is the target's.
+
+    Args:
+        target: the target's text configuration.
+        version: 1 or 3.
+        intermediate_size: width inside the MLP.
+        heads: attention heads.
+        kv_heads: key and value heads.
+        draft_vocab: tokens that EAGLE-3 can draft.
+        taps: EAGLE-3's feature layers (see `FeatureHead`).
+
+    Raises:
+        UserError: sizes that do not fit.
+    """
+    width, layers = int(target.hidden_size), int(target.num_hidden_layers)
+    heads = heads or int(target.num_attention_heads)
+    kv_heads = kv_heads or int(getattr(target, "num_key_value_heads", None) or heads)
+    if width % heads or heads % kv_heads or (width // heads) % 2:
+        raise UserError(
+            f"a feature head of {heads} heads and {kv_heads} key-value heads does not fit the target's width {width}: "
+            "heads have to divide it into even parts, and key-value heads to divide heads"
+        )
+    taps = (layers,) if version == 1 else tuple(taps or default_taps(layers))
+    if not all(0 <= tap <= layers for tap in taps) or list(taps) != sorted(taps):
+        raise UserError(f"feature layers are {list(taps)}; wanted ascending numbers from 0 to {layers}")
+    rope = getattr(target, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    name = next(name for name, number in VERSIONS.items() if number == version)
+    return LlamaConfig(
+        architectures=[name],
+        hidden_size=width,
+        target_hidden_size=width,
+        intermediate_size=intermediate_size or getattr(target, "intermediate_size", None) or 4 * width,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=width // heads,
+        vocab_size=int(target.vocab_size),
+        draft_vocab_size=min(draft_vocab or target.vocab_size, target.vocab_size) if version == 3 else None,
+        max_position_embeddings=int(getattr(target, "max_position_embeddings", None) or 2048),
+        rms_norm_eps=float(getattr(target, "rms_norm_eps", None) or 1e-6),
+        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10000.0},
+        tie_word_embeddings=False,
+        bos_token_id=getattr(target, "bos_token_id", None),
+        eos_token_id=getattr(target, "eos_token_id", None),
+        pad_token_id=getattr(target, "pad_token_id", None),
+        taps=list(taps),
+        bias=True,
+    )
+
+
+def is_head(folder: str | Path) -> bool:
+    """Whether a folder's config.json says that it holds a feature head."""
+    try:
+        fields = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        return (fields.get("architectures") or [""])[0] in VERSIONS
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def save_head(head: FeatureHead, folder: str | Path) -> None:
+    """config.json and model.safetensors into an existing folder."""
+    folder = Path(folder)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(head.config.to_dict(), indent=2, default=str) + "\n")
+
+
+def load_head(folder: str | Path, target: PreTrainedModel | None = None) -> FeatureHead:
+    """A head from its folder, ours or a published one in safetensors.
+
+    Args:
+        folder: with config.json and model.safetensors.
+        target: the model it drafts for, to fill in and check what the file leaves to it; the head takes its number
+            format and device.
+
+    Raises:
+        UserError: a damaged or unfit head.
+    """
+    folder = Path(folder)
+    try:
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        state = load_file(folder / "model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"no feature head can be read from {folder}: {error}") from error
+    config = _config_of(fields, target, folder)
+    head = FeatureHead(config)
+    if SHARED in state:
+        weight = state.pop(SHARED)
+        head.embed_tokens = nn.Embedding.from_pretrained(weight)
+    missing, unknown = head.load_state_dict(state, strict=False)
+    missing = [name for name in missing if name not in ("d2t", "t2d", SHARED)]
+    if missing or unknown:
+        raise UserError(
+            f"{folder} does not hold what its config.json names: missing {missing[:4] or 'nothing'}, unknown "
+            f"{unknown[:4] or 'nothing'}"
+        )
+    return (head if target is None else fitted(head, target)).eval()
+
+
+def fitted(head: FeatureHead, target: PreTrainedModel) -> FeatureHead:
+    """The head in the target's number format, on its device."""
+    device = target.get_input_embeddings().weight.device
+    head.to(device=device, dtype=target.dtype)
+    head.rotary = LlamaRotaryEmbedding(head.config).to(device)  # frequencies are not to be rounded
+    return head
+
+
+def _config_of(fields: dict[str, Any], target: PreTrainedModel | None, folder: Path) -> LlamaConfig:
+    version = VERSIONS.get((fields.get("architectures") or [""])[0])
+    if version is None:
+        raise UserError(f"{folder} holds no feature head: its architecture is {fields.get('architectures')}")
+    if fields.get("norm_before_residual"):
+        raise UserError(f"{folder} has norm_before_residual, a variant of EAGLE-3 that is not supported")
+    width = int(fields["hidden_size"])
+    fields = dict(fields)
+    fields["head_dim"] = fields.get("head_dim") or width // int(fields["num_attention_heads"])
+    fields["target_hidden_size"] = fields.get("target_hidden_size") or width
+    if fields["target_hidden_size"] != width:
+        raise UserError(f"{folder} is {width} wide for a target of {fields['target_hidden_size']}; the same is wanted")
+    if "taps" not in fields:  # the engines' names for it
+        fields["taps"] = fields.get("eagle_aux_hidden_state_layer_ids")
+    if target is None:
+        if not fields["taps"]:
+            raise UserError(f"{folder} does not name its feature layers; load it together with its target")
+        return LlamaConfig(**fields)
+    shape = target.config.get_text_config()
+    if (shape.hidden_size, int(shape.vocab_size)) != (width, int(fields["vocab_size"])):
+        raise UserError(
+            f"the head in {folder} is for a target of width {width} and {fields['vocab_size']} tokens; this target has "
+            f"width {shape.hidden_size} and {shape.vocab_size} tokens"
+        )
+    layers = int(shape.num_hidden_layers)
+    fields["taps"] = [layers] if version == 1 else list(fields["taps"] or default_taps(layers))
+    return LlamaConfig(**fields)

@@ -1,0 +1,237 @@
+"""Feature heads: one decoder layer that continues the target's hidden states (EAGLE 2401.15077, EAGLE-3 2503.01840).
+
+A head reads pairs (feature of token t, embedding of token t + 1), and its state at t predicts token t + 2; fed back as
+the feature of t + 1 it predicts on. EAGLE-1's feature is the target's last hidden state, and the target's own head
+turns states into logits. EAGLE-3 fuses a low, a middle and a high state, and has a norm and a head of its own over a
+reduced vocabulary. Parameters are named as in the published checkpoints, so a state dict is a file's content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from decode.core.errors import UserError
+
+VERSIONS = {"LlamaForCausalLMEagle": 1, "LlamaForCausalLMEagle3": 3}
+"""What config.json calls the two kinds."""
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean x² + ε) · w, in the input's own precision or better."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., width]``."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+class HeadLayer(nn.Module):
+    """The decoder layer. EAGLE-1's has no norm before its attention; EAGLE-3's attention reads twice the width."""
+
+    def __init__(self, config: LlamaConfig, version: int) -> None:
+        super().__init__()
+        width, inner, d = config.hidden_size, config.intermediate_size, config.head_dim
+        into, eps = width if version == 1 else 2 * width, config.rms_norm_eps
+        self.self_attn, self.mlp = nn.Module(), nn.Module()
+        self.self_attn.q_proj = nn.Linear(into, config.num_attention_heads * d, bias=False)
+        self.self_attn.k_proj = nn.Linear(into, config.num_key_value_heads * d, bias=False)
+        self.self_attn.v_proj = nn.Linear(into, config.num_key_value_heads * d, bias=False)
+        self.self_attn.o_proj = nn.Linear(config.num_attention_heads * d, width, bias=False)
+        self.mlp.gate_proj = nn.Linear(width, inner, bias=False)
+        self.mlp.up_proj = nn.Linear(width, inner, bias=False)
+        self.mlp.down_proj = nn.Linear(inner, width, bias=False)
+        if version == 3:
+            self.input_layernorm, self.hidden_norm = RMSNorm(width, eps), RMSNorm(width, eps)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+
+
+class FeatureHead(nn.Module):
+    """An EAGLE-1 or EAGLE-3 head; what it shares with the target (embedding, EAGLE-1's output head) is not in it.
+
+    Args:
+        config: shape, `version` and `taps` (see `head_config`).
+
+    Attributes:
+        version: 1 or 3.
+        taps: indices into the target's hidden states whose concatenation is the feature: i is the state that enters
+            layer i, and the number of layers stands for the last one, after the final norm.
+        embed_tokens: an embedding of the head's own, where its file brought one.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.version = VERSIONS[config.architectures[0]]
+        self.taps: tuple[int, ...] = tuple(config.taps)
+        self.embed_tokens: nn.Embedding | None = None
+        width = config.hidden_size
+        self.rotary = LlamaRotaryEmbedding(config)
+        if self.version == 1:
+            self.fc = nn.Linear(2 * width, width, bias=bool(getattr(config, "bias", True)))
+            self.layers = nn.ModuleList([HeadLayer(config, 1)])
+            return
+        self.fc = nn.Linear(len(self.taps) * config.target_hidden_size, width, bias=False)
+        self.midlayer = HeadLayer(config, 3)
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+
+    @property
+    def layer(self) -> Any:
+        """The decoder layer."""
+        return self.layers[0] if self.version == 1 else self.midlayer
+
+    @property
+    def feature_width(self) -> int:
+        """Width of the concatenated target states."""
+        return len(self.taps) * int(self.config.target_hidden_size)
+
+    def draft_ids(self) -> Tensor | None:
+        """The target's ids of the head's logits, ``[draft vocab]``, or None if they are the same."""
+        if self.version == 1 or self.config.draft_vocab_size == self.config.vocab_size:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """Draft these target ids only (long, ascending, as many as the head has logits)."""
+        self.d2t.copy_(ids - torch.arange(len(ids)))
+        self.t2d.zero_()[ids] = True
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Target features ``[..., feature width]`` as the states that the layer continues, ``[..., hidden]``."""
+        return features if self.version == 1 else self.fc(features)
+
+    def unroll(self, embeds: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+        """States of `steps` drafting steps from every position at once (EAGLE-3's training-time test).
+
+        Step s at index t continues the true pairs up to t by s of the head's own states, with the true tokens: it
+        predicts token t + 2 + s. It attends to the pairs of the text up to t, and to its own chain.
+
+        Args:
+            embeds: embedding of token t + 1, ``[batch, time, width]``.
+            features: of token t, ``[batch, time, feature width]``.
+            steps: 1 is teacher forcing with true features.
+
+        Yields:
+            ``[batch, time, hidden]`` each; what index t would need from beyond the end is garbage there.
+        """
+        hidden, chain = self.fuse(features), _Chain()
+        positions = torch.arange(embeds.shape[1], device=embeds.device)[None]
+        for step in range(steps):
+            cos, sin = self.rotary(hidden, position_ids=positions + step)
+            hidden = self._step(embeds, hidden, cos[:, None], sin[:, None], chain)
+            yield hidden
+            embeds = F.pad(embeds[:, 1:], (0, 0, 0, 1))
+
+    def _step(self, embeds: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Any) -> Tensor:
+        layer, x = self.layer, hidden
+        if self.version == 1:
+            x = y = self.fc(torch.cat([embeds, hidden], -1))
+        else:
+            y = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(hidden)], -1)
+        a, d = layer.self_attn, self.config.head_dim
+        q, k, v = (p(y).unflatten(-1, (-1, d)).transpose(1, 2) for p in (a.q_proj, a.k_proj, a.v_proj))
+        groups = q.shape[1] // k.shape[1]
+        k, v = (z.repeat_interleave(groups, 1) for z in (k * cos + _turn(k) * sin, v))
+        x = x + a.o_proj(attend(q * cos + _turn(q) * sin, k, v).transpose(1, 2).flatten(2))
+        m = layer.mlp
+        z = layer.post_attention_layernorm(x)
+        return x + m.down_proj(F.silu(m.gate_proj(z)) * m.up_proj(z))
+
+    def logits(self, states: Tensor, target_head: Any) -> Tensor:
+        """Logits ``[..., draft vocab]`` of states, by the target's head (EAGLE-1) or the head's own."""
+        logits: Tensor = target_head(states) if self.version == 1 else self.lm_head(self.norm(states))
+        return logits
+
+
+class _Chain:
+    """Attention in which row t sees the first step's keys up to t, and of later steps only those of its own row."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.keys.append(k)
+        self.values.append(v)
+        if len(self.keys) == 1:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        time, q = q.shape[2], q * q.shape[-1] ** -0.5
+        past = torch.ones(time, time, dtype=torch.bool, device=q.device).tril()
+        text = (q @ self.keys[0].transpose(-1, -2)).masked_fill(~past, -torch.inf)
+        own = torch.stack([(q * key).sum(-1) for key in self.keys[1:]], -1)
+        weights = torch.cat([text, own], -1).softmax(-1)
+        chain = sum(weights[..., time + i, None] * value for i, value in enumerate(self.values[1:]))
+        return weights[..., :time] @ self.values[0] + chain
+
+
+def _turn(x: Tensor) -> Tensor:
+    """(a, b) -> (−b, a) of the two halves of the last dimension."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([-b, a], -1)
+
+
+def output_head(model: PreTrainedModel) -> Any:
+    """The target's head, which EAGLE-1 shares.
+
+    Raises:
+        UserError: a head that is more than a linear layer.
+    """
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    extra = [n for n in ("logit_scale", "logits_scaling", "final_logit_softcapping") if getattr(config, n, None)]
+    if extra or type(head) is not nn.Linear:
+        raise UserError(
+            f"{type(model).__name__} changes its logits behind the head ({', '.join(extra) or type(head).__name__}), "
+            "so an EAGLE-1 head cannot share it; use EAGLE-3"
+        )
+    return head
+
+
+@torch.inference_mode()
+def head_logits(head: FeatureHead, target: PreTrainedModel, ids: Sequence[int], start: int, depth: int = 1) -> Tensor:
+    """What a head would draft at each response position of one text, by teacher forcing.
+
+    Args:
+        head: the feature head.
+        target: the model whose features it reads.
+        ids: the text.
+        start: how many of its tokens are the prompt.
+        depth: the drafted token asked about: 1 is drafted from true features, the next ones from the head's own
+            states with the text's true tokens.
+
+    Returns:
+        Logits ``[response, vocab]`` in the target's vocabulary, as `decode.measure.acceptance_offline.response_logits` gives the target's.
+        The first tokens of a text, which no pair precedes, get an impossible row (all −inf but the first id).
+    """  # noqa: E501
+    tokens = torch.tensor([list(ids)], device=target.device)
+    out = target(input_ids=tokens, use_cache=False, output_hidden_states=True, logits_to_keep=1)
+    features = torch.cat([out.hidden_states[tap] for tap in head.taps], -1)
+    embedding = head.embed_tokens or target.get_input_embeddings()
+    *_, states = head.unroll(embedding(tokens[:, 1:]), features[:, :-1], depth)
+    # state t of step s predicts token t + 1 + depth; position i of the text is wanted from `start` on
+    first = max(0, start - 1 - depth)
+    found = head.logits(states[0, first : len(ids) - 1 - depth], output_head(target) if head.version == 1 else None)
+    rows = found.new_full((len(ids) - start, int(target.get_output_embeddings().weight.shape[0])), -torch.inf)
+    place = head.draft_ids()
+    place = torch.arange(found.shape[-1], device=found.device) if place is None else place
+    missing = len(rows) - len(found)
+    rows[missing:] = rows[missing:].index_copy(1, place, found)
+    rows[:missing, 0] = 0.0
+    return rows

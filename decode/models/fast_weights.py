@@ -1,0 +1,240 @@
+"""Weights of a decoder layer as the hand-written forward reads them (see `decode.models.fast`).
+
+Two layouts. `tuned` weights are copies for the CPU: scales of RMS norms folded into the projection behind them, and
+rows of q and k sorted so that rotation is one multiplication of complex numbers. Where a copy would cost too much, or
+numbers are too narrow for complex arithmetic, the weights stay the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+COLUMNS = 1 << 15
+"""Smallest weight (elements) that is laid out column by column."""
+COPIED = 1 << 30
+"""Most bytes of a model whose weights are copied."""
+WIDE = (torch.float32, torch.float64)
+
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Attention of a model.
+
+    Attributes:
+        heads: of queries.
+        kv_heads: of keys and of values.
+        width: of a head.
+        rotated: leading elements of a head that positions rotate.
+        interleaved: whether q, k and v stand together for each head (GPT-NeoX).
+        tuned: whether weights are copies for the CPU.
+    """
+
+    heads: int
+    kv_heads: int
+    width: int
+    rotated: int
+    interleaved: bool = False
+    tuned: bool = False
+
+
+@dataclass
+class Layer:
+    """One decoder layer.
+
+    Attributes:
+        norm1: before attention.
+        norm2: before the MLP; None where it reads what attention reads.
+        qkv: ``[(heads + 2 kv_heads) · width, hidden]``.
+        out: of attention, transposed: ``[heads · width, hidden]``.
+        up: gate and up projections stacked where the block is gated, else up.
+        down: transposed: ``[intermediate, hidden]``.
+        qk_norm: norm of rotated heads ``[.., heads + kv_heads, n, width]``.
+    """
+
+    norm1: Function
+    norm2: Function | None
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    qk_norm: Function | None = None
+
+
+def tunable(model: nn.Module) -> bool:
+    """Whether copies of a model's weights pay: on a CPU, in 32 bits or more, up to `COPIED`."""
+    weights = list(model.parameters())
+    small = sum(p.numel() * p.element_size() for p in weights) <= COPIED
+    return small and all(p.device.type == "cpu" and p.dtype in WIDE for p in weights)
+
+
+def fuse(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """One weight and bias for several projections of the same input; the originals become views of it."""
+    with torch.inference_mode(False):  # the model's own weights from now on: it may yet be trained
+        weight = torch.cat([m.weight.detach() for m in linears])
+        bias = None if linears[0].bias is None else torch.cat([m.bias.detach() for m in linears])
+    start = 0
+    for m in linears:
+        end = start + m.out_features
+        m.weight.data = weight[start:end]
+        if bias is not None:
+            m.bias.data = bias[start:end]
+        start = end
+    return weight, bias
+
+
+def by_columns(weight: Tensor) -> Tensor:
+    """The weight laid out so that x·Wᵀ of few rows is fastest: measured up to 1.5 times on CPUs where W is tall."""
+    tall = weight.device.type == "cpu" and weight.shape[0] > weight.shape[1] and weight.numel() >= COLUMNS
+    return weight.t().contiguous().t() if tall else weight
+
+
+@dataclass(eq=False)
+class RmsNorm:
+    """x/√(Σx²/d + ε)·w over the last axis, as x/hypot(‖x‖, √(dε))·(w√d): fewer operations, the same to rounding.
+
+    Attributes:
+        floor: √(dε).
+        scale: w√d; None where the projection behind it holds it.
+    """
+
+    floor: Tensor
+    scale: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of ``x [.., d]``."""
+        y = x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.floor)
+        return y if self.scale is None else y.mul_(self.scale)
+
+
+@dataclass(eq=False)
+class NarrowRmsNorm:
+    """The same for weights of 16 bits, rounded where transformers rounds."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of ``x [.., d]``."""
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+
+@dataclass(eq=False)
+class LayerNorm:
+    """A layer norm without the cost of a module's call."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of ``x [.., d]``."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def rms_norm(weight: Tensor, eps: float) -> RmsNorm | NarrowRmsNorm:
+    """An RMS norm with these weights ``[.., d]``."""
+    if weight.dtype not in WIDE:
+        return NarrowRmsNorm(weight, eps)
+    width = weight.shape[-1]
+    return RmsNorm(weight.new_tensor((eps * width) ** 0.5), weight.detach() * width**0.5)
+
+
+def norm(module: Any) -> Function:
+    """A layer norm or an RMS norm."""
+    if isinstance(module, nn.LayerNorm):
+        return LayerNorm(module.weight, module.bias, module.eps)
+    return rms_norm(module.weight, module.variance_epsilon)
+
+
+def _behind(module: Any, weight: Tensor, shape: Shape) -> tuple[Function, Tensor]:
+    """A norm and the projection behind it, the norm's scale in the projection where that can be."""
+    made = norm(module)
+    if not shape.tuned or not isinstance(made, RmsNorm) or made.scale is None:
+        return made, weight
+    return RmsNorm(made.floor, None), weight * made.scale
+
+
+def _sorted_rows(shape: Shape, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Tuned: heads of q, then k, then v; in q and k, elements that rotate together side by side."""
+    if not shape.tuned:
+        return weight, bias
+    rows = torch.arange(weight.shape[0]).view(-1, shape.width)
+    if shape.interleaved:
+        rows = rows.view(shape.heads, 3, shape.width).transpose(0, 1).reshape(-1, shape.width)
+    rows = torch.cat([_pairs(shape, rows[: -shape.kv_heads]), rows[-shape.kv_heads :]]).flatten()
+    return weight[rows], None if bias is None else bias[rows]
+
+
+def _pairs(shape: Shape, heads: Tensor) -> Tensor:
+    """Elements of heads ``[.., width]`` sorted so that those that rotate together stand side by side."""
+    turned, rest = heads[..., : shape.rotated], heads[..., shape.rotated :]
+    return torch.cat([turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2), rest], -1)
+
+
+def llama_layer(attention: Any, mlp: Any, norm1: Any, norm2: Any, shape: Shape) -> Layer:
+    """A gated layer; without `norm1`, what it reads is normed already."""
+    qkv, qkv_bias = fuse(attention.q_proj, attention.k_proj, attention.v_proj)
+    up, up_bias = fuse(mlp.gate_proj, mlp.up_proj)
+    first, qkv = (lambda x: x, qkv) if norm1 is None else _behind(norm1, qkv, shape)
+    second, up = _behind(norm2, up, shape)
+    qkv, qkv_bias = _sorted_rows(shape, qkv, qkv_bias)
+    qk_norm = None
+    if hasattr(attention, "q_norm"):
+        q, k = attention.q_norm, attention.k_norm
+        scale = torch.cat([q.weight.detach().expand(shape.heads, -1), k.weight.detach().expand(shape.kv_heads, -1)])
+        scale = _pairs(shape, scale) if shape.tuned else scale
+        qk_norm = rms_norm(scale[:, None].contiguous(), q.variance_epsilon)
+    out, down = attention.o_proj, mlp.down_proj
+    return _laid_out(first, second, qkv, qkv_bias, out, up, up_bias, down, shape, qk_norm)
+
+
+def neox_layer(block: Any, shape: Shape) -> Layer:
+    """A layer of GPT-NeoX."""
+    attention, mlp = block.attention, block.mlp
+    qkv, qkv_bias = _sorted_rows(shape, attention.query_key_value.weight, attention.query_key_value.bias)
+    first, second = norm(block.input_layernorm), norm(block.post_attention_layernorm)
+    up = mlp.dense_h_to_4h
+    return _laid_out(
+        first, second, qkv, qkv_bias, attention.dense, up.weight, up.bias, mlp.dense_4h_to_h, shape, None
+    )  # fmt: skip
+
+
+def phi_layer(block: Any, shape: Shape) -> Layer:
+    """A layer of Phi, whose attention and MLP read the same."""
+    attention, mlp = block.self_attn, block.mlp
+    qkv, qkv_bias = _sorted_rows(shape, *fuse(attention.q_proj, attention.k_proj, attention.v_proj))
+    first, up = norm(block.input_layernorm), mlp.fc1
+    return _laid_out(first, None, qkv, qkv_bias, attention.dense, up.weight, up.bias, mlp.fc2, shape, None)
+
+
+def _laid_out(
+    norm1: Function,
+    norm2: Function | None,
+    qkv: Tensor,
+    qkv_bias: Tensor | None,
+    out: nn.Linear,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: nn.Linear,
+    shape: Shape,
+    qk_norm: Function | None,
+) -> Layer:
+    if shape.tuned:
+        qkv, up = by_columns(qkv), by_columns(up)
+    return Layer(
+        norm1, norm2, qkv, qkv_bias, out.weight.t(), out.bias, up, up_bias, down.weight.t(), down.bias, qk_norm
+    )  # fmt: skip

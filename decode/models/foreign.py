@@ -1,0 +1,128 @@
+"""A draft model of another vocabulary, in the role of one of the target's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from decode.core.proposal import Draft
+from decode.models.eagle.head import FeatureHead
+from decode.models.huggingface import Runner
+from decode.models.vocabulary import Intersection
+
+
+@dataclass
+class ForeignDraft:
+    """A draft model with what its vocabulary shares with the target's."""
+
+    model: PreTrainedModel
+    vocabulary: Intersection
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of the model."""
+        return self.model.parameters()
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        """Of the model."""
+        return self.model.generation_config
+
+
+DraftModel = PreTrainedModel | FeatureHead | ForeignDraft
+"""What can draft for a target, besides its own layers."""
+
+
+class ForeignRunner(Runner):
+    """Reads the target's ids and gives logits over them, while the cache holds the translated text.
+
+    Drafters need not know: `length`, `truncate` and the ids are the target's throughout.
+
+    Args:
+        runner: the draft model's own.
+        vocabulary: the intersection with the target's.
+
+    Attributes:
+        limit: tokens of the target that fit if every one is a single token for the draft; `room` knows better.
+    """
+
+    def __init__(self, runner: Runner, vocabulary: Intersection) -> None:
+        self.inner, self.vocabulary = runner, vocabulary
+        self.model, self.config, self.device, self.dtype = runner.model, runner.config, runner.device, runner.dtype
+        self.vocab_size, self.limit = vocabulary.target.size, runner.limit
+        self.hidden = runner.hidden
+        self._ends: list[int] = []  # positions of the cache that the text takes up to each token
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `Runner.weight_bytes`."""
+        return self.inner.weight_bytes
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        """Tokens of the target that have been read."""
+        return len(self._ends)
+
+    def reserve(self, capacity: int) -> None:
+        """See `Runner.reserve`."""
+        self.inner.reserve(capacity)
+
+    def room(self, ids: Sequence[int]) -> int:
+        """See `Runner.room`; each token to come is one that the vocabularies share."""
+        unread = sum(len(self.vocabulary.translate(token)) for token in ids[self.length :])
+        return self.inner.limit - self._position(self.length) - unread
+
+    def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
+        """See `Runner.read`: a row follows the last of a token's translations."""
+        assert tree is None, "a foreign draft reads chains only"
+        pieces = [self.vocabulary.translate(token) for token in tokens.tolist()]
+        feed = torch.tensor([i for piece in pieces for i in piece], dtype=torch.long, device=self.device)
+        ends = list(accumulate(map(len, pieces)))
+        wanted = ends if head is None else ends[len(ends) - head :]
+        before = self._position(self.length)
+        logits = self.inner.read(feed, head=len(feed) - wanted[0] + 1 if wanted else 0)
+        self._ends += [before + end for end in ends]
+        if not wanted:
+            return logits.new_empty(0, self.vocab_size)
+        rows = [end - wanted[0] for end in wanted]
+        self.hidden = self.inner.hidden[-len(logits) :]
+        if len(rows) < len(logits):
+            self.hidden, logits = self.hidden[rows], logits[rows]
+        return self.vocabulary.to_target(logits)
+
+    def truncate(self, length: int) -> None:
+        """See `Runner.truncate`."""
+        if length <= self.length:
+            self.inner.truncate(self._position(length))
+            del self._ends[length:]
+
+    def _position(self, length: int) -> int:
+        return self._ends[length - 1] if length else 0
+
+
+@torch.inference_mode()
+def foreign_logits(draft: ForeignDraft, ids: Sequence[int], prompt_length: int) -> Tensor:
+    """What a draft of another vocabulary would draft at each response position of one text, by teacher forcing.
+
+    Returns:
+        Logits ``[response, vocab]`` over the target's ids, as `decode.measure.acceptance_offline.response_logits` gives the target's.
+        Behind the end of the draft's context a row is impossible (all −inf but the first id).
+    """  # noqa: E501
+    vocabulary = draft.vocabulary
+    pieces = [vocabulary.translate(token) for token in ids[:-1]]
+    limit = int(getattr(draft.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
+    feed = [i for piece in pieces for i in piece][:limit]
+    wanted = [end - 1 for end in accumulate(map(len, pieces))][prompt_length - 1 :]
+    seen = [row for row in wanted if row < len(feed)]
+    tokens = torch.tensor([feed], device=draft.model.device)
+    keep = len(feed) - seen[0] if seen else 1
+    logits = draft.model(input_ids=tokens, use_cache=False, logits_to_keep=keep).logits[0]
+    found = vocabulary.to_target(logits[[row - seen[0] for row in seen]])
+    rows = found.new_full((len(wanted), found.shape[-1]), -torch.inf)
+    rows[:, 0] = 0.0
+    rows[: len(seen)] = found
+    return rows

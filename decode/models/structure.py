@@ -1,0 +1,82 @@
+"""Where the layers and the final norm of a Hugging Face causal LM are, whatever its family calls them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from decode.core.errors import UserError
+
+NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers, in order.
+
+    Raises:
+        UserError: they cannot be found.
+    """
+    return _stack(model)[1]
+
+
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """The norm between the last layer and the head, which early exits use too.
+
+    Raises:
+        UserError: it cannot be found.
+    """
+    parent, _ = _stack(model)
+    for name in NORMS:
+        found = getattr(parent, name, None)
+        if isinstance(found, nn.Module):
+            return found
+    raise _unreachable(model, "no norm after the last layer")
+
+
+def _stack(model: PreTrainedModel) -> tuple[Any, nn.ModuleList]:
+    """The module that holds the decoder layers, and the layers."""
+    count = model.config.get_text_config().num_hidden_layers
+    for parent in model.base_model.modules():
+        for child in parent.children():
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                return parent, child
+    raise _unreachable(model, f"no list of {count} layers")
+
+
+@torch.no_grad()
+def check_walk(model: PreTrainedModel) -> None:
+    """Make sure that an exit behind the last layer would be the model itself: final norm of its output.
+
+    Raises:
+        UserError: something else stands between the last layer and the head.
+    """
+    was_training = model.training
+    model.eval()
+    kept: list[torch.Tensor] = []
+    hook = decoder_layers(model)[-1].register_forward_hook(lambda module, args, output: kept.append(state_of(output)))
+    ids = (torch.arange(8, device=model.device) * 7 % model.get_input_embeddings().num_embeddings)[None]
+    try:
+        wanted = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.float()
+    finally:
+        hook.remove()
+        model.train(was_training)
+    seen = final_norm(model)(kept[0]).float()
+    gap = (seen - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6)
+    if seen.shape != wanted.shape or not gap < (1e-4 if model.dtype == torch.float32 else 5e-2):
+        raise _unreachable(model, "its last hidden state is not the final norm of the last layer's output")
+
+
+def state_of(output: Any) -> torch.Tensor:
+    """The hidden state ``[batch, time, width]`` in what a layer returns."""
+    state: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return state
+
+
+def _unreachable(model: PreTrainedModel, why: str) -> UserError:
+    return UserError(
+        f"the layers of {type(model).__name__} ({model.config.model_type}) cannot be reached: {why}; early exits need "
+        "a decoder with a list of layers and a final norm, such as llama, qwen, mistral, phi, gpt_neox, gpt2 or gemma"
+    )

@@ -1,0 +1,1 @@
+"""Tables, figures and HTML pages of results; imports measure and below."""

@@ -1,0 +1,106 @@
+"""What the corpus is made of: one dataclass, one key a line in the YAML's ``data`` section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from decode.core.errors import UserError
+
+Kind = Literal["auto", "pairs", "chat", "text"]
+Overlong = Literal["drop", "cut"]
+
+
+@dataclass
+class DataSettings:
+    """The corpus: where its rows come from, how they become texts, how many and how long they are."""
+
+    source: str = "arithmetic"
+    """`arithmetic` (built in, no download), a preset (gsm8k, alpaca, mbpp, ...), a file or folder, or a data set's
+    name on the Hugging Face Hub."""
+
+    hub_config: str | None = None
+    """Configuration of the Hub data set, where it has several; null: the preset's, or the only one."""
+
+    train_file: str | None = None
+    """Local training rows (json, jsonl, csv, parquet or txt); with a preset as source its template is used."""
+
+    validation_file: str | None = None
+    """Local validation rows; null: a share of the training rows is split off (see validation_fraction)."""
+
+    test_file: str | None = None
+    """Local test rows, used for the final measurement only; null: split off like the validation rows."""
+
+    kind: Kind = "auto"
+    """pairs (prompt, response), chat (a list of messages), text (no prompt); auto: told by the columns."""
+
+    prompt_template: str | None = None
+    """How a row becomes a prompt: a format string over its columns, such as '{question}\\n'; null: the preset's
+    template, or the usual column names."""
+
+    response_template: str | None = None
+    """How a row becomes a response, such as '{answer}'; null: as for prompt_template."""
+
+    messages_column: str = "messages"
+    """Column of a chat: a list of {role, content}, or of ShareGPT's {from, value}."""
+
+    chat_template: str | None = None
+    """Jinja template of chats, for models whose tokenizer has none; null: the tokenizer's."""
+    text_column: str = "text"
+    """Column of plain text."""
+
+    train_examples: int = 20_000
+    """Training examples at most (a sample chosen by the seed); arithmetic makes exactly as many."""
+
+    validation_examples: int = 512
+    """Validation examples at most: they choose the best checkpoint."""
+
+    test_examples: int = 512
+    """Test examples at most: they are measured once, at the end."""
+
+    validation_fraction: float = 0.05
+    """Share of the training rows split off for validation, and again for test, where the source has none. A hash of
+    the prompt decides, so equal prompts stay in one split."""
+
+    max_length: int = 512
+    """Longest example in tokens, prompt and response together; the block length of plain text."""
+
+    overlong: Overlong = "drop"
+    """What happens to longer examples: drop them, or cut the end of the response."""
+
+    difficulty: int = 1
+    """Arithmetic only: 1 (one or two steps, results below 100), 2 or 3 (up to four steps, below 10000)."""
+
+    tokenizer: str | None = None
+    """Folder or Hub name of the tokenizer; null: the target's, or a small one trained on the training texts."""
+
+    tokenizer_vocab_size: int = 1024
+    """Largest vocabulary of a tokenizer that is trained here."""
+
+    trust_remote_code: bool = False
+    """Whether the tokenizer's repository may run its own Python code here."""
+
+    def validate(self) -> None:
+        """Checks every value that can be judged without reading data.
+
+        Raises:
+            UserError: naming the key, its value and what it may be.
+        """
+        for key in ("train_examples", "validation_examples", "test_examples"):
+            if getattr(self, key) < 1:
+                raise UserError(f"data.{key} is {getattr(self, key)}: give at least 1")
+        if self.max_length < 8:
+            raise UserError(f"data.max_length is {self.max_length} tokens: give at least 8")
+        if not 0 < self.validation_fraction < 0.5:
+            raise UserError(
+                f"data.validation_fraction is {self.validation_fraction}: give a share between 0 and 0.5, such as 0.05"
+            )
+        for key in ("train_file", "validation_file", "test_file"):
+            path = getattr(self, key)
+            if path is not None and not Path(path).is_file():
+                raise UserError(
+                    f"data.{key}: there is no file {path!r}; check the path (it is relative to {Path.cwd()})"
+                )
+        if (self.prompt_template is None) != (self.response_template is None):
+            raise UserError("data.prompt_template and data.response_template go together: give both or neither")

@@ -1,0 +1,156 @@
+"""Settings of a draft that is distilled after the reference: AdaSPEC, its variations, and drafts for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from decode.core.errors import UserError
+from distill.losses.divergences import LOSSES, DivergenceName
+
+Iso = Literal["steps", "epochs", "teacher_tokens"]
+Scope = Literal["microbatch", "sequence", "global"]
+Normalisation = Literal["paper", "official"]
+SelectBy = Literal["delta", "acceptance_gain"]
+
+PLAIN = "adaspec"
+"""The name of AdaSPEC as published; a variation has to bear another one."""
+
+TAKEN = ("target", "initial", "reference", "draft", "undistilled", "distillspec", "untrained", "eagle", "eagle-adaspec")
+"""Names of stages and of the other standard drafts in reports."""
+
+FILES = ("signals", "responses", "ablation", "report", "lock")
+"""What else lies in ``work/``, where drafts for comparison have their folders."""
+
+LATER: dict[str, Any] = {
+    "name": PLAIN,
+    "select_by": "delta",
+    "divergence": None,
+    "kl_first": 0.0,
+    "k_start": None,
+    "k_ramp": 1.0,
+    "on_policy": None,
+    "seed": None,
+}
+"""Settings that are not part of a draft's fingerprint while they have these values: folders made before there were
+such settings stay valid."""
+
+
+@dataclass
+class AdaSpecSettings:
+    """AdaSPEC: distillation on the share k of tokens where the draft can still learn most; and variations of it."""
+
+    name: str = PLAIN
+    """What reports call the draft. With any of select_by, divergence, kl_first, k_start and on_policy it is not AdaSPEC
+    as published any more and needs a name of its own."""
+    k: float = 0.4
+    """Share of response tokens selected by the largest loss difference to the reference; the paper's best is 0.2
+    to 0.4. 1.0 selects all, which is DistillSpec."""
+    scope: Scope = "microbatch"
+    """Where the top k are chosen. microbatch: among all tokens of a device's batch (official code). sequence: within
+    each example. global: among all tokens of the optimiser step, over all devices and trainer.accumulate batches, so
+    that the result does not depend on how many there are; with accumulate the draft reads every batch twice."""
+    normalisation: Normalisation = "official"
+    """What the sum over selected tokens is divided by. paper: the number of selected tokens. official: the number of
+    all label tokens, so the loss, and under a plain optimiser the step, is k times as large."""
+    iso: Iso = "steps"
+    """What is held equal to the reference's training (S steps of B examples). steps: S steps of B/k examples, the
+    official scripts' choice, with 1/k times the data and teacher tokens. epochs: S steps of B examples.
+    teacher_tokens: k*S steps of B/k examples, the same data, the same selected tokens a step."""
+    epochs: float | None = None
+    """Length in epochs of the reference's batches, before iso is applied; null: as long as the reference."""
+    lr: float | None = None
+    """Peak learning rate; null: the reference's."""
+    select_by: SelectBy = "delta"
+    """What the selected tokens are largest in. delta: AdaSPEC's dL, the loss of the draft minus that of the reference.
+    acceptance_gain: alpha of the reference minus alpha of the draft, the acceptance that a model of the draft's size
+    can reach at this token and the draft does not yet, whatever the loss is."""
+    divergence: DivergenceName | None = None
+    """Loss per token, as in reference.divergence; null: that one. dL is measured in it."""
+    kl_first: float = 0.0
+    """Share of the steps, from the first, with forward KL as the loss, before divergence takes over: those that train
+    acceptance itself learn little while p and q hardly overlap."""
+    k_start: float | None = None
+    """Share of tokens selected at the first step, from where it goes linearly to k; null: k throughout."""
+    k_ramp: float = 1.0
+    """Of k_start: share of the steps after which k is reached."""
+    on_policy: float | None = None
+    """Chance of each training example to be one whose response the draft writes itself, by the sampling and at the
+    intervals of reference.responses; null: as there. The reference's training stays as it is."""
+    seed: int | None = None
+    """Seed of the order of examples; null: the run's. The weights that training starts from do not depend on it."""
+
+    @property
+    def variations(self) -> list[str]:
+        """The settings by which this is not AdaSPEC as published."""
+        own = ("select_by", "divergence", "kl_first", "k_start", "on_policy")
+        return [name for name in own if getattr(self, name) != LATER[name]]
+
+    def key(self) -> dict[str, Any]:
+        """What decides the draft, beside the reference."""
+        return {n: value for n, value in asdict(self).items() if n not in LATER or value != LATER[n]}
+
+    def validate(self, where: str) -> None:
+        """Check k, the length, the learning rate and the variations."""
+        if not self.name or not self.name.replace("-", "").replace("_", "").isalnum():
+            raise UserError(f"{where}.name is {self.name!r}, wanted letters, digits, '-' and '_'")
+        if self.epochs is not None and self.epochs <= 0:
+            raise UserError(f"{where}.epochs is {self.epochs}, wanted a number above 0, or null for the reference's")
+        if not 0 < self.k <= 1:
+            raise UserError(f"{where}.k is {self.k}, wanted a share of tokens above 0 and at most 1, such as 0.4")
+        if self.lr is not None and self.lr <= 0:
+            raise UserError(f"{where}.lr is {self.lr}, wanted a number above 0, or null for the reference's")
+        if self.divergence is not None and self.divergence not in LOSSES:
+            raise UserError(f"{where}.divergence is {self.divergence!r}; known are {', '.join(LOSSES)}")
+        if not 0 <= self.kl_first < 1:
+            raise UserError(f"{where}.kl_first is {self.kl_first}, wanted a share of the steps from 0 to below 1")
+        if not (self.k_start is None or 0 < self.k_start <= 1) or not 0 < self.k_ramp <= 1:
+            raise UserError(
+                f"{where}.k_start is {self.k_start} and k_ramp is {self.k_ramp}, wanted a share of tokens (or null) "
+                "and a share of the steps, both above 0 and at most 1"
+            )
+        if self.on_policy is not None and not 0 <= self.on_policy <= 1:
+            raise UserError(f"{where}.on_policy is {self.on_policy}, wanted a share of examples from 0 to 1, or null")
+        if self.seed is not None and self.seed < 0:
+            raise UserError(f"{where}.seed is {self.seed}, wanted 0 or more, or null for the run's")
+        if self.name == PLAIN and self.variations:
+            raise UserError(
+                f"{where}.name is {self.name!r}, but with {', '.join(self.variations)} set this is not AdaSPEC as "
+                "published: give it a name of its own, such as tv-after-kl"
+            )
+
+
+@dataclass
+class ComparisonSettings(AdaSpecSettings):
+    """One more draft for the report, trained from the same initial draft."""
+
+    name: str = ""
+    """Its name in the report and of its folder under work/."""
+    method: Literal["adaspec", "distillspec"] = "adaspec"
+    """adaspec, or distillspec: the same batches and steps (k and iso decide them) without selection."""
+
+    def validate(self, where: str) -> None:
+        """Check as for `AdaSpecSettings`, and that what is set of the selection is used."""
+        super().validate(where)
+        unused = [name for name in ("select_by", "k_start") if name in self.variations]
+        if self.method == "distillspec" and unused:
+            raise UserError(f"{where}.{unused[0]} is set, but method distillspec selects no tokens: remove one of them")
+
+
+def check_names(draft: AdaSpecSettings, comparisons: Sequence[ComparisonSettings]) -> None:
+    """Refuse names that would stand for two drafts, or for a folder that is something else.
+
+    Raises:
+        UserError: naming the key.
+    """
+    if draft.name in TAKEN:
+        raise UserError(f"draft.name is {draft.name!r}, which is taken: choose another, or {PLAIN} for AdaSPEC")
+    names = [comparison.name for comparison in comparisons]
+    for index, name in enumerate(names):
+        if name in (*TAKEN, draft.name):
+            raise UserError(f"comparisons[{index}].name is {name!r}, which names a standard draft: choose another")
+        if name in FILES or name.startswith("checkpoints-"):
+            raise UserError(f"comparisons[{index}].name is {name!r}, the name of a file under work/: choose another")
+        if names.count(name) > 1:
+            raise UserError(f"comparisons: the name {name!r} is there twice")

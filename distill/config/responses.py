@@ -1,0 +1,113 @@
+"""Who writes the responses that a draft is distilled on: people, the target, or the draft itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from decode.core.errors import UserError
+
+Source = Literal["dataset", "target", "draft", "mixed"]
+
+
+@dataclass
+class ServerSettings:
+    """A server that runs the target and answers by OpenAI's protocol (vLLM, SGLang, transformers serve, ...)."""
+
+    url: str | None = None
+    """Address up to the version, such as http://127.0.0.1:8000/v1. With it the target's responses come from the
+    server; null: they are written here."""
+    model: str | None = None
+    """The target's name on the server; null: the only one that it lists."""
+    endpoint: Literal["completions", "chat"] = "completions"
+    """completions: the prompt as it is, chat template included. chat: the prompt as a user's message, for servers
+    that have nothing else; they put it into the template themselves."""
+    key_variable: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key, where the server wants one. The key itself is written nowhere."""
+    concurrency: int = 32
+    """Requests in flight. An engine that batches wants many."""
+    retries: int = 6
+    """Further tries of a request that failed, after 1, 2, 4, ... seconds (at most 30), or as the server says."""
+    timeout: float = 300.0
+    """Seconds until a request counts as failed."""
+
+
+@dataclass
+class ResponseSettings:
+    """Who writes the responses, and how they are sampled."""
+
+    source: Source = "dataset"
+    """dataset: the responses of the data set. target: the target answers the training prompts once, before
+    distillation; a draft then learns where decoding will really take it. draft: the draft answers them itself, anew
+    every refresh_every steps (on-policy, DistillSpec's D = q); the target then judges what the draft really proposes.
+    mixed: the share of examples below from the draft, the rest as in fixed, sample by sample."""
+    fixed: Literal["dataset", "target"] = "dataset"
+    """With draft and mixed: where the other examples and those for validation come from."""
+    share: float = 0.5
+    """With mixed: chance of each example, not of each step, to be the draft's own."""
+    temperature: float = 1.0
+    """Of the sampling; 0 is greedy."""
+    top_p: float = 1.0
+    """Sampling from the smallest set of tokens with this probability. 1 samples from the whole distribution."""
+    max_new_tokens: int = 256
+    """Longest response; data.max_length holds for prompt and response together. A response that is cut has no
+    end-of-text label."""
+    batch_size: int = 16
+    """Prompts answered together here."""
+    refresh_every: int = 100
+    """Steps between rewritings of the draft's own texts. Small: closer to on-policy, but writing takes longer than
+    training."""
+    buffer: int | None = None
+    """Texts the draft writes each time; null: one for every example of the steps until the next time. Fewer are used
+    several times each."""
+    server: ServerSettings = field(default_factory=ServerSettings)
+    """For the target's responses, where an engine writes faster than this process."""
+
+    @property
+    def from_draft(self) -> float:
+        """Share of the training examples that the draft writes."""
+        return {"draft": 1.0, "mixed": self.share}.get(self.source, 0.0)
+
+    @property
+    def from_target(self) -> bool:
+        """Whether the target has to answer the prompts before distillation."""
+        return self.source == "target" or (self.from_draft > 0 and self.fixed == "target")
+
+    def key(self) -> dict[str, Any]:
+        """What decides the texts, without settings that are not used."""
+        if self.source == "dataset":
+            return {"source": self.source}
+        key = asdict(self)
+        server = key.pop("server")
+        if self.from_target and self.server.url is not None:
+            key["server"] = {name: server[name] for name in ("url", "model", "endpoint")}
+        if not self.from_draft:
+            for name in ("fixed", "share", "refresh_every", "buffer"):
+                del key[name]
+        return key
+
+    def validate(self, where: str) -> None:
+        """Check ranges, and that what is set is used."""
+        if not 0 < self.share <= 1:
+            raise UserError(f"{where}.share is {self.share}, wanted a share above 0 and at most 1, such as 0.5")
+        if self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise UserError(
+                f"{where}: temperature is {self.temperature} and top_p is {self.top_p}, wanted 0 (greedy) or more, and "
+                "above 0 to 1"
+            )
+        for name in ("max_new_tokens", "batch_size", "refresh_every", "buffer"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{where}.{name} is {value}, wanted 1 or more")
+        server = self.server
+        if server.url is None:
+            return
+        if not self.from_target:
+            raise UserError(
+                f"{where}.server.url is {server.url!r}, but no response is the target's: set {where}.source to target, "
+                f"or {where}.fixed to target"
+            )
+        if not server.url.startswith(("http://", "https://")):
+            raise UserError(f"{where}.server.url is {server.url!r}, wanted an address such as http://127.0.0.1:8000/v1")
+        if server.concurrency < 1 or server.retries < 0 or server.timeout <= 0:
+            raise UserError(f"{where}.server: concurrency has to be 1 or more, retries 0 or more, timeout above 0")

@@ -1,0 +1,113 @@
+"""Files that are either complete or not there, and fingerprints of what they were made from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from decode.core.errors import UserError
+from distill.core import ranks
+
+BLOCK = 1 << 24
+
+
+def write_safely(path: Path, write: Callable[[Path], None]) -> None:
+    """Have ``write`` fill a file beside ``path``, then rename it into place; nothing partial is ever left at it."""
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    try:
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes JSON safely."""
+    write_safely(path, lambda file: void(file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")))
+
+
+def void(_: object) -> None:
+    """Drops a result, so that an expression can stand where nothing is returned."""
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            value = zlib.crc32(block, value)
+    return value
+
+
+_CHECKSUMS: dict[tuple[str, int, int, int], int] = {}
+
+
+def checksum_once(path: Path) -> int:
+    """CRC-32 of a file, computed again in this process only if the file was replaced or written to."""
+    state = path.stat()
+    key = (str(path), state.st_ino, state.st_size, state.st_mtime_ns)
+    if key not in _CHECKSUMS:
+        _CHECKSUMS[key] = checksum(path)
+    return _CHECKSUMS[key]
+
+
+def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain data with a hash of itself, for a file that must not be believed once it was altered."""
+    return {**value, "seal": fingerprint(dict(value))}
+
+
+def read_sealed(path: Path) -> dict[str, Any] | None:
+    """What was `sealed` and written as JSON; None if it is not there or was altered. Without a seal it passes."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        seal = content.pop("seal", None)
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None
+    return content if seal in (None, fingerprint(content)) else None
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a folder with all that is in it, or a link (but not what it points to); absent is fine."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def fingerprint(*parts: object) -> str:
+    """A hash of plain data: dicts, lists, strings, numbers."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+@contextmanager
+def only_one(path: Path) -> Iterator[None]:
+    """Keeps a second process out of a run's folder. The lock ends with the process, however it ends.
+
+    Raises:
+        UserError: Another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows has no such lock
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        if ranks.is_first():  # further ranks belong to the first one's run
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                folder = path.parent.parent
+                raise UserError(
+                    f"another process is working in {folder}: wait for it, stop it, or choose another --name"
+                ) from error
+        yield

@@ -1,0 +1,1 @@
+"""Measurements of a finished run; imports decode's measurements and everything below it."""

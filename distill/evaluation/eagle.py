@@ -1,0 +1,73 @@
+"""The measurements of a run whose drafts are feature heads: the usual ones, trees, and acceptance by depth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from decode.core.options import MethodOptions
+from decode.core.sampling import Warp
+from decode.measure.acceptance_offline import OfflineAlpha, overlap, response_logits
+from decode.measure.entries import Contender
+from decode.models.eagle.files import load_head
+from decode.models.eagle.head import FeatureHead, head_logits
+from distill.evaluation.evaluate import Evaluation, Text
+
+DEPTHS = 5
+"""Drafted tokens whose offline acceptance is reported, each from the head's own states before it."""
+
+
+class HeadEvaluation(Evaluation):
+    """See the module's docstring."""
+
+    def _load(self, path: Path) -> FeatureHead:
+        return load_head(path, self.target)
+
+    def _whole(self, name: str) -> bool:
+        head = self.models[name]
+        return isinstance(head, FeatureHead) and head.draft_ids() is None
+
+    def _contenders(self, profile: dict[str, Any]) -> list[Contender]:
+        """The trained heads' chains as for draft models, and two heads' trees, as deep as the longest chain."""
+        settings, names = self.full.eagle, self.run.names
+        drafted = [c for c in super()._contenders(profile) if c.draft != names["initial"]]  # it only costs time
+        chains = [replace(contender, method="eagle") for contender in drafted]
+        depth = max(contender.options.draft_length or 1 for contender in chains)
+        trees = [
+            Contender(
+                "eagle-tree",
+                names[stage],
+                MethodOptions(draft_length=depth, tree_width=width, tree_nodes=nodes),
+                temperature=temperature,
+                name=f"{names[stage]}-tree {width}/{nodes}",
+            )
+            for temperature in self.settings.temperatures
+            for stage in ("reference", "draft")
+            for width, nodes in zip(settings.tree_widths, settings.tree_nodes)
+        ]
+        return chains + trees
+
+    def _named(self, row: dict[str, Any]) -> dict[str, Any]:
+        return row | {"draft": f"{row['draft']}-tree"} if row["method"] == "eagle-tree" else row
+
+    def _analysis(self, texts: list[Text]) -> dict[str, Any]:
+        depths = {name: self._by_depth(name, texts) for name in self.models}
+        return super()._analysis(texts) | {"alpha_by_depth": depths}
+
+    def _by_depth(self, name: str, texts: list[Text]) -> list[dict[str, float]]:
+        """offline_alpha of the first, second, … drafted token at temperature 1, by teacher forcing."""
+        warp, head, found = Warp(1.0), self.models[name], []
+        assert isinstance(head, FeatureHead)
+        for depth in range(1, DEPTHS + 1):
+            values = [
+                overlap(
+                    warp(response_logits(self.target, ids, start)),
+                    warp(head_logits(head, self.target, ids, start, depth)),
+                )
+                for ids, start in texts
+                if len(ids) > start
+            ]
+            alpha = OfflineAlpha([row.double().tolist() for row in values])
+            found.append({"depth": depth, "alpha": alpha.mean, "se": alpha.se})
+        return found

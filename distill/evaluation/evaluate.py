@@ -1,0 +1,302 @@
+"""The measurements of a finished run: acceptance on held-out prompts, real decoding, what the drafts learned."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.core.options import MethodOptions, Parts
+from decode.core.rng import TorchRng
+from decode.core.sampling import Warp
+from decode.core.target import Target
+from decode.loop import decode
+from decode.measure.acceptance_offline import OfflineAlpha, draft_logits, offline_alpha, paired, response_logits
+from decode.measure.benchmark import Bench
+from decode.measure.cost import CostModel, best_length, break_even, replayed_speedup, verdict
+from decode.measure.entries import Contender
+from decode.measure.session import BenchOptions
+from decode.methods import build
+from decode.models import machine
+from decode.models.eagle.head import FeatureHead
+from decode.models.open import load_model, stop_ids
+from decode.prompts.presets import PRESETS
+from decode.prompts.scorers import SCORERS
+from decode.prompts.suites import Prompt, Suite
+from distill.config.drafts import PLAIN
+from distill.config.settings import Settings
+from distill.data import Corpus
+from distill.evaluation.analysis import histograms_of, lifts
+from distill.pipeline.run_dir import Run, account_of
+
+Text = tuple[list[int], int]
+"""Token ids, and how many of them are the prompt."""
+
+
+def evaluate(
+    run: Run, settings: Settings, corpus: Corpus, evaluation: type[Evaluation] | None = None
+) -> dict[str, Any]:
+    """Measure a run's drafts on the corpus's test prompts.
+
+    Args:
+        run: the folder with the target and the drafts; ``distillspec`` is what the others are compared with, in
+            pairs, and ``adaspec`` is the one to be exported.
+        settings: `evaluation` says how much is measured, `data.source` how answers are scored.
+        corpus: gives the test prompts.
+        evaluation: how drafts of another kind are measured.
+
+    Returns:
+        The report but for its name and settings: ``target``, ``drafts``, ``paired``, ``decoding``, ``profile``,
+        ``analysis``, ``samples``, ``machine``, ``created``.
+    """
+    threads = torch.get_num_threads()
+    try:
+        return (evaluation or Evaluation)(run, settings, corpus).report()
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Evaluation:
+    """The measurements of a run whose drafts are language models."""
+
+    def __init__(self, run: Run, full: Settings, corpus: Corpus) -> None:
+        settings, source, self.full = full.evaluation, full.data.source, full
+        self.settings, self.seed, self.corpus, self.run = settings, full.seed, corpus, run
+        self.tokenizer: PreTrainedTokenizerBase = corpus.tokenizer
+        self.target = load_model(run.target)
+        self.models = {name: self._load(path) for name, path in run.drafts.items()}
+        self.comparisons = {c.name: c.method for c in full.comparisons}
+        preset = PRESETS.get(source)
+        score = SCORERS.get(preset.scorer) if preset is not None and preset.scorer else None
+        judge = None if score is None else (lambda prompt, text: score(text, prompt.reference or ""))
+        count = max(settings.prompts, settings.accuracy_prompts, settings.decode_prompts)
+        rows = corpus.test.select(range(min(count, len(corpus.test))))
+        self.prompts = [
+            Prompt(f"test/{i}", prompt, response)
+            for i, (prompt, response) in enumerate(zip(rows["prompt"], rows["response"]))
+        ]
+        self.suite = Suite(source, self.prompts[: settings.decode_prompts], judge)
+        options = BenchOptions(
+            max_new_tokens=settings.max_new_tokens,
+            repeats=settings.repeats,
+            seed=full.seed,
+            threads=settings.threads,
+            samples=2,
+        )
+        self.bench = Bench(self.target, self.models, self.tokenizer, options)
+        self.stops = stop_ids(self.target, self.tokenizer)
+
+    @property
+    def best(self) -> str:
+        """The draft that the run is for."""
+        return self.run.names["draft"]
+
+    def _load(self, path: Path) -> PreTrainedModel | FeatureHead:
+        return load_model(path)
+
+    def _whole(self, name: str) -> bool:
+        """Whether a draft gives every token a probability, so that a divergence from it is finite."""
+        return True
+
+    def report(self) -> dict[str, Any]:
+        """Measure everything."""
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
+        with Progress(*columns, TimeElapsedColumn()) as self.bar:
+            greedy = self._texts(0.0, max(self.settings.prompts, self.settings.accuracy_prompts))
+            sampled = self._texts(1.0, self.settings.prompts)
+            alphas = self._alphas(sampled, 1.0)
+            greedy_alphas = self._alphas(greedy[: self.settings.prompts], 0.0)
+            profile = self._profile(greedy_alphas)
+            decoding, extra = self._decoding(profile)
+        return {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "target": self._target(greedy),
+            "drafts": [self._draft(name, alphas[name], greedy_alphas[name]) for name in self.models],
+            "paired": self._pairs(alphas, "T = 1") + self._pairs(greedy_alphas, "greedy"),
+            "decoding": decoding,
+            "profile": profile,
+            "analysis": extra["analysis"] | self._analysis(sampled),
+            "samples": extra["samples"],
+            "machine": machine.describe(self.target.device),
+        }
+
+    # -- texts and acceptance --------------------------------------------------------------------------------------
+
+    def _texts(self, temperature: float, count: int) -> list[Text]:
+        """What the target writes for the first `count` test prompts."""
+        warp, target = Warp(temperature), Target(self.bench.runner)
+        alone = build("autoregressive", Parts(self.bench.runner, warp))
+        texts = []
+        name = "greedy texts of the target" if temperature == 0 else f"texts of the target, T = {temperature:g}"
+        for i, prompt in enumerate(self._track(self.prompts[:count], name)):
+            ids = self.tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+            room = self.bench.runner.limit - len(ids)
+            out = decode(
+                target, alone, warp, ids, max_new_tokens=min(self.settings.max_new_tokens, room),
+                stop_ids=self.stops, rng=TorchRng(self.seed + i, self.target.device),
+            )  # fmt: skip
+            texts.append((out.ids, len(ids)))
+        return texts
+
+    def _track(self, items: Sequence[Any], name: str) -> Any:
+        return self.bar.track(items, description=name)
+
+    def _alphas(self, texts: list[Text], temperature: float) -> dict[str, OfflineAlpha]:
+        warp = Warp(temperature)
+        name = "acceptance, greedy" if temperature == 0 else f"acceptance, T = {temperature:g}"
+        return {
+            draft: offline_alpha(self.target, self.models[draft], texts, warp)
+            for draft in self._track(list(self.models), name)
+        }
+
+    def _target(self, greedy: list[Text]) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "parameters": sum(p.numel() for p in self.target.parameters()),
+            "weight_bytes": self.bench.runner.weight_bytes,
+            "accuracy": None,
+            "accuracy_n": None,
+        }
+        if self.suite.score is not None:
+            scored = list(zip(self.prompts, greedy))[: self.settings.accuracy_prompts]
+            marks = [self.suite.score(p, self.bench.text(ids[start:])) for p, (ids, start) in scored]
+            row |= {"accuracy": statistics.fmean(marks), "accuracy_n": len(marks)}
+        return row
+
+    def _draft(self, name: str, alpha: OfflineAlpha, greedy: OfflineAlpha) -> dict[str, Any]:
+        record = self.run.draft_record(name)
+        return {
+            "name": name,
+            "parameters": sum(p.numel() for p in self.models[name].parameters()),
+            "weight_bytes": self.bench.drafts[name].weight_bytes,
+            "offline_alpha": alpha.mean,
+            "offline_alpha_se": alpha.se,
+            "offline_alpha_greedy": greedy.mean,
+            "offline_alpha_greedy_se": greedy.se,
+            **(account_of(record).row()),
+            "seconds": record.seconds,
+        }
+
+    def _pairs(self, alphas: dict[str, OfflineAlpha], mode: str) -> list[dict[str, Any]]:
+        """The final draft and AdaSPEC's against DistillSpec's, each with what the two held equal, and against AdaSPEC.
+
+        Then DistillSpec's own gain.
+        """
+        base, none, best = self.run.names["reference"], self.run.names["initial"], self.best
+        plain = [base, *(name for name in self.comparisons if self.comparisons[name] == "distillspec")]
+        selective = [best, *(name for name in self.comparisons if self.comparisons[name] == "adaspec")]
+        pairs = [(a, b) for a in selective for b in plain if a == best or self._held(a, b)]
+        pairs += [(best, PLAIN)] if PLAIN in self.comparisons else []
+        return [
+            {"a": a, "b": b, "label": "; ".join(filter(None, [mode, self._held(a, b)])), **paired(alphas[b], alphas[a])}
+            for a, b in [*pairs, (base, none)]
+        ]
+
+    def _held(self, a: str, b: str) -> str:
+        """What the trainings of two drafts had in common."""
+        one, other = (account_of(self.run.draft_record(name)) for name in (a, b))
+        same = [
+            words
+            for words, x, y in (
+                ("steps", one.optimiser_steps, other.optimiser_steps),
+                ("teacher tokens", one.teacher_tokens, other.teacher_tokens),
+            )
+            if x == y
+        ]
+        return "equal " + " and ".join(same) if same else ""
+
+    # -- decoding --------------------------------------------------------------------------------------------------
+
+    def _profile(self, greedy: dict[str, OfflineAlpha]) -> dict[str, Any]:
+        """Costs of the pair, and the speedup they predict for every draft length; for other drafts the best length."""
+        items = self.bench.items(self.suite)
+        self.bench.measure_costs(items, [self.best], longest=max(self.settings.draft_lengths))
+        cost: CostModel = self.bench.costs[self.best]
+        widest = max(cost.verify_cost)
+        predicted = {
+            name: {k: replayed_speedup(own.texts, k, cost.cost_ratio, cost.v, cost.overhead) for k in range(1, widest)}
+            for name, own in greedy.items()
+        }
+        alpha, speedups = greedy[self.best], predicted[self.best]
+        needed = [b for k in speedups if (b := break_even(k, cost.cost_ratio, cost.v, cost.overhead)) is not None]
+        return {
+            "draft": self.best,
+            "cost_ratio": cost.cost_ratio,
+            "verify_cost": [cost.v(n) for n in range(1, widest + 1)],
+            "target_seconds": cost.target_seconds,
+            "draft_seconds": cost.draft_seconds,
+            "context": cost.context,
+            "alpha": alpha.mean,
+            "best_draft_length": best_length(speedups),
+            "best_draft_lengths": {name: best_length(found) for name, found in predicted.items()},
+            "break_even_alpha": min(needed, default=None),
+            "predicted_speedup": speedups,
+            "verdict": verdict(alpha.mean, cost, speedups),
+        }
+
+    def _contenders(self, profile: dict[str, Any]) -> list[Contender]:
+        """The final draft at every length asked for, and every draft at the length predicted best for it.
+
+        Of the comparisons AdaSPEC itself is decoded with, where the final draft is a variation of it.
+        """
+        best = {name: length or 1 for name, length in profile["best_draft_lengths"].items()}
+        lengths = sorted({*self.settings.draft_lengths, best[self.best]})
+        return [
+            Contender("vanilla", name, MethodOptions(draft_length=k), temperature=t, name=f"{name} {k}")
+            for t in self.settings.temperatures
+            for name in [*self.run.names.values(), *({PLAIN} & set(self.comparisons))]
+            for k in (lengths if name == self.best else [best[name]])
+        ]
+
+    def _named(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row with the name that its draft has in the report."""
+        return row
+
+    def _decoding(self, profile: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        bar = self.bar.add_task("decoding", total=1)
+
+        def progress(done: int, total: int, label: str) -> None:
+            self.bar.update(bar, completed=done, total=total, description=f"decoding: {label}")
+
+        self.bench.options.costs = True
+        rows = [self._named(row) for row in self.bench.run([self.suite], self._contenders(profile), progress)]
+        decoding = [row | {"draft": row["draft"] or row["name"]} for row in rows]
+        greedy = [row for row in rows if row["temperature"] == 0 and row["draft"] and row["speedup"]]
+        fastest = {
+            draft: max((r for r in greedy if r["draft"] == draft), key=lambda r: r["speedup"])["name"]
+            for draft in dict.fromkeys(row["draft"] for row in greedy)
+        }
+        details = {e["name"]: e for e in self.bench.analysis if e["temperature"] == 0}
+        positions = {draft: details[name]["acceptance_by_position"] for draft, name in fastest.items()}
+        samples = details[fastest[self.best]]["samples"] if self.best in fastest else []
+        if greedy:
+            best = max((r for r in greedy if r["draft"] == self.best), key=lambda r: r["speedup"])
+            profile["measured_best_draft_length"] = best["draft_length"]
+        return decoding, {"analysis": {"acceptance_by_position": positions}, "samples": samples}
+
+    # -- what the drafts learned -----------------------------------------------------------------------------------
+
+    def _analysis(self, texts: list[Text]) -> dict[str, Any]:
+        shown = [self.run.names[stage] for stage in ("reference", "draft") if self._whole(self.run.names[stage])]
+        logits = (
+            (
+                response_logits(self.target, ids, start),
+                {name: draft_logits(self.target, self.models[name], ids, start) for name in shown},
+            )
+            for ids, start in texts
+            if len(ids) > start
+        )
+        found = histograms_of(logits)
+        records = {name: self.run.draft_record(name) for name in self.models}
+        curves = {n: [[h["step"], h["alpha"]] for h in r.history if "alpha" in h] for n, r in records.items()}
+        found["curves"] = {name: points for name, points in curves.items() if points}
+        best = records[self.best]
+        if best.selected:
+            chosen = best.account["selected_tokens"]
+            found["selected_tokens"] = lifts(best.selected, chosen, self.corpus.train["labels"], self.tokenizer)
+        return found

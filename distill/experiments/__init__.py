@@ -1,0 +1,1 @@
+"""Ablations and the benchmark against Hugging Face's Trainer; nothing imports it."""

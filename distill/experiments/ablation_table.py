@@ -1,0 +1,172 @@
+"""The ablation's numbers: mean gain over seeds with its errors, as a table on the terminal, in Markdown and in JSON."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from decode.measure.acceptance_offline import OfflineAlpha, paired
+from decode.models import machine
+from decode.report.page import write_text
+from distill.core.files import write_json
+from distill.report.summary import display, signed
+
+Row = dict[str, Any]
+
+FORMULAS = {
+    "α": "offline_alpha: mean of Σₓ min(p(x), q(x)) over response positions of texts sampled from the target at T = 1; "
+    "mean over seeds",
+    "gain": "α minus that of the first variant with the same seed, on the same texts; mean over seeds",
+    "± seeds": "standard error of the gain over seeds: standard deviation / √seeds",
+    "± texts": "standard error of the mean gain over texts, paired by text",
+    "greedy gain": "the same gain at temperature 0: agreement of the argmax on the target's greedy texts",
+    "over AdaSPEC": "gain over the second variant, with both errors added in quadrature",
+}
+
+
+@dataclass
+class Measured:
+    """What is known so far.
+
+    Attributes:
+        names: Variants in order; the first is the baseline, the second the one that others would have to beat.
+        alphas: By variant, mode and seed.
+        about: By variant: its settings, and of each seed steps, teacher tokens and seconds.
+    """
+
+    names: list[str]
+    alphas: dict[str, dict[str, dict[int, OfflineAlpha]]] = field(default_factory=dict)
+    about: dict[str, Row] = field(default_factory=dict)
+
+    def add(self, name: str, settings: Row, seed: int, alphas: dict[str, OfflineAlpha], used: Row) -> None:
+        """Takes in a draft."""
+        for mode, alpha in alphas.items():
+            self.alphas.setdefault(name, {}).setdefault(mode, {})[seed] = alpha
+        self.about.setdefault(name, {"settings": settings, "used": {}})["used"][seed] = used
+
+    def gain(self, name: str, over: str, mode: str = "sampled") -> Row:
+        """Mean difference of α over the seeds that both have, with its errors; empty without any."""
+        mine, theirs = (self.alphas.get(n, {}).get(mode, {}) for n in (name, over))
+        seeds = sorted(mine.keys() & theirs.keys())
+        if not seeds:
+            return {}
+        by_seed = [paired(theirs[seed], mine[seed])["difference"] for seed in seeds]
+        texts = paired(_mean([theirs[s] for s in seeds]), _mean([mine[s] for s in seeds]))
+        spread = statistics.stdev(by_seed) / math.sqrt(len(seeds)) if len(seeds) > 1 else None
+        return {
+            "gain": statistics.fmean(by_seed),
+            "se_seeds": spread,
+            "se_texts": texts["se"],
+            "se": math.hypot(spread or 0.0, texts["se"]),
+            "by_seed": dict(zip(map(str, seeds), by_seed)),
+        }
+
+    def rows(self) -> list[Row]:
+        """One a variant that has a draft."""
+        found = []
+        for name in self.names:
+            if name not in self.alphas:
+                continue
+            used = list(self.about[name]["used"].values())
+            alpha = statistics.fmean(a.mean for a in self.alphas[name]["sampled"].values())
+            row: Row = {"name": name, "seeds": len(used), "offline_alpha": alpha}
+            if name != self.names[0]:
+                row |= self.gain(name, self.names[0]) | {"greedy": self.gain(name, self.names[0], "greedy")}
+            if name not in self.names[:2]:
+                row["over_adaspec"] = self.gain(name, self.names[1])
+            for key in ("optimiser_steps", "teacher_tokens", "selected_tokens", "seconds"):
+                row[key] = statistics.fmean(one[key] for one in used)
+            found.append(row | {"settings": self.about[name]["settings"]})
+        return found
+
+
+def _mean(alphas: Sequence[OfflineAlpha]) -> OfflineAlpha:
+    """Position by position over drafts measured on the same texts."""
+    return OfflineAlpha([[statistics.fmean(place) for place in zip(*text)] for text in zip(*(a.texts for a in alphas))])
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """What AdaSPEC gains, and whether any variant beats it by more than twice its error."""
+    told = f"{display(rows[1]['name'])} − {display(rows[0]['name'])}: {_number(rows[1])}." if len(rows) > 1 else ""
+    return f"{told} {_of_rivals([row for row in rows if row.get('over_adaspec')])}".strip()
+
+
+def _of_rivals(rivals: Sequence[Row]) -> str:
+    if not rivals:
+        return ""
+    best = max(rivals, key=lambda row: row["over_adaspec"]["gain"])
+    over = best["over_adaspec"]
+    number = _number(over | {"seeds": best["seeds"]})
+    if best["seeds"] == 1:
+        return f"One seed is no verdict; the highest so far is {best['name']}: {number}."
+    if over["gain"] > 2 * over["se"]:
+        chosen = f" It is the best of {len(rivals)}, and being chosen for that flatters it." if len(rivals) > 1 else ""
+        return f"{best['name']} beats AdaSPEC: {number}.{chosen}"
+    return f"No variant beats AdaSPEC by more than twice its error; the nearest is {best['name']}: {number}."
+
+
+def _number(row: Row) -> str:
+    return f"{signed(row['gain'])} ± {row['se']:.4f} over {row['seeds']} seed{'s' * (row['seeds'] > 1)}"
+
+
+def write_table(folder: Path, measured: Measured, console: Console) -> None:
+    """Shows the table, and writes ``ablation.json`` and ``ablation.md``."""
+    rows = measured.rows()
+    seeds = sorted({seed for row in measured.about.values() for seed in row["used"]})
+    told = verdict(rows)
+    content = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seeds": seeds,
+        "verdict": told,
+        "formulas": FORMULAS,
+        "variants": rows,
+        "machine": machine.describe(),
+    }
+    write_json(folder / "ablation.json", content)
+    cells = [_cells(row) for row in rows]
+    write_text(folder / "ablation.md", _markdown(cells, told))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if index else "left")
+    for line in cells:
+        table.add_row(*line)
+    console.print(table)
+    console.print(f"{content['verdict']}\n{folder / 'ablation.md'}", highlight=False)
+
+
+HEADINGS = ("variant", "seeds", "α", "gain", "± seeds", "± texts", "greedy gain", "over AdaSPEC", "teacher tokens", "s")
+
+
+def _cells(row: Row) -> list[str]:
+    greedy, over = row.get("greedy") or {}, row.get("over_adaspec") or {}
+    return [
+        display(row["name"]),
+        str(row["seeds"]),
+        f"{row['offline_alpha']:.4f}",
+        signed(row["gain"]) if "gain" in row else "–",
+        _error(row.get("se_seeds")),
+        _error(row.get("se_texts")),
+        f"{signed(greedy['gain'])} ± {greedy['se']:.4f}" if greedy else "–",
+        f"{signed(over['gain'])} ± {over['se']:.4f}" if over else "–",
+        f"{row['teacher_tokens']:,.0f}",
+        f"{row['seconds']:.0f}",
+    ]
+
+
+def _error(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def _markdown(cells: Sequence[Sequence[str]], verdict: str) -> str:
+    lines = [HEADINGS, ["---", *["---:"] * (len(HEADINGS) - 1)], *cells]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    legend = "\n".join(f"- **{name}**: {formula}." for name, formula in FORMULAS.items())
+    return f"{table}\n\n{verdict}\n\n{legend}\n"

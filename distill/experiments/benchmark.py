@@ -1,0 +1,303 @@
+"""``python -m distill bench``: how fast, and in how much memory, AdaSPEC trains here.
+
+Two measurements, each side in a process of its own, on the same weights, batches and optimiser:
+
+- training steps with everything cached (every epoch but the first), against `distill.experiments.huggingface_trainer`;
+- the loss alone at a large vocabulary, its peak memory with gradients.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from decode.core.errors import UserError
+from decode.models import machine
+from decode.models.open import load_model
+from distill.config.drafts import AdaSpecSettings
+from distill.config.settings import Settings, TrainerSettings, TrainingSettings
+from distill.core.files import void, write_safely
+from distill.data import load_corpus
+from distill.data.batch_schedule import Rows, Schedule
+from distill.experiments.benchmark_memory import SIDES, Memory, alone, loss_memory
+from distill.experiments.huggingface_trainer import trainer
+from distill.losses.objective import Objective
+from distill.losses.token_selection import Selection
+from distill.models.loading import Head, obtain
+from distill.pipeline.run_dir import Run
+from distill.pipeline.training_budget import plan_draft, plan_reference
+from distill.teacher import signal_cache as signals
+from distill.teacher.teacher import Target, TargetSignal
+from distill.training.distillation import DistillModule
+from distill.training.trainer import Segments, fit
+
+WARM = 5
+"""Steps that are not timed."""
+
+
+@dataclass
+class SpeedSettings:
+    """What is measured."""
+
+    steps: int = 100
+    """Training steps of each side and round; the first five are not timed."""
+    rounds: int = 3
+    """Times that both sides train, in turn: the ratio is the median over rounds, so a machine that other work slows
+    down for a while does not decide it."""
+    rows: int = 4096
+    """Label tokens of the loss alone."""
+    vocab: int = 151936
+    """Vocabulary of the loss alone."""
+    hidden_size: int = 64
+    """Width of the hidden states of the loss alone; it matters little, and memory is for the logits here."""
+    json: str | None = None
+    """File for the numbers; null: none."""
+
+    def validate(self) -> None:
+        """Check counts."""
+        for key, least in (("steps", WARM + 5), ("rounds", 1), ("rows", 64), ("vocab", 2), ("hidden_size", 1)):
+            if getattr(self, key) < least:
+                raise UserError(f"speed.{key} is {getattr(self, key)}, wanted {least} or more")
+
+
+@dataclass
+class BenchSettings(Settings):
+    """A run's settings, of which the models' shapes, the data and the training matter here."""
+
+    speed: SpeedSettings = field(default_factory=SpeedSettings)
+    """The measurement."""
+
+
+@dataclass
+class Job:
+    """A training that both sides do."""
+
+    folder: str
+    rows: Rows
+    training: TrainingSettings
+    trainer: TrainerSettings
+    selection: Selection
+    signal: TargetSignal
+    steps: int
+    batch_size: int
+    seed: int
+    threads: int
+
+
+def run(settings: BenchSettings, console: Console | None = None) -> dict[str, Any]:
+    """Measures, prints a table, writes the numbers.
+
+    Raises:
+        UserError: Settings that cannot be used.
+    """
+    settings.validate()
+    settings.speed.validate()
+    hf_logging.disable_progress_bar()
+    console, threads = console or Console(), settings.threads or torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder:
+        with console.status("  models and data"):
+            job, about = _prepare(settings, Path(folder), threads)
+        console.print(f"  {about}", highlight=False)
+        training: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+        for number in range(settings.speed.rounds):
+            for side, work in zip(SIDES, (_train_straightforward, _train_here)):
+                with console.status(f"  training, round {number + 1} of {settings.speed.rounds}, {side}"):
+                    training[side].append(alone(work, job, threads))
+    with console.status("  the loss alone"):
+        loss = loss_memory(settings.speed.rows, settings.speed.vocab, settings.speed.hidden_size, threads)
+    result = {"pair": about, "training": _judge(training), "loss": loss, "machine": machine.describe()}
+    _show(result, console)
+    if settings.speed.json is not None:
+        text = json.dumps(result, indent=2) + "\n"
+        write_safely(Path(settings.speed.json), lambda file: void(file.write_text(text, encoding="utf-8")))
+    return result
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def _prepare(settings: BenchSettings, folder: Path, threads: int) -> tuple[Job, str]:
+    """The three models in folders, and what to train on: the run's own if it is finished, else random weights."""
+    run, names = Run(Path(settings.output_dir) / settings.name), ("target", "initial", "reference")
+    trained = all(run.record(name) is not None for name in names)
+    if not trained:
+        settings.data.train_examples = min(settings.data.train_examples or 1000, settings.reference.examples or 1000)
+    corpus = load_corpus(settings.data, seed=settings.seed)
+    vocab = len(corpus.tokenizer)
+    for number, name in enumerate(names):
+        if trained:
+            (folder / name).symlink_to(run.path(name).resolve())
+        else:
+            source = settings.target if name == "target" else settings.initial
+            model = obtain(source, corpus.tokenizer, vocab, number)
+            if name == "reference" and source.kind != "scratch":
+                for parameter in model.parameters():  # not the draft itself, or there is nothing to rank by
+                    parameter.data.mul_(1.01)
+            model.save_pretrained(folder / name)
+    rows = Rows.of(corpus.train, settings.reference.examples)
+    reference, draft = settings.reference.training, _published(settings)
+    plan = plan_draft(plan_reference(reference, len(rows)), draft.k, draft.iso)
+    selection = Selection(draft.k, draft.scope, draft.normalisation)
+    models = [load_model(folder / name) for name in ("target", "initial")]
+    signal = TargetSignal.of(settings.reference, min(Head(model).vocab for model in models))
+    job = Job(
+        str(folder), rows, reference, settings.trainer, selection, signal, settings.speed.steps, plan.batch_size,
+        settings.seed, threads,
+    )  # fmt: skip
+    sizes = [model.num_parameters() for model in models]
+    weights = f"weights of {run.folder}" if trained else "weights of no run (train one to measure on it)"
+    pair = f"target {sizes[0]:,} and draft {sizes[1]:,} parameters, vocabulary {vocab:,}"
+    return job, f"{pair}, k = {selection.k:g}, the target's signal {signal.kind}, {weights}"
+
+
+def _published(settings: Settings) -> AdaSpecSettings:
+    """AdaSPEC as the run's settings have it: its draft, or the first comparison without a variation of our own."""
+    drafts = [settings.draft, *(other for other in settings.comparisons if other.method == "adaspec")]
+    return next((draft for draft in drafts if not draft.variations), AdaSpecSettings())
+
+
+def _schedule(job: Job) -> Schedule:
+    return Schedule(job.rows.lengths, job.batch_size, job.training.length_bucket, job.seed)
+
+
+def _models(job: Job, *names: str) -> list[PreTrainedModel]:
+    return [load_model(Path(job.folder) / name, dtype="float32") for name in names]
+
+
+class _Clock(Callback):
+    """When each step ended, and its loss."""
+
+    def __init__(self, module: DistillModule) -> None:
+        self.module = module
+        self.ends: list[float] = []
+        self.losses: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        machine.synchronize(self.module.device)
+        self.ends.append(time.perf_counter())
+        assert self.module.last_loss is not None
+        self.losses.append(self.module.last_loss)
+
+
+def _train_straightforward(job: Job) -> dict[str, Any]:
+    target, draft, reference = _models(job, "target", "initial", "reference")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    memory = Memory(device)
+    made = trainer(
+        draft.train(), target, reference, job.rows, _schedule(job), job.training, job.steps, Path(job.folder) / "hf",
+        k=job.selection.k, mean=job.selection.normalisation == "paper", clip=job.trainer.gradient_clip,
+    )  # fmt: skip
+    made.train()
+    return _measured(job, made.ends, made.losses, memory.peak(), 0.0)
+
+
+def _train_here(job: Job) -> dict[str, Any]:
+    folder = Path(tempfile.mkdtemp(dir=job.folder))  # nothing is there from an earlier round
+    model, draft, reference = _models(job, "target", "initial", "reference")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    memory, rows, started = Memory(device), job.rows, time.perf_counter()
+    signal = job.signal
+    if signal.kind != "recompute":
+        path = folder / f"{signal.name}.npy"
+        rows.signals[signal.name] = signals.target_signal(model.to(device), signal, rows, path, "")
+    target = Target(model, signal)
+    rows.signals["reference_loss"] = signals.reference_loss(
+        reference.to(device), target, rows, folder / "reference.npy", ""
+    )
+    del model, reference
+    prepared = time.perf_counter() - started
+    module = DistillModule(
+        draft.train(), job.training, job.steps, target=target, objective=Objective(selection=job.selection),
+        seed=job.seed, log_every=job.trainer.log_every,
+    )  # fmt: skip
+    few = Rows(rows.ids, rows.labels, rows.offsets[:5], rows.label_offsets[:5], rows.signals)
+    clock = _Clock(module)
+    data = Segments(rows, few, _schedule(job), job.steps, job.steps, 0)
+    fit(module, data, job.trainer, folder / "work", name="bench", console=Console(quiet=True), callbacks=(clock,))
+    return _measured(job, clock.ends, clock.losses, memory.peak(), prepared)
+
+
+def _measured(
+    job: Job, ends: list[float], losses: list[torch.Tensor], peak: int | None, prepared: float
+) -> dict[str, Any]:
+    schedule = _schedule(job)
+    tokens = sum(job.rows.labels_of(schedule.batch(step)) for step in range(WARM, job.steps))
+    seconds = ends[-1] - ends[WARM - 1]
+    return {
+        "tokens_per_second": tokens / seconds,
+        "step_ms": 1000 * seconds / (job.steps - WARM),
+        "step_ms_median": 1000 * statistics.median(b - a for a, b in zip(ends[WARM - 1 :], ends[WARM:])),
+        "peak_bytes": peak,
+        "prepare_seconds": prepared,
+        "losses": [float(loss) for loss in losses],
+    }
+
+
+def _judge(training: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Medians over the rounds, and the ratio of each round."""
+    losses = [[found.pop("losses") for found in training[side]] for side in SIDES]
+    apart = [abs(a - b) / abs(a) for round in zip(*losses) for a, b in zip(*round, strict=True)]
+    rates = ([found["tokens_per_second"] for found in training[side]] for side in SIDES)
+    ratios = [ours / theirs for theirs, ours in zip(*rates)]
+    return {
+        side: {key: _median([found[key] for found in training[side]]) for key in training[side][0]} for side in SIDES
+    } | {
+        "speedup": statistics.median(ratios),
+        "speedups": ratios,
+        "loss_difference": max(apart),
+        "loss_difference_mean": statistics.fmean(apart),
+    }
+
+
+def _median(values: list[Any]) -> Any:
+    return None if None in values else statistics.median(values)
+
+
+def _show(result: dict[str, Any], console: Console) -> None:
+    training, loss = result["training"], result["loss"]
+    table = Table(title="AdaSPEC training, epochs after the first", title_justify="left")
+    for column in ("", "label tokens/s", "step", "peak memory"):
+        table.add_column(column, justify="right" if column else "left")
+    for side in SIDES:
+        row = training[side]
+        table.add_row(side, f"{row['tokens_per_second']:,.0f}", f"{row['step_ms']:.1f} ms", _bytes(row["peak_bytes"]))
+    low, high = min(training["speedups"]), max(training["speedups"])
+    spread = f" ({low:.2f} to {high:.2f})" if low < high else ""
+    table.add_row("ratio", f"{training['speedup']:.2f}{spread}", "", "")
+    console.print(table)
+    here = training["draftsmith"]
+    console.print(
+        f"  largest relative difference of the losses {training['loss_difference']:.1e}; signals cached once in "
+        f"{here['prepare_seconds']:.1f} s",
+        highlight=False,
+    )
+    title = f"the loss alone, {loss['rows']:,} tokens × {loss['vocab']:,} ids, with gradients"
+    table = Table(title=title, title_justify="left")
+    for column in ("", "peak memory", "time"):
+        table.add_column(column, justify="right" if column else "left")
+    for side in SIDES:
+        table.add_row(side, _bytes(loss[side]["peak_bytes"]), f"{loss[side]['seconds']:.1f} s")
+    table.add_row("ratio", "" if loss["memory_ratio"] is None else f"{loss['memory_ratio']:.1f}", "")
+    console.print(table)
+    if loss["scaled"]:
+        rows = loss["measured_rows"]["straightforward"]
+        console.print(
+            f"  the straightforward loss does not fit here; it was measured on {rows:,} tokens and scaled",
+            highlight=False,
+        )
+
+
+def _bytes(count: int | None) -> str:
+    return "unknown" if count is None else f"{count / 1e6:,.0f} MB"

@@ -1,0 +1,162 @@
+"""AdaSPEC as one writes it down first, on Hugging Face's `Trainer`: what ``python -m distill bench`` measures against.
+
+The structure is that of the method's published scripts: at every step all three models run over the batch, whole
+logits of the three are cut to the label positions, both divergences are computed on them, and autograd goes back
+through everything. Two things differ from those scripts, so that the comparison is about speed alone: exactly ⌈k·n⌉
+tokens are selected (they threshold at a quantile), and no model computes the next-token loss that they never use.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+from decode.models import machine
+from distill.config.settings import TrainingSettings
+from distill.data.batch_schedule import Rows, Schedule
+from distill.losses.rows import IGNORE
+from distill.losses.token_selection import share
+from distill.models.optim import make_optimizer, make_schedule
+
+
+class Examples(Dataset[dict[str, list[int]]]):
+    """The examples of a schedule's steps, one after the other."""
+
+    def __init__(self, rows: Rows, schedule: Schedule, steps: int) -> None:
+        self.rows = rows
+        self.order = [int(i) for step in range(steps) for i in schedule.batch(step)]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, place: int) -> dict[str, list[int]]:
+        example = self.order[place]
+        span = slice(int(self.rows.offsets[example]), int(self.rows.offsets[example + 1]))
+        return {"input_ids": self.rows.ids[span].tolist(), "labels": self.rows.labels[span].tolist()}
+
+
+def collate(examples: list[dict[str, list[int]]], pad_id: int = 0) -> dict[str, Tensor]:
+    """Pads on the right, with an attention mask."""
+    longest = max(len(example["input_ids"]) for example in examples)
+
+    def padded(name: str, fill: int) -> Tensor:
+        return torch.tensor([e[name] + [fill] * (longest - len(e[name])) for e in examples])
+
+    mask = torch.tensor([[1] * len(e["input_ids"]) + [0] * (longest - len(e["input_ids"])) for e in examples])
+    return {"input_ids": padded("input_ids", pad_id), "labels": padded("labels", IGNORE), "attention_mask": mask}
+
+
+def selective_loss(draft: Tensor, target: Tensor, reference: Tensor, k: float, *, mean: bool) -> Tensor:
+    """AdaSPEC's loss from whole logits of label positions, ``[rows, vocab]`` of each model.
+
+    Args:
+        draft: Logits that carry the gradient.
+        target: Of the frozen target.
+        reference: Of the frozen reference.
+        k: Share of the rows that is selected.
+        mean: Divide by the selected rows instead of by all.
+    """
+    p = functional.softmax(target.float(), dim=-1)
+    kl = torch.nn.KLDivLoss(reduction="none")
+    actual = kl(functional.log_softmax(draft.float(), dim=-1), p).sum(-1)
+    with torch.no_grad():
+        known = kl(functional.log_softmax(reference.float(), dim=-1), p).sum(-1)
+    count = share(k, len(actual))
+    chosen = torch.topk((actual - known).detach(), count).indices
+    return actual[chosen].sum() / (count if mean else len(actual))
+
+
+class _Clock(TrainerCallback):
+    def __init__(self, ends: list[float], device: torch.device) -> None:
+        self.ends, self.device = ends, device
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        machine.synchronize(self.device)
+        self.ends.append(time.perf_counter())
+
+
+class ThreeModels(Trainer):
+    """Hugging Face's trainer with the loss of three forward passes.
+
+    Attributes:
+        losses: Every step's loss.
+        ends: When each step ended, in seconds.
+    """
+
+    def __init__(
+        self, *, target: PreTrainedModel, reference: PreTrainedModel, k: float, mean: bool, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.target, self.reference = (m.eval().to(self.args.device) for m in (target, reference))
+        self.k, self.mean = k, mean
+        self.losses: list[Tensor] = []
+        self.ends: list[float] = []
+        self.add_callback(_Clock(self.ends, self.args.device))
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """One step's loss."""
+        labels = inputs.pop("labels")
+        outputs = model(**inputs, use_cache=False)
+        with torch.no_grad():
+            target = self.target(**inputs, use_cache=False).logits
+            reference = self.reference(**inputs, use_cache=False).logits
+        mask = labels[:, 1:] != IGNORE
+        draft, target, reference = (logits[:, :-1][mask] for logits in (outputs.logits, target, reference))
+        loss = selective_loss(draft, target, reference, self.k, mean=self.mean)
+        self.losses.append(loss.detach())
+        return (loss, outputs) if return_outputs else loss
+
+    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+        assert self.train_dataset is not None
+        return SequentialSampler(self.train_dataset)  # the schedule has shuffled already
+
+
+def trainer(
+    draft: PreTrainedModel,
+    target: PreTrainedModel,
+    reference: PreTrainedModel,
+    rows: Rows,
+    schedule: Schedule,
+    training: TrainingSettings,
+    steps: int,
+    folder: Path,
+    *,
+    k: float,
+    mean: bool,
+    clip: float,
+) -> ThreeModels:
+    """The trainer for the same batches, optimiser and learning rates as draftsmith's own training."""
+    optimizer = make_optimizer(draft, training)
+    cpu = not torch.cuda.is_available()
+    return ThreeModels(
+        target=target,
+        reference=reference,
+        k=k,
+        mean=mean,
+        model=draft,
+        args=TrainingArguments(
+            output_dir=str(folder),
+            max_steps=steps,
+            per_device_train_batch_size=schedule.batch_size,
+            max_grad_norm=clip,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=cpu,
+            remove_unused_columns=False,
+            dataloader_pin_memory=not cpu,
+        ),
+        train_dataset=Examples(rows, schedule, steps),
+        data_collator=collate,
+        optimizers=(optimizer, make_schedule(optimizer, training, steps)),
+    )

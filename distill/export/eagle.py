@@ -1,0 +1,164 @@
+"""Writes a trained feature head as vLLM and SGLang read it, checks the files, and reads them again.
+
+Both take an EAGLE-3 head from ``config.json`` (architectures ``LlamaForCausalLMEagle3``, ``draft_vocab_size``) and the
+tensors named below; their loaders pass over names they do not know, so a wrong one shows as a draft that never fits.
+The embedding is left to the target. EAGLE-1 heads keep the names of the official checkpoints, which SGLang reads.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from decode.core.errors import UserError
+from decode.models.eagle.files import load_head, save_head
+from decode.models.eagle.head import FeatureHead
+from decode.models.open import load_model
+from distill.export.card import speculation_profile
+from distill.export.draft import ExportSettings, add_legacy_fields, draft_length, swap
+from distill.export.eagle_card import head_card
+
+LAYER = (
+    "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight", "post_attention_layernorm.weight",
+)  # fmt: skip
+REQUIRED: dict[int, tuple[str, ...]] = {
+    1: ("fc.weight", "fc.bias", *(f"layers.0.{name}" for name in LAYER)),
+    3: (
+        "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "midlayer.hidden_norm.weight",
+        "midlayer.input_layernorm.weight", *(f"midlayer.{name}" for name in LAYER),
+    ),
+}  # fmt: skip
+"""Tensors that the engines look for."""
+FIELDS = (
+    "architectures", "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "num_hidden_layers", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "hidden_act",
+    "tie_word_embeddings", "torch_dtype",
+)  # fmt: skip
+"""Fields of config.json that they read; EAGLE-3 needs ``draft_vocab_size`` too."""
+
+
+def export_head(
+    head_dir: str | Path,
+    target_dir: str | Path,
+    out_dir: str | Path,
+    profile: Mapping[str, Any],
+    settings: ExportSettings,
+) -> Path:
+    """Export a head; an earlier export in the same place is replaced once the new one is complete.
+
+    Args:
+        head_dir: the trained head.
+        target_dir: its target.
+        out_dir: destination.
+        profile: what was measured, as for `distill.export.draft.export_draft`.
+        settings: number format and draft length.
+
+    Returns:
+        `out_dir`.
+
+    Raises:
+        UserError: a destination that holds something else, or a missing draft length.
+    """
+    out_dir = Path(out_dir)
+    target = load_model(target_dir)
+    head = load_head(head_dir, target)
+    check_head_path(out_dir, head.version)
+    length = draft_length(profile, settings)
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    dtype = torch.float32 if settings.dtype == "keep" else getattr(torch, settings.dtype)
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    for stale in out_dir.parent.glob(f".{out_dir.name}.partial-*"):
+        shutil.rmtree(stale)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.partial-", dir=out_dir.parent))
+    try:
+        write_head(head, partial, tokenizer, length, dtype)
+        measured = speculation_profile(profile, length) | {"method": "eagle3" if head.version == 3 else "eagle"}
+        (partial / "speculation_profile.json").write_text(json.dumps(measured, indent=2) + "\n")
+        layers = int(target.config.get_text_config().num_hidden_layers)
+        card = head_card(profile, head, str(target_dir), str(out_dir), length, layers)
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        check_files(partial)
+        again = load_head(partial, target)
+        for (name, one), other in zip(head.state_dict().items(), again.state_dict().values()):
+            if not torch.equal(one.to(other.dtype), other):
+                raise RuntimeError(f"The exported head has another {name} than its source.")
+        swap(partial, out_dir)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return out_dir
+
+
+def write_head(
+    head: FeatureHead, folder: Path, tokenizer: PreTrainedTokenizerBase, length: int, dtype: torch.dtype
+) -> None:
+    """config.json, model.safetensors and tokenizer into an existing folder."""
+    config, version = head.config, head.version
+    config.num_assistant_tokens = length
+    config.dtype = str(dtype).removeprefix("torch.")
+    if version == 3:
+        taps = list(head.taps)
+        config.eagle_config = {"use_aux_hidden_state": True}
+        # vLLM numbers the states that enter a layer, SGLang the layers that they leave
+        config.eagle_aux_hidden_state_layer_ids = taps
+        config.eagle_config["eagle_aux_hidden_state_layer_ids"] = [tap - 1 for tap in taps]
+    save_head(head.to(dtype), folder)
+    add_legacy_fields(folder / "config.json")
+    tokenizer.save_pretrained(folder)
+
+
+def check_files(folder: Path) -> None:
+    """Require every field and tensor that the engines look for, in the type and shape they expect.
+
+    Raises:
+        RuntimeError: naming what is missing or wrong.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    version = 3 if config["architectures"] == ["LlamaForCausalLMEagle3"] else 1
+    wanted = (*FIELDS, "draft_vocab_size") if version == 3 else FIELDS
+    lacking = [field for field in wanted if config.get(field) is None]
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        d2t = file.get_tensor("d2t") if "d2t" in shapes else torch.empty(0)
+        t2d = file.get_tensor("t2d") if "t2d" in shapes else torch.empty(0)
+    lacking += [name for name in REQUIRED[version] if name not in shapes]
+    if lacking:
+        raise RuntimeError(f"The exported head lacks {', '.join(lacking)}.")
+    width, d = config["hidden_size"], config["head_dim"]
+    layer = "midlayer" if version == 3 else "layers.0"
+    expected: dict[str, tuple[int, ...]] = {
+        "fc.weight": (width, (3 if version == 3 else 2) * width),
+        f"{layer}.self_attn.q_proj.weight": (config["num_attention_heads"] * d, (2 if version == 3 else 1) * width),
+    }
+    if version == 3:
+        expected |= {"lm_head.weight": (config["draft_vocab_size"], width), "t2d": (config["vocab_size"],)}
+        ids = torch.arange(len(d2t)) + d2t
+        if d2t.dtype != torch.int64 or t2d.dtype != torch.bool or not torch.equal(t2d.nonzero()[:, 0], ids):
+            raise RuntimeError("The exported head's d2t (int64 offsets) and t2d (bool mask) name different tokens.")
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise RuntimeError(f"The exported head's {name} is {shapes[name]}; the engines want {shape}.")
+
+
+def check_head_path(out_dir: str | Path, version: int) -> None:
+    """Refuse a destination that vLLM would misread, or that holds something other than a model.
+
+    Raises:
+        UserError: naming the offending part.
+    """
+    path = Path(out_dir).resolve()
+    if version == 1 and "eagle3" in str(path).lower():
+        raise UserError(
+            f"the export folder {path} contains 'eagle3', from which vLLM concludes that the EAGLE-1 head in it is an "
+            "EAGLE-3 head; choose another name"
+        )
+    if path.exists() and (not path.is_dir() or (any(path.iterdir()) and not (path / "config.json").exists())):
+        raise UserError(f"the export folder {path} holds something else; choose another one, or remove it")

@@ -1,0 +1,148 @@
+"""Texts that the draft writes itself, buffered: every so many steps it answers the prompts of the coming ones.
+
+Which examples of a step are the draft's own, what chance each text has and when it is written are functions of (seed,
+step). The texts themselves depend on the weights of the moment they were written, so they go into the checkpoints:
+a continued run trains on the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from decode.core.errors import UserError
+from decode.core.sampling import Warp
+from distill.config.responses import ResponseSettings
+from distill.core import ranks
+from distill.data.batch_schedule import Picks, Rows, Schedule
+from distill.generation.batched import answer, chance
+from distill.generation.response_store import response_rows
+
+Place = tuple[int, int]
+"""A step, and the place of an example in it."""
+
+
+@dataclass
+class OnPolicy:
+    """The draft's own texts for the steps that want them.
+
+    Attributes:
+        draft: The model in training.
+        prompts: The examples whose prompts are answered.
+        schedule: Which of them make a step.
+        steps: Optimiser steps in all.
+        settings: Sampling, share, and how often it is refreshed.
+        seed: Chance of the choice and of the texts.
+        limit: Longest prompt and response together.
+        stop_ids: End-of-text tokens.
+        add_signals: Puts what frozen models say of the texts into their rows.
+        label_tokens: Labels of the steps so far, over all ranks.
+    """
+
+    draft: PreTrainedModel
+    prompts: Rows
+    schedule: Schedule
+    steps: int
+    settings: ResponseSettings
+    seed: int
+    limit: int
+    stop_ids: Collection[int]
+    add_signals: Callable[[Rows], None]
+    label_tokens: int = 0
+    _window: int = -1
+    _texts: list[list[list[int]]] = field(default_factory=list)  # by rank
+    _rows: list[Rows] = field(default_factory=list)  # by rank, made from the texts
+
+    def __call__(self, step: int, picks: Picks) -> Picks:
+        """The examples of a step, those that are the draft's replaced by what it wrote for their prompts."""
+        window = step // self.settings.refresh_every
+        places = self._places(window)
+        if window != self._window:
+            self._texts = self._write(places)
+            self._window, self._rows = window, []
+        if not self._rows:
+            self._rows = self._make_rows(places)
+        number = {place: i for own in places for i, place in enumerate(own)}
+        found = list(picks)
+        for at in range(len(found)):
+            if (step, at) in number:
+                rows = self._rows[at % ranks.world()]
+                found[at] = rows, number[step, at] % len(rows)
+        self.label_tokens += sum(rows.labels_of(np.array([i])) for rows, i in found)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of this."""
+        return {"window": self._window, "texts": self._texts, "label_tokens": self.label_tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes it back.
+
+        Raises:
+            UserError: it was written by another number of processes.
+        """
+        if state["texts"] and len(state["texts"]) != ranks.world():
+            raise UserError(
+                f"the checkpoint holds texts of {len(state['texts'])} processes and this run has {ranks.world()}: "
+                "continue with as many, or remove the stage's folder under work/ to start the stage again"
+            )
+        self._window, self._texts, self._rows = state["window"], state["texts"], []
+        self.label_tokens = state["label_tokens"]
+
+    def _places(self, window: int) -> list[list[Place]]:
+        """The places that the draft's texts take until the next refresh, by the rank that trains on them."""
+        every, world = self.settings.refresh_every, ranks.world()
+        found: list[list[Place]] = [[] for _ in range(world)]
+        for step in range(window * every, min(self.steps, (window + 1) * every)):
+            coins = np.random.default_rng([self.seed, 3, step]).random(self.schedule.batch_size)
+            for at in np.flatnonzero(coins < self.settings.from_draft).tolist():
+                found[at % world].append((step, at))
+        return found
+
+    def _chosen(self, places: list[Place]) -> list[int]:
+        """The examples whose prompts are answered for these places, `buffer` at most over all ranks."""
+        room = self.settings.buffer
+        count = len(places) if room is None else min(len(places), max(1, room // ranks.world()))
+        return [int(self.schedule.batch(step)[at]) for step, at in places[:count]]
+
+    def _write(self, places: list[list[Place]]) -> list[list[list[int]]]:
+        """This rank's texts, exchanged with those of the others."""
+        own = places[ranks.rank()]
+        prompts = [self.prompts.prompt(example) for example in self._chosen(own)]
+        budgets = [min(self.settings.max_new_tokens, self.limit - len(prompt)) for prompt in prompts]
+        uniforms = [chance(self.seed, 4, *place, count=max(0, b)) for place, b in zip(own, budgets)]
+        texts: list[list[int]] = [[] for _ in prompts]
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        with torch.random.fork_rng(devices=[]):
+            for batch in _chunks(order, self.settings.batch_size):
+                written = self._answer(
+                    [prompts[i] for i in batch], [budgets[i] for i in batch], [uniforms[i] for i in batch]
+                )
+                for i, text in zip(batch, written):
+                    texts[i] = text
+        return ranks.exchange(texts)
+
+    def _answer(
+        self, prompts: list[list[int]], budgets: list[int], uniforms: list[NDArray[np.float64]]
+    ) -> list[list[int]]:
+        warp = Warp(self.settings.temperature, top_p=self.settings.top_p)
+        return answer(self.draft, prompts, budgets, uniforms, warp, self.stop_ids)
+
+    def _make_rows(self, places: list[list[Place]]) -> list[Rows]:
+        """Rows of every rank's texts; signals for this one's."""
+        made = []
+        for own, texts in zip(places, self._texts):
+            prompts = [self.prompts.prompt(example) for example in self._chosen(own)]
+            made.append(response_rows(prompts, texts, self.stop_ids))
+        self.add_signals(made[ranks.rank()])
+        return made
+
+
+def _chunks(items: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]

@@ -1,0 +1,195 @@
+"""The target's responses from a server that speaks OpenAI's protocol: many requests in flight, failures tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from transformers import PreTrainedTokenizerBase
+
+from decode.core.errors import UserError
+from distill.config.responses import ResponseSettings
+from distill.generation.response_store import Answer, Job, Response, encode_answer
+
+AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
+"""Answers that a later try may better."""
+LONGEST_WAIT = 30.0
+"""Seconds between two tries, at most."""
+
+
+def answered_by_server(
+    settings: ResponseSettings, seed: int, tokenizer: PreTrainedTokenizerBase, ends: Collection[int], target: Path
+) -> Answer:
+    """Answers by the server of ``settings.server``, each as soon as it comes.
+
+    Args:
+        settings: Sampling and server.
+        seed: Sent with every request, different for each; what servers make of it differs.
+        tokenizer: The target's; responses come as text.
+        ends: End-of-text tokens.
+        target: The target's folder, named in the advice where no server answers.
+    """
+    client = Client(settings, seed, tokenizer, ends, target)
+
+    def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
+        wanted = [job for job in jobs if job.example in missing]
+        with asyncio.Runner() as runner:
+            stream = client.stream(wanted)
+
+            async def following() -> Response | None:
+                return await anext(stream, None)
+
+            try:
+                while (response := runner.run(following())) is not None:
+                    yield response
+            finally:
+                runner.run(stream.aclose())
+
+    return answers
+
+
+@dataclass
+class Client:
+    """Asks one server."""
+
+    settings: ResponseSettings
+    seed: int
+    tokenizer: PreTrainedTokenizerBase
+    ends: Collection[int]
+    target: Path
+    first_wait: float = 1.0
+
+    async def stream(self, jobs: Sequence[Job]) -> AsyncGenerator[Response, None]:
+        """Responses in the order in which they come.
+
+        Raises:
+            UserError: no server, a refusal, or a request that failed too often. What came before was yielded.
+        """
+        server = self.settings.server
+        key = os.environ.get(server.key_variable)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        limits = httpx.Limits(max_connections=server.concurrency)
+        assert server.url is not None
+        url = server.url.rstrip("/") + "/"
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=server.timeout, limits=limits) as http:
+            model = await self._model(http)
+            results: asyncio.Queue[Response | Exception] = asyncio.Queue()
+            waiting = iter(jobs)
+
+            async def work() -> None:
+                try:
+                    for job in waiting:
+                        results.put_nowait(await self._ask(http, model, job))
+                except Exception as error:
+                    results.put_nowait(error)
+
+            workers = [asyncio.create_task(work()) for _ in range(min(server.concurrency, len(jobs)))]
+            try:
+                for _ in jobs:
+                    result = await results.get()
+                    if isinstance(result, Exception):
+                        raise result
+                    yield result
+            finally:
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _model(self, http: httpx.AsyncClient) -> str:
+        """The model's name on the server, and proof that a server is there."""
+        try:
+            answer = await http.get("models")
+        except httpx.TransportError as error:
+            raise UserError(
+                f"no server answers at {self.settings.server.url} ({type(error).__name__}: {error}). Start one with "
+                f"the target, such as `vllm serve {self.target}` or `transformers serve {self.target}`, then run "
+                "the same command again; or leave reference.responses.server.url out to have them written here"
+            ) from error
+        self._refused(answer)
+        if self.settings.server.model is not None:
+            return self.settings.server.model
+        try:
+            names = [str(entry["id"]) for entry in answer.json()["data"]]
+        except (ValueError, KeyError, TypeError):
+            names = []
+        if len(names) != 1:
+            listed = ", ".join(names[:8]) or "none"
+            raise UserError(f"the server lists {listed}: name the target with reference.responses.server.model")
+        return names[0]
+
+    async def _ask(self, http: httpx.AsyncClient, model: str, job: Job) -> Response:
+        if job.budget < 1:
+            return Response(job.example, [])
+        tries = self.settings.server.retries + 1
+        for attempt in range(tries):
+            wait = min(LONGEST_WAIT, self.first_wait * 2**attempt)
+            try:
+                answer = await http.post(self._path, json=self._body(model, job))
+                if answer.status_code not in AGAIN:
+                    self._refused(answer)
+                    return self._response(job, answer.json())
+                problem = f"status {answer.status_code}: {answer.text[:200]}"
+                wait = _asked_wait(answer, wait)
+            except UserError:
+                raise
+            except httpx.TransportError as error:
+                problem = f"{type(error).__name__}: {error}"
+            except (ValueError, KeyError, IndexError, TypeError) as error:
+                problem = f"an answer that cannot be read ({type(error).__name__}: {error})"
+            if attempt + 1 < tries:
+                await asyncio.sleep(wait)
+        raise UserError(
+            f"the server failed {tries} times on example {job.example}, at last with {problem}. What is finished is "
+            "kept: see to the server, then run the same command again to continue"
+        )
+
+    @property
+    def _path(self) -> str:
+        return "chat/completions" if self.settings.server.endpoint == "chat" else "completions"
+
+    def _body(self, model: str, job: Job) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": model,
+            "max_tokens": job.budget,
+            "temperature": self.settings.temperature,
+            "top_p": self.settings.top_p,
+            "seed": (self.seed * 1_000_003 + job.example) % (1 << 31),
+        }
+        if self.settings.server.endpoint == "chat":
+            return body | {"messages": [{"role": "user", "content": job.text}]}
+        start = self.tokenizer.bos_token  # servers put it before a prompt themselves
+        return body | {"prompt": job.text.removeprefix(start) if start else job.text}
+
+    def _response(self, job: Job, values: dict[str, Any]) -> Response:
+        choice = values["choices"][0]
+        text = choice["message"]["content"] if self.settings.server.endpoint == "chat" else choice["text"]
+        ended = choice.get("finish_reason") == "stop"
+        return Response(
+            job.example, encode_answer(self.tokenizer, text or "", ended=ended, ends=self.ends, budget=job.budget)
+        )
+
+    def _refused(self, answer: httpx.Response) -> None:
+        """Stops at answers that no further try would better."""
+        if answer.status_code in (401, 403):
+            raise UserError(
+                f"the server wants a key (status {answer.status_code}): put it into the environment variable "
+                f"{self.settings.server.key_variable}, or name another with reference.responses.server.key_variable"
+            )
+        if answer.is_client_error:
+            raise UserError(
+                f"the server refuses {answer.request.url} (status {answer.status_code}): {answer.text[:300]}. Check "
+                "reference.responses.server: url, model and endpoint"
+            )
+
+
+def _asked_wait(answer: httpx.Response, wait: float) -> float:
+    """Seconds that the server asks for, if it does."""
+    try:
+        return min(LONGEST_WAIT, float(answer.headers["retry-after"]))
+    except (KeyError, ValueError):
+        return wait

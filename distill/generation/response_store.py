@@ -1,0 +1,213 @@
+"""Responses written by the target, kept one line each, and made into rows to train on.
+
+A file holds a JSON line for every finished example. A line counts if it is complete and agrees with its checksum, so a
+kill costs no more than the line being written, and an altered line is written again. The manifest beside it says what
+the file was made from; a file with another one is begun anew.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.core.sampling import Warp
+from distill.config.responses import ResponseSettings
+from distill.core.files import void, write_json, write_safely
+from distill.data.batch_schedule import Rows
+from distill.data.tokenize import IGNORE, encode_continuations, end_token
+from distill.generation.batched import answer, chance
+
+Answer = Callable[[Sequence["Job"], Collection[int]], Iterator["Response"]]
+"""Answers jobs in any order, each as soon as it is finished: those of the given examples, and others if it likes."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt to be answered.
+
+    Attributes:
+        example: Its number in the split.
+        ids: Its token ids.
+        text: The same as text.
+        budget: Longest response in tokens.
+    """
+
+    example: int
+    ids: list[int]
+    text: str
+    budget: int
+
+
+@dataclass(frozen=True)
+class Response:
+    """What was written for a prompt.
+
+    Attributes:
+        example: Number of the prompt.
+        ids: Token ids, an end-of-text token included where the text ended by itself.
+    """
+
+    example: int
+    ids: list[int]
+
+    def line(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Its line in the file; the text is for readers."""
+        values = {"example": self.example, "ids": self.ids, "text": tokenizer.decode(self.ids)}
+        return json.dumps(values | {"crc32": _checksum(self)}, ensure_ascii=False) + "\n"
+
+
+def _checksum(response: Response) -> int:
+    return zlib.crc32(json.dumps([response.example, response.ids]).encode())
+
+
+@dataclass
+class ResponseFile:
+    """The responses to a split's prompts on disk.
+
+    Attributes:
+        path: The file (``.jsonl``); its manifest is beside it (``.json``).
+        made_from: Everything that decides what is in it.
+        found: The sound lines that were there, by example.
+    """
+
+    path: Path
+    made_from: dict[str, Any]
+    found: dict[int, Response] = field(default_factory=dict)
+
+    def open(self) -> None:
+        """Reads what is there; drops lines that are torn or altered, and files made from something else."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._same():
+            self.path.unlink(missing_ok=True)
+            write_json(self._manifest, self.made_from)
+        sound, all_sound = self._read()
+        if not all_sound:
+            write_safely(self.path, lambda file: void(file.write_bytes(b"".join(sound))))
+
+    def complete(self, count: int) -> bool:
+        """Whether so many examples have a sound line, without changing anything."""
+        return self._same() and self._read()[1] and len(self.found) == count
+
+    def fill(self, jobs: Sequence[Job], answers: Answer, tokenizer: PreTrainedTokenizerBase) -> Iterator[Response]:
+        """Answers the prompts that have no line yet, writing each line at once."""
+        missing = {job.example for job in jobs} - self.found.keys()
+        with self.path.open("a", encoding="utf-8") as file:
+            for response in answers(jobs, missing):
+                if response.example in self.found:  # answered again only because its batch was
+                    continue
+                file.write(response.line(tokenizer))
+                file.flush()
+                self.found[response.example] = response
+                yield response
+
+    def _read(self) -> tuple[list[bytes], bool]:
+        """Fills `found`; returns the sound lines, and whether all are."""
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        sound = {line: response for line in lines if (response := _parse(line)) is not None}
+        self.found = {response.example: response for response in sound.values()}
+        return list(sound), len(self.found) == len(lines)
+
+    @property
+    def _manifest(self) -> Path:
+        return self.path.with_suffix(".json")
+
+    def _same(self) -> bool:
+        try:
+            return bool(json.loads(self._manifest.read_text(encoding="utf-8")) == self.made_from)
+        except (OSError, ValueError):
+            return False
+
+
+def _parse(line: bytes) -> Response | None:
+    try:
+        values = json.loads(line)
+        response = Response(int(values["example"]), [int(token) for token in values["ids"]])
+        return response if line.endswith(b"\n") and values["crc32"] == _checksum(response) else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def make_jobs(rows: Rows, texts: Sequence[str], settings: ResponseSettings, limit: int) -> list[Job]:
+    """The prompts of a split: what comes before the first label, or a quarter of a block of plain text.
+
+    Args:
+        rows: The data set's own examples.
+        texts: Their prompts as text.
+        settings: Says how long a response may be.
+        limit: Longest prompt and response together, in tokens.
+    """
+    return [
+        Job(i, prompt := rows.prompt(i), texts[i], max(0, min(settings.max_new_tokens, limit - len(prompt))))
+        for i in range(len(rows))
+    ]
+
+
+def answered_here(model: PreTrainedModel, settings: ResponseSettings, seed: int, stop_ids: Collection[int]) -> Answer:
+    """Answers by the model itself, in batches of equal prompts whatever is missing, so that bits repeat.
+
+    Args:
+        model: The target.
+        settings: Sampling and batch size.
+        seed: With the example's number it decides the response.
+        stop_ids: End-of-text tokens.
+    """
+    warp = Warp(settings.temperature, top_p=settings.top_p)
+
+    def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
+        for batch in batches(jobs, settings.batch_size):
+            if not any(job.example in missing for job in batch):
+                continue
+            uniforms = [chance(seed, 0, job.example, count=job.budget) for job in batch]
+            texts = answer(model, [j.ids for j in batch], [j.budget for j in batch], uniforms, warp, stop_ids)
+            yield from (Response(job.example, text) for job, text in zip(batch, texts))
+
+    return answers
+
+
+def batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:
+    """Jobs of similar length together."""
+    ordered = sorted(jobs, key=lambda job: (len(job.ids), job.example))
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def response_rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], ends: Collection[int]) -> Rows:
+    """Examples whose labels are the responses up to their first end-of-text token, which is a label itself.
+
+    Args:
+        prompts: Token ids, no labels.
+        responses: Token ids; one that was cut by its budget has no end-of-text token, and so none is learned.
+        ends: Every end-of-text token. Padding may be one of them: it is put on later, and never a label.
+    """
+    examples = [
+        ([*prompt, *response], [IGNORE] * len(prompt) + until_end(response, ends))
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    return Rows.from_lists([ids for ids, _ in examples], [labels for _, labels in examples])
+
+
+def until_end(response: Sequence[int], ends: Collection[int]) -> list[int]:
+    """Labels of a response: everything after the first end-of-text token is ignored."""
+    stop = next((place + 1 for place, token in enumerate(response) if token in ends), len(response))
+    return [*response[:stop], *[IGNORE] * (len(response) - stop)]
+
+
+def encode_answer(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, ended: bool, ends: Collection[int], budget: int
+) -> list[int]:
+    """Token ids of a response that came as text; the end-of-text token that a server leaves out is put back."""
+    ids = encode_continuations(tokenizer, [text])[0] if text else []
+    if ended and not any(token in ends for token in ids):
+        ids = [*ids, end_token(tokenizer)]
+    return ids[:budget]

@@ -1,0 +1,1 @@
+"""The distillation loss: divergences, token selection, the chunked loss."""

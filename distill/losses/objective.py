@@ -1,0 +1,92 @@
+"""What a distillation minimises at each step: the divergence, and which tokens count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from distill.config.drafts import AdaSpecSettings, ComparisonSettings
+from distill.config.settings import DistillSettings
+from distill.losses.chunked_kl import Task
+from distill.losses.divergences import Divergence
+from distill.losses.token_selection import Selection
+
+
+@dataclass(frozen=True)
+class Objective:
+    """DistillSpec; with a selection AdaSPEC; with the other fields variations of them.
+
+    Attributes:
+        divergence: The loss per token.
+        selection: Which tokens count; None: all.
+        criterion: The divergence D in which ΔL = D(p, draft) - D(p, reference) is measured; None: the loss. With
+            ``tv`` it is α_reference - α_draft, the acceptance that the reference shows can be gained.
+        warmup: Steps of forward KL before the divergence takes over.
+        k_start: The selection's share at the first step, from where it moves linearly to k; None: k throughout.
+        steps: Steps over which it moves.
+    """
+
+    divergence: Divergence = field(default_factory=Divergence)
+    selection: Selection | None = None
+    criterion: Divergence | None = None
+    warmup: int = 0
+    k_start: float | None = None
+    steps: int = 1
+
+    @property
+    def ranking(self) -> Divergence:
+        """In which ΔL is measured; the same at all steps, since the reference's side of it is computed once."""
+        return self.criterion or self.divergence
+
+    def divergence_at(self, step: int) -> Divergence:
+        """The loss of a step."""
+        return replace(self.divergence, name="forward_kl") if step < self.warmup else self.divergence
+
+    def selection_at(self, step: int) -> Selection | None:
+        """The selection of a step."""
+        if self.selection is None or self.k_start is None:
+            return self.selection
+        share = min(1.0, step / max(1, self.steps - 1))
+        return replace(self.selection, k=self.k_start + share * (self.selection.k - self.k_start))
+
+    def task(self, step: int, batch: dict[str, Tensor], mask: Tensor, *, metrics: bool) -> Task:
+        """What is wanted of a batch's rows.
+
+        Args:
+            step: Which optimiser step.
+            batch: Holds ``reference_loss [rows]`` where there is a selection.
+            mask: Label positions ``[batch, time]``.
+            metrics: Whether alpha and agreement are wanted.
+        """
+        loss, selection = self.divergence_at(step), self.selection_at(step)
+        if selection is None:
+            return Task(loss, metrics=metrics)
+        reference, sequence = batch["reference_loss"], mask.nonzero()[:, 0]
+        return Task(
+            loss,
+            lambda values: selection.choose(values - reference, sequence),
+            None if self.ranking == loss else self.ranking,
+            metrics,
+        )
+
+
+def objective_of(draft: AdaSpecSettings, reference: DistillSettings, steps: int) -> Objective:
+    """The objective that a draft's settings describe.
+
+    Args:
+        draft: Its settings.
+        reference: Those of DistillSpec, whose divergence it has unless it names another.
+        steps: Optimiser steps in all.
+    """
+    loss, warmup = reference.loss(draft.divergence), round(draft.kl_first * steps)
+    if isinstance(draft, ComparisonSettings) and draft.method == "distillspec":
+        return Objective(loss, warmup=warmup)
+    return Objective(
+        loss,
+        Selection(draft.k, draft.scope, draft.normalisation),
+        reference.loss("tv") if draft.select_by == "acceptance_gain" else None,
+        warmup,
+        draft.k_start,
+        round(draft.k_ramp * steps),
+    )

@@ -1,0 +1,1 @@
+"""Models for training: loading, output head, LoRA, layer pruning, LayerSkip, optimisers."""

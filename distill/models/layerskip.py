@@ -1,0 +1,163 @@
+"""The LayerSkip training recipe (arXiv 2404.16710): layer dropout and an early-exit loss, on any walkable decoder.
+
+Hooks on the layers drop them for single samples and keep the states of the exits whose turn it is, so the model's own
+forward is used as it is. The rotational curriculum with one exit a step costs one more head per step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.core.errors import UserError
+from decode.models.structure import check_walk, decoder_layers, final_norm, state_of
+
+
+@dataclass
+class LayerSkipSettings:
+    """LayerSkip's recipe: lets the model's own early layers draft for it (see python -m probes)."""
+
+    enabled: bool = False
+    """Train with it."""
+    dropout: float = 0.1
+    """p_max: chance that a sample skips the last layer; falls exponentially to 0 at the first (paper 0.1 to 0.2).
+    From scratch it also rises from 0 over the training. 0: no layer dropout."""
+    early_exit_scale: float = 1.0
+    """Weight of the early exits' loss: higher makes drafts better and the full model slightly worse. Paper: 0.2 from
+    scratch, 1.0 for finetuning, with weighting depth."""
+    weighting: Literal["uniform", "depth"] = "uniform"
+    """uniform: every exit counts early_exit_scale times the last layer (best for shallow models); depth: the paper's
+    weights, growing with the square of the layer. Either way they are divided by their sum."""
+    curriculum: Literal["rotational", "gradual"] = "rotational"
+    """rotational: every rotation-th exit, moved on by one each step; gradual: from the last layer down, all from half
+    of the training on (costs a head for every exit)."""
+    rotation: int | None = None
+    """Rotational only: distance of the exits trained together; null: one exit a step, which is the cheapest."""
+
+    def validate(self, where: str) -> None:
+        """Check ranges.
+
+        Raises:
+            UserError: naming the key.
+        """
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"{where}.dropout is {self.dropout}, wanted a probability below 1, such as 0.1")
+        if self.early_exit_scale < 0:
+            raise UserError(f"{where}.early_exit_scale is {self.early_exit_scale}, wanted 0 (off) or more")
+        if self.rotation is not None and self.rotation < 1:
+            raise UserError(f"{where}.rotation is {self.rotation}, wanted 1 (all exits) or more, or null")
+
+
+def dropout_rates(layers: int, step: int, steps: int, highest: float, *, scratch: bool) -> list[float]:
+    """p(l, t) = S(t)·D(l)·p_max, with D(l) = exp(l·ln 2/(L − 1)) − 1 and, from scratch, S(t) = exp(t·ln 2/(T − 1)) − 1.
+
+    Args:
+        layers: L.
+        step: t, from 0.
+        steps: T.
+        highest: p_max.
+        scratch: the rates rise over the training; otherwise S = 1.
+    """
+    time = math.expm1(step * math.log(2) / max(1, steps - 1)) if scratch else 1.0
+    return [time * math.expm1(i * math.log(2) / max(1, layers - 1)) * highest for i in range(layers)]
+
+
+def exits_on(settings: LayerSkipSettings, layers: int, step: int, steps: int) -> list[int]:
+    """C(t, l): indices of the layers (the last one not among them) whose exits are trained at this step."""
+    early = layers - 1
+    if settings.curriculum == "gradual":
+        # one more exit every T/(2L) steps, from the one below the last layer down
+        count = min(early, int(step * 2 * layers / max(1, steps)))
+        return list(range(early - count, early))
+    distance = min(settings.rotation or early, early) if early else 1
+    return [i for i in range(early) if i % distance == step % distance]
+
+
+def exit_weights(settings: LayerSkipSettings, layers: int, exits: list[int]) -> tuple[list[float], float]:
+    """Weights of the exits and of the last layer; they add up to 1."""
+    scale = settings.early_exit_scale
+    if settings.weighting == "uniform":
+        early, last = [scale] * len(exits), 1.0
+    else:
+        # e(l) = s·Σᵢ≤l i, and for the last layer L − 1 + s·Σᵢ≤L−2 i
+        early = [scale * i * (i + 1) / 2 for i in exits]
+        last = layers - 1 + scale * (layers - 2) * (layers - 1) / 2
+    total = sum(early) + last or 1.0
+    return [w / total for w in early], last / total
+
+
+class LayerSkip:
+    """Applies the recipe to a model in training mode; evaluation is not touched.
+
+    Args:
+        model: any causal LM whose layers can be found.
+        settings: the recipe.
+        steps: optimiser steps in all.
+        scratch: the model starts from random weights.
+
+    Raises:
+        UserError: the layers cannot be reached, or there is only one.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: LayerSkipSettings, steps: int, *, scratch: bool) -> None:
+        check_walk(model)
+        self.settings, self.steps, self.scratch = settings, steps, scratch
+        layers = decoder_layers(model)
+        self.count = len(layers)
+        if self.count < 2:
+            raise UserError("layerskip needs a model of at least two layers; this one has no early exit")
+        self._norm = final_norm(model)
+        self._rates: list[float] = []
+        self._exits: list[int] = []
+        self._states: dict[int, Tensor] = {}
+        self._hooks = [layer.register_forward_hook(self._hook(i), with_kwargs=True) for i, layer in enumerate(layers)]
+
+    def begin(self, step: int) -> None:
+        """A training step: which exits are trained, and how likely layers are dropped."""
+        settings = self.settings
+        self._rates = dropout_rates(self.count, step, self.steps, settings.dropout, scratch=self.scratch)
+        self._exits = exits_on(settings, self.count, step, self.steps) if settings.early_exit_scale else []
+        self._states = {}
+
+    def combine(self, last: Tensor, loss_of: Callable[[Tensor], Tensor], mask: Tensor) -> Tensor:
+        """The last layer's loss together with the exits'.
+
+        Args:
+            last: the last layer's loss.
+            loss_of: loss of head inputs ``[rows, width]``.
+            mask: ``[batch, time]``, positions whose states make the rows.
+        """
+        weights, rest = exit_weights(self.settings, self.count, self._exits)
+        total = rest * last
+        for weight, layer in zip(weights, self._exits):
+            if weight:
+                total = total + weight * loss_of(self._norm(self._states[layer][mask]))
+        self._states, self._exits = {}, []  # but not the rates: gradient checkpointing drops the same layers again
+        return total
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, index: int) -> Callable[..., Any]:
+        def after(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            if not module.training or not self._rates:
+                return None
+            state = state_of(output)
+            if self._rates[index] > 0:
+                before = args[0] if args else kwargs["hidden_states"]
+                kept = torch.rand(len(state), 1, 1, device=state.device) >= self._rates[index]
+                state = torch.where(kept, state, before)
+                output = (state, *output[1:]) if isinstance(output, tuple) else state
+            if index in self._exits:
+                self._states[index] = state
+            return output
+
+        return after

@@ -1,0 +1,160 @@
+"""``--dry-run``: any configuration, run through to its report in a minute or two, with tiny random models.
+
+Every stage takes the path that the real run will take (from scratch, fine-tuning, LoRA, as it is; the family of each
+model; the data's template; precision; selection; comparisons), so a mistake shows before the hours it would cost.
+Nothing is downloaded: models of the same families are made on the spot, and rows of data sets that are not local
+files are word problems in their place.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from decode.commands.bench_dry_run import row_with, write_rows
+from decode.core.errors import UserError
+from decode.models.tiny import family_of
+from decode.prompts.presets import PRESETS
+from distill.config.responses import ResponseSettings
+from distill.config.settings import Architecture, ModelSettings, Settings, TrainingSettings
+from distill.data import DataSettings, load_corpus
+from distill.models.loading import build_model
+
+STEPS = 4
+
+
+def shrink(settings: Settings, console: Console | None = None, *, untie: bool = False) -> Settings:
+    """Settings of the same run in miniature, with the models and rows it needs made under ``<name>-dry-run``.
+
+    Args:
+        settings: of the run.
+        console: told what stands for what.
+        untie: give the target a head of its own; random models with a tied one repeat the last token at every layer.
+
+    Raises:
+        UserError: The settings are refused as they are.
+    """
+    settings.validate()
+    console = console or Console()
+    small = copy.deepcopy(settings)
+    small.name = f"{settings.name}-dry-run"
+    folder = Path(small.output_dir) / small.name
+    if folder.exists():
+        shutil.rmtree(folder)
+    console.print(f"dry run of {settings.name}, in {folder}", highlight=False)
+    _shrink_data(small.data, folder / "rows", console)
+    tokenizer = load_corpus(small.data, seed=small.seed).tokenizer
+    for stage, width, layers in (("target", 64, 2), ("initial", 32, 1)):
+        model: ModelSettings = getattr(small, stage)
+        model.trust_remote_code = False  # no foreign code is needed for models made here
+        own_head = untie and stage == "target"
+        if model.model is None:
+            model.architecture = _shape(model.architecture.model_type, width, layers, model.architecture)
+            model.architecture.tie_embeddings &= not own_head
+        else:
+            family, grouped, told = family_of(model.model)
+            if told:
+                console.print(f"  {told}", highlight=False)
+            shape = _shape(family, width, layers, grouped=grouped)
+            shape.tie_embeddings = not own_head
+            model.model = _save(shape, tokenizer, folder / "models" / stage)
+        if model.trained:
+            _shorten(model.training)
+    small.initial.layers = 1
+    _shorten(small.reference.training)
+    small.reference.examples = 16
+    _shrink_responses(small.reference.responses, console)
+    for draft in (small.draft, *small.comparisons):
+        draft.epochs = None if draft.epochs is None else 1.0
+    trainer, evaluation = small.trainer, small.evaluation
+    trainer.validate_every, trainer.validation_examples = STEPS // 2, 8
+    trainer.devices, trainer.num_nodes, trainer.strategy = 1, 1, "auto"
+    if trainer.accelerator not in ("auto", "cpu") and not torch.cuda.is_available():
+        trainer.accelerator = "cpu"
+    evaluation.prompts, evaluation.accuracy_prompts, evaluation.decode_prompts = 4, 4, 2
+    evaluation.max_new_tokens, evaluation.repeats = 8, 1
+    evaluation.draft_lengths = sorted(evaluation.draft_lengths)[:2]
+    small.tracker.mode = "offline"
+    return small
+
+
+def _shorten(training: TrainingSettings) -> None:
+    training.steps, training.epochs, training.batch_size = STEPS, None, 4
+    training.warmup_steps = min(1, training.warmup_steps)
+
+
+def _shrink_responses(responses: ResponseSettings, console: Console) -> None:
+    """Short texts, written here whatever server is meant to."""
+    responses.max_new_tokens, responses.batch_size, responses.refresh_every = 8, 8, STEPS // 2
+    if responses.server.url is not None:
+        console.print(f"  the target made here answers in place of {responses.server.url}", highlight=False)
+        responses.server.url = None
+
+
+def _shape(
+    family: str, width: int, layers: int, like: Architecture | None = None, *, grouped: bool = False
+) -> Architecture:
+    """A tiny model of a family; grouped-query attention, tying and extra fields as in ``like``."""
+    if like is not None:
+        grouped = like.kv_heads is not None and like.kv_heads < like.heads
+    return Architecture(
+        model_type=family,
+        hidden_size=width,
+        layers=layers,
+        heads=4,
+        kv_heads=2 if grouped else None,
+        positions=2048,
+        tie_embeddings=like is None or like.tie_embeddings,
+        extra=dict(like.extra) if like else {},
+    )
+
+
+def _save(shape: Architecture, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
+    """Writes a tiny random model with its tokenizer; returns the folder."""
+    try:
+        model = build_model(shape, len(tokenizer), tokenizer, seed=0)
+    except UserError as error:
+        raise UserError(
+            f"no tiny model of the family {shape.model_type} can be made for the dry run: {error}"
+        ) from error
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def _shrink_data(data: DataSettings, folder: Path, console: Console) -> None:
+    """Few rows and a small tokenizer; word problems in the columns of a data set that would have to be downloaded."""
+    data.train_examples, data.validation_examples, data.test_examples = 48, 8, 8
+    data.tokenizer, data.tokenizer_vocab_size, data.trust_remote_code = None, 320, False
+    data.max_length, data.overlong = 512, "cut"
+    local = data.source == "arithmetic" or Path(data.source).exists() or data.train_file is not None
+    if local:
+        return
+    console.print(f"  word problems stand for the rows of {data.source}", highlight=False)
+    files = write_rows(folder, data.source, lambda *problem: stand_in(data, *problem))
+    data.train_file, data.validation_file, data.test_file = (str(files[s]) for s in ("train", "validation", "test"))
+
+
+def stand_in(data: DataSettings, question: str, solution: str, number: int) -> dict[str, Any]:
+    """A row with the columns that the data set's template reads."""
+    preset = PRESETS.get(data.source)
+    columns = list(preset.columns) if preset else _fields(data.prompt_template) + _fields(data.response_template)
+    if data.kind == "chat" or (preset and preset.kind == "chat"):
+        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": solution}]
+        return {data.messages_column: chat, "messages": chat}
+    if data.kind == "text":
+        return {data.text_column: f"{question}\n{solution}"}
+    return row_with(columns, data.source, question, solution, number)
+
+
+def _fields(template: str | None) -> list[str]:
+    """Column names in a format string."""
+    return [name for _, name, _, _ in string.Formatter().parse(template or "") if name]

@@ -1,0 +1,187 @@
+"""A run's folder: which stages are in it, what each was made from, and how a new one is put in its place.
+
+``work/<stage>.json`` describes a stage's folder. It is removed before the folder is replaced and written after, so a
+description that is there always speaks of the folder beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distill.core import ranks
+from distill.core.files import checksum, checksum_once, read_sealed, remove, sealed, write_json
+from distill.pipeline.training_budget import Account
+
+FOLDERS = ("target", "initial", "reference", "draft")
+"""Stages with a folder of their own in the run; further drafts live under ``work/``."""
+
+NAMES = {"initial": "undistilled", "reference": "distillspec", "draft": "adaspec"}
+"""How reports call the drafts that the stages make."""
+
+HEAD_NAMES = {"initial": "untrained", "reference": "eagle", "draft": "eagle-adaspec"}
+"""How they call feature heads."""
+
+
+@dataclass
+class StageRecord:
+    """What is known of a finished stage.
+
+    Attributes:
+        fingerprint: Of everything that the folder was made from.
+        made_from: That, readable.
+        parameters: Number of the model's parameters.
+        seconds: Time the stage took, without interruptions.
+        account: Steps, examples and teacher tokens of a distillation.
+        history: The learning curve, ``{"step", "loss", ...}`` for every validation.
+        selected: The tokens that AdaSPEC selected most, as (text, times).
+        files: Sizes of the folder's files in bytes, to notice a damaged one.
+        checksums: Their CRC-32; none for links, whose files belong to somebody else, and in folders made before.
+    """
+
+    fingerprint: str
+    made_from: dict[str, Any] = field(default_factory=dict)
+    parameters: int = 0
+    seconds: float = 0.0
+    account: dict[str, int] = field(default_factory=dict)
+    history: list[dict[str, float]] = field(default_factory=list)
+    selected: list[tuple[str, int]] = field(default_factory=list)
+    files: dict[str, int] = field(default_factory=dict)
+    checksums: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """The folder ``<output_dir>/<name>`` of a run.
+
+    Attributes:
+        folder: The folder.
+        comparisons: Names of the further drafts.
+        names: How reports call the drafts of the stages initial, reference and draft.
+    """
+
+    folder: Path
+    comparisons: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=lambda: dict(NAMES))
+
+    @property
+    def work(self) -> Path:
+        """Checkpoints, cached signals, descriptions of the stages, further drafts."""
+        return self.folder / "work"
+
+    @property
+    def target(self) -> Path:
+        """The target's folder."""
+        return self.folder / "target"
+
+    @property
+    def draft(self) -> Path:
+        """The final draft's folder: AdaSPEC's, or of a variation under its own name."""
+        return self.folder / "draft"
+
+    @property
+    def export(self) -> Path:
+        """The final draft as exported for other engines."""
+        return self.folder / "export"
+
+    def path(self, stage: str) -> Path:
+        """Folder of a stage."""
+        return self.folder / stage if stage in FOLDERS else self.work / stage
+
+    @property
+    def drafts(self) -> dict[str, Path]:
+        """Every draft by its name in reports: those of the stages, then the comparisons."""
+        named = {name: self.path(stage) for stage, name in self.names.items()}
+        return named | {name: self.path(name) for name in self.comparisons}
+
+    def draft_record(self, name: str) -> StageRecord:
+        """What is known of a draft, by its name in reports."""
+        stage = next((stage for stage, known in self.names.items() if known == name), name)
+        found = self.record(stage)
+        if found is None:
+            raise FileNotFoundError(f"{self.path(stage)} is not finished")
+        return found
+
+    def record(self, stage: str) -> StageRecord | None:
+        """What is known of a stage; None if it is not finished, or its folder is not as it was written."""
+        found = self.noted(stage)
+        return found if found is not None and self._as_written(stage, found) else None
+
+    def finished(self, stage: str, key: str) -> StageRecord | None:
+        """The same of a stage that was made from the inputs of this fingerprint; no other folder is read."""
+        found = self.noted(stage)
+        return found if found is not None and found.fingerprint == key and self._as_written(stage, found) else None
+
+    def noted(self, stage: str) -> StageRecord | None:
+        """What was noted of a stage, whatever its folder looks like now."""
+        try:
+            return StageRecord(**(read_sealed(self._note(stage)) or {}))
+        except TypeError:
+            return None
+
+    def _as_written(self, stage: str, record: StageRecord) -> bool:
+        folder = self.path(stage)
+        if not record.files or sizes(folder) != record.files:
+            return False
+        return all(checksum_once(folder / name) == value for name, value in record.checksums.items())
+
+    def put(self, stage: str, record: StageRecord, make: Callable[[Path], None]) -> None:
+        """Has ``make`` fill a new folder, then puts it in the stage's place together with its description.
+
+        The first process of a distributed run does so, the others wait.
+        """
+        if not ranks.is_first():
+            ranks.wait_for(lambda: self.finished(stage, record.fingerprint))
+            return
+        path, temporary = self.path(stage), self.work / f".tmp-{stage}"
+        self.work.mkdir(parents=True, exist_ok=True)
+        remove(temporary)
+        try:
+            make(temporary)
+            record.files = sizes(temporary)
+            if not temporary.is_symlink():
+                record.checksums = {name: checksum(temporary / name) for name in record.files}
+            self._note(stage).unlink(missing_ok=True)
+            remove(path)
+            temporary.rename(path)
+            write_json(self._note(stage), sealed(vars(record)))
+            remove(self.work / f"checkpoints-{stage}")
+        finally:
+            remove(temporary)
+
+    def checkpoints(self, stage: str, key: str) -> Path:
+        """Folder for a stage's checkpoints, emptied of those that were made under another fingerprint."""
+        folder = self.work / f"checkpoints-{stage}"
+        note = folder / "fingerprint.json"
+        if not ranks.is_first():
+            ranks.wait_for(lambda: _read(note) == key or None)
+            return folder
+        if not note.exists() or _read(note) != key:
+            remove(folder)
+            folder.mkdir(parents=True)
+            write_json(note, key)
+        return folder
+
+    def _note(self, stage: str) -> Path:
+        return self.work / f"{stage}.json"
+
+
+def _read(note: Path) -> Any:
+    """A JSON file's content; None if it is not there, or not yet complete."""
+    try:
+        return json.loads(note.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Sizes in bytes of the files of a folder, links followed."""
+    return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def account_of(record: StageRecord) -> Account:
+    """The account of a distillation; zeros for a draft that was not distilled."""
+    return Account(**record.account)

@@ -1,0 +1,228 @@
+"""The whole run: stages in order, each skipped if nothing it depends on has changed, then measurement and report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from transformers.utils import logging as hf_logging
+
+from distill import data
+from distill.config.drafts import PLAIN
+from distill.config.settings import Settings
+from distill.core import ranks
+from distill.core.files import checksum, fingerprint, only_one, read_sealed, remove, sealed, write_json, write_safely
+from distill.export.card import export_profile
+from distill.export.draft import check_export_path, export_draft
+from distill.export.eagle import check_head_path, export_head
+from distill.pipeline.reuse import adopt, siblings
+from distill.pipeline.run_dir import HEAD_NAMES, NAMES, Run
+from distill.pipeline.stage_fingerprint import VERSION, stage_keys
+from distill.pipeline.stages import Bench, Made
+from distill.report.figures import figures
+from distill.report.summary import display
+from distill.report.write import console_table, write_report
+from distill.tracking.logger import finish, log_draft, log_report, make_logger, where
+
+
+def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
+    """Everything that ``python -m distill`` does.
+
+    Raises:
+        UserError: Settings, data or models that cannot be used.
+    """
+    settings.validate()
+    console = (console or Console()) if ranks.is_first() else Console(quiet=True)
+    run = run_of(settings)
+    if settings.eagle.enabled:
+        check_head_path(run.export, settings.eagle.version)
+    else:
+        check_export_path(run.export)
+    with alone_in(run, settings):
+        return _run(settings, run, console)
+
+
+@contextmanager
+def alone_in(run: Run, settings: Settings) -> Iterator[None]:
+    """Inside, the run's folder is this process's, without what a killed one was writing, and the threads are set.
+
+    Raises:
+        UserError: Another process is working there.
+    """
+    hf_logging.disable_progress_bar()  # a bar for every file read or written hides what matters
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    with only_one(run.work / "lock"):
+        if ranks.is_first():
+            for left in [*run.folder.glob(".tmp-*"), *run.work.rglob(".tmp-*")]:
+                remove(left)
+        yield
+
+
+def _run(settings: Settings, run: Run, console: Console) -> Run:
+    started = time.monotonic()
+    first = ranks.is_first()
+    logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings)) if first else None
+    bench = Bench(settings, run, console, logger)
+    try:
+        run_stages(bench)
+        if not first:
+            return run
+        report = measure(bench)
+    finally:
+        finish(logger)
+    console.print()
+    console.print(console_table(report))
+    console.print(f"\nreport  {run.folder / 'report.html'}\ndraft   {run.export}", highlight=False)
+    console.print(f"track   {where(logger)}\ntime    {time.monotonic() - started:.0f} s", highlight=False)
+    return run
+
+
+def run_of(settings: Settings) -> Run:
+    """The folder of the run that the settings describe."""
+    names = dict(HEAD_NAMES if settings.eagle.enabled else NAMES)
+    if settings.draft.name != PLAIN:
+        names["draft"] = settings.draft.name
+    comparisons = [comparison.name for comparison in settings.comparisons]
+    return Run(Path(settings.output_dir) / settings.name, comparisons, names)
+
+
+def show_example(settings: Settings, console: Console | None = None) -> None:
+    """Prints one training example with its label mask, as the stages will see it."""
+    settings.validate()
+    console = console or Console()
+    run = Run(Path(settings.output_dir) / settings.name)
+    data.show_example(Bench(settings, run, console).corpus, console=console)
+
+
+def run_stages(bench: Bench, only: Collection[str] | None = None) -> list[str]:
+    """Runs the stages (``only`` some of them) that are not up to date; returns their names."""
+    settings, run, console = bench.settings, bench.run, bench.console
+    keys = stage_keys(settings)
+    ran: list[str] = []
+    for stage, title, make in plan_stages(bench):
+        if only is not None and stage not in only:
+            continue
+        key, made_from = keys[stage]
+        console.print(f"[bold]{title}[/bold]", highlight=False)
+        if run.finished(stage, key) is not None:
+            console.print(f"  up to date: {run.path(stage)}", highlight=False)
+            if ranks.is_first():
+                remove(run.work / f"checkpoints-{stage}")  # a kill may have left them
+            continue
+        if (noted := run.noted(stage)) is not None and noted.fingerprint == key:
+            console.print(f"  {run.path(stage)} is not as it was written, and is made again", highlight=False)
+        if not ran and not settings.eagle.enabled:
+            bench.check_sizes()
+        started = time.monotonic()
+        taken = adopt(run, settings, siblings(run), only=("target",)) if stage == "target" else {}
+        if taken:
+            console.print(f"  the same one is in {taken[stage]}", highlight=False)
+        else:
+            made = make(key)
+            made.record.made_from = made_from
+            run.put(stage, made.record, made.save)
+        ran.append(stage)
+        console.print(f"  {run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]", highlight=False)
+    return ran
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Evaluation, export and report, unless they are there and nothing they depend on has changed."""
+    from distill.evaluation.eagle import HeadEvaluation
+    from distill.evaluation.evaluate import Evaluation, evaluate
+
+    settings, run, console = bench.settings, bench.run, bench.console
+    console.print("[bold]evaluation[/bold]", highlight=False)
+    keys = [key for key, _ in stage_keys(settings).values()]
+    parts = asdict(settings.evaluation), asdict(settings.export), settings.data.test_examples, asdict(settings.eagle)
+    key, note = fingerprint(VERSION, keys, *parts), run.work / "report.json"
+    known, report = read_sealed(note) or {}, _read(run.folder / "report.json")
+    if known.get("fingerprint") == key:
+        if known == _state(key, report, run.export):
+            console.print(f"  up to date: {run.folder / 'report.json'}", highlight=False)
+            return report
+        console.print("  the report or the export is not as it was written, and is made again", highlight=False)
+    started = time.monotonic()
+    report = {
+        "name": settings.name,
+        **evaluate(run, settings, bench.corpus, HeadEvaluation if settings.eagle.enabled else Evaluation),
+        "settings": asdict(settings),
+        "commands": {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"},
+    }
+    write_safely(run.folder / "settings.yaml", lambda file: _dump(settings, file))
+    if settings.eagle.enabled:
+        export_head(run.draft, run.target, run.export, export_profile(report, run.names["draft"]), settings.export)
+    else:
+        trust, profile = settings.target.trust_remote_code, export_profile(report, run.names["draft"])
+        export_draft(run.draft, run.target, run.export, profile, settings.export, trust_remote_code=trust)
+    write_report(run.folder, report)
+    report = _read(run.folder / "report.json")
+    log_report(bench.logger, report, lambda: figures(report))
+    log_draft(bench.logger, run.export)
+    write_json(note, sealed(_state(key, report, run.export)))
+    console.print(f"  {run.folder / 'report.json'} [dim]{time.monotonic() - started:.1f} s[/dim]", highlight=False)
+    return report
+
+
+def plan_stages(bench: Bench) -> list[tuple[str, str, Callable[[str], Made]]]:
+    """Name, title and maker of every stage, in order."""
+    settings, draft = bench.settings, bench.settings.draft
+    if settings.eagle.enabled:
+        from distill.pipeline import eagle_stages as heads
+
+        kind = heads.KINDS[settings.eagle.kind]
+        names = f"untrained head: {kind}", kind, f"{kind} + AdaSPEC"
+        initial, distil = partial(heads.initial, bench), partial(heads.distil, bench)
+    else:
+        names = (
+            f"initial draft ({settings.initial.kind})",
+            f"DistillSpec, {settings.reference.divergence}",
+            display(draft.name),
+        )
+        initial, distil = partial(bench.language_model, "initial"), partial(bench.distil)
+
+    stages: list[tuple[str, str, Callable[[str], Made]]] = [
+        ("target", f"target ({settings.target.kind})", partial(bench.language_model, "target")),
+        ("initial", names[0], initial),
+        ("reference", f"reference: {names[1]}", partial(distil, "reference", adaspec=None)),
+        ("draft", f"draft: {names[2]}, k = {draft.k:g}, iso {draft.iso}", partial(distil, "draft", adaspec=draft)),
+    ]
+    for other in settings.comparisons:
+        title = f"comparison: {other.name} ({other.method}, k = {other.k:g}, iso {other.iso})"
+        stages.append((other.name, title, partial(distil, other.name, adaspec=other)))
+    return stages
+
+
+MEASURED = ("name", "target", "drafts", "paired", "decoding", "profile", "analysis", "samples")
+"""Parts of the report that no other command changes."""
+
+
+def _state(key: str, report: dict[str, Any], export: Path) -> dict[str, Any]:
+    """What is noted of a finished measurement, to notice damage. The export's README may be edited by people."""
+    files = [path for path in sorted(export.rglob("*")) if path.suffix in (".json", ".safetensors")]
+    measured = fingerprint({part: report.get(part) for part in MEASURED})
+    return {"fingerprint": key, "report": measured, "export": {path.name: checksum(path) for path in files}}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON file's content; empty if there is none, or none that can be read."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _dump(settings: Settings, path: Path) -> None:
+    """All settings of the run as a configuration file."""
+    path.write_text(yaml.safe_dump(asdict(settings), sort_keys=False, allow_unicode=True), encoding="utf-8")

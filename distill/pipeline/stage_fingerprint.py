@@ -1,0 +1,98 @@
+"""What each stage is made from, as a fingerprint that is computed in moments: no data is parsed, no model loaded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from distill.config.drafts import AdaSpecSettings
+from distill.config.settings import ModelSettings, Settings
+from distill.core.files import checksum_once, fingerprint
+
+VERSION = 1
+"""Raised when a change of the code changes what a stage produces: folders made before are then made again."""
+
+LARGE = 256_000_000
+"""Files of more bytes than this are not read for the fingerprint; checking 256 MB takes a quarter of a second."""
+
+Key = tuple[str, dict[str, Any]]
+
+
+def stage_keys(settings: Settings) -> dict[str, Key]:
+    """Fingerprint of every stage, in order, with what it is made from."""
+    trainer = settings.trainer
+    common = {
+        "version": VERSION,
+        "precision": trainer.precision,
+        "gradient_clip": trainer.gradient_clip,
+        "validate_every": trainer.validate_every,
+        "validation_examples": trainer.validation_examples,
+    }
+    data = data_key(settings)
+    keys: dict[str, Key] = {}
+
+    def add(stage: str, **parts: Any) -> str:
+        keys[stage] = fingerprint(parts), parts
+        return keys[stage][0]
+
+    target = add("target", **common, **data, model=_model_key(settings.target))
+    if settings.eagle.enabled:
+        measured = ("tree_widths", "tree_nodes")  # these are of the evaluation
+        head = {name: value for name, value in asdict(settings.eagle).items() if name not in measured}
+        initial = add("initial", **common, **data, eagle=head, examples=settings.reference.examples, target=target)
+    else:
+        initial = add("initial", **common, **data, model=_model_key(settings.initial), target=target)
+    distillation = asdict(settings.reference) | {"responses": settings.reference.responses.key()}
+    del distillation["signal_limit_gb"]  # whether it fits, not what it is
+    reference = add("reference", **common, **data, reference=distillation, target=target, initial=initial)
+    add("draft", **common, **_draft_key(settings.draft, settings), reference=reference)
+    for other in settings.comparisons:
+        add(other.name, **common, **_draft_key(other, settings), reference=reference)
+    return keys
+
+
+def data_key(settings: Settings) -> dict[str, Any]:
+    """What the training examples come from: settings, seed, and the files."""
+    data = asdict(settings.data)
+    del data["test_examples"]  # no stage sees a test example
+    if data["chat_template"] is None:  # folders made before there was this setting stay valid
+        del data["chat_template"]
+    paths = [data[name] for name in ("source", "train_file", "validation_file", "tokenizer") if data[name]]
+    return {"data": data, "seed": settings.seed, "files": _state(paths)}
+
+
+def _draft_key(draft: AdaSpecSettings, settings: Settings) -> dict[str, Any]:
+    """What a draft is made from beside the reference; how it writes texts of its own, if it alone does."""
+    alone = draft.on_policy and not settings.reference.responses.from_draft
+    return {"adaspec": draft.key()} | ({"responses": asdict(settings.reference.responses)} if alone else {})
+
+
+def _model_key(settings: ModelSettings) -> dict[str, Any]:
+    """What a language model is made from, without the settings that its kind does not use."""
+    unused = {
+        "scratch": ("model", "lora", "dtype"),
+        "finetune": ("architecture", "lora", "dtype"),
+        "lora": ("architecture", "dtype"),
+        "as_is": ("architecture", "lora", "training"),
+        "cut": ("model", "architecture", "lora", "dtype"),
+    }
+    key = {name: value for name, value in asdict(settings).items() if name not in unused[settings.kind]}
+    if settings.kind == "as_is" or not key.get("layerskip", {}).get("enabled"):
+        key.pop("layerskip", None)
+    if settings.kind != "cut":
+        key.pop("layers", None)
+    return key | {"files": _state([settings.model] if settings.model else [])}
+
+
+def _state(paths: list[str]) -> dict[str, list[int]]:
+    """Size and content (of large files the time) of every file at, or directly below, those of the paths that exist."""
+    found = [Path(path) for path in paths if Path(path).exists()]
+    files = [file for path in found for file in ([path] if path.is_file() else sorted(path.iterdir()))]
+    return {str(file): _content(file) for file in files if file.is_file()}
+
+
+def _content(file: Path) -> list[int]:
+    """A copy that only got a new time, by a checkout or a download, is the same file."""
+    size = file.stat().st_size
+    return [size, checksum_once(file) if size <= LARGE else file.stat().st_mtime_ns]

@@ -1,0 +1,1 @@
+"""The report of a run: report.json, report.html, the console's table."""

@@ -1,0 +1,1 @@
+"""The frozen target: its distributions on training examples, computed once and kept."""

@@ -1,0 +1,201 @@
+"""The frozen target as a source of distributions for label rows: by a forward pass, or from what was kept of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from distill.config.settings import DistillSettings, Signal
+from distill.losses.rows import log_probs
+from distill.models.loading import Head, last_hidden
+
+Place = slice | Tensor
+"""Which rows: a range, or indices."""
+
+
+class TargetRows(Protocol):
+    """The target's distributions for the rows of one batch, computed when asked for, a few rows at a time."""
+
+    @property
+    def vocab(self) -> int:
+        """Ids that the target knows."""
+        ...
+
+    def log_probs(self, place: Place, log_q: Tensor, temperature: float) -> Tensor:
+        """Log-probabilities ``[rows, vocab]`` of the ids that log_q has, for the rows at ``place``.
+
+        Args:
+            place: Which rows.
+            log_q: The draft's log-probabilities of these rows, for a signal that leaves something open.
+            temperature: Divides the logits.
+        """
+        ...
+
+
+@dataclass
+class HiddenRows:
+    """Rows as last hidden states ``[rows, hidden]``; a chunk's logits are the head times them."""
+
+    hidden: Tensor
+    head: Head
+
+    @property
+    def vocab(self) -> int:
+        """Ids that the target knows."""
+        return self.head.vocab
+
+    def log_probs(self, place: Place, log_q: Tensor, temperature: float) -> Tensor:
+        """Exactly the target's own."""
+        vocab = log_q.shape[1]
+        rows = self.hidden[place].to(self.head.linear.weight.dtype)
+        return log_probs(self.head.first(rows, vocab), vocab, temperature).to(log_q.dtype)
+
+
+@dataclass
+class TopRows:
+    """Rows as their k most probable ids and the log-probabilities of these, ``[rows, k]``.
+
+    What is left to the other ids, the tail, is laid out as the draft lays out its own: p(v) = tail · q(v) / q(others).
+    Every divergence then equals the one between the distributions in which the other ids are one outcome, which is a
+    lower bound of the true one; α is off by at most the tail; and the gradient is exact for what is computed.
+    """
+
+    ids: Tensor
+    log_p: Tensor
+    vocab: int
+
+    def log_probs(self, place: Place, log_q: Tensor, temperature: float) -> Tensor:
+        """The target's own at its top ids, the draft's shape elsewhere. At the temperature they were taken at."""
+        ids, top = self.ids[place].long(), self.log_p[place].to(log_q.dtype)
+        others = log_q.scatter(1, ids, -torch.inf)
+        tail = (1 - top.exp().sum(-1, keepdim=True)).clamp_min(LEAST_TAIL)
+        return (others + (tail.log() - others.logsumexp(-1, keepdim=True))).scatter(1, ids, top)
+
+
+@dataclass
+class LogProbRows:
+    """Rows as the log-probabilities of all ids, ``[rows, vocab]``."""
+
+    log_p: Tensor
+
+    @property
+    def vocab(self) -> int:
+        """Ids that target and draft share."""
+        return self.log_p.shape[1]
+
+    def log_probs(self, place: Place, log_q: Tensor, temperature: float) -> Tensor:
+        """Exactly the target's own. At the temperature they were taken at."""
+        return self.log_p[place].to(log_q.dtype)
+
+
+LEAST_TAIL = 1e-7
+"""The tail's probability at least: the accuracy of a float32 sum of 1."""
+
+
+@dataclass(frozen=True)
+class TargetSignal:
+    """What is kept of the target for each label token.
+
+    Attributes:
+        kind: ``recompute`` keeps nothing, ``hidden`` last hidden states, ``topk`` the k largest log-probabilities,
+            ``log_probs`` all of them.
+        bfloat16: Hidden states in bfloat16.
+        k: Of ``topk``.
+        vocab: Of both log-probabilities: ids that target and draft share; the softmax is over these.
+        temperature: Of both: divides the logits before the softmax.
+    """
+
+    kind: Signal = "recompute"
+    bfloat16: bool = False
+    k: int = 64
+    vocab: int = 0
+    temperature: float = 1.0
+
+    @classmethod
+    def of(cls, settings: DistillSettings, vocab: int) -> TargetSignal:
+        """What the settings want kept, of ids that target and draft share."""
+        half = settings.signal_dtype == "bfloat16"
+        return cls(settings.signal, half, settings.signal_k, vocab, settings.temperature)
+
+    @property
+    def name(self) -> str:
+        """Under which batches carry it."""
+        return f"target_{self.kind}"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What the kept values depend on."""
+        if self.kind == "hidden":
+            return self.kind, self.bfloat16
+        return self.kind, *((self.k,) if self.kind == "topk" else ()), self.vocab, self.temperature
+
+    def layout(self, head: Head) -> tuple[tuple[int, ...], str]:
+        """Shape and numpy type of one label token's values. numpy has no bfloat16: its bits stand as int16."""
+        if self.kind == "topk":
+            return (2, min(self.k, self.vocab)), "int32"
+        if self.kind == "log_probs":
+            return (self.vocab,), "float32"
+        return (int(head.linear.weight.shape[1]),), "int16" if self.bfloat16 else "float32"
+
+    def encode(self, hidden: Tensor, head: Head) -> Tensor:
+        """Values to be kept ``[rows, ...]`` of last hidden states ``[rows, hidden]``."""
+        if self.kind == "hidden":
+            return hidden.bfloat16().view(torch.int16) if self.bfloat16 else hidden.float()
+        parts = [
+            self._of(log_probs(head.first(rows, self.vocab), self.vocab, self.temperature).float())
+            for rows in hidden.split(SOME_ROWS)
+        ]
+        shape, dtype = self.layout(head)
+        return torch.cat(parts) if parts else hidden.new_empty(0, *shape, dtype=getattr(torch, dtype))
+
+    def _of(self, log_p: Tensor) -> Tensor:
+        """What is kept of log-probabilities ``[rows, vocab]``."""
+        if self.kind == "log_probs":
+            return log_p
+        top = log_p.topk(min(self.k, self.vocab), sorted=True)
+        return torch.stack([top.indices.int(), top.values.view(torch.int32)], 1)
+
+    def decode(self, values: Tensor, head: Head) -> TargetRows:
+        """The rows of a batch from their kept values."""
+        if self.kind == "topk":
+            return TopRows(values[:, 0], values[:, 1].contiguous().view(torch.float32), self.vocab)
+        if self.kind == "log_probs":
+            return LogProbRows(values)
+        return HiddenRows(values.view(torch.bfloat16) if values.dtype == torch.int16 else values, head)
+
+
+SOME_ROWS = 256
+"""Rows whose whole logits are in memory at a time while what is kept of them is taken."""
+
+
+class Target:
+    """The frozen target as a source of distributions for label rows.
+
+    Not an ``nn.Module`` on purpose: the target is in no checkpoint, no optimiser and no distributed wrapper.
+
+    Args:
+        model: The target. With a signal that is kept only its head stays referenced.
+        signal: What batches carry of it; None: nothing, it is run on every batch.
+    """
+
+    def __init__(self, model: PreTrainedModel, signal: TargetSignal | None = None) -> None:
+        model.eval().requires_grad_(False)
+        self.head, self.signal = Head(model), signal or TargetSignal()
+        self.model = model if self.signal.kind == "recompute" else None
+
+    def to(self, device: torch.device) -> None:
+        """Moves the weights there."""
+        self.head.to(device)
+        if self.model is not None:
+            self.model.to(device)
+
+    @torch.no_grad()
+    def rows(self, batch: dict[str, Tensor], mask: Tensor) -> TargetRows:
+        """The label rows of a batch, ``mask [batch, time]`` being where they are."""
+        if self.model is None:
+            return self.signal.decode(batch[self.signal.name], self.head)
+        return HiddenRows(last_hidden(self.model, batch["input_ids"], mask), self.head)

@@ -1,0 +1,256 @@
+"""One W&B run for a whole pipeline: lazy, quiet, offline unless logged in, continued after a kill.
+
+Lightning's `WandbLogger` starts a run per logger and puts every metric on one global step axis. Here the
+stages share one run and each has its own axis, so that the target's step 500 and the draft's step 500 do not
+fall on top of each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import netrc
+import os
+import secrets
+import socket
+import threading
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+from urllib.parse import urlsplit
+
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from decode.core.errors import UserError
+
+if TYPE_CHECKING:
+    from distill.tracking.logger import TrackerSettings
+
+Mode = Literal["online", "offline", "disabled"]
+REACH_SECONDS = 2.0
+INIT_SECONDS = 10.0
+
+
+class WandbRun:
+    """A W&B run that starts when first needed and goes on under the same id after a kill.
+
+    Args:
+        settings: project, mode, tags.
+        run_dir: folder of the pipeline run; W&B's files go to `run_dir/wandb`.
+        name: display name.
+        config: all settings of the pipeline; the id is kept as long as they stay the same.
+
+    Raises:
+        UserError: online was asked for and there is no key.
+    """
+
+    def __init__(self, settings: TrackerSettings, run_dir: Path, name: str, config: Mapping[str, Any]) -> None:
+        self.settings, self.run_dir, self.name, self.config = settings, run_dir, name, dict(config)
+        self.mode = wandb_mode(settings.mode)
+        agent = os.environ.get("WANDB_SWEEP_ID") and os.environ.get("WANDB_RUN_ID")  # it has started a run already
+        self.run_id = agent or _run_id(run_dir / "wandb" / "run.json", self.config)
+        self.run: Any = None
+        self._axes: set[str] = set()
+
+    def start(self) -> Any:
+        """The `wandb.Run`, started on the first call; offline if the server does not answer."""
+        if self.run is None:
+            if self.mode == "online" and not reachable(wandb_host()):
+                self.mode = "offline"
+            self.run = self._init()
+        return self.run
+
+    def _init(self) -> Any:
+        os.environ.setdefault("WANDB_SILENT", "true")  # the settings below come too late for the login message
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        (self.run_dir / "wandb").mkdir(parents=True, exist_ok=True)
+        settings = wandb.Settings(
+            silent=True,
+            console="off",  # W&B's redirection of stdout would break the progress bars
+            disable_git=True,
+            disable_code=True,
+            x_disable_stats=self.mode != "online",
+            init_timeout=INIT_SECONDS,
+        )
+        options: dict[str, Any] = {
+            "project": self.settings.project,
+            "entity": self.settings.entity,
+            "tags": self.settings.tags or None,
+            "name": self.name,
+            "dir": str(self.run_dir),
+            "id": self.run_id,
+            "resume": "allow",
+            "config": self.config,
+            "settings": settings,
+        }
+        try:
+            return wandb.init(mode=self.mode, **options)
+        except wandb.errors.Error:
+            # A refused key or a server that does not answer: keep the record here, do not stop the pipeline.
+            if self.mode != "online":
+                raise
+            wandb.teardown()  # the service still holds the run id
+            self.mode = "offline"
+            return wandb.init(mode=self.mode, **options)
+
+    def define_axis(self, prefix: str) -> None:
+        """Makes `{prefix}step` the horizontal axis of every metric that starts with `prefix`."""
+        if prefix not in self._axes:
+            self._axes.add(prefix)
+            run = self.start()
+            run.define_metric(f"{prefix}step", hidden=True)
+            run.define_metric(f"{prefix}*", step_metric=f"{prefix}step")
+
+    @rank_zero_only
+    def log_tables(self, tables: Mapping[str, tuple[list[str], list[list[Any]]]], figures: Mapping[str, str]) -> None:
+        """Logs tables (columns, rows) as `tables/key` and SVG figures as `plots/key`."""
+        run = self.start()
+        import wandb
+
+        row: dict[str, Any] = {
+            f"tables/{key}": wandb.Table(columns=cast(list[str | int], columns), data=data)
+            for key, (columns, data) in tables.items()
+        }
+        row |= {f"plots/{key}": wandb.Html(svg, inject=False) for key, svg in figures.items()}
+        if row:
+            run.log(row)
+
+    @rank_zero_only
+    def summarise(self, values: Mapping[str, Any]) -> None:
+        """Sets the run's summary values, by which W&B sorts and compares runs."""
+        self.start().summary.update(dict(values))
+
+    @rank_zero_only
+    def log_artifact(self, folder: Path, metadata: Mapping[str, Any]) -> None:
+        """Records `folder` as a model artifact, read in place at upload time (no second copy)."""
+        run = self.start()
+        import wandb
+
+        artifact = wandb.Artifact(f"draft-{self.run_id}", type="model", metadata=dict(metadata))
+        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+            name = path.relative_to(folder).as_posix()
+            artifact.add_file(str(path.resolve()), name=name, policy="immutable", skip_cache=True)
+        run.log_artifact(artifact)
+
+    @rank_zero_only
+    def finish(self) -> None:
+        """Ends the run; online this uploads what is left."""
+        if self.run is not None:
+            self.run.finish()
+            self.run, self._axes = None, set()
+
+    def where(self) -> str:
+        """One line that says where the record is."""
+        if self.mode == "disabled":
+            return "W&B is disabled (WANDB_MODE)"
+        if self.mode == "online":
+            return f"W&B run {self.run_id}" + (f": {self.run.url}" if self.run is not None else "")
+        folder = self.run_dir / "wandb"
+        return f"W&B offline in {folder}; to upload: wandb sync {folder}/offline-run-*-{self.run_id}"
+
+
+class StagedWandb(WandbLogger):
+    """Lightning's W&B logger on a run that all stages share; `stage` prefixes the metric names."""
+
+    def __init__(self, shared: WandbRun, stage: str = "") -> None:
+        super().__init__(name=shared.name, save_dir=shared.run_dir, project=shared.settings.project, id=shared.run_id)
+        self.shared = shared
+        self.stage = stage
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The W&B run, started on first use."""
+        return self.shared.start()
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Logs `stage/metric` against `stage/step`; W&B's own step only counts calls."""
+        prefix = f"{self.stage}/" if self.stage else ""
+        row: dict[str, Any] = {f"{prefix}{key}": value for key, value in metrics.items()}
+        if step is not None:
+            self.shared.define_axis(prefix)
+            row[f"{prefix}step"] = step
+        self.experiment.log(row)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        """Records a module's hyper-parameters under the stage's name, beside the settings of the run."""
+        values = dict(params) if isinstance(params, Mapping) else dict(vars(params))
+        super().log_hyperparams({self.stage: values} if self.stage else values)
+
+
+def wandb_mode(asked: Literal["auto", "online", "offline"]) -> Mode:
+    """Settings win over WANDB_MODE, which wins over what the credentials suggest. Asks nobody.
+
+    Raises:
+        UserError: online is wanted and there is no key.
+    """
+    wanted = asked if asked != "auto" else os.environ.get("WANDB_MODE", "auto")
+    wanted = {"dryrun": "offline", "run": "online"}.get(wanted, wanted)
+    if wanted in ("offline", "disabled"):
+        return cast(Mode, wanted)
+    if logged_in():
+        return "online"
+    if wanted == "online":
+        raise UserError(
+            f"W&B is set to 'online', but there is no key for {urlsplit(wandb_host()).hostname} in the "
+            "environment or in ~/.netrc. Run `wandb login` once, or set tracker.mode: offline."
+        )
+    return "offline"
+
+
+def wandb_host() -> str:
+    """The W&B server, as wandb itself chooses it."""
+    return os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+
+
+def logged_in() -> bool:
+    """Whether credentials for the server are in the environment or in netrc."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        return netrc.netrc(str(path)).authenticators(urlsplit(wandb_host()).netloc) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def reachable(url: str, seconds: float = REACH_SECONDS) -> bool:
+    """Whether a TCP connection to `url` (or to the proxy for it) opens within `seconds`, look-up included."""
+    parts = urlsplit(urllib.request.getproxies().get(urlsplit(url).scheme, "") or url)
+    address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+    answered = threading.Event()
+
+    def connect() -> None:
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=seconds):
+            answered.set()
+
+    # A name look-up without a network can block for long and takes no timeout: leave it behind in a thread.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answered.is_set()
+
+
+def _run_id(path: Path, config: Mapping[str, Any]) -> str:
+    """The id kept in `wandb/run.json`: the same as long as the settings are, so a killed run is continued."""
+    text = json.dumps(config, sort_keys=True, default=str)
+    fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        known = json.loads(path.read_text())
+        if known["config"] == fingerprint:
+            return str(known["id"])
+    run_id = secrets.token_hex(4)
+    if (getattr(rank_zero_only, "rank", 0) or 0) == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"id": run_id, "config": fingerprint}) + "\n")
+        os.replace(temporary, path)
+    return run_id

@@ -1,0 +1,1 @@
+"""Training by Lightning: modules, trainer, checkpoints, distribution."""

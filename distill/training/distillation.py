@@ -1,0 +1,176 @@
+"""The two kinds of training as Lightning modules: next tokens, and distillation with or without selection."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from distill.config.settings import TrainingSettings
+from distill.data.batch_schedule import Batch
+from distill.losses.chunked_kl import LossRows, Task, can_fuse, fused_loss, plain_loss
+from distill.losses.objective import Objective
+from distill.losses.rows import next_token_loss
+from distill.losses.token_selection import Selection
+from distill.models.layerskip import LayerSkip
+from distill.teacher.teacher import Target
+from distill.training.base_module import Module
+from distill.training.step import Step
+
+
+class CausalLMModule(Module):
+    """Next-token training of targets and initial drafts; the best checkpoint has the smallest validation loss.
+
+    Attributes:
+        layerskip: LayerSkip's recipe, where the model is trained with it.
+    """
+
+    layerskip: LayerSkip | None = None
+
+    def learn(self, batch: Batch) -> Tensor:
+        """Mean cross-entropy over the batch's labels, under LayerSkip together with that of the early exits."""
+        skip = self.layerskip
+        if skip is not None:
+            skip.begin(self.global_step)
+        logits, mask = self.rows(batch)
+        labels = batch["labels"].roll(-1, 1)[mask]
+        loss = next_token_loss(logits, labels)
+        weight = batch["step"].weight if "step" in batch else 1.0
+        if skip is None:
+            self.report(loss)
+            return loss * weight
+        total = skip.combine(loss, lambda rows: next_token_loss(self._head[0](rows), labels), mask)
+        self.report(total, last_layer_loss=loss.detach())
+        return total * weight
+
+    def judge(self, batch: Batch) -> None:
+        """Adds up loss and top-1 hits."""
+        logits, mask = self.rows(batch)
+        labels = batch["labels"].roll(-1, 1)[mask]
+        count = torch.tensor(float(len(labels)), device=self.device)
+        self.add(next_token_loss(logits, labels) * count, (logits.argmax(-1) == labels).sum(), count)
+
+    def on_validation_epoch_end(self) -> None:
+        """Publishes loss and next-token accuracy."""
+        loss, accuracy = self.totals()
+        self.publish(loss=loss, accuracy=accuracy)
+
+
+class DistillModule(Module):
+    """DistillSpec; with a selection, AdaSPEC. The best checkpoint has the largest validation alpha.
+
+    Args:
+        model: The draft.
+        target: Where the target's distributions come from.
+        objective: The loss per token and which tokens count. With a selection batches carry ``reference_loss``.
+        fused: Compute the loss in chunks, without the logits of all rows (see `distill.losses.chunked_kl`).
+    """
+
+    monitor = "alpha"
+    mode = "max"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        training: TrainingSettings,
+        steps: int,
+        *,
+        target: Target,
+        objective: Objective | None = None,
+        fused: bool = True,
+        seed: int = 0,
+        log_every: int = 20,
+    ) -> None:
+        super().__init__(model, training, steps, seed=seed, log_every=log_every)
+        self.target, self.objective = target, objective or Objective()
+        self.compute = fused_loss if fused and can_fuse(self._head[0]) else plain_loss
+        if self.objective.selection is not None:
+            self.selected = torch.zeros(int(model.get_input_embeddings().num_embeddings), dtype=torch.long)
+        self._chosen: list[Tensor] = []  # of every micro-batch of the step
+
+    def on_fit_start(self) -> None:
+        """Moves the frozen target, too, to this rank's device."""
+        super().on_fit_start()
+        self.target.to(self.device)
+
+    def loss_rows(self, batch: Batch, objective: Objective, *, metrics: bool) -> tuple[LossRows, Tensor]:
+        """The loss of a batch's label rows, and where they are, ``[batch, time]``."""
+        hidden, mask = self.hidden(batch)
+        task = objective.task(self.global_step, batch, mask, metrics=metrics)
+        if (step := batch.get("step")) is not None and task.choose is not None and step.parts > 1:
+            task = self._among_all(task, objective, batch, mask, step)
+        return self.compute(hidden, self._head[0], self.target.rows(batch, mask), task), mask
+
+    def _among_all(self, task: Task, objective: Objective, batch: Batch, mask: Tensor, step: Step) -> Task:
+        """With scope ``global`` the choice among all parts of the step; other scopes look at one part only."""
+        selection = objective.selection_at(self.global_step)
+        assert selection is not None
+        if selection.scope != "global":
+            return task
+        if step.micros == 1:
+            reference, sequence = batch["reference_loss"], mask.nonzero()[:, 0]
+            return replace(task, choose=lambda values: step.choose([values - reference], [sequence], selection.k)[0])
+        if step.micro == 0:
+            deltas = [
+                self._deltas(self.transfer_batch_to_device(part, self.device, 0), objective) for part in step.ahead
+            ]
+            self._chosen = step.choose([d for d, _ in deltas], [sequence for _, sequence in deltas], selection.k)
+        return replace(task, choose=lambda values: self._chosen[step.micro])
+
+    @torch.no_grad()
+    def _deltas(self, batch: Batch, objective: Objective) -> tuple[Tensor, Tensor]:
+        """ΔL of a batch's label tokens, and the examples they belong to."""
+        hidden, mask = self.hidden(batch)
+        found: list[Tensor] = []
+
+        def note(values: Tensor) -> Tensor:
+            found.append(values - batch["reference_loss"])
+            return values.new_empty(0, dtype=torch.long)
+
+        task = replace(objective.task(self.global_step, batch, mask, metrics=False), choose=note)
+        self.compute(hidden, self._head[0], self.target.rows(batch, mask), task)
+        return found[0], mask.nonzero()[:, 0]
+
+    def learn(self, batch: Batch) -> Tensor:
+        """Divergence summed over the selected tokens and normalised (paper, training objective)."""
+        found, mask = self.loss_rows(batch, self.objective, metrics=self.due)
+        step, selection = batch.get("step"), self.objective.selection_at(self.global_step)
+        rows, chosen = len(found.losses), len(found.losses)
+        if selection is not None:
+            assert found.chosen is not None
+            assert self.selected is not None
+            labels = batch["labels"].roll(-1, 1)[mask][found.chosen]
+            self.selected += torch.bincount(labels, minlength=len(self.selected))
+            chosen = len(labels)
+        values = {} if found.alpha is None else {"alpha": found.alpha.mean(), "loss_all": found.losses.mean()}
+        self.report(found.total / _divisor(selection, chosen, rows), **values)
+        if step is None:
+            return found.total / _divisor(selection, chosen, rows)
+        chosen = step.tokens if selection is None else selection.count(step.counts)
+        return found.total / (_divisor(selection, chosen, step.tokens) / step.parts)
+
+    def judge(self, batch: Batch) -> None:
+        """Adds up divergence, alpha and top-1 agreement over all label tokens, whatever the selection."""
+        found, _ = self.loss_rows(batch, Objective(self.objective.divergence), metrics=True)
+        assert found.alpha is not None
+        assert found.agreement is not None
+        count = torch.tensor(float(len(found.losses)), device=self.device)
+        self.add(found.losses.sum(), found.alpha.sum(), found.agreement.sum(), count)
+
+    def on_validation_epoch_end(self) -> None:
+        """Publishes divergence, alpha and agreement."""
+        divergence, alpha, agreement = self.totals()
+        self.publish(loss=divergence, alpha=alpha, agreement=agreement)
+
+
+def _divisor(selection: Selection | None, chosen: int, rows: int) -> int:
+    """What a summed loss is divided by."""
+    return max(1, rows) if selection is None else selection.divisor(chosen, rows)
+
+
+def token_counts(selected: Tensor) -> list[tuple[int, int]]:
+    """(token id, times selected), the most often selected first."""
+    return [(token, count) for token, count in Counter(dict(enumerate(selected.tolist()))).most_common() if count]

@@ -1,0 +1,151 @@
+"""Which exit, stop rule and threshold: speedups predicted from measured costs and measured acceptances.
+
+Every held-out text is walked as the decoder would walk it: drafted tokens are accepted or not as they were found to
+be, and drafting ends where the stop rule would end it. Confidences behind a first rejection are those of the text
+instead of the rejected continuation, which no draw could tell without decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode.measure.cost import speedup_of_rounds
+from probes.costs import Costs
+
+METHODS = ("layerskip", "draft-verify", "adaspeed", "adaspeed-probe", "confidence-probe")
+"""Methods among which the best setting is looked for."""
+HINDSIGHT = "hindsight"
+"""No method: the stop rule that knows of each token, once drafted, whether it is accepted. It bounds all of them."""
+
+
+@dataclass
+class Choice:
+    """A setting with its predicted speedup over plain decoding.
+
+    Attributes:
+        method: a name of `decode.methods.METHODS`.
+        exit_layer: layers that the draft runs.
+        window: most tokens a round.
+        threshold: of the stop rule; None for a fixed length.
+        speedup: predicted.
+        accepted: predicted share of drafted tokens that are accepted.
+        tokens: predicted tokens per round.
+    """
+
+    method: str
+    exit_layer: int
+    window: int
+    threshold: float | None
+    speedup: float
+    accepted: float
+    tokens: float
+
+    def options(self) -> dict[str, Any]:
+        """As `decode.methods.MethodOptions`: the controller starts at the threshold and is steered to its rate."""
+        given: dict[str, Any] = {"exit_layer": self.exit_layer, "draft_length": self.window}
+        if self.threshold is not None:
+            given |= {"threshold": self.threshold, "target_acceptance": min(0.99, max(0.01, self.accepted))}
+        return given
+
+
+def walk(
+    outcome: Sequence[float],
+    confidence: Sequence[float] | None,
+    window: int,
+    threshold: float = 0.0,
+    *,
+    product: bool = False,
+    ended: bool = False,
+) -> tuple[list[int], list[int]]:
+    """Rounds of decoding one text: tokens drafted and accepted in each.
+
+    Args:
+        outcome: for each position whether its drafted token is accepted.
+        confidence: of each drafted token; None drafts to the window.
+        window: most tokens a round.
+        threshold: drafting ends with the token whose confidence (or their product) falls below.
+        product: multiply over the draft.
+        ended: the last position is the text's end, which may be drafted; else the budget ends there, which may not.
+    """
+    drafted, accepted, s, n = [], [], 0, len(outcome)
+    while s < n:
+        room = min(window, n - s - (not ended))
+        k, aggregate = 0, 1.0
+        while k < room:
+            if confidence is not None:
+                aggregate = aggregate * confidence[s + k] if product else confidence[s + k]
+            k += 1
+            if aggregate < threshold:
+                break
+        m = 0
+        while m < min(k, n - s - 1) and outcome[s + m] > 0:
+            m += 1
+        drafted.append(k)
+        accepted.append(m)
+        s += m + 1
+    return drafted, accepted
+
+
+def predict(
+    outcomes: Sequence[Sequence[float]],
+    confidences: dict[str, Sequence[Sequence[float]]],
+    exit_layer: int,
+    costs: Costs,
+    *,
+    window: int,
+    thresholds: Sequence[float],
+) -> list[Choice]:
+    """All settings of one exit layer.
+
+    Args:
+        outcomes: acceptance at every position, by text.
+        confidences: the same for ``token`` and the kinds of probes.
+        exit_layer: which exit they are of.
+        costs: measured times.
+        window: longest draft.
+        thresholds: confidence thresholds.
+    """
+    cost = costs.exits[exit_layer]
+
+    def choice(method: str, rule: str, k: int, threshold: float | None, product: bool) -> Choice:
+        drafted: list[int] = []
+        accepted: list[int] = []
+        values = outcomes if method == HINDSIGHT else confidences.get(rule)
+        for i, outcome in enumerate(outcomes):
+            conf = values[i] if values is not None else None
+            d, a = walk(outcome, conf, k, threshold or 0.0, product=product, ended=True)
+            drafted += d
+            accepted += a
+        c = cost.cost_ratio + cost.draft_overhead + costs.confidence.get(rule, 0.0)
+        speed = speedup_of_rounds(drafted, accepted, c, cost.v, cost.overhead)
+        total = sum(accepted)
+        return Choice(
+            method, exit_layer, k, threshold, speed, total / max(1, sum(drafted)), 1 + total / max(1, len(drafted))
+        )
+
+    found = [choice("layerskip", "length", k, None, False) for k in range(1, window + 1)]
+    for method, rule, product in (
+        ("draft-verify", "token", False),
+        ("adaspeed", "token", True),
+        ("adaspeed-probe", "probe", True),
+        ("confidence-probe", "confidence-probe", True),
+    ):
+        if rule in confidences:
+            found += [choice(method, rule, window, t, product) for t in thresholds]
+    return found + [choice(HINDSIGHT, "length", k, 0.5, False) for k in range(1, window + 1)]
+
+
+def best_of(choices: Sequence[Choice], method: str, count: int) -> list[Choice]:
+    """The best predicted settings of a method, from different exits or thresholds."""
+    return sorted((c for c in choices if c.method == method), key=lambda c: -c.speedup)[:count]
+
+
+def split_texts(values: Tensor, text: Tensor) -> list[list[float]]:
+    """A value for each position ``[n]`` as one list a text."""
+    counts = torch.bincount(text)
+    return [part.tolist() for part in values.split(counts[counts > 0].tolist())]
