@@ -26,7 +26,7 @@ test: $(READY)  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 soak: $(READY)  ## kill a tiny run 20 times, damage its files: it has to end bit by bit the same
-	OMP_NUM_THREADS=1 $(BIN)/python tests/distill/soak.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/soak.py $(ARGS)
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distill"))
 from tiny_run import tiny_settings
 
 from decode.core.errors import UserError

@@ -29,7 +29,7 @@ from decode.papers.results import (
     speed_ratio,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def made(seconds, scores=None, accepted=None, **row):

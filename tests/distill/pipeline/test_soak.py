@@ -14,7 +14,7 @@ from soak import PHASES, Ledger, alter, draw, truncate
 
 def test_a_run_killed_three_times_ends_bit_by_bit_as_an_undisturbed_one() -> None:
     # in a process of its own: one that has used threads must not be forked
-    script = Path(__file__).with_name("soak.py")
+    script = Path(__file__).parents[2] / "support" / "soak.py"
     paths = os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
         [sys.executable, str(script), "--seed", "1", "--kills", "3", "--short"],

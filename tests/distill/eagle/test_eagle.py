@@ -255,7 +255,7 @@ def _plain(head: FeatureHead, embeds: torch.Tensor, hidden: torch.Tensor):  # ty
 
 @pytest.mark.parametrize("config", ["quickstart-eagle"])
 def test_the_recipe_shares_the_quickstarts_target(config: str) -> None:
-    folder = Path(__file__).parents[2] / "configs"
+    folder = Path(__file__).parents[3] / "configs"
     keys = []
     for name in ("quickstart", config):
         argv = ["--config", str(folder / f"{name}.yaml")]

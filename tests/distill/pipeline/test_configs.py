@@ -33,7 +33,7 @@ from probes.dry_run import shrink as shrink_probes
 from probes.pipeline import run_probes
 from probes.settings import Settings as ProbesSettings
 
-ROOT = Path(__file__).parents[2] / "configs"
+ROOT = Path(__file__).parents[3] / "configs"
 CONFIGS = sorted(ROOT.rglob("*.yaml"))
 MACHINE = ("device", "dtype", "device_map", "threads", "name", "output", "output_dir")
 

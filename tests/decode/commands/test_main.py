@@ -15,7 +15,7 @@ from decode.commands.arguments import tidy
 from decode.commands.configs import configured
 from decode.commands.settings import BenchSettings, GenerateSettings, default_suites
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from distill.teacher.teacher import Target
 from distill.training.distillation import CausalLMModule, DistillModule
 from distill.training.step import Step
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[2] / "support"
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    path = os.pathsep.join(map(str, (HERE, HERE.parent / "decode", HERE.parents[1])))
+    path = os.pathsep.join(map(str, (HERE, HERE.parents[1])))
     command = [sys.executable, str(HERE / "distributed_run.py"), str(folder)]
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     processes = [

@@ -18,7 +18,7 @@ from distill.pipeline.run_dir import Run
 from distill.pipeline.runner import run_pipeline, run_stages
 from distill.pipeline.stages import Bench
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
 
 def load(config: Path, folder: Path) -> Settings:
