@@ -30,6 +30,7 @@ from decode.commands.setup import (
     store_folders,
 )
 from decode.core.errors import UserError
+from decode.core.files import write_text
 from decode.drafters.corpus_files import join_documents
 from decode.measure.benchmark import Bench, Block
 from decode.measure.entries import Contender, plan, split_spec
@@ -38,7 +39,6 @@ from decode.measure.transformers_baselines import NEEDS_DRAFT, PEERS
 from decode.methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE, smaller_store
 from decode.models.eagle.files import is_head
 from decode.models.foreign import DraftModel
-from decode.report.page import write_text
 from decode.report.tables import ratios, table, write_report
 
 

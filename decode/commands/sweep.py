@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from decode.core.errors import UserError
-from decode.report.page import write_text
+from decode.core.files import write_text
 
 MOST = 200
 """Points of a grid above which a typing mistake is likelier than patience."""

@@ -13,8 +13,8 @@ from decode.commands import bench as compare
 from decode.commands.settings import BenchSettings, ModelSettings
 from decode.commands.sweep import Point, each
 from decode.core.errors import UserError
+from decode.core.files import write_text
 from decode.report.markup import Column
-from decode.report.page import write_text
 from decode.report.sweep_page import sweep_page
 from decode.report.tables import COLUMNS, shown
 

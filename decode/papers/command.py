@@ -19,9 +19,9 @@ from decode.commands.bench_dry_run import shrink
 from decode.commands.configs import configured
 from decode.commands.settings import BenchSettings, PaperSettings, required
 from decode.core.errors import UserError, unknown
+from decode.core.files import write_text
 from decode.methods import PROBED
 from decode.papers import Ordering, Paper, Results, Table, papers
-from decode.report.page import write_text
 
 SCALES = ("quickstart", "gpu-small", "full")
 RUNS = {"quickstart": "runs/quickstart", "gpu-small": "runs/gpu-small"}

@@ -7,14 +7,13 @@ markup. A page runs no script, unless it is given one of its own.
 from __future__ import annotations
 
 import html
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from decode.core.files import write_text
 from decode.report.markup import (
     LOSSLESS,
     RELAXED,
@@ -31,7 +30,7 @@ from decode.report.markup import (
 )
 from decode.report.style import CSS
 
-__all__ = ["LOSSLESS", "RELAXED", "Badge", "Column", "Page", "Tile", "Tone", "token_spans", "unique_ids", "write_text"]
+__all__ = ["LOSSLESS", "RELAXED", "Badge", "Column", "Page", "Tile", "Tone", "token_spans", "unique_ids"]
 
 
 @dataclass(frozen=True)
@@ -199,21 +198,6 @@ class Page:
         """A part that is markup already; whoever made it has escaped all text."""
         self.parts.append(part)
         return self
-
-
-def write_text(path: str | Path, content: str) -> None:
-    """Writes a file through a temporary one in the same folder, so that it is never half there."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def _best(column: Column, rows: Sequence[Mapping[str, Any]]) -> Any:

@@ -13,12 +13,13 @@ from typing import Any
 from rich.table import Table
 
 from decode.commands.settings import BenchSettings
+from decode.core.files import write_text
 from decode.core.trace import FORMULAS
 from decode.measure.benchmark import Bench, Block
 from decode.models import machine
 from decode.report import plots
 from decode.report.figures import figures, speed, spread
-from decode.report.page import LOSSLESS, RELAXED, Badge, Column, Page, Tile, write_text
+from decode.report.page import LOSSLESS, RELAXED, Badge, Column, Page, Tile
 
 Row = Mapping[str, Any]
 

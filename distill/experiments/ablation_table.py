@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from decode.core.files import write_text
 from decode.measure.acceptance_offline import OfflineAlpha, paired
 from decode.models import machine
-from decode.report.page import write_text
 from distill.core.files import write_json
 from distill.report.summary import display, signed
 

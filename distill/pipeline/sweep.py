@@ -11,9 +11,9 @@ from typing import Any
 
 from decode.commands.sweep import Point, each
 from decode.core.errors import UserError
+from decode.core.files import write_text
 from decode.core.trace import FORMULAS
 from decode.report.markup import Column
-from decode.report.page import write_text
 from decode.report.sweep_page import sweep_page
 from distill.config.settings import Settings
 from distill.core.files import fingerprint, only_one

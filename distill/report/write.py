@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from decode.report.page import write_text
+from decode.core.files import write_text
 from distill.report import summary as verdict
 from distill.report.page import build_page
 

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from decode.report import plots
-from decode.report.page import LOSSLESS, RELAXED, Column, Page, Tile, unique_ids, write_text
+from decode.report.page import LOSSLESS, RELAXED, Column, Page, Tile, unique_ids
 
 METHODS = [
     {"name": "vanilla", "speedup": 1.6, "speedup_ci95": [1.5, 1.7], "predicted_speedup": 1.7, "tv_spent": 0.0},
@@ -170,15 +170,6 @@ def test_tokens_say_who_wrote_them_and_line_ends_stay_visible():
     assert '<span class="w-accepted" title="drafted and accepted">a</span>' in page
     assert "⏎</i>\n</span>" in page
     assert "corrected by the target" not in page  # the legend lists only what occurs
-
-
-def test_an_interrupted_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_path):
-    path = tmp_path / "page.html"
-    write_text(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_text(path, "x" * 100_000 + "\ud800")
-    assert path.read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_a_page_is_written_to_a_folder_that_did_not_exist(tmp_path):
