@@ -7,10 +7,10 @@ CONFIG ?= configs/quickstart.yaml
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help distill probe bench test soak lint clean
+.PHONY: help distill probe bench test test-gpu soak lint clean
 
 help:  ## this list
-	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  CONFIG=path picks another recipe, ARGS='--a.b value' overrides its settings"
 
 distill: $(READY)  ## train target, reference and draft; measure, export and report (runs/<name>/)
@@ -25,13 +25,17 @@ bench: $(READY)  ## compare decoding methods and peers on the trained pair
 test: $(READY)  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
+test-gpu: $(READY)  ## run the tests that need a GPU (skipped where there is none)
+	$(BIN)/python -m pytest tests/gpu -m gpu -rs $(ARGS)
+
 soak: $(READY)  ## kill a tiny run 20 times, damage its files: it has to end bit by bit the same
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/soak.py $(ARGS)
 
-lint: $(READY)  ## ruff and mypy
+lint: $(READY)  ## ruff, mypy, and which package may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 clean:  ## remove the environment, the runs and the caches
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache build *.egg-info
