@@ -8,7 +8,7 @@ from pathlib import Path
 from decode.commands.command_line import parse, run_main, take_flag
 from decode.commands.sweep import grid, take_sweep
 from decode.core.errors import UserError
-from distill.pipeline.run_dir import Run
+from distill.core.run_dir import RunDir
 
 DESCRIPTION = """Trains a draft model for a target: target -> initial draft -> reference (DistillSpec) -> draft
 (AdaSPEC), measures all drafts and exports the last, under <output_dir>/<name>/. Stages whose inputs have not changed
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     if axes:
         if dry_run or show:
             raise UserError("--sweep goes with neither --dry-run nor --show-example; try one point by its options")
-        _sweep(argv, axes, Run(Path(settings.output_dir) / settings.name))
+        _sweep(argv, axes, RunDir(Path(settings.output_dir) / settings.name))
         return
     if dry_run:
         from distill.pipeline.dry_run import shrink
@@ -58,12 +58,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _bench(argv: list[str]) -> None:
-    from distill.experiments.benchmark import BenchSettings, run
+    from distill.experiments.benchmark import TrainingBenchSettings, run
 
     about = """Measures AdaSPEC's training steps and the memory of its loss against a straightforward implementation
 over Hugging Face's Trainer, on the pair of a configuration: its trained run if there is one, else random weights."""
     argv = [item.replace("--json", "--speed.json", 1) if item.split("=")[0] == "--json" else item for item in argv]
-    run(parse(BenchSettings, argv, prog="python -m distill bench", description=about, foreign=FOREIGN))
+    run(parse(TrainingBenchSettings, argv, prog="python -m distill bench", description=about, foreign=FOREIGN))
 
 
 def _ablate(argv: list[str]) -> None:
@@ -77,7 +77,7 @@ run beside it where they are the same. Finished drafts are kept; the table grows
     )
 
 
-def _sweep(argv: list[str], axes: dict[str, list[str]], base: Run) -> None:
+def _sweep(argv: list[str], axes: dict[str, list[str]], base: RunDir) -> None:
     """All points are parsed before the first one is run."""
     from distill.config.settings import Settings
     from distill.pipeline.runner import run_pipeline

@@ -15,7 +15,7 @@ from decode.core.errors import UserError
 from decode.core.sampling import Warp
 from decode.models.open import stop_ids
 from distill.data.tokenize import prompt_ids
-from distill.pipeline.stages import Bench
+from distill.pipeline.stages import StageContext
 from probes.features import Features, collect
 from probes.settings import Settings
 from probes.texts import Text, write_texts
@@ -38,7 +38,7 @@ class Lab:
     """What the steps work with."""
 
     settings: Settings
-    bench: Bench
+    bench: StageContext
     model: PreTrainedModel
     exits: list[int]
     console: Console

@@ -19,10 +19,10 @@ from decode.models.huggingface import open_runner
 from decode.models.open import load_model
 from decode.models.partial import PartialRunner, cache_bytes
 from distill.core.files import write_json
-from distill.pipeline.run_dir import Run
+from distill.core.run_dir import RunDir
 from distill.pipeline.runner import plan_stages
-from distill.pipeline.stage_fingerprint import stage_keys
-from distill.pipeline.stages import Bench
+from distill.pipeline.stage_fingerprint import stage_fingerprints
+from distill.pipeline.stages import StageContext
 from distill.tracking.logger import finish, for_stage, make_logger, where
 from probes.context import Lab, Mode, add_features, read_prompts
 from probes.exit_search import advise, choose, find_subset, run_best
@@ -49,10 +49,10 @@ def run_probes(settings: Settings, console: Console | None = None) -> dict[str, 
     threads = torch.get_num_threads()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    run = Run(Path(settings.output_dir) / settings.name, [comparison.name for comparison in settings.comparisons])
+    run = RunDir(Path(settings.output_dir) / settings.name, [comparison.name for comparison in settings.comparisons])
     run.work.mkdir(parents=True, exist_ok=True)
     logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings))
-    bench = Bench(settings, run, console, logger)
+    bench = StageContext(settings, run, console, logger)
     try:
         _ensure_target(bench)
         console.print("[bold]probes[/bold]", highlight=False)
@@ -71,13 +71,13 @@ def run_probes(settings: Settings, console: Console | None = None) -> dict[str, 
     return added
 
 
-def _ensure_target(bench: Bench) -> None:
+def _ensure_target(bench: StageContext) -> None:
     """Trains the run's target if it is not there."""
     run = bench.run
     if run.record("target") is not None:
         return
     stage, title, make = plan_stages(bench)[0]
-    key, made_from = stage_keys(bench.settings)[stage]
+    key, made_from = stage_fingerprints(bench.settings)[stage]
     bench.console.print(f"[bold]{title}[/bold]", highlight=False)
     made = make(key)
     made.record.made_from = made_from

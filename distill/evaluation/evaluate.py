@@ -31,16 +31,16 @@ from decode.prompts.scorers import SCORERS
 from decode.prompts.suites import Prompt, Suite
 from distill.config.drafts import PLAIN
 from distill.config.settings import Settings
+from distill.core.run_dir import RunDir, account_of
 from distill.data import Corpus
 from distill.evaluation.analysis import histograms_of, lifts
-from distill.pipeline.run_dir import Run, account_of
 
 Text = tuple[list[int], int]
 """Token ids, and how many of them are the prompt."""
 
 
 def evaluate(
-    run: Run, settings: Settings, corpus: Corpus, evaluation: type[Evaluation] | None = None
+    run: RunDir, settings: Settings, corpus: Corpus, evaluation: type[Evaluation] | None = None
 ) -> dict[str, Any]:
     """Measure a run's drafts on the corpus's test prompts.
 
@@ -65,7 +65,7 @@ def evaluate(
 class Evaluation:
     """The measurements of a run whose drafts are language models."""
 
-    def __init__(self, run: Run, full: Settings, corpus: Corpus) -> None:
+    def __init__(self, run: RunDir, full: Settings, corpus: Corpus) -> None:
         settings, source, self.full = full.evaluation, full.data.source, full
         self.settings, self.seed, self.corpus, self.run = settings, full.seed, corpus, run
         self.tokenizer: PreTrainedTokenizerBase = corpus.tokenizer

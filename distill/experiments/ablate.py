@@ -25,14 +25,14 @@ from distill.config.drafts import ComparisonSettings
 from distill.config.responses import ResponseSettings
 from distill.config.settings import Settings
 from distill.core.files import fingerprint
+from distill.core.run_dir import account_of
 from distill.data.batch_schedule import Rows
 from distill.experiments.ablation_table import Measured, write_table
 from distill.generation.response_store import ResponseFile, answered_here, make_jobs
 from distill.pipeline.reuse import adopt, siblings
-from distill.pipeline.run_dir import account_of
 from distill.pipeline.runner import alone_in, run_of, run_stages
-from distill.pipeline.stage_fingerprint import stage_keys
-from distill.pipeline.stages import Bench
+from distill.pipeline.stage_fingerprint import stage_fingerprints
+from distill.pipeline.stages import StageContext
 from distill.teacher.signal_cache import Array, cached
 
 MODES = {"sampled": 1.0, "greedy": 0.0}
@@ -87,7 +87,7 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
     full = replace(settings, comparisons=drafts)
     full.validate()
     run = run_of(full)
-    bench = Bench(full, run, console)
+    bench = StageContext(full, run, console)
     with alone_in(run, full):
         taken = adopt(run, full, siblings(run))
         if taken:
@@ -127,10 +127,10 @@ class Meter:
         batch_size: Prompts answered at a time.
     """
 
-    def __init__(self, bench: Bench, batch_size: int) -> None:
+    def __init__(self, bench: StageContext, batch_size: int) -> None:
         self.bench, self.folder = bench, bench.run.work / "ablation"
         self.target = load_model(bench.run.target)
-        self.keys = {stage: key for stage, (key, _) in stage_keys(bench.settings).items()}
+        self.keys = {stage: key for stage, (key, _) in stage_fingerprints(bench.settings).items()}
         self.made_from: dict[str, str] = {}  # of each mode's texts
         self.texts = {mode: self._texts(mode, temperature, batch_size) for mode, temperature in MODES.items()}
 

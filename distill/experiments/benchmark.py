@@ -29,6 +29,7 @@ from decode.models.open import load_model
 from distill.config.drafts import AdaSpecSettings
 from distill.config.settings import Settings, TrainerSettings, TrainingSettings
 from distill.core.files import void, write_safely
+from distill.core.run_dir import RunDir
 from distill.data import load_corpus
 from distill.data.batch_schedule import Rows, Schedule
 from distill.experiments.benchmark_memory import SIDES, Memory, alone, loss_memory
@@ -36,7 +37,6 @@ from distill.experiments.huggingface_trainer import trainer
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
 from distill.models.loading import Head, obtain
-from distill.pipeline.run_dir import Run
 from distill.pipeline.training_budget import plan_draft, plan_reference
 from distill.teacher import signal_cache as signals
 from distill.teacher.teacher import Target, TargetSignal
@@ -73,7 +73,7 @@ class SpeedSettings:
 
 
 @dataclass
-class BenchSettings(Settings):
+class TrainingBenchSettings(Settings):
     """A run's settings, of which the models' shapes, the data and the training matter here."""
 
     speed: SpeedSettings = field(default_factory=SpeedSettings)
@@ -96,7 +96,7 @@ class Job:
     threads: int
 
 
-def run(settings: BenchSettings, console: Console | None = None) -> dict[str, Any]:
+def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict[str, Any]:
     """Measures, prints a table, writes the numbers.
 
     Raises:
@@ -128,9 +128,9 @@ def run(settings: BenchSettings, console: Console | None = None) -> dict[str, An
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def _prepare(settings: BenchSettings, folder: Path, threads: int) -> tuple[Job, str]:
+def _prepare(settings: TrainingBenchSettings, folder: Path, threads: int) -> tuple[Job, str]:
     """The three models in folders, and what to train on: the run's own if it is finished, else random weights."""
-    run, names = Run(Path(settings.output_dir) / settings.name), ("target", "initial", "reference")
+    run, names = RunDir(Path(settings.output_dir) / settings.name), ("target", "initial", "reference")
     trained = all(run.record(name) is not None for name in names)
     if not trained:
         settings.data.train_examples = min(settings.data.train_examples or 1000, settings.reference.examples or 1000)

@@ -15,13 +15,13 @@ from decode.models.eagle.head import FeatureHead
 from decode.models.open import load_model, stop_ids
 from distill.config.settings import AdaSpecSettings, ComparisonSettings
 from distill.core.files import fingerprint
+from distill.core.run_dir import StageRecord, account_of
 from distill.data.batch_schedule import Rows
 from distill.eagle.features import REFERENCE, STATES, FeatureSource, keep_states
 from distill.eagle.module import EagleModule, keep_reference
 from distill.losses.token_selection import Selection
 from distill.models.loading import Head, check_head
-from distill.pipeline.run_dir import StageRecord, account_of
-from distill.pipeline.stages import Bench, Made
+from distill.pipeline.stages import StageContext, StageResult
 from distill.pipeline.training_budget import account, label_tokens
 from distill.teacher.prepare import fixed_texts
 
@@ -30,7 +30,7 @@ KINDS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
 
 
 @dataclass
-class MadeHead(Made):
+class HeadResult(StageResult):
     """A finished head."""
 
     head: FeatureHead | None = None
@@ -44,10 +44,10 @@ class MadeHead(Made):
         self.tokenizer.save_pretrained(folder)
 
 
-def initial(bench: Bench, key: str) -> Made:
+def initial(context: StageContext, key: str) -> StageResult:
     """A random head for the target, its vocabulary chosen."""
-    settings = bench.settings.eagle
-    target = load_model(bench.run.target)
+    settings = context.settings.eagle
+    target = load_model(context.run.target)
     config = head_config(
         target.config.get_text_config(),
         settings.version,
@@ -58,21 +58,21 @@ def initial(bench: Bench, key: str) -> Made:
         taps=tuple(settings.layers) or None,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(bench.settings.seed)
+        torch.manual_seed(context.settings.seed)
         head = FeatureHead(config)
     if settings.version == 3:
-        ids = frequent(bench.examples, int(config.draft_vocab_size), int(config.vocab_size))
+        ids = frequent(context.examples, int(config.draft_vocab_size), int(config.vocab_size))
         head.set_vocabulary(ids)
         with torch.no_grad():  # the target's own directions are where the head's will end
             head.lm_head.weight.copy_(target.get_output_embeddings().weight[ids])
     parameters = sum(p.numel() for p in head.parameters())
-    bench.console.print(f"  {parameters:,} parameters", highlight=False)
+    context.console.print(f"  {parameters:,} parameters", highlight=False)
     if parameters >= target.num_parameters():
         raise UserError(
             f"the head has {parameters:,} parameters and the target {target.num_parameters():,}: a draft has to be "
             "smaller; lower eagle.intermediate_size or eagle.draft_vocab"
         )
-    return MadeHead(StageRecord(key, parameters=parameters), tokenizer=bench.corpus.tokenizer, head=head)
+    return HeadResult(StageRecord(key, parameters=parameters), tokenizer=context.corpus.tokenizer, head=head)
 
 
 def frequent(rows: Rows, count: int, vocab: int) -> torch.Tensor:
@@ -81,16 +81,16 @@ def frequent(rows: Rows, count: int, vocab: int) -> torch.Tensor:
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count]))
 
 
-def distil(bench: Bench, stage: str, key: str, adaspec: AdaSpecSettings | None) -> Made:
+def distil(context: StageContext, stage: str, key: str, adaspec: AdaSpecSettings | None) -> StageResult:
     """A head, from the initial one: EAGLE (``adaspec`` is None), EAGLE + AdaSPEC, or one for comparison."""
     started = time.monotonic()
-    settings, run, seed = bench.settings, bench.run, bench.seed_of(adaspec)
-    training, plan = bench.plan(adaspec)
+    settings, run, seed = context.settings, context.run, context.seed_of(adaspec)
+    training, plan = context.plan(adaspec)
     selection = None
     if adaspec is not None and not (isinstance(adaspec, ComparisonSettings) and adaspec.method == "distillspec"):
         selection = Selection(adaspec.k, adaspec.scope, adaspec.normalisation)
     head = load_head(run.path("initial")).train()
-    source, train, validation = _signals(bench, head, with_reference=selection is not None)
+    source, train, validation = _signals(context, head, with_reference=selection is not None)
     module = EagleModule(
         head,
         training,
@@ -101,9 +101,9 @@ def distil(bench: Bench, stage: str, key: str, adaspec: AdaSpecSettings | None) 
         seed=seed,
         log_every=settings.trainer.log_every,
     )
-    schedule = bench.schedule(train, plan, training, seed * 10 + 2)
+    schedule = context.schedule(train, plan, training, seed * 10 + 2)
     prepared = time.monotonic() - started
-    history, seconds = bench.fit(stage, key, module, train, validation, schedule, plan, training)
+    history, seconds = context.fit(stage, key, module, train, validation, schedule, plan, training)
     chosen = None if module.selected is None else int(module.selected.sum())
     reference = run.record("reference") if selection is not None else None
     used = account(plan, label_tokens(plan, train, schedule), chosen, account_of(reference) if reference else None)
@@ -113,19 +113,19 @@ def distil(bench: Bench, stage: str, key: str, adaspec: AdaSpecSettings | None) 
         seconds=prepared + seconds,
         account=used.row(),
         history=history,
-        selected=bench.most_selected(module.selected),
+        selected=context.most_selected(module.selected),
     )
-    return MadeHead(record, tokenizer=bench.corpus.tokenizer, head=head.eval().cpu())
+    return HeadResult(record, tokenizer=context.corpus.tokenizer, head=head.eval().cpu())
 
 
-def _signals(bench: Bench, head: FeatureHead, *, with_reference: bool) -> tuple[FeatureSource, Rows, Rows]:
+def _signals(context: StageContext, head: FeatureHead, *, with_reference: bool) -> tuple[FeatureSource, Rows, Rows]:
     """The target, and train and validation examples with its states and the reference's losses."""
-    settings, run = bench.settings, bench.run
+    settings, run = context.settings, context.run
     cached, folder = settings.reference.signal == "hidden", run.work / "signals"
-    model = load_model(run.target, dtype=settings.target.dtype).to(bench.device())
+    model = load_model(run.target, dtype=settings.target.dtype).to(context.device())
     check_head(model, Head(model))
     source = FeatureSource(model, head, cached=cached)
-    train, validation, made_from = fixed_texts(bench, model, stop_ids(model, bench.corpus.tokenizer))
+    train, validation, made_from = fixed_texts(context, model, stop_ids(model, context.corpus.tokenizer))
     key = [made_from, list(source.taps)]
     size, limit = (
         (len(train.ids) + len(validation.ids)) * source.state_width * 4 / 1e9,
@@ -137,14 +137,14 @@ def _signals(bench: Bench, head: FeatureHead, *, with_reference: bool) -> tuple[
             f"{limit:g}: raise it, use fewer reference.examples, or set reference.signal to recompute"
         )
     for name, rows in (("train", train), ("validation", validation)) if cached else ():
-        with bench.console.status(f"  the target's hidden states, {name}"):
+        with context.console.status(f"  the target's hidden states, {name}"):
             place = folder / f"{STATES}_{name}.npy"
             rows.tokens[STATES] = keep_states(source, model, rows, place, fingerprint(*key, name, len(rows)))
     if with_reference:
         record, steps = run.record("reference"), settings.eagle.steps
         assert record is not None
-        with bench.console.status("  the reference's cross-entropies"):
-            reference = load_head(run.path("reference")).to(bench.device())
+        with context.console.status("  the reference's cross-entropies"):
+            reference = load_head(run.path("reference")).to(context.device())
             place = folder / f"{REFERENCE}_head.npy"
             train.tokens[REFERENCE] = keep_reference(
                 reference, source, train, steps, place, fingerprint(*key, record.fingerprint, steps)

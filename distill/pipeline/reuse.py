@@ -9,17 +9,19 @@ from pathlib import Path
 
 from distill.config.settings import Settings
 from distill.core import ranks
-from distill.pipeline.run_dir import Run
-from distill.pipeline.stage_fingerprint import stage_keys
+from distill.core.run_dir import RunDir
+from distill.pipeline.stage_fingerprint import stage_fingerprints
 
 
-def siblings(run: Run) -> list[Run]:
+def siblings(run: RunDir) -> list[RunDir]:
     """The other runs in the same output folder."""
     folder = run.folder.parent
-    return [Run(path) for path in sorted(folder.iterdir()) if path != run.folder] if folder.is_dir() else []
+    return [RunDir(path) for path in sorted(folder.iterdir()) if path != run.folder] if folder.is_dir() else []
 
 
-def adopt(run: Run, settings: Settings, others: Iterable[Run], only: Collection[str] | None = None) -> dict[str, Path]:
+def adopt(
+    run: RunDir, settings: Settings, others: Iterable[RunDir], only: Collection[str] | None = None
+) -> dict[str, Path]:
     """Takes stages over from runs that made them from the same inputs; returns whose folder each one was.
 
     Files are linked, not copied, where the file system allows it: nothing is ever changed in place.
@@ -31,7 +33,7 @@ def adopt(run: Run, settings: Settings, others: Iterable[Run], only: Collection[
         only: stages to take; None takes all.
     """
     taken, others = {}, list(others)
-    for stage, (key, _) in stage_keys(settings).items():
+    for stage, (key, _) in stage_fingerprints(settings).items():
         if (only is not None and stage not in only) or run.finished(stage, key) is not None:
             continue
         found = ((donor, donor.finished(stage, key)) for donor in others)
@@ -45,7 +47,7 @@ def adopt(run: Run, settings: Settings, others: Iterable[Run], only: Collection[
     return taken
 
 
-def _signals(donor: Run, run: Run) -> None:
+def _signals(donor: RunDir, run: RunDir) -> None:
     """The cached signals of the target and the reference; each carries the fingerprint that it is good for."""
     for file in sorted((donor.work / "signals").glob("*")):
         place = run.work / "signals" / file.name

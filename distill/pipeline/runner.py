@@ -21,20 +21,20 @@ from distill.config.drafts import PLAIN
 from distill.config.settings import Settings
 from distill.core import ranks
 from distill.core.files import checksum, fingerprint, only_one, read_sealed, remove, sealed, write_json, write_safely
+from distill.core.run_dir import HEAD_NAMES, NAMES, RunDir
 from distill.export.card import export_profile
 from distill.export.draft import check_export_path, export_draft
 from distill.export.eagle import check_head_path, export_head
 from distill.pipeline.reuse import adopt, siblings
-from distill.pipeline.run_dir import HEAD_NAMES, NAMES, Run
-from distill.pipeline.stage_fingerprint import VERSION, stage_keys
-from distill.pipeline.stages import Bench, Made
+from distill.pipeline.stage_fingerprint import VERSION, stage_fingerprints
+from distill.pipeline.stages import StageContext, StageResult
 from distill.report.figures import figures
 from distill.report.summary import display
 from distill.report.write import console_table, write_report
 from distill.tracking.logger import finish, log_draft, log_report, make_logger, where
 
 
-def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
+def run_pipeline(settings: Settings, console: Console | None = None) -> RunDir:
     """Everything that ``python -m distill`` does.
 
     Raises:
@@ -52,7 +52,7 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
 
 
 @contextmanager
-def alone_in(run: Run, settings: Settings) -> Iterator[None]:
+def alone_in(run: RunDir, settings: Settings) -> Iterator[None]:
     """Inside, the run's folder is this process's, without what a killed one was writing, and the threads are set.
 
     Raises:
@@ -68,16 +68,16 @@ def alone_in(run: Run, settings: Settings) -> Iterator[None]:
         yield
 
 
-def _run(settings: Settings, run: Run, console: Console) -> Run:
+def _run(settings: Settings, run: RunDir, console: Console) -> RunDir:
     started = time.monotonic()
     first = ranks.is_first()
     logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings)) if first else None
-    bench = Bench(settings, run, console, logger)
+    context = StageContext(settings, run, console, logger)
     try:
-        run_stages(bench)
+        run_stages(context)
         if not first:
             return run
-        report = measure(bench)
+        report = measure(context)
     finally:
         finish(logger)
     console.print()
@@ -87,29 +87,29 @@ def _run(settings: Settings, run: Run, console: Console) -> Run:
     return run
 
 
-def run_of(settings: Settings) -> Run:
+def run_of(settings: Settings) -> RunDir:
     """The folder of the run that the settings describe."""
     names = dict(HEAD_NAMES if settings.eagle.enabled else NAMES)
     if settings.draft.name != PLAIN:
         names["draft"] = settings.draft.name
     comparisons = [comparison.name for comparison in settings.comparisons]
-    return Run(Path(settings.output_dir) / settings.name, comparisons, names)
+    return RunDir(Path(settings.output_dir) / settings.name, comparisons, names)
 
 
 def show_example(settings: Settings, console: Console | None = None) -> None:
     """Prints one training example with its label mask, as the stages will see it."""
     settings.validate()
     console = console or Console()
-    run = Run(Path(settings.output_dir) / settings.name)
-    data.show_example(Bench(settings, run, console).corpus, console=console)
+    run = RunDir(Path(settings.output_dir) / settings.name)
+    data.show_example(StageContext(settings, run, console).corpus, console=console)
 
 
-def run_stages(bench: Bench, only: Collection[str] | None = None) -> list[str]:
+def run_stages(context: StageContext, only: Collection[str] | None = None) -> list[str]:
     """Runs the stages (``only`` some of them) that are not up to date; returns their names."""
-    settings, run, console = bench.settings, bench.run, bench.console
-    keys = stage_keys(settings)
+    settings, run, console = context.settings, context.run, context.console
+    keys = stage_fingerprints(settings)
     ran: list[str] = []
-    for stage, title, make in plan_stages(bench):
+    for stage, title, make in plan_stages(context):
         if only is not None and stage not in only:
             continue
         key, made_from = keys[stage]
@@ -122,7 +122,7 @@ def run_stages(bench: Bench, only: Collection[str] | None = None) -> list[str]:
         if (noted := run.noted(stage)) is not None and noted.fingerprint == key:
             console.print(f"  {run.path(stage)} is not as it was written, and is made again", highlight=False)
         if not ran and not settings.eagle.enabled:
-            bench.check_sizes()
+            context.check_sizes()
         started = time.monotonic()
         taken = adopt(run, settings, siblings(run), only=("target",)) if stage == "target" else {}
         if taken:
@@ -136,14 +136,14 @@ def run_stages(bench: Bench, only: Collection[str] | None = None) -> list[str]:
     return ran
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(context: StageContext) -> dict[str, Any]:
     """Evaluation, export and report, unless they are there and nothing they depend on has changed."""
     from distill.evaluation.eagle import HeadEvaluation
     from distill.evaluation.evaluate import Evaluation, evaluate
 
-    settings, run, console = bench.settings, bench.run, bench.console
+    settings, run, console = context.settings, context.run, context.console
     console.print("[bold]evaluation[/bold]", highlight=False)
-    keys = [key for key, _ in stage_keys(settings).values()]
+    keys = [key for key, _ in stage_fingerprints(settings).values()]
     parts = asdict(settings.evaluation), asdict(settings.export), settings.data.test_examples, asdict(settings.eagle)
     key, note = fingerprint(VERSION, keys, *parts), run.work / "report.json"
     known, report = read_sealed(note) or {}, _read(run.folder / "report.json")
@@ -155,7 +155,7 @@ def measure(bench: Bench) -> dict[str, Any]:
     started = time.monotonic()
     report = {
         "name": settings.name,
-        **evaluate(run, settings, bench.corpus, HeadEvaluation if settings.eagle.enabled else Evaluation),
+        **evaluate(run, settings, context.corpus, HeadEvaluation if settings.eagle.enabled else Evaluation),
         "settings": asdict(settings),
         "commands": {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"},
     }
@@ -167,32 +167,32 @@ def measure(bench: Bench) -> dict[str, Any]:
         export_draft(run.draft, run.target, run.export, profile, settings.export, trust_remote_code=trust)
     write_report(run.folder, report)
     report = _read(run.folder / "report.json")
-    log_report(bench.logger, report, lambda: figures(report))
-    log_draft(bench.logger, run.export)
+    log_report(context.logger, report, lambda: figures(report))
+    log_draft(context.logger, run.export)
     write_json(note, sealed(_state(key, report, run.export)))
     console.print(f"  {run.folder / 'report.json'} [dim]{time.monotonic() - started:.1f} s[/dim]", highlight=False)
     return report
 
 
-def plan_stages(bench: Bench) -> list[tuple[str, str, Callable[[str], Made]]]:
+def plan_stages(context: StageContext) -> list[tuple[str, str, Callable[[str], StageResult]]]:
     """Name, title and maker of every stage, in order."""
-    settings, draft = bench.settings, bench.settings.draft
+    settings, draft = context.settings, context.settings.draft
     if settings.eagle.enabled:
         from distill.pipeline import eagle_stages as heads
 
         kind = heads.KINDS[settings.eagle.kind]
         names = f"untrained head: {kind}", kind, f"{kind} + AdaSPEC"
-        initial, distil = partial(heads.initial, bench), partial(heads.distil, bench)
+        initial, distil = partial(heads.initial, context), partial(heads.distil, context)
     else:
         names = (
             f"initial draft ({settings.initial.kind})",
             f"DistillSpec, {settings.reference.divergence}",
             display(draft.name),
         )
-        initial, distil = partial(bench.language_model, "initial"), partial(bench.distil)
+        initial, distil = partial(context.language_model, "initial"), partial(context.distil)
 
-    stages: list[tuple[str, str, Callable[[str], Made]]] = [
-        ("target", f"target ({settings.target.kind})", partial(bench.language_model, "target")),
+    stages: list[tuple[str, str, Callable[[str], StageResult]]] = [
+        ("target", f"target ({settings.target.kind})", partial(context.language_model, "target")),
         ("initial", names[0], initial),
         ("reference", f"reference: {names[1]}", partial(distil, "reference", adaspec=None)),
         ("draft", f"draft: {names[2]}, k = {draft.k:g}, iso {draft.iso}", partial(distil, "draft", adaspec=draft)),

@@ -19,7 +19,7 @@ LARGE = 256_000_000
 Key = tuple[str, dict[str, Any]]
 
 
-def stage_keys(settings: Settings) -> dict[str, Key]:
+def stage_fingerprints(settings: Settings) -> dict[str, Key]:
     """Fingerprint of every stage, in order, with what it is made from."""
     trainer = settings.trainer
     common = {

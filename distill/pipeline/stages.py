@@ -26,6 +26,7 @@ from distill.config.settings import (
     TargetSettings,
     TrainingSettings,
 )
+from distill.core.run_dir import RunDir, StageRecord, account_of
 from distill.data import Corpus, load_corpus
 from distill.data.batch_schedule import Rows, Schedule
 from distill.generation.on_policy import OnPolicy
@@ -42,7 +43,6 @@ from distill.models.loading import (
     source_folder,
     with_adapter,
 )
-from distill.pipeline.run_dir import Run, StageRecord, account_of
 from distill.pipeline.training_budget import Plan, account, label_tokens, plan_draft, plan_reference
 from distill.teacher.prepare import prepare
 from distill.tracking.logger import for_stage
@@ -55,7 +55,7 @@ MOST_SELECTED = 100
 
 
 @dataclass
-class Made:
+class StageResult:
     """A finished stage: a model to be saved with its tokenizer, or a folder that is linked to as it is."""
 
     record: StageRecord
@@ -75,11 +75,11 @@ class Made:
 
 
 @dataclass
-class Bench:
+class StageContext:
     """What the stages work with: settings, data, the run's folder, where to show and log progress."""
 
     settings: Settings
-    run: Run
+    run: RunDir
     console: Console
     logger: Logger | None = None
 
@@ -131,7 +131,7 @@ class Bench:
 
     # -- language models ------------------------------------------------------------------------------------------
 
-    def language_model(self, stage: str, key: str) -> Made:
+    def language_model(self, stage: str, key: str) -> StageResult:
         """The target or the initial draft: taken as it is, or trained on next tokens."""
         settings: ModelSettings = getattr(self.settings, stage)
         if settings.kind == "as_is":
@@ -139,7 +139,7 @@ class Bench:
             source = source_folder(settings.model)
             self._check_tokenizer(settings)
             parameters = count_parameters(settings, len(self.corpus.tokenizer))
-            return Made(StageRecord(key, parameters=parameters), source=source)
+            return StageResult(StageRecord(key, parameters=parameters), source=source)
         offset = ("target", "initial").index(stage)
         vocab = len(self.corpus.tokenizer) if stage == "target" else self._target_vocab()
         self._check_tokenizer(settings)
@@ -152,7 +152,7 @@ class Bench:
         self._say_size(model, parameters)
         if not settings.trained:
             record = StageRecord(key, parameters=parameters)
-            return Made(record, ready(model, self.corpus.tokenizer), self.corpus.tokenizer)
+            return StageResult(record, ready(model, self.corpus.tokenizer), self.corpus.tokenizer)
         adapted = with_adapter(model, settings.lora, self.settings.seed) if settings.kind == "lora" else None
         rows = Rows.of(self.corpus.train)
         module = CausalLMModule(
@@ -170,7 +170,7 @@ class Bench:
         if module.layerskip is not None:
             module.layerskip.remove()
         model = module.model if adapted is None else adapted.merge_and_unload()
-        return Made(
+        return StageResult(
             StageRecord(key, parameters=parameters, seconds=seconds, history=history),
             ready(model, self.corpus.tokenizer),
             self.corpus.tokenizer,
@@ -178,7 +178,7 @@ class Bench:
 
     # -- drafts ---------------------------------------------------------------------------------------------------
 
-    def distil(self, stage: str, key: str, adaspec: AdaSpecSettings | None) -> Made:
+    def distil(self, stage: str, key: str, adaspec: AdaSpecSettings | None) -> StageResult:
         """A draft, from the initial one: by DistillSpec (``adaspec`` is None), by AdaSPEC, or for comparison."""
         started = time.monotonic()
         settings, seed = self.settings.reference, self.seed_of(adaspec)
@@ -190,23 +190,23 @@ class Bench:
         parameters = model.num_parameters()
         adapted = with_adapter(model, settings.lora, self.settings.seed) if settings.lora is not None else None
         share = settings.responses.from_draft if adaspec is None or adaspec.on_policy is None else adaspec.on_policy
-        material = prepare(self, objective, share)
-        train = material.train
+        data = prepare(self, objective, share)
+        train = data.train
         self._say_size(model, parameters)
         module = DistillModule(
             model,
             training,
             plan.steps,
-            target=material.target,
+            target=data.target,
             objective=objective,
             fused=self.settings.trainer.fused_loss,
             seed=seed,
             log_every=self.settings.trainer.log_every,
         )
         schedule = self.schedule(train, plan, training, seed * 10 + 2)
-        own = material.on_policy(self, model, schedule, plan.steps, seed)
+        own = data.on_policy(self, model, schedule, plan.steps, seed)
         prepared = time.monotonic() - started
-        history, seconds = self.fit(stage, key, module, train, material.validation, schedule, plan, training, own)
+        history, seconds = self.fit(stage, key, module, train, data.validation, schedule, plan, training, own)
         chosen = None if module.selected is None else int(module.selected.sum())
         before = account_of(reference) if reference is not None and objective.selection is not None else None
         tokens = label_tokens(plan, train, schedule) if own is None else own.label_tokens
@@ -220,7 +220,7 @@ class Bench:
             selected=self.most_selected(module.selected),
         )
         model = module.model if adapted is None else adapted.merge_and_unload()
-        return Made(record, ready(model, self.corpus.tokenizer), self.corpus.tokenizer)
+        return StageResult(record, ready(model, self.corpus.tokenizer), self.corpus.tokenizer)
 
     def plan(self, adaspec: AdaSpecSettings | None) -> tuple[TrainingSettings, Plan]:
         """How a draft is trained, and how long: as the reference is (``adaspec`` is None), or with what differs."""

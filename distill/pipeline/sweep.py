@@ -17,9 +17,9 @@ from decode.report.markup import Column
 from decode.report.sweep_page import sweep_page
 from distill.config.settings import Settings
 from distill.core.files import fingerprint, only_one
+from distill.core.run_dir import RunDir
 from distill.pipeline.reuse import adopt
-from distill.pipeline.run_dir import Run
-from distill.pipeline.stage_fingerprint import VERSION, stage_keys
+from distill.pipeline.stage_fingerprint import VERSION, stage_fingerprints
 from distill.report.summary import final
 
 Row = dict[str, Any]
@@ -41,7 +41,7 @@ COLUMNS = [
 
 
 def run_sweep(
-    points: Sequence[Point], settings: Sequence[Settings], run: Callable[[Settings], object], base: Run
+    points: Sequence[Point], settings: Sequence[Settings], run: Callable[[Settings], object], base: RunDir
 ) -> Path:
     """Run all points that are not finished, and write the sweep's ``report.json`` and ``report.html`` after each.
 
@@ -83,17 +83,17 @@ def run_sweep(
     return path
 
 
-def _run_of(settings: Settings) -> Run:
-    return Run(Path(settings.output_dir) / settings.name, [c.name for c in settings.comparisons])
+def _run_of(settings: Settings) -> RunDir:
+    return RunDir(Path(settings.output_dir) / settings.name, [c.name for c in settings.comparisons])
 
 
 def _key(settings: Settings) -> str:
     """Of everything that a point's report depends on."""
-    keys = [key for key, _ in stage_keys(settings).values()]
+    keys = [key for key, _ in stage_fingerprints(settings).values()]
     return fingerprint(VERSION, keys, asdict(settings.evaluation), asdict(settings.export))
 
 
-def _write(points: Sequence[Point], runs: Sequence[Run], folder: Path) -> Path:
+def _write(points: Sequence[Point], runs: Sequence[RunDir], folder: Path) -> Path:
     reports = [json.loads((r.folder / "report.json").read_text(encoding="utf-8")) for r in runs[: len(points)]]
     content = merged(points, reports)
     path = folder / "report.json"

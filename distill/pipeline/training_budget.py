@@ -6,10 +6,11 @@ The reference (DistillSpec) takes S steps of B examples. AdaSPEC learns from the
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from distill.config.drafts import Iso
 from distill.config.models import TrainingSettings
+from distill.core.run_dir import Account
 from distill.data.batch_schedule import Rows, Schedule
 
 
@@ -46,29 +47,6 @@ def plan_draft(reference: Plan, k: float, iso: Iso) -> Plan:
     if iso == "steps":
         return Plan(reference.steps, batch_size)
     return Plan(max(1, round(reference.steps * reference.batch_size / batch_size)), batch_size)
-
-
-@dataclass(frozen=True)
-class Account:
-    """What a draft's training used.
-
-    Attributes:
-        optimiser_steps: Updates of the weights.
-        examples: Examples seen, counted every time.
-        teacher_tokens: Label tokens whose target distribution was used, counted every time.
-        selected_tokens: Label tokens that entered the loss.
-        cumulative_teacher_tokens: With those of the reference, where the training needs one.
-    """
-
-    optimiser_steps: int = 0
-    examples: int = 0
-    teacher_tokens: int = 0
-    selected_tokens: int = 0
-    cumulative_teacher_tokens: int = 0
-
-    def row(self) -> dict[str, int]:
-        """As columns of a table."""
-        return asdict(self)
 
 
 def label_tokens(plan: Plan, rows: Rows, schedule: Schedule) -> int:

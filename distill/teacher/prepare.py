@@ -23,11 +23,11 @@ from distill.teacher import signal_cache as signals
 from distill.teacher.teacher import Target, TargetSignal
 
 if TYPE_CHECKING:
-    from distill.pipeline.stages import Bench
+    from distill.pipeline.stages import StageContext
 
 
 @dataclass
-class Material:
+class DistillData:
     """Examples with the signals of frozen models.
 
     Attributes:
@@ -47,43 +47,43 @@ class Material:
     share: float = 0.0
 
     def on_policy(
-        self, bench: Bench, draft: PreTrainedModel, schedule: Schedule, steps: int, seed: int
+        self, context: StageContext, draft: PreTrainedModel, schedule: Schedule, steps: int, seed: int
     ) -> OnPolicy | None:
         """The draft's own texts, where some are wanted."""
         if not self.share:
             return None
-        settings = replace(bench.settings.reference.responses, source="mixed", share=self.share)
-        limit = bench.settings.data.max_length
+        settings = replace(context.settings.reference.responses, source="mixed", share=self.share)
+        limit = context.settings.data.max_length
         return OnPolicy(draft, self.train, schedule, steps, settings, seed, limit, self.ends, self.add_signals)
 
 
-def prepare(bench: Bench, objective: Objective, share: float = 0.0) -> Material:
+def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> DistillData:
     """The target as a source of logits, and examples with the cached values that the distillation needs.
 
     Args:
-        bench: Settings, data and folder.
+        context: Settings, data and folder.
         objective: Of the draft.
         share: Of the examples whose responses the draft will write itself.
     """
-    folder = bench.run.work / "signals"
-    model = load_model(bench.run.target, dtype=bench.settings.target.dtype)
+    folder = context.run.work / "signals"
+    model = load_model(context.run.target, dtype=context.settings.target.dtype)
     check_head(model, Head(model))
-    ends = stop_ids(model, bench.corpus.tokenizer)
-    train, validation, key = fixed_texts(bench, model, ends)
-    signal = _signal(bench, model)
+    ends = stop_ids(model, context.corpus.tokenizer)
+    train, validation, key = fixed_texts(context, model, ends)
+    signal = _signal(context, model)
     all_own = share == 1
     if signal.kind != "recompute":
-        model = model.to(bench.device())
+        model = model.to(context.device())
         fixed = {"validation": validation} if all_own else {"validation": validation, "train": train}
-        _check_room(bench, model, signal, fixed)
+        _check_room(context, model, signal, fixed)
         for name, rows in fixed.items():
             path = folder / f"{signal.name}_{name}.npy"
-            with bench.console.status(f"  the target's signal ({signal.kind}), {name}"):
+            with context.console.status(f"  the target's signal ({signal.kind}), {name}"):
                 values = signals.target_signal(model, signal, rows, path, fingerprint(key, name, len(rows), signal.key))
             rows.signals[signal.name] = values
         if signal.kind == "topk":
             tail = signals.mean_tail(validation.signals[signal.name])
-            bench.console.print(
+            context.console.print(
                 f"  the target's top {signal.k} ids leave {tail:.2%} to the others on average: alpha is off by at most "
                 "that much",
                 highlight=False,
@@ -91,19 +91,19 @@ def prepare(bench: Bench, objective: Objective, share: float = 0.0) -> Material:
     target = Target(model, signal)
     reference, ranking = None, objective.ranking
     if objective.selection is not None:
-        record = bench.run.record("reference")
+        record = context.run.record("reference")
         assert record is not None
-        reference = load_model(bench.run.path("reference"), dtype="float32").to(bench.device())
+        reference = load_model(context.run.path("reference"), dtype="float32").to(context.device())
         if not all_own:
             path = folder / f"reference_{ranking.name}.npy"
             made_from = fingerprint(key, record.fingerprint, vars(ranking))
-            with bench.console.status("  the reference's losses"):
+            with context.console.status("  the reference's losses"):
                 train.signals["reference_loss"] = signals.reference_loss(
                     reference, target, train, path, made_from, ranking
                 )
 
     if not share:  # the models leave memory here: nothing will be asked of them again
-        return Material(target, train, validation, ends, _unchanged)
+        return DistillData(target, train, validation, ends, _unchanged)
 
     def add_signals(rows: Rows) -> None:
         if signal.kind != "recompute":
@@ -111,26 +111,26 @@ def prepare(bench: Bench, objective: Objective, share: float = 0.0) -> Material:
         if reference is not None:
             rows.signals["reference_loss"] = signals.reference_loss_now(reference, target, rows, ranking)
 
-    return Material(target, train, validation, ends, add_signals, share)
+    return DistillData(target, train, validation, ends, add_signals, share)
 
 
 def _unchanged(_: Rows) -> None:
     """No signals: no texts are written on the way."""
 
 
-def _signal(bench: Bench, model: PreTrainedModel) -> TargetSignal:
+def _signal(context: StageContext, model: PreTrainedModel) -> TargetSignal:
     """What the settings want kept of the target."""
-    draft = AutoConfig.from_pretrained(bench.run.path("initial")).get_text_config().vocab_size
-    return TargetSignal.of(bench.settings.reference, min(int(draft), Head(model).vocab))
+    draft = AutoConfig.from_pretrained(context.run.path("initial")).get_text_config().vocab_size
+    return TargetSignal.of(context.settings.reference, min(int(draft), Head(model).vocab))
 
 
-def _check_room(bench: Bench, target: PreTrainedModel, signal: TargetSignal, fixed: dict[str, Rows]) -> None:
+def _check_room(context: StageContext, target: PreTrainedModel, signal: TargetSignal, fixed: dict[str, Rows]) -> None:
     """Tells the signal's size before it is made.
 
     Raises:
         UserError: It is above the limit.
     """
-    limit, tokens = bench.settings.reference.signal_limit_gb, sum(rows.label_count for rows in fixed.values())
+    limit, tokens = context.settings.reference.signal_limit_gb, sum(rows.label_count for rows in fixed.values())
     size = signals.signal_bytes(target, signal, tokens)
     told = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
     if size > limit * 1e9:
@@ -144,45 +144,47 @@ def _check_room(bench: Bench, target: PreTrainedModel, signal: TargetSignal, fix
             f"reference.signal_limit_gb is {limit:g}: raise it, use fewer reference.examples, or set "
             f"reference.signal to {smaller} or to recompute"
         )
-    bench.console.print(f"  the target's signal ({signal.kind}): {told} for {tokens:,} label tokens", highlight=False)
+    context.console.print(f"  the target's signal ({signal.kind}): {told} for {tokens:,} label tokens", highlight=False)
 
 
-def fixed_texts(bench: Bench, target: PreTrainedModel, ends: set[int]) -> tuple[Rows, Rows, str]:
+def fixed_texts(context: StageContext, target: PreTrainedModel, ends: set[int]) -> tuple[Rows, Rows, str]:
     """Train and validation examples, with the data set's responses or the target's; and their fingerprint."""
-    settings, corpus = bench.settings.reference, bench.corpus
-    record = bench.run.record("target")
+    settings, corpus = context.settings.reference, context.corpus
+    record = context.run.record("target")
     assert record is not None
     made_from: dict[str, Any] = {
         "target": record.fingerprint,
         "corpus": corpus.fingerprint,
         "examples": settings.examples,
     }
-    splits = {"train": bare(bench.examples), "validation": bare(bench.validation)}
+    splits = {"train": bare(context.examples), "validation": bare(context.validation)}
     if settings.responses.from_target:
         made_from |= {
-            "seed": bench.settings.seed,
-            "max_length": bench.settings.data.max_length,
+            "seed": context.settings.seed,
+            "max_length": context.settings.data.max_length,
             "responses": settings.responses.key(),
         }
         for name, rows in splits.items():
-            splits[name] = _answered(bench, target, ends, name, rows, made_from | {"split": name, "prompts": len(rows)})
+            splits[name] = _answered(
+                context, target, ends, name, rows, made_from | {"split": name, "prompts": len(rows)}
+            )
     return splits["train"], splits["validation"], fingerprint(made_from)
 
 
 def _answered(
-    bench: Bench, target: PreTrainedModel, ends: set[int], split: str, rows: Rows, made_from: dict[str, Any]
+    context: StageContext, target: PreTrainedModel, ends: set[int], split: str, rows: Rows, made_from: dict[str, Any]
 ) -> Rows:
     """The split's prompts with the target's responses; the first process has them written, the others wait."""
-    settings, tokenizer = bench.settings.reference.responses, bench.corpus.tokenizer
-    prompts = getattr(bench.corpus, split)["prompt"][: len(rows)]
-    jobs = make_jobs(rows, prompts, settings, bench.settings.data.max_length)
-    file = ResponseFile(bench.run.work / "responses" / f"{split}.jsonl", made_from)
+    settings, tokenizer = context.settings.reference.responses, context.corpus.tokenizer
+    prompts = getattr(context.corpus, split)["prompt"][: len(rows)]
+    jobs = make_jobs(rows, prompts, settings, context.settings.data.max_length)
+    file = ResponseFile(context.run.work / "responses" / f"{split}.jsonl", made_from)
 
     def writer() -> Answer:
-        seed = bench.settings.seed
+        seed = context.settings.seed
         if settings.server.url is None:
-            return answered_here(target.to(bench.device()), settings, seed, ends)
-        return answered_by_server(settings, seed, tokenizer, ends, bench.run.target)
+            return answered_here(target.to(context.device()), settings, seed, ends)
+        return answered_by_server(settings, seed, tokenizer, ends, context.run.target)
 
     if ranks.is_first():
         file.open()
@@ -190,9 +192,9 @@ def _answered(
         if there < len(jobs):
             lines = file.fill(jobs, writer(), tokenizer)
             name = f"  the target's responses, {split}"
-            for _ in track(lines, name, total=len(jobs), completed=there, console=bench.console, transient=True):
+            for _ in track(lines, name, total=len(jobs), completed=there, console=context.console, transient=True):
                 pass
-            bench.console.print(f"{name}: {len(jobs)}, {len(jobs) - there} of them written now", highlight=False)
+            context.console.print(f"{name}: {len(jobs)}, {len(jobs) - there} of them written now", highlight=False)
     else:
         ranks.wait_for(lambda: file.complete(len(jobs)) or None)
     return response_rows([job.ids for job in jobs], [file.found[job.example].ids for job in jobs], ends)

@@ -27,14 +27,14 @@ torch.set_num_threads(1)
 from distributed_settings import WAYS, settings_of  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from distill.pipeline.run_dir import Run  # noqa: E402
+from distill.core.run_dir import RunDir  # noqa: E402
 from distill.pipeline.runner import run_stages  # noqa: E402
-from distill.pipeline.stages import Bench  # noqa: E402
+from distill.pipeline.stages import StageContext  # noqa: E402
 
 if __name__ == "__main__":
     for way in WAYS:
         settings = settings_of(way, FOLDER / "two")
         settings.trainer.devices, settings.trainer.strategy = 2, WAYS[way].strategy
-        run = Run(FOLDER / "two" / settings.name, [c.name for c in settings.comparisons])
-        ran = run_stages(Bench(settings, run, Console(quiet=RANK == "1")))
+        run = RunDir(FOLDER / "two" / settings.name, [c.name for c in settings.comparisons])
+        ran = run_stages(StageContext(settings, run, Console(quiet=RANK == "1")))
         (FOLDER / f"{way}-{RANK}.json").write_text(json.dumps(ran))

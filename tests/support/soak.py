@@ -33,8 +33,8 @@ from tiny_run import tiny_settings
 
 import distill.evaluation.eagle  # noqa: F401  (the pipeline loads it late; here it is loaded once, before all starts)
 from distill.config.settings import ComparisonSettings, Settings
+from distill.core.run_dir import RunDir
 from distill.pipeline import runner as pipeline
-from distill.pipeline.run_dir import Run
 from distill.training.trainer import StageProgress
 
 HERE = Path(__file__).parent
@@ -416,7 +416,7 @@ def differences(whole: Path, run: Path) -> list[str]:
         elif _content(one) != _content(other):
             found.append(f"{name} differs")
     for stage in STAGES:
-        one_record, other_record = (Run(folder).record(stage) for folder in (whole, run))
+        one_record, other_record = (RunDir(folder).record(stage) for folder in (whole, run))
         if one_record is None or other_record is None:
             found.append(f"{stage} is not finished")
         elif (one_record.history, one_record.account) != (other_record.history, other_record.account):
@@ -436,7 +436,7 @@ def _content(path: Path) -> bytes | list[bytes]:
 
 def _kept(run: Path) -> list[Path]:
     """Files that have to be the same: weights, configurations, tokenizers, signals, responses, the export."""
-    folders = [Run(run).path(stage) for stage in STAGES] + [
+    folders = [RunDir(run).path(stage) for stage in STAGES] + [
         run / "export",
         run / "work/signals",
         run / "work/responses",

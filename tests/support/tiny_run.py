@@ -24,9 +24,9 @@ from distill.config.settings import (
     TrainerSettings,
     TrainingSettings,
 )
-from distill.pipeline.run_dir import Run
+from distill.core.run_dir import RunDir
 from distill.pipeline.runner import run_of, run_stages
-from distill.pipeline.stages import Bench
+from distill.pipeline.stages import StageContext
 from distill.tracking.logger import TrackerSettings
 from distill.training.trainer import StageProgress
 
@@ -58,13 +58,13 @@ def tiny_settings(folder: Path, **changes: Any) -> Settings:
     return settings
 
 
-def bench(settings: Settings) -> tuple[Bench, io.StringIO]:
-    """A bench for the settings, and what it prints."""
+def bench(settings: Settings) -> tuple[StageContext, io.StringIO]:
+    """A context for the settings, and what it prints."""
     text = io.StringIO()
-    return Bench(settings, run_of(settings), Console(file=text, width=200)), text
+    return StageContext(settings, run_of(settings), Console(file=text, width=200)), text
 
 
-def run_tiny(settings: Settings) -> tuple[list[str], Run, str]:
+def run_tiny(settings: Settings) -> tuple[list[str], RunDir, str]:
     """Runs what is not up to date; returns the names of those stages, the run, and what was printed."""
     made, text = bench(settings)
     ran = run_stages(made)

@@ -32,6 +32,7 @@ from decode.models.open import load_model
 from distill.__main__ import FOREIGN
 from distill.config.eagle import EagleSettings
 from distill.config.settings import AdaSpecSettings, ComparisonSettings, Settings
+from distill.core.run_dir import RunDir
 from distill.data.batch_schedule import Rows
 from distill.eagle.features import STATES, FeatureSource
 from distill.eagle.module import drafting_steps
@@ -39,9 +40,8 @@ from distill.experiments.ablate import AblateSettings, Meter, ablate
 from distill.export.draft import ExportSettings
 from distill.export.eagle import check_files, check_head_path, export_head
 from distill.pipeline.eagle_stages import frequent
-from distill.pipeline.run_dir import Run
 from distill.pipeline.runner import run_of
-from distill.pipeline.stage_fingerprint import stage_keys
+from distill.pipeline.stage_fingerprint import stage_fingerprints
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
 
@@ -116,7 +116,7 @@ def test_the_ablation_measures_heads_seed_by_seed(run) -> None:
     assert [(row["name"], row["seeds"]) for row in content["variants"]] == [("eagle", 2), ("eagle-adaspec", 2)]
     assert content["verdict"].startswith("EAGLE + AdaSPEC − EAGLE: ")
     target, texts = load_model(run[1].target), Meter(bench(settings)[0], 32).texts["sampled"]
-    heads = [load_head(Run(folder).path(f"eagle-seed{seed}"), target) for seed in (3, 4)]
+    heads = [load_head(RunDir(folder).path(f"eagle-seed{seed}"), target) for seed in (3, 4)]
     alphas = [offline_alpha(target, head, texts, Warp(1.0)).mean for head in heads]
     assert content["variants"][0]["offline_alpha"] == pytest.approx(sum(alphas) / 2)
     assert any(not torch.equal(a, b) for a, b in zip(*(head.parameters() for head in heads), strict=True))
@@ -164,7 +164,7 @@ def test_a_target_of_another_run_is_taken_over(run, tmp_path: Path) -> None:
     plain = tiny_settings(Path(settings.output_dir), name="plain")
     plain.target = settings.target
     plain.comparisons = []
-    assert stage_keys(plain)["target"] == stage_keys(settings)["target"]
+    assert stage_fingerprints(plain)["target"] == stage_fingerprints(settings)["target"]
     ran, other, printed = run_tiny(plain)
     assert "the same one is in" in printed
     assert ran == ["target", "initial", "reference", "draft"]
@@ -259,7 +259,7 @@ def test_the_recipe_shares_the_quickstarts_target(config: str) -> None:
     keys = []
     for name in ("quickstart", config):
         argv = ["--config", str(folder / f"{name}.yaml")]
-        keys.append(stage_keys(parse(Settings, argv, prog="", description="", foreign=FOREIGN)))
+        keys.append(stage_fingerprints(parse(Settings, argv, prog="", description="", foreign=FOREIGN)))
     assert keys[0]["target"][0] == keys[1]["target"][0]
 
 

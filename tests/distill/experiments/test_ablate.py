@@ -18,13 +18,13 @@ from decode.core.errors import UserError
 from decode.measure.acceptance_offline import OfflineAlpha
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
 from distill.config.settings import DistillSettings, EagleSettings
+from distill.core.run_dir import RunDir
 from distill.experiments.ablate import AblateSettings, ablate
 from distill.experiments.ablation_table import Measured, verdict
 from distill.losses.divergences import Divergence, Pair
 from distill.losses.objective import objective_of
-from distill.pipeline.run_dir import Run
 from distill.pipeline.runner import run_of
-from distill.pipeline.stage_fingerprint import stage_keys
+from distill.pipeline.stage_fingerprint import stage_fingerprints
 
 STEPS = 10
 
@@ -105,12 +105,12 @@ def test_a_variation_in_place_of_adaspec_bears_its_own_name_in_reports(tmp_path:
 
 def test_settings_left_alone_keep_the_fingerprint_and_others_change_it(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
-    before, parts = stage_keys(settings)["draft"]
+    before, parts = stage_fingerprints(settings)["draft"]
     assert set(parts["adaspec"]) == {"k", "scope", "normalisation", "iso", "epochs", "lr"}
     for change in ({"seed": 1}, {"k_start": 1.0}, {"on_policy": 0.5}, {"select_by": "acceptance_gain"}):
         other = replace(settings, draft=replace(settings.draft, **change))
-        assert stage_keys(other)["draft"][0] != before
-        assert stage_keys(other)["reference"] == stage_keys(settings)["reference"]
+        assert stage_fingerprints(other)["draft"][0] != before
+        assert stage_fingerprints(other)["reference"] == stage_fingerprints(settings)["reference"]
 
 
 def test_a_draft_may_write_its_own_texts_where_the_reference_does_not(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_the_ablation_compares_seed_by_seed_and_goes_on_where_it_was(tmp_path: P
     assert [row["seeds"] for row in content["variants"]] == [2, 2, 2]
     assert set(content["variants"][2]["by_seed"]) == {"3", "4"}
     assert (folder / "ablation.md").read_text().count("\n| ") == 4
-    weights = [(Run(folder).path(f"distillspec-seed{seed}") / "model.safetensors").read_bytes() for seed in (3, 4)]
+    weights = [(RunDir(folder).path(f"distillspec-seed{seed}") / "model.safetensors").read_bytes() for seed in (3, 4)]
     assert weights[0] != weights[1]
     again = io.StringIO()
     ablate(AblateSettings(**vars(tiny), ablation=settings.ablation), Console(file=again, width=200))

@@ -15,7 +15,7 @@ from decode.core.errors import UserError
 from distill.__main__ import main
 from distill.experiments import benchmark as bench
 from distill.experiments import benchmark_memory as bench_memory
-from distill.experiments.benchmark import BenchSettings, SpeedSettings
+from distill.experiments.benchmark import SpeedSettings, TrainingBenchSettings
 from distill.experiments.huggingface_trainer import selective_loss
 from distill.losses.chunked_kl import Task, fused_loss
 from distill.losses.divergences import Divergence
@@ -35,7 +35,7 @@ def test_both_sides_train_alike_and_the_table_says_so(tmp_path: Path, monkeypatc
     base = vars(tiny_settings(tmp_path))
     speed = SpeedSettings(steps=12, rounds=2, rows=96, vocab=500, hidden_size=8, json=str(tmp_path / "out.json"))
     text = io.StringIO()
-    result = bench.run(BenchSettings(**base, speed=speed), Console(file=text, width=160))
+    result = bench.run(TrainingBenchSettings(**base, speed=speed), Console(file=text, width=160))
     assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(result))
     training = result["training"]
     assert training["loss_difference"] < 1e-4

@@ -26,7 +26,7 @@ from distill.generation.response_store import (
     until_end,
 )
 from distill.losses.rows import IGNORE, label_mask
-from distill.pipeline.stage_fingerprint import stage_keys
+from distill.pipeline.stage_fingerprint import stage_fingerprints
 
 Tiny = Callable[..., PreTrainedModel]
 PROMPTS = [[5, 9, 3], [7], [2, 11, 13, 17, 19, 23, 4, 8], [30, 31]]
@@ -229,13 +229,13 @@ def test_response_settings_that_cannot_work_are_refused(
 def test_only_settings_that_decide_the_texts_make_stages_run_again(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
     responses = settings.reference.responses
-    key = stage_keys(settings)["reference"]
+    key = stage_fingerprints(settings)["reference"]
     responses.temperature = 0.3  # the data set's responses are not sampled
-    assert stage_keys(settings)["reference"] == key
+    assert stage_fingerprints(settings)["reference"] == key
     responses.source = "target"
-    target = stage_keys(settings)["reference"]
+    target = stage_fingerprints(settings)["reference"]
     assert target != key
     responses.refresh_every, responses.server.retries = 7, 9
-    assert stage_keys(settings)["reference"] == target
+    assert stage_fingerprints(settings)["reference"] == target
     responses.temperature = 0.4
-    assert stage_keys(settings)["reference"] != target
+    assert stage_fingerprints(settings)["reference"] != target

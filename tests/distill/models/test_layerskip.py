@@ -16,7 +16,7 @@ from distill.config.settings import Settings, TrainingSettings
 from distill.losses.rows import label_mask, next_token_loss
 from distill.models.layerskip import LayerSkip, LayerSkipSettings, dropout_rates, exit_weights, exits_on
 from distill.models.loading import checkpoint_layers
-from distill.pipeline.stage_fingerprint import stage_keys
+from distill.pipeline.stage_fingerprint import stage_fingerprints
 from distill.training.distillation import CausalLMModule
 
 ON = LayerSkipSettings(enabled=True)
@@ -215,7 +215,7 @@ def test_the_recipe_changes_the_targets_fingerprint_only_where_it_is_used() -> N
         settings = Settings()
         for name, value in given.items():
             setattr(settings.target.layerskip, name, value)
-        return stage_keys(settings)["target"][0]
+        return stage_fingerprints(settings)["target"][0]
 
     assert key() == key(dropout=0.3)
     assert key() != key(enabled=True) != key(enabled=True, dropout=0.3)

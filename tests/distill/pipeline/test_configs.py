@@ -25,10 +25,10 @@ from decode.commands.settings import BenchSettings
 from decode.models.tiny import family_of
 from distill.__main__ import FOREIGN
 from distill.config.settings import Settings
+from distill.core.run_dir import RunDir
 from distill.pipeline.dry_run import shrink as shrink_run
-from distill.pipeline.run_dir import Run
 from distill.pipeline.runner import run_stages
-from distill.pipeline.stages import Bench
+from distill.pipeline.stages import StageContext
 from probes.dry_run import shrink as shrink_probes
 from probes.pipeline import run_probes
 from probes.settings import Settings as ProbesSettings
@@ -125,5 +125,5 @@ def test_files_with_all_that_any_file_asks_for_run_through(path: Path, tmp_path:
         assert report["probes"]
     else:
         run = shrink_run(settings, quiet)
-        ran = run_stages(Bench(run, Run(tmp_path / run.name, [c.name for c in run.comparisons]), quiet))
+        ran = run_stages(StageContext(run, RunDir(tmp_path / run.name, [c.name for c in run.comparisons]), quiet))
         assert ran == ["target", "initial", "reference", "draft", *(c.name for c in run.comparisons)]

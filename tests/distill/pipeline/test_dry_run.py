@@ -10,13 +10,13 @@ from decode.models.tiny import FAMILIES
 from decode.prompts.presets import PRESETS
 from distill.__main__ import FOREIGN
 from distill.config.settings import InitialDraftSettings, Settings, TargetSettings, TrainingSettings
+from distill.core.run_dir import RunDir
 from distill.data import DataSettings
 from distill.models.loading import Head, build_model, check_head, count_parameters
 from distill.pipeline import dry_run
 from distill.pipeline.dry_run import shrink, stand_in
-from distill.pipeline.run_dir import Run
 from distill.pipeline.runner import run_pipeline, run_stages
-from distill.pipeline.stages import Bench
+from distill.pipeline.stages import StageContext
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
@@ -50,7 +50,7 @@ def test_models_from_the_hub_take_the_path_of_their_kind(kind: str, tmp_path: Pa
     settings.reference.training.epochs = 1
     small = shrink(settings, Console(quiet=True))
     assert small.target.kind == kind
-    ran = run_stages(Bench(small, Run(tmp_path / small.name), Console(quiet=True)))
+    ran = run_stages(StageContext(small, RunDir(tmp_path / small.name), Console(quiet=True)))
     assert ran == ["target", "initial", "reference", "draft"]
 
 

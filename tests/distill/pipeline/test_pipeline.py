@@ -18,20 +18,20 @@ from decode.core.errors import UserError
 from decode.models.open import load_model
 from distill.config.settings import ComparisonSettings, Settings, TargetSettings
 from distill.core.files import only_one
+from distill.core.run_dir import RunDir, StageRecord
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
 from distill.models.loading import checkpoint_layers
-from distill.pipeline.run_dir import Run, StageRecord
 from distill.pipeline.runner import run_pipeline
-from distill.pipeline.stage_fingerprint import stage_keys
-from distill.pipeline.stages import Made
+from distill.pipeline.stage_fingerprint import stage_fingerprints
+from distill.pipeline.stages import StageResult
 from distill.teacher.prepare import prepare
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunDir]:
     folder = tmp_path_factory.mktemp("finished")
     ran, run, _ = run_tiny(tiny_settings(folder))
     assert ran == STAGES
@@ -39,9 +39,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
 
 
 def changed_stages(folder: Path, change: Any) -> list[str]:
-    before, settings = stage_keys(tiny_settings(folder)), tiny_settings(folder)
+    before, settings = stage_fingerprints(tiny_settings(folder)), tiny_settings(folder)
     change(settings)
-    after = stage_keys(settings)
+    after = stage_fingerprints(settings)
     return [stage for stage in STAGES if stage in after and before[stage][0] != after[stage][0]]
 
 
@@ -57,7 +57,7 @@ def setting(path: str, value: Any) -> Any:
     return change
 
 
-def test_nothing_runs_again_when_nothing_changed(finished: tuple[Path, Run]) -> None:
+def test_nothing_runs_again_when_nothing_changed(finished: tuple[Path, RunDir]) -> None:
     folder, run = finished
     times = {stage: (run.path(stage) / "model.safetensors").stat().st_mtime_ns for stage in STAGES}
     ran, _, printed = run_tiny(tiny_settings(folder))
@@ -66,7 +66,7 @@ def test_nothing_runs_again_when_nothing_changed(finished: tuple[Path, Run]) -> 
     assert times == {stage: (run.path(stage) / "model.safetensors").stat().st_mtime_ns for stage in STAGES}
 
 
-def test_an_up_to_date_run_reads_no_data(finished: tuple[Path, Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_up_to_date_run_reads_no_data(finished: tuple[Path, RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distill.pipeline.stages.load_corpus", lambda *_, **__: pytest.fail("the data was read"))
     assert run_tiny(tiny_settings(finished[0]))[0] == []
 
@@ -97,7 +97,7 @@ def test_a_changed_setting_makes_its_stage_and_the_later_ones_run_again(
 
 
 def test_gradient_checkpointing_trains_the_same_models(
-    finished: tuple[Path, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: tuple[Path, RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed: list[str] = []
 
@@ -120,19 +120,19 @@ def test_a_changed_data_file_makes_every_stage_run_again(tmp_path: Path) -> None
     file.write_text("{}")
     settings = tiny_settings(tmp_path)
     settings.data.train_file = str(file)
-    before = stage_keys(settings)
+    before = stage_fingerprints(settings)
     file.write_text("{} ")
-    assert all(before[stage][0] != stage_keys(settings)[stage][0] for stage in STAGES)
+    assert all(before[stage][0] != stage_fingerprints(settings)[stage][0] for stage in STAGES)
 
 
-def test_a_changed_draft_setting_runs_that_stage_only(finished: tuple[Path, Run]) -> None:
+def test_a_changed_draft_setting_runs_that_stage_only(finished: tuple[Path, RunDir]) -> None:
     folder, _ = finished
     settings = tiny_settings(folder)
     settings.comparisons = [ComparisonSettings(name="all-tokens", method="distillspec")]
     assert run_tiny(settings)[0] == ["all-tokens"]
 
 
-def test_a_damaged_folder_is_made_again(finished: tuple[Path, Run]) -> None:
+def test_a_damaged_folder_is_made_again(finished: tuple[Path, RunDir]) -> None:
     folder, run = finished
     weights = run.draft / "model.safetensors"
     sound = {name: tensor.clone() for name, tensor in load_file(weights).items()}
@@ -142,7 +142,7 @@ def test_a_damaged_folder_is_made_again(finished: tuple[Path, Run]) -> None:
     assert all((again[name] == sound[name]).all() for name in sound)
 
 
-def test_every_stage_is_a_plain_folder_that_transformers_loads(finished: tuple[Path, Run]) -> None:
+def test_every_stage_is_a_plain_folder_that_transformers_loads(finished: tuple[Path, RunDir]) -> None:
     _, run = finished
     for stage in STAGES:
         folder = run.path(stage)
@@ -155,7 +155,7 @@ def test_every_stage_is_a_plain_folder_that_transformers_loads(finished: tuple[P
         assert not [path for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".ckpt")]
 
 
-def test_records_hold_the_account_of_every_draft(finished: tuple[Path, Run]) -> None:
+def test_records_hold_the_account_of_every_draft(finished: tuple[Path, RunDir]) -> None:
     _, run = finished
     reference, draft, other = (run.record(stage) for stage in ("reference", "draft", "equal-tokens"))
     assert reference is not None
@@ -172,9 +172,9 @@ def test_records_hold_the_account_of_every_draft(finished: tuple[Path, Run]) -> 
     assert run.draft_record("undistilled").account == {}
 
 
-def test_a_full_disk_leaves_no_half_written_folder(finished: tuple[Path, Run], tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_half_written_folder(finished: tuple[Path, RunDir], tmp_path: Path) -> None:
     _, run = finished
-    other = Run(tmp_path)
+    other = RunDir(tmp_path)
 
     def fail(folder: Path) -> None:
         folder.mkdir()
@@ -191,7 +191,7 @@ def test_a_full_disk_leaves_no_half_written_folder(finished: tuple[Path, Run], t
     assert run.record("target") == kept
 
 
-def test_a_model_taken_as_it_is_becomes_a_link_and_may_be_shared(finished: tuple[Path, Run], tmp_path: Path) -> None:
+def test_a_model_taken_as_it_is_becomes_a_link_and_may_be_shared(finished: tuple[Path, RunDir], tmp_path: Path) -> None:
     _, run = finished
     settings = tiny_settings(tmp_path)
     settings.target = TargetSettings(kind="as_is", model=str(run.target))
@@ -202,7 +202,7 @@ def test_a_model_taken_as_it_is_becomes_a_link_and_may_be_shared(finished: tuple
     made.run.put("target", result.record, result.save)
     assert made.run.target.is_symlink()
     assert made.run.record("target") is not None
-    made.run.put("target", StageRecord("new"), Made(StageRecord("new"), source=run.path("initial")).save)
+    made.run.put("target", StageRecord("new"), StageResult(StageRecord("new"), source=run.path("initial")).save)
     assert (run.target / "model.safetensors").exists()  # replacing the link leaves what it points to
 
 
@@ -263,10 +263,10 @@ def test_two_processes_cannot_work_in_one_folder(tmp_path: Path) -> None:
         pass  # free again
 
 
-def test_the_description_of_a_stage_names_what_it_was_made_from(finished: tuple[Path, Run]) -> None:
+def test_the_description_of_a_stage_names_what_it_was_made_from(finished: tuple[Path, RunDir]) -> None:
     folder, run = finished
     note = json.loads((run.work / "reference.json").read_text())
-    keys = stage_keys(tiny_settings(folder))
+    keys = stage_fingerprints(tiny_settings(folder))
     assert note["fingerprint"] == keys["reference"][0]
     assert note["made_from"]["target"] == keys["target"][0]
     assert note["made_from"]["reference"]["training"]["steps"] == 12
@@ -274,7 +274,7 @@ def test_the_description_of_a_stage_names_what_it_was_made_from(finished: tuple[
 
 @pytest.mark.parametrize("signal", ["recompute", "topk", "log_probs"])
 def test_every_signal_trains_and_the_frozen_models_leave_memory(
-    finished: tuple[Path, Run], signal: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    finished: tuple[Path, RunDir], signal: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     shutil.copytree(finished[1].folder, tmp_path / "tiny")
     loaded: list[weakref.ref[Any]] = []
@@ -299,7 +299,7 @@ def test_every_signal_trains_and_the_frozen_models_leave_memory(
     assert ("alpha is off by at most that much" in text.getvalue()) == (signal == "topk")
 
 
-def test_a_signal_above_the_limit_is_refused_before_it_is_made(finished: tuple[Path, Run]) -> None:
+def test_a_signal_above_the_limit_is_refused_before_it_is_made(finished: tuple[Path, RunDir]) -> None:
     settings = tiny_settings(finished[0])
     settings.reference.signal_limit_gb = 1e-6
     made, _ = bench(settings)

@@ -10,7 +10,7 @@ from tiny_run import bench, killed, run_tiny, tiny_settings
 
 from decode.core.errors import UserError
 from distill.config.settings import Settings
-from distill.pipeline.run_dir import Run
+from distill.core.run_dir import RunDir
 from distill.pipeline.runner import run_stages
 from distill.training.checkpointing import Keeper
 
@@ -24,7 +24,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch
     return {stage: load_file(run.path(stage) / "model.safetensors") for stage in STAGES}
 
 
-def finish_target(settings: Settings) -> tuple[Run, str]:
+def finish_target(settings: Settings) -> tuple[RunDir, str]:
     """Runs the target stage to its end and stops in the next one; returns the run and what was printed."""
     made, text = bench(settings)
     with killed("initial", 1):
@@ -32,7 +32,7 @@ def finish_target(settings: Settings) -> tuple[Run, str]:
     return made.run, text.getvalue()
 
 
-def assert_same(whole: dict[str, dict[str, torch.Tensor]], run: Run, *stages: str) -> None:
+def assert_same(whole: dict[str, dict[str, torch.Tensor]], run: RunDir, *stages: str) -> None:
     for stage in stages or STAGES:
         weights = load_file(run.path(stage) / "model.safetensors")
         assert weights.keys() == whole[stage].keys()

@@ -20,11 +20,11 @@ def test_a_data_file_is_known_by_its_content_and_a_very_large_one_by_its_time(
         monkeypatch.setattr(keys, "LARGE", 10)
     settings = tiny_settings(tmp_path)
     settings.data.source, settings.data.train_file = "gsm8k", str(file)
-    before = keys.stage_keys(settings)
+    before = keys.stage_fingerprints(settings)
     os.utime(file, (1, 1))
-    touched = keys.stage_keys(settings)
+    touched = keys.stage_fingerprints(settings)
     assert (touched == before) is not large
     file.write_text(file.read_text().replace("2", "3"))
-    changed = keys.stage_keys(settings)
+    changed = keys.stage_fingerprints(settings)
     for stage in changed:
         assert changed[stage][0] not in (before[stage][0], touched[stage][0])

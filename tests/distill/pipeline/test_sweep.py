@@ -16,8 +16,8 @@ from decode.commands.command_line import parse, run_main
 from decode.commands.sweep import Point
 from distill import __main__ as command
 from distill.config.settings import Settings
+from distill.core.run_dir import RunDir
 from distill.pipeline.reuse import adopt
-from distill.pipeline.run_dir import Run
 from distill.pipeline.sweep import merged
 from distill.tracking.logger import _summary
 
@@ -102,7 +102,7 @@ def test_stages_made_from_other_inputs_are_not_taken_over_and_a_donor_made_anew_
     _, donor, _ = run_tiny(settings)
     other = tiny_settings(tmp_path / "b", comparisons=[])
     other.initial.training.lr = 1e-3
-    taker = Run(tmp_path / "b/tiny")
+    taker = RunDir(tmp_path / "b/tiny")
     assert adopt(taker, other, [donor]) == {"target": donor.target}
     assert adopt(taker, other, [donor]) == {}  # it is there now
     kept = (taker.target / "model.safetensors").read_bytes()

@@ -18,11 +18,11 @@ from tiny_run import run_tiny, tiny_settings
 
 from decode.core.errors import UserError
 from distill.config.settings import LoraSettings, TrainingSettings
+from distill.core.run_dir import RunDir
 from distill.data.batch_schedule import Batch, Rows, Schedule, TrainBatches
 from distill.losses.objective import Objective
 from distill.losses.rows import IGNORE
 from distill.losses.token_selection import Selection
-from distill.pipeline.run_dir import Run
 from distill.teacher.teacher import Target
 from distill.training.distillation import CausalLMModule, DistillModule
 from distill.training.step import Step
@@ -64,7 +64,7 @@ def test_two_processes_end_with_the_weights_of_one(two: Path, way: str) -> None:
     assert json.loads((two / f"{way}-0.json").read_text()) == ran
     trained = [stage for stage in ran if one.record(stage).history]  # type: ignore[union-attr]
     assert set(trained) <= set(json.loads((two / f"{way}-1.json").read_text()))
-    run = Run(two / "two" / way, one.comparisons)
+    run = RunDir(two / "two" / way, one.comparisons)
     for stage in ran:
         ours, theirs = (load_file(r.path(stage) / "model.safetensors") for r in (run, one))
         assert ours.keys() == theirs.keys()

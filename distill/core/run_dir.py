@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from distill.core import ranks
 from distill.core.files import checksum, checksum_once, read_sealed, remove, sealed, write_json
-from distill.pipeline.training_budget import Account
 
 FOLDERS = ("target", "initial", "reference", "draft")
 """Stages with a folder of their own in the run; further drafts live under ``work/``."""
@@ -24,6 +23,29 @@ NAMES = {"initial": "undistilled", "reference": "distillspec", "draft": "adaspec
 
 HEAD_NAMES = {"initial": "untrained", "reference": "eagle", "draft": "eagle-adaspec"}
 """How they call feature heads."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a draft's training used.
+
+    Attributes:
+        optimiser_steps: Updates of the weights.
+        examples: Examples seen, counted every time.
+        teacher_tokens: Label tokens whose target distribution was used, counted every time.
+        selected_tokens: Label tokens that entered the loss.
+        cumulative_teacher_tokens: With those of the reference, where the training needs one.
+    """
+
+    optimiser_steps: int = 0
+    examples: int = 0
+    teacher_tokens: int = 0
+    selected_tokens: int = 0
+    cumulative_teacher_tokens: int = 0
+
+    def row(self) -> dict[str, int]:
+        """As columns of a table."""
+        return asdict(self)
 
 
 @dataclass
@@ -54,7 +76,7 @@ class StageRecord:
 
 
 @dataclass
-class Run:
+class RunDir:
     """The folder ``<output_dir>/<name>`` of a run.
 
     Attributes:
