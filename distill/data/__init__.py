@@ -2,7 +2,7 @@
 
 from distill.config.data import DataSettings
 from distill.data.corpus import Corpus, collate, load_corpus, show_example
-from distill.data.tokenize import IGNORE, prompt_ids
+from distill.data.tokenize import IGNORE, prompt_part
 from distill.data.train_tokenizer import train_tokenizer
 
 __all__ = [
@@ -11,7 +11,7 @@ __all__ = [
     "DataSettings",
     "collate",
     "load_corpus",
-    "prompt_ids",
+    "prompt_part",
     "show_example",
     "train_tokenizer",
 ]

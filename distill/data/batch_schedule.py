@@ -1,4 +1,4 @@
-"""Token rows in flat arrays, and the order in which training sees them.
+"""The order in which training and validation see the examples.
 
 Batch number ``step`` is a pure function of (seed, step): nothing has to be saved to continue a killed run exactly
 where it was, and every rank of a distributed run can name its own share.
@@ -7,133 +7,14 @@ where it was, and every rank of a distributed run can name its own share.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import torch
-from datasets import Dataset
-from numpy.typing import ArrayLike, NDArray
 
-from distill.data.tokenize import prompt_ids
-from distill.losses.rows import IGNORE
-from distill.training.step import Step
-
-Ints = NDArray[np.int64]
-Batch = dict[str, Any]
-"""Tensors by name, and under ``step`` the batch's `Step`."""
-
-
-@dataclass
-class Rows:
-    """Examples as flat arrays; example i is ``ids[offsets[i]:offsets[i + 1]]``.
-
-    Attributes:
-        ids: Token ids of all examples, one after the other.
-        labels: Labels of the same length, not shifted; -100 where no loss is taken.
-        offsets: Where each example starts, ``[examples + 1]``.
-        label_offsets: Where each example's label tokens start when all are numbered through, ``[examples + 1]``.
-            A label in first place has nothing to be predicted from and does not count.
-        signals: Cached values per label token, ``[label tokens, ...]``, by name; batches carry their share.
-        tokens: Cached values per token, those of the prompt too, ``[tokens, ...]``, by name; batches carry them padded
-            with zeros.
-    """
-
-    ids: NDArray[np.int32]
-    labels: NDArray[np.int32]
-    offsets: Ints
-    label_offsets: Ints
-    signals: dict[str, np.ndarray] = field(default_factory=dict)
-    tokens: dict[str, np.ndarray] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, dataset: Dataset, limit: int | None = None) -> Rows:
-        """The first ``limit`` examples of a data set with the columns ``input_ids`` and ``labels``."""
-        dataset = dataset.select(range(min(limit or len(dataset), len(dataset))))
-        columns = dataset.select_columns(["input_ids", "labels"]).with_format("numpy")[:]
-        return cls.from_lists(columns["input_ids"], columns["labels"])
-
-    @classmethod
-    def from_lists(cls, input_ids: Sequence[ArrayLike], labels: Sequence[ArrayLike]) -> Rows:
-        """Examples from their token ids and labels."""
-        ids = [np.asarray(row, dtype=np.int32) for row in input_ids]
-        wanted = [np.asarray(row, dtype=np.int32) for row in labels]
-        counts = [int((row[1:] != IGNORE).sum()) for row in wanted]
-        none = np.empty(0, dtype=np.int32)
-        return cls(
-            np.concatenate([none, *ids]),
-            np.concatenate([none, *wanted]),
-            np.concatenate([[0], np.cumsum([len(row) for row in ids])]).astype(np.int64),
-            np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        )
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def lengths(self) -> Ints:
-        """Tokens of each example, ``[examples]``."""
-        return np.diff(self.offsets)
-
-    @property
-    def label_count(self) -> int:
-        """Label tokens of all examples: one loss each."""
-        return int(self.label_offsets[-1])
-
-    def labels_of(self, examples: Ints) -> int:
-        """Label tokens of some examples."""
-        return int((self.label_offsets[examples + 1] - self.label_offsets[examples]).sum())
-
-    def prompt(self, example: int) -> list[int]:
-        """Token ids that a response follows: those before the first label, or a quarter of a block of plain text."""
-        place = slice(self.offsets[example], self.offsets[example + 1])
-        return prompt_ids(self.ids[place].tolist(), self.labels[place].tolist())
-
-    def batch(self, examples: Ints, pad_id: int, *, all_tokens: bool = False) -> Batch:
-        """Examples padded on the right.
-
-        Causal attention never looks to the right, so no attention mask is needed: padding cannot reach a label.
-
-        Args:
-            examples: Which ones, ``[batch]``.
-            pad_id: Fills ``input_ids``; any id of the vocabulary does.
-            all_tokens: Label every token, those of the prompt too.
-
-        Returns:
-            ``input_ids`` and ``labels`` ``[batch, time]`` (int64); each cached signal's values ``[rows, ...]`` in
-            the order of the labels, and those kept for every token ``[batch, time, ...]``.
-        """
-        return make_batch([(self, int(example)) for example in examples], pad_id, all_tokens=all_tokens)
-
-
-Picks = Sequence[tuple[Rows, int]]
-"""Examples of a batch: the rows that an example is in, and its number there."""
-
-
-def make_batch(picks: Picks, pad_id: int, *, all_tokens: bool = False) -> Batch:
-    """Examples, of several sets of rows if need be, as one batch; see `Rows.batch`.
-
-    Cached signals are carried only where all the examples have them.
-    """
-    spans = [slice(int(rows.offsets[i]), int(rows.offsets[i + 1])) for rows, i in picks]
-    shape = len(picks), max((span.stop - span.start for span in spans), default=1)
-    ids, labels = np.full(shape, pad_id, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
-    for row, ((rows, _), span) in enumerate(zip(picks, spans)):
-        length = span.stop - span.start
-        ids[row, :length] = rows.ids[span]
-        labels[row, :length] = (rows.ids if all_tokens else rows.labels)[span]
-    batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-    names = set.intersection(*(set(rows.signals) for rows, _ in picks)) if picks else set()
-    for name in sorted(names):
-        parts = [np.asarray(rows.signals[name])[rows.label_offsets[i] : rows.label_offsets[i + 1]] for rows, i in picks]
-        batch[name] = torch.from_numpy(np.concatenate(parts))
-    for name in picks[0][0].tokens if picks else ():
-        padded = np.zeros((*shape, *picks[0][0].tokens[name].shape[1:]), dtype=np.float32)
-        for row, ((rows, _), span) in enumerate(zip(picks, spans)):
-            padded[row, : span.stop - span.start] = rows.tokens[name][span]
-        batch[name] = torch.from_numpy(padded)
-    return batch
+from distill.data.step import Step
+from distill.data.token_dataset import Batch, Ints, Picks, TokenDataset, label_count, make_batch
+from distill.data.tokenize import IGNORE
 
 
 @dataclass(frozen=True)
@@ -182,13 +63,6 @@ class Schedule:
         return np.concatenate(epochs)[start - first * n :][:count]
 
 
-def label_count(pick: tuple[Rows, int], *, all_tokens: bool = False) -> int:
-    """Label tokens of one example of a batch."""
-    rows, example = pick
-    offsets = rows.offsets if all_tokens else rows.label_offsets
-    return int(offsets[example + 1] - offsets[example]) - all_tokens
-
-
 @dataclass(frozen=True)
 class TrainBatches:
     """The batches of steps ``start`` to ``stop``, one rank's share of each; iterated once an epoch of Lightning's.
@@ -200,7 +74,7 @@ class TrainBatches:
     moment, so a batch must not be drawn before its step.
     """
 
-    rows: Rows
+    rows: TokenDataset
     schedule: Schedule
     pad_id: int
     start: int
@@ -242,7 +116,7 @@ class EvalBatches:
     All ranks have equally many batches, as sharded weights demand: one without labels makes up for a missing one.
     """
 
-    rows: Rows
+    rows: TokenDataset
     batch_size: int
     pad_id: int
     rank: int = 0

@@ -23,7 +23,7 @@ from decode.core.errors import UserError
 from decode.prompts.files import Row, quiet_datasets
 from distill.config.data import DataSettings
 from distill.data.label_masks import check_masks, show
-from distill.data.sources import SPLITS, Rows, load_rows
+from distill.data.sources import SPLITS, SourceRows, load_rows
 from distill.data.tokenize import IGNORE, Example, chat_examples, pair_examples, text_examples
 from distill.data.train_tokenizer import train_tokenizer
 
@@ -134,7 +134,7 @@ def _all_text(row: Row) -> str:
 
 
 def _dataset(
-    rows: Rows, split: str, limit: int, settings: DataSettings, seed: int, tokenizer: PreTrainedTokenizerBase
+    rows: SourceRows, split: str, limit: int, settings: DataSettings, seed: int, tokenizer: PreTrainedTokenizerBase
 ) -> Dataset:
     """The examples of one split in the seed's order, up to ``limit``."""
     ordered = list(rows.splits[split])

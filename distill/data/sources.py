@@ -33,7 +33,7 @@ PASSAGE = 2000
 
 
 @dataclass
-class Rows:
+class SourceRows:
     """What the source holds: rows of each split in one shape, and remarks on what was left out."""
 
     kind: str
@@ -41,7 +41,7 @@ class Rows:
     notes: list[str] = field(default_factory=list)
 
 
-def load_rows(settings: DataSettings, seed: int) -> Rows:
+def load_rows(settings: DataSettings, seed: int) -> SourceRows:
     """The rows of train, validation and test; none of a later split is in an earlier one.
 
     Raises:
@@ -49,13 +49,13 @@ def load_rows(settings: DataSettings, seed: int) -> Rows:
     """
     if settings.source == "arithmetic" and not _files(settings):
         counts = (settings.train_examples, settings.validation_examples, settings.test_examples)
-        return Rows("pairs", {s: _arithmetic(seed, s, n, settings.difficulty) for s, n in zip(SPLITS, counts)})
+        return SourceRows("pairs", {s: _arithmetic(seed, s, n, settings.difficulty) for s, n in zip(SPLITS, counts)})
     preset = PRESETS.get(settings.source)
     raw = _raw(settings, preset, seed)
     if not raw.get("train"):
         raise UserError(f"data.source {settings.source!r} has no training rows: give them with data.train_file")
     kind, shape = _shape(settings, preset, raw["train"][0])
-    rows = Rows(kind, {split: [shape(row) for row in raw.get(split, [])] for split in SPLITS})
+    rows = SourceRows(kind, {split: [shape(row) for row in raw.get(split, [])] for split in SPLITS})
     _split_off(rows, settings.validation_fraction)
     _remove_shared(rows)
     for split in SPLITS:
@@ -85,7 +85,7 @@ def _files(settings: DataSettings) -> dict[str, str]:
 
 
 def _raw(settings: DataSettings, preset: Preset | None, seed: int) -> dict[str, list[Row]]:
-    """Rows as they are in the source, by split."""
+    """SourceRows as they are in the source, by split."""
     files = _files(settings) or _local(settings.source)
     if not files:
         return _hub(settings, preset, seed)
@@ -233,7 +233,7 @@ def _from_templates(prompt: str, response: str) -> Callable[[Row], Row]:
     return shape
 
 
-def _split_off(rows: Rows, fraction: float) -> None:
+def _split_off(rows: SourceRows, fraction: float) -> None:
     """Gives train rows to the splits that have none, by the hash of their keys."""
     empty = [split for split in SPLITS if not rows.splits[split]]
     train, rows.splits["train"] = rows.splits["train"], []
@@ -242,7 +242,7 @@ def _split_off(rows: Rows, fraction: float) -> None:
         rows.splits[split if split in empty else "train"].append(row)
 
 
-def _remove_shared(rows: Rows) -> None:
+def _remove_shared(rows: SourceRows) -> None:
     """Takes from train what validation or test hold too, and from validation what test holds."""
     if rows.kind == "text":
         return

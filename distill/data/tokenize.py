@@ -113,7 +113,7 @@ def chat_examples(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, A
 def text_examples(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) -> Iterator[Example]:
     """Blocks of ``length`` tokens from texts joined by the end-of-text token; every token is a label.
 
-    ``prompt`` is the text of a block's first quarter (`prompt_ids`), for measurements that need a prompt.
+    ``prompt`` is the text of a block's first quarter (`prompt_part`), for measurements that need a prompt.
     """
     end = end_token(tokenizer)
     held: list[int] = []
@@ -126,7 +126,7 @@ def text_examples(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], leng
         yield _block(tokenizer, held)
 
 
-def prompt_ids(input_ids: Sequence[int], labels: Sequence[int]) -> list[int]:
+def prompt_part(input_ids: Sequence[int], labels: Sequence[int]) -> list[int]:
     """The ids a measurement starts from: those before the first label, or a quarter of a block of plain text."""
     first = next((place for place, label in enumerate(labels) if label != IGNORE), len(labels))
     return list(input_ids[: first or max(1, len(input_ids) // 4)])
@@ -138,7 +138,7 @@ def _plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
 
 
 def _block(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Example:
-    prompt = prompt_ids(ids, ids)
+    prompt = prompt_part(ids, ids)
     return Example(ids, list(ids), str(tokenizer.decode(prompt)), str(tokenizer.decode(ids[len(prompt) :])))
 
 

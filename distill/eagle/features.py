@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.models.eagle.head import FeatureHead
-from distill.data.batch_schedule import Batch, EvalBatches, Ints, Rows
+from distill.data.batch_schedule import EvalBatches
+from distill.data.token_dataset import Batch, Ints, TokenDataset
 from distill.models.loading import Head
 from distill.teacher.signal_cache import Array, cached
 
@@ -69,20 +70,22 @@ class FeatureSource:
         return torch.cat([found[tap] for tap in self.taps], -1)
 
 
-def keep_states(source: FeatureSource, model: PreTrainedModel, rows: Rows, path: Path, fingerprint: str) -> Array:
+def keep_states(
+    source: FeatureSource, model: PreTrainedModel, rows: TokenDataset, path: Path, fingerprint: str
+) -> Array:
     """The target's states of every token, ``[tokens, state width]`` in float32, on disk."""
     return cached(path, fingerprint, (len(rows.ids), source.state_width), _state_parts(source, model, rows))
 
 
 @torch.inference_mode()
-def _state_parts(source: FeatureSource, model: PreTrainedModel, rows: Rows) -> Iterator[tuple[slice, Array]]:
+def _state_parts(source: FeatureSource, model: PreTrainedModel, rows: TokenDataset) -> Iterator[tuple[slice, Array]]:
     for examples in EvalBatches(rows, 16, pad_id=0).indices():
         ids = rows.batch(examples, 0)["input_ids"].to(model.device)
         states = source.compute(model, ids).float().cpu().numpy()
         yield from per_example(rows, examples, states)
 
 
-def per_example(rows: Rows, examples: Ints, values: Array) -> Iterator[tuple[slice, Array]]:
+def per_example(rows: TokenDataset, examples: Ints, values: Array) -> Iterator[tuple[slice, Array]]:
     """Values ``[batch, time, ...]`` of a batch, example by example, with the places where they belong."""
     for row, example in enumerate(examples):
         start, end = int(rows.offsets[example]), int(rows.offsets[example + 1])

@@ -13,9 +13,9 @@ from torch.nn import functional
 from decode.models.eagle.head import FeatureHead
 from distill.config.eagle import EagleSettings
 from distill.config.settings import TrainingSettings
-from distill.data.batch_schedule import Batch, EvalBatches, Rows
+from distill.data.batch_schedule import EvalBatches
+from distill.data.token_dataset import Batch, TokenDataset, label_mask
 from distill.eagle.features import REFERENCE, FeatureSource, per_example
-from distill.losses.rows import label_mask
 from distill.losses.token_selection import Selection
 from distill.teacher.signal_cache import Array, cached
 from distill.training.base_module import Module
@@ -50,7 +50,7 @@ def drafting_steps(
     Args:
         head: the feature head.
         source: the target's features, embedding and output head.
-        batch: `Rows.batch`, with the target's states unless ``source`` computes them.
+        batch: `TokenDataset.batch`, with the target's states unless ``source`` computes them.
         steps: drafting steps; step s drafts token s + 1 of a draft.
         noise: width of the uniform noise on the features, to be scaled by 512 / length.
     """
@@ -169,14 +169,16 @@ class EagleModule(Module):
 
 
 def keep_reference(
-    head: FeatureHead, source: FeatureSource, rows: Rows, steps: int, path: Path, fingerprint: str
+    head: FeatureHead, source: FeatureSource, rows: TokenDataset, steps: int, path: Path, fingerprint: str
 ) -> Array:
     """The reference head's cross-entropies at every token and drafting step, ``[tokens, steps]``, on disk."""
     return cached(path, fingerprint, (len(rows.ids), steps), _reference_parts(head, source, rows, steps))
 
 
 @torch.inference_mode()
-def _reference_parts(head: FeatureHead, source: FeatureSource, rows: Rows, steps: int) -> Iterator[tuple[slice, Array]]:
+def _reference_parts(
+    head: FeatureHead, source: FeatureSource, rows: TokenDataset, steps: int
+) -> Iterator[tuple[slice, Array]]:
     device = next(head.parameters()).device
     source.to(device)
     for examples in EvalBatches(rows, 16, pad_id=0).indices():

@@ -26,7 +26,7 @@ from distill.config.responses import ResponseSettings
 from distill.config.settings import Settings
 from distill.core.files import fingerprint
 from distill.core.run_dir import account_of
-from distill.data.batch_schedule import Rows
+from distill.data.token_dataset import TokenDataset
 from distill.experiments.ablation_table import Measured, write_table
 from distill.generation.response_store import ResponseFile, answered_here, make_jobs
 from distill.pipeline.reuse import adopt, siblings
@@ -137,7 +137,7 @@ class Meter:
     def _texts(self, mode: str, temperature: float, batch_size: int) -> list[Text]:
         """What the target answers to the test prompts."""
         settings, corpus = self.bench.settings, self.bench.corpus
-        rows = Rows.of(corpus.test, settings.evaluation.prompts)
+        rows = TokenDataset.of(corpus.test, settings.evaluation.prompts)
         length = settings.evaluation.max_new_tokens
         how = ResponseSettings(temperature=temperature, max_new_tokens=length, batch_size=batch_size)
         jobs = make_jobs(rows, corpus.test["prompt"][: len(rows)], how, settings.data.max_length)

@@ -31,7 +31,8 @@ from distill.config.settings import Settings, TrainerSettings, TrainingSettings
 from distill.core.files import void, write_safely
 from distill.core.run_dir import RunDir
 from distill.data import load_corpus
-from distill.data.batch_schedule import Rows, Schedule
+from distill.data.batch_schedule import Schedule
+from distill.data.token_dataset import TokenDataset
 from distill.experiments.benchmark_memory import SIDES, Memory, alone, loss_memory
 from distill.experiments.huggingface_trainer import trainer
 from distill.losses.objective import Objective
@@ -85,7 +86,7 @@ class Job:
     """A training that both sides do."""
 
     folder: str
-    rows: Rows
+    rows: TokenDataset
     training: TrainingSettings
     trainer: TrainerSettings
     selection: Selection
@@ -146,7 +147,7 @@ def _prepare(settings: TrainingBenchSettings, folder: Path, threads: int) -> tup
                 for parameter in model.parameters():  # not the draft itself, or there is nothing to rank by
                     parameter.data.mul_(1.01)
             model.save_pretrained(folder / name)
-    rows = Rows.of(corpus.train, settings.reference.examples)
+    rows = TokenDataset.of(corpus.train, settings.reference.examples)
     reference, draft = settings.reference.training, _published(settings)
     plan = plan_draft(plan_reference(reference, len(rows)), draft.k, draft.iso)
     selection = Selection(draft.k, draft.scope, draft.normalisation)
@@ -222,7 +223,7 @@ def _train_here(job: Job) -> dict[str, Any]:
         draft.train(), job.training, job.steps, target=target, objective=Objective(selection=job.selection),
         seed=job.seed, log_every=job.trainer.log_every,
     )  # fmt: skip
-    few = Rows(rows.ids, rows.labels, rows.offsets[:5], rows.label_offsets[:5], rows.signals)
+    few = TokenDataset(rows.ids, rows.labels, rows.offsets[:5], rows.label_offsets[:5], rows.signals)
     clock = _Clock(module)
     data = Segments(rows, few, _schedule(job), job.steps, job.steps, 0)
     fit(module, data, job.trainer, folder / "work", name="bench", console=Console(quiet=True), callbacks=(clock,))

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 
 from decode.models import machine
 from distill.config.settings import TrainingSettings
-from distill.data.batch_schedule import Rows, Schedule
-from distill.losses.rows import IGNORE
+from distill.data.batch_schedule import Schedule
+from distill.data.token_dataset import TokenDataset
+from distill.data.tokenize import IGNORE
 from distill.losses.token_selection import share
 from distill.models.optim import make_optimizer, make_schedule
 
@@ -29,7 +30,7 @@ from distill.models.optim import make_optimizer, make_schedule
 class Examples(Dataset[dict[str, list[int]]]):
     """The examples of a schedule's steps, one after the other."""
 
-    def __init__(self, rows: Rows, schedule: Schedule, steps: int) -> None:
+    def __init__(self, rows: TokenDataset, schedule: Schedule, steps: int) -> None:
         self.rows = rows
         self.order = [int(i) for step in range(steps) for i in schedule.batch(step)]
 
@@ -124,7 +125,7 @@ def trainer(
     draft: PreTrainedModel,
     target: PreTrainedModel,
     reference: PreTrainedModel,
-    rows: Rows,
+    rows: TokenDataset,
     schedule: Schedule,
     training: TrainingSettings,
     steps: int,

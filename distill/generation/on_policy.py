@@ -20,7 +20,8 @@ from decode.core.errors import UserError
 from decode.core.sampling import Warp
 from distill.config.responses import ResponseSettings
 from distill.core import ranks
-from distill.data.batch_schedule import Picks, Rows, Schedule
+from distill.data.batch_schedule import Schedule
+from distill.data.token_dataset import Picks, TokenDataset
 from distill.generation.batched import answer, chance
 from distill.generation.response_store import response_rows
 
@@ -46,18 +47,18 @@ class OnPolicy:
     """
 
     draft: PreTrainedModel
-    prompts: Rows
+    prompts: TokenDataset
     schedule: Schedule
     steps: int
     settings: ResponseSettings
     seed: int
     limit: int
     stop_ids: Collection[int]
-    add_signals: Callable[[Rows], None]
+    add_signals: Callable[[TokenDataset], None]
     label_tokens: int = 0
     _window: int = -1
     _texts: list[list[list[int]]] = field(default_factory=list)  # by rank
-    _rows: list[Rows] = field(default_factory=list)  # by rank, made from the texts
+    _rows: list[TokenDataset] = field(default_factory=list)  # by rank, made from the texts
 
     def __call__(self, step: int, picks: Picks) -> Picks:
         """The examples of a step, those that are the draft's replaced by what it wrote for their prompts."""
@@ -134,7 +135,7 @@ class OnPolicy:
         warp = Warp(self.settings.temperature, top_p=self.settings.top_p)
         return answer(self.draft, prompts, budgets, uniforms, warp, self.stop_ids)
 
-    def _make_rows(self, places: list[list[Place]]) -> list[Rows]:
+    def _make_rows(self, places: list[list[Place]]) -> list[TokenDataset]:
         """Rows of every rank's texts; signals for this one's."""
         made = []
         for own, texts in zip(places, self._texts):

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decode.core.sampling import Warp
 from distill.config.responses import ResponseSettings
 from distill.core.files import void, write_json, write_safely
-from distill.data.batch_schedule import Rows
+from distill.data.token_dataset import TokenDataset
 from distill.data.tokenize import IGNORE, encode_continuations, end_token
 from distill.generation.batched import answer, chance
 
@@ -136,7 +136,7 @@ def _parse(line: bytes) -> Response | None:
 # -- prompts ----------------------------------------------------------------------------------------------------------
 
 
-def make_jobs(rows: Rows, texts: Sequence[str], settings: ResponseSettings, limit: int) -> list[Job]:
+def make_jobs(rows: TokenDataset, texts: Sequence[str], settings: ResponseSettings, limit: int) -> list[Job]:
     """The prompts of a split: what comes before the first label, or a quarter of a block of plain text.
 
     Args:
@@ -182,7 +182,9 @@ def batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def response_rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], ends: Collection[int]) -> Rows:
+def response_rows(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], ends: Collection[int]
+) -> TokenDataset:
     """Examples whose labels are the responses up to their first end-of-text token, which is a label itself.
 
     Args:
@@ -194,7 +196,7 @@ def response_rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence
         ([*prompt, *response], [IGNORE] * len(prompt) + until_end(response, ends))
         for prompt, response in zip(prompts, responses, strict=True)
     ]
-    return Rows.from_lists([ids for ids, _ in examples], [labels for _, labels in examples])
+    return TokenDataset.from_lists([ids for ids, _ in examples], [labels for _, labels in examples])
 
 
 def until_end(response: Sequence[int], ends: Collection[int]) -> list[int]:

@@ -14,8 +14,6 @@ from torch.nn import functional
 
 from distill.losses.divergences import Divergence, Pair
 
-IGNORE = -100
-
 
 @dataclass
 class TokenLoss:
@@ -63,10 +61,3 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     if not len(labels):
         return logits.sum() * 0.0  # keeps the graph, so that backward and DDP see every parameter
     return functional.cross_entropy(logits.float(), labels)
-
-
-def label_mask(labels: Tensor) -> Tensor:
-    """Positions ``[batch, time]`` (bool) whose next token is a label: where predictions are gathered."""
-    mask = torch.zeros_like(labels, dtype=torch.bool)
-    mask[:, :-1] = labels[:, 1:] != IGNORE
-    return mask

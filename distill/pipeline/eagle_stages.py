@@ -16,7 +16,7 @@ from decode.models.open import load_model, stop_ids
 from distill.config.settings import AdaSpecSettings, ComparisonSettings
 from distill.core.files import fingerprint
 from distill.core.run_dir import StageRecord, account_of
-from distill.data.batch_schedule import Rows
+from distill.data.token_dataset import TokenDataset
 from distill.eagle.features import REFERENCE, STATES, FeatureSource, keep_states
 from distill.eagle.module import EagleModule, keep_reference
 from distill.losses.token_selection import Selection
@@ -75,7 +75,7 @@ def initial(context: StageContext, key: str) -> StageResult:
     return HeadResult(StageRecord(key, parameters=parameters), tokenizer=context.corpus.tokenizer, head=head)
 
 
-def frequent(rows: Rows, count: int, vocab: int) -> torch.Tensor:
+def frequent(rows: TokenDataset, count: int, vocab: int) -> torch.Tensor:
     """The most frequent label tokens, ascending; ties and tokens that never occur by their ids."""
     counts = np.bincount(rows.labels[rows.labels >= 0], minlength=vocab)
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count]))
@@ -118,7 +118,9 @@ def distil(context: StageContext, stage: str, key: str, adaspec: AdaSpecSettings
     return HeadResult(record, tokenizer=context.corpus.tokenizer, head=head.eval().cpu())
 
 
-def _signals(context: StageContext, head: FeatureHead, *, with_reference: bool) -> tuple[FeatureSource, Rows, Rows]:
+def _signals(
+    context: StageContext, head: FeatureHead, *, with_reference: bool
+) -> tuple[FeatureSource, TokenDataset, TokenDataset]:
     """The target, and train and validation examples with its states and the reference's losses."""
     settings, run = context.settings, context.run
     cached, folder = settings.reference.signal == "hidden", run.work / "signals"

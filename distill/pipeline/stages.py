@@ -28,7 +28,8 @@ from distill.config.settings import (
 )
 from distill.core.run_dir import RunDir, StageRecord, account_of
 from distill.data import Corpus, load_corpus
-from distill.data.batch_schedule import Rows, Schedule
+from distill.data.batch_schedule import Schedule
+from distill.data.token_dataset import TokenDataset
 from distill.generation.on_policy import OnPolicy
 from distill.losses.objective import Objective, objective_of
 from distill.models.layer_pruning import cut, kept_layers
@@ -96,14 +97,14 @@ class StageContext:
         return corpus
 
     @cached_property
-    def validation(self) -> Rows:
+    def validation(self) -> TokenDataset:
         """The examples by which checkpoints are compared."""
-        return Rows.of(self.corpus.validation, self.settings.trainer.validation_examples)
+        return TokenDataset.of(self.corpus.validation, self.settings.trainer.validation_examples)
 
     @cached_property
-    def examples(self) -> Rows:
+    def examples(self) -> TokenDataset:
         """The examples for distillation."""
-        return Rows.of(self.corpus.train, self.settings.reference.examples)
+        return TokenDataset.of(self.corpus.train, self.settings.reference.examples)
 
     @property
     def pad_id(self) -> int:
@@ -154,7 +155,7 @@ class StageContext:
             record = StageRecord(key, parameters=parameters)
             return StageResult(record, ready(model, self.corpus.tokenizer), self.corpus.tokenizer)
         adapted = with_adapter(model, settings.lora, self.settings.seed) if settings.kind == "lora" else None
-        rows = Rows.of(self.corpus.train)
+        rows = TokenDataset.of(self.corpus.train)
         module = CausalLMModule(
             model,
             settings.training,
@@ -239,8 +240,8 @@ class StageContext:
         stage: str,
         key: str,
         module: Module,
-        train: Rows,
-        validation: Rows,
+        train: TokenDataset,
+        validation: TokenDataset,
         schedule: Schedule,
         plan: Plan,
         training: TrainingSettings,
@@ -279,7 +280,7 @@ class StageContext:
         """The seed of a draft's training: of the order of examples, and of what it writes itself."""
         return self.settings.seed if draft is None or draft.seed is None else draft.seed
 
-    def schedule(self, rows: Rows, plan: Plan, training: TrainingSettings, seed: int) -> Schedule:
+    def schedule(self, rows: TokenDataset, plan: Plan, training: TrainingSettings, seed: int) -> Schedule:
         """Which examples make which step."""
         return Schedule(rows.lengths, plan.batch_size, training.length_bucket, seed)
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from distill.config.drafts import Iso
 from distill.config.models import TrainingSettings
 from distill.core.run_dir import Account
-from distill.data.batch_schedule import Rows, Schedule
+from distill.data.batch_schedule import Schedule
+from distill.data.token_dataset import TokenDataset
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def plan_draft(reference: Plan, k: float, iso: Iso) -> Plan:
     return Plan(max(1, round(reference.steps * reference.batch_size / batch_size)), batch_size)
 
 
-def label_tokens(plan: Plan, rows: Rows, schedule: Schedule) -> int:
+def label_tokens(plan: Plan, rows: TokenDataset, schedule: Schedule) -> int:
     """Label tokens of a training whose examples are known beforehand."""
     return sum(rows.labels_of(schedule.batch(step)) for step in range(plan.steps))
 

@@ -13,7 +13,8 @@ from decode.core.errors import UserError
 from decode.models.open import load_model, stop_ids
 from distill.core import ranks
 from distill.core.files import fingerprint
-from distill.data.batch_schedule import Rows, Schedule
+from distill.data.batch_schedule import Schedule
+from distill.data.token_dataset import TokenDataset
 from distill.generation.on_policy import OnPolicy
 from distill.generation.openai_client import answered_by_server
 from distill.generation.response_store import Answer, ResponseFile, answered_here, make_jobs, response_rows
@@ -40,10 +41,10 @@ class DistillData:
     """
 
     target: Target
-    train: Rows
-    validation: Rows
+    train: TokenDataset
+    validation: TokenDataset
     ends: set[int]
-    add_signals: Callable[[Rows], None]
+    add_signals: Callable[[TokenDataset], None]
     share: float = 0.0
 
     def on_policy(
@@ -105,7 +106,7 @@ def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> 
     if not share:  # the models leave memory here: nothing will be asked of them again
         return DistillData(target, train, validation, ends, _unchanged)
 
-    def add_signals(rows: Rows) -> None:
+    def add_signals(rows: TokenDataset) -> None:
         if signal.kind != "recompute":
             rows.signals[signal.name] = signals.target_signal_now(model, signal, rows)
         if reference is not None:
@@ -114,7 +115,7 @@ def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> 
     return DistillData(target, train, validation, ends, add_signals, share)
 
 
-def _unchanged(_: Rows) -> None:
+def _unchanged(_: TokenDataset) -> None:
     """No signals: no texts are written on the way."""
 
 
@@ -124,7 +125,9 @@ def _signal(context: StageContext, model: PreTrainedModel) -> TargetSignal:
     return TargetSignal.of(context.settings.reference, min(int(draft), Head(model).vocab))
 
 
-def _check_room(context: StageContext, target: PreTrainedModel, signal: TargetSignal, fixed: dict[str, Rows]) -> None:
+def _check_room(
+    context: StageContext, target: PreTrainedModel, signal: TargetSignal, fixed: dict[str, TokenDataset]
+) -> None:
     """Tells the signal's size before it is made.
 
     Raises:
@@ -147,7 +150,9 @@ def _check_room(context: StageContext, target: PreTrainedModel, signal: TargetSi
     context.console.print(f"  the target's signal ({signal.kind}): {told} for {tokens:,} label tokens", highlight=False)
 
 
-def fixed_texts(context: StageContext, target: PreTrainedModel, ends: set[int]) -> tuple[Rows, Rows, str]:
+def fixed_texts(
+    context: StageContext, target: PreTrainedModel, ends: set[int]
+) -> tuple[TokenDataset, TokenDataset, str]:
     """Train and validation examples, with the data set's responses or the target's; and their fingerprint."""
     settings, corpus = context.settings.reference, context.corpus
     record = context.run.record("target")
@@ -172,8 +177,13 @@ def fixed_texts(context: StageContext, target: PreTrainedModel, ends: set[int]) 
 
 
 def _answered(
-    context: StageContext, target: PreTrainedModel, ends: set[int], split: str, rows: Rows, made_from: dict[str, Any]
-) -> Rows:
+    context: StageContext,
+    target: PreTrainedModel,
+    ends: set[int],
+    split: str,
+    rows: TokenDataset,
+    made_from: dict[str, Any],
+) -> TokenDataset:
     """The split's prompts with the target's responses; the first process has them written, the others wait."""
     settings, tokenizer = context.settings.reference.responses, context.corpus.tokenizer
     prompts = getattr(context.corpus, split)["prompt"][: len(rows)]
@@ -200,6 +210,6 @@ def _answered(
     return response_rows([job.ids for job in jobs], [file.found[job.example].ids for job in jobs], ends)
 
 
-def bare(rows: Rows) -> Rows:
+def bare(rows: TokenDataset) -> TokenDataset:
     """The same examples without cached signals."""
-    return Rows(rows.ids, rows.labels, rows.offsets, rows.label_offsets)
+    return TokenDataset(rows.ids, rows.labels, rows.offsets, rows.label_offsets)

@@ -29,10 +29,10 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from distill.core import ranks
 from distill.core.files import checksum, write_json
-from distill.data.batch_schedule import EvalBatches, Rows
+from distill.data.batch_schedule import EvalBatches
+from distill.data.token_dataset import TokenDataset, label_mask
 from distill.losses.chunked_kl import Task, fused_loss
 from distill.losses.divergences import Divergence
-from distill.losses.rows import label_mask
 from distill.models.loading import Head, last_hidden
 from distill.teacher.teacher import Target, TargetSignal
 
@@ -89,7 +89,12 @@ def signal_bytes(target: PreTrainedModel, signal: TargetSignal, tokens: int) -> 
 
 
 def target_signal(
-    target: PreTrainedModel, signal: TargetSignal, rows: Rows, path: Path, fingerprint: str, batch_size: int = 16
+    target: PreTrainedModel,
+    signal: TargetSignal,
+    rows: TokenDataset,
+    path: Path,
+    fingerprint: str,
+    batch_size: int = 16,
 ) -> Array:
     """What is kept of the target where a label is predicted, ``[label tokens, ...]`` as `TargetSignal.layout` says."""
     shape, dtype = signal.layout(Head(target))
@@ -109,7 +114,7 @@ def mean_tail(values: Array, block: int = 1 << 16) -> float:
 def reference_loss(
     reference: PreTrainedModel,
     target: Target,
-    rows: Rows,
+    rows: TokenDataset,
     path: Path,
     fingerprint: str,
     divergence: Divergence | None = None,
@@ -120,14 +125,14 @@ def reference_loss(
     return cached(path, fingerprint, (rows.label_count,), parts)
 
 
-def target_signal_now(target: PreTrainedModel, signal: TargetSignal, rows: Rows, batch_size: int = 16) -> Array:
+def target_signal_now(target: PreTrainedModel, signal: TargetSignal, rows: TokenDataset, batch_size: int = 16) -> Array:
     """As `target_signal`, in memory: for texts that are used for a while only."""
     shape, dtype = signal.layout(Head(target))
     return _collected((rows.label_count, *shape), _target_parts(target, signal, rows, batch_size), dtype)
 
 
 def reference_loss_now(
-    reference: PreTrainedModel, target: Target, rows: Rows, divergence: Divergence, batch_size: int = 16
+    reference: PreTrainedModel, target: Target, rows: TokenDataset, divergence: Divergence, batch_size: int = 16
 ) -> Array:
     """As `reference_loss`, in memory; the target's signal is taken from the rows where it is kept."""
     return _collected((rows.label_count,), _loss_parts(reference, target, rows, divergence, batch_size))
@@ -142,7 +147,7 @@ def _collected(shape: tuple[int, ...], parts: Iterator[tuple[slice, Array]], dty
 
 @torch.inference_mode()
 def _target_parts(
-    target: PreTrainedModel, signal: TargetSignal, rows: Rows, batch_size: int
+    target: PreTrainedModel, signal: TargetSignal, rows: TokenDataset, batch_size: int
 ) -> Iterator[tuple[slice, Array]]:
     target.eval()
     head, batches = Head(target), EvalBatches(rows, batch_size, pad_id=0)
@@ -156,7 +161,7 @@ def _target_parts(
 
 @torch.inference_mode()
 def _loss_parts(
-    reference: PreTrainedModel, target: Target, rows: Rows, divergence: Divergence, batch_size: int
+    reference: PreTrainedModel, target: Target, rows: TokenDataset, divergence: Divergence, batch_size: int
 ) -> Iterator[tuple[slice, Array]]:
     reference.eval()
     head, device = Head(reference), reference.device
@@ -178,7 +183,7 @@ def _check(values: Tensor, what: str, examples: NDArray[np.int64]) -> None:
         )
 
 
-def _scatter(rows: Rows, examples: NDArray[np.int64], values: Array) -> Iterator[tuple[slice, Array]]:
+def _scatter(rows: TokenDataset, examples: NDArray[np.int64], values: Array) -> Iterator[tuple[slice, Array]]:
     """Values of a batch's label rows, example by example, with the places where they belong."""
     start = 0
     for example in examples:

@@ -16,8 +16,7 @@ from decode.core.errors import UserError
 from decode.models.eagle.head import FeatureHead
 from distill.config.settings import TrainingSettings
 from distill.core import ranks
-from distill.data.batch_schedule import Batch
-from distill.losses.rows import label_mask
+from distill.data.token_dataset import Batch, label_mask
 from distill.models.loading import Head, last_hidden
 from distill.models.optim import make_optimizer, make_schedule
 from distill.training.distributed import Fsdp, shard

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from distill.config.settings import TrainingSettings
-from distill.data.batch_schedule import Batch
+from distill.data.step import Step
+from distill.data.token_dataset import Batch
 from distill.losses.chunked_kl import LossRows, Task, can_fuse, fused_loss, plain_loss
 from distill.losses.objective import Objective
 from distill.losses.rows import next_token_loss
-from distill.losses.token_selection import Selection
+from distill.losses.token_selection import Selection, top_share
 from distill.models.layerskip import LayerSkip
 from distill.teacher.teacher import Target
 from distill.training.base_module import Module
-from distill.training.step import Step
 
 
 class CausalLMModule(Module):
@@ -110,14 +111,15 @@ class DistillModule(Module):
         assert selection is not None
         if selection.scope != "global":
             return task
+        select = partial(top_share, k=selection.k)
         if step.micros == 1:
             reference, sequence = batch["reference_loss"], mask.nonzero()[:, 0]
-            return replace(task, choose=lambda values: step.choose([values - reference], [sequence], selection.k)[0])
+            return replace(task, choose=lambda values: step.choose([values - reference], [sequence], select)[0])
         if step.micro == 0:
             deltas = [
                 self._deltas(self.transfer_batch_to_device(part, self.device, 0), objective) for part in step.ahead
             ]
-            self._chosen = step.choose([d for d, _ in deltas], [sequence for _, sequence in deltas], selection.k)
+            self._chosen = step.choose([d for d, _ in deltas], [sequence for _, sequence in deltas], select)
         return replace(task, choose=lambda values: self._chosen[step.micro])
 
     @torch.no_grad()

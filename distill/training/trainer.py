@@ -27,7 +27,8 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from distill.config.settings import TrainerSettings
 from distill.core import ranks
-from distill.data.batch_schedule import EvalBatches, Rows, Schedule, TrainBatches
+from distill.data.batch_schedule import EvalBatches, Schedule, TrainBatches
+from distill.data.token_dataset import TokenDataset
 from distill.generation.on_policy import OnPolicy
 from distill.models.loading import checkpoint_layers
 from distill.training.base_module import Module
@@ -39,8 +40,8 @@ from distill.training.distributed import Fsdp
 class Segments(L.LightningDataModule):
     """Train and validation batches; Lightning asks for new train batches at the start of every segment."""
 
-    train: Rows
-    validation: Rows
+    train: TokenDataset
+    validation: TokenDataset
     schedule: Schedule
     steps: int
     segment: int

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from distill.config.settings import TrainingSettings
-from distill.data.batch_schedule import Rows
-from distill.losses.rows import IGNORE
+from distill.data.token_dataset import TokenDataset
+from distill.data.tokenize import IGNORE
 
 TRAINING = TrainingSettings(steps=4, batch_size=2, lr=1e-2)
 
 
-def some_rows(count: int = 6, seed: int = 0) -> Rows:
+def some_rows(count: int = 6, seed: int = 0) -> TokenDataset:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(5, 12, count)
     ids = [rng.integers(2, 48, n).astype(np.int32) for n in lengths]
     labels = [np.where(np.arange(len(row)) < 3, IGNORE, row).astype(np.int32) for row in ids]
     offsets = np.concatenate([[0], lengths.cumsum()])
     label_offsets = np.concatenate([[0], (lengths - 3).cumsum()])
-    return Rows(np.concatenate(ids), np.concatenate(labels), offsets, label_offsets)
+    return TokenDataset(np.concatenate(ids), np.concatenate(labels), offsets, label_offsets)

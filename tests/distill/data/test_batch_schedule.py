@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from distill.data.batch_schedule import EvalBatches, Rows, Schedule, TrainBatches
-from distill.losses.rows import IGNORE, label_mask
+from distill.data.batch_schedule import EvalBatches, Schedule, TrainBatches
+from distill.data.token_dataset import TokenDataset, label_mask
+from distill.data.tokenize import IGNORE
 
 
 def dataset() -> Dataset:
@@ -18,17 +19,17 @@ def dataset() -> Dataset:
 
 
 def test_rows_count_labels_that_can_be_predicted() -> None:
-    rows = Rows.of(dataset())
+    rows = TokenDataset.of(dataset())
     assert len(rows) == 3
     assert rows.lengths.tolist() == [3, 2, 4]
     assert rows.label_offsets.tolist() == [0, 2, 3, 5]  # the first token of a text has nothing to be predicted from
     assert rows.label_count == 5
     assert rows.labels_of(np.array([0, 2, 2])) == 6
-    assert len(Rows.of(dataset(), limit=2)) == 2
+    assert len(TokenDataset.of(dataset(), limit=2)) == 2
 
 
 def test_a_batch_is_padded_on_the_right_and_its_signals_are_in_the_order_of_its_labels() -> None:
-    rows = Rows.of(dataset())
+    rows = TokenDataset.of(dataset())
     rows.signals["value"] = np.arange(5, dtype=np.float32)
     batch = rows.batch(np.array([2, 0]), pad_id=1)
     assert batch["input_ids"].tolist() == [[10, 11, 12, 13], [5, 6, 7, 1]]
@@ -38,7 +39,7 @@ def test_a_batch_is_padded_on_the_right_and_its_signals_are_in_the_order_of_its_
 
 
 def test_all_tokens_labels_the_prompt_but_never_the_padding() -> None:
-    batch = Rows.of(dataset()).batch(np.array([2, 1]), pad_id=1, all_tokens=True)
+    batch = TokenDataset.of(dataset()).batch(np.array([2, 1]), pad_id=1, all_tokens=True)
     assert batch["labels"].tolist() == [[10, 11, 12, 13], [8, 9, IGNORE, IGNORE]]
 
 
@@ -67,7 +68,7 @@ def test_buckets_put_examples_of_like_length_together() -> None:
 
 
 def test_ranks_share_every_batch_without_overlap() -> None:
-    rows = Rows.of(dataset())
+    rows = TokenDataset.of(dataset())
     schedule = Schedule(rows.lengths, batch_size=3, seed=0)
     whole = list(TrainBatches(rows, schedule, 0, 0, 4))
     shares = [list(TrainBatches(rows, schedule, 0, 0, 4, rank, 2)) for rank in range(2)]
@@ -78,7 +79,7 @@ def test_ranks_share_every_batch_without_overlap() -> None:
 
 
 def test_evaluation_sees_every_example_once() -> None:
-    rows = Rows.of(dataset())
+    rows = TokenDataset.of(dataset())
     batches = EvalBatches(rows, batch_size=2, pad_id=0)
     assert sorted(int(i) for part in batches.indices() for i in part) == [0, 1, 2]
     assert len(batches) == len(list(batches)) == 2

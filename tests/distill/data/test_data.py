@@ -11,7 +11,7 @@ from decode.core.errors import UserError
 from decode.prompts.arithmetic import check_solution
 from decode.prompts.presets import PRESETS
 from decode.prompts.suites import load_suite
-from distill.data import IGNORE, DataSettings, collate, load_corpus, prompt_ids, show_example, train_tokenizer
+from distill.data import IGNORE, DataSettings, collate, load_corpus, prompt_part, show_example, train_tokenizer
 from distill.data.sources import load_rows
 
 SPLITS = ("train", "validation", "test")
@@ -64,7 +64,7 @@ def test_arithmetic_needs_neither_files_nor_a_tokenizer(corpus):
         assert corpus.tokenizer.decode(row["input_ids"]) == row["prompt"] + row["response"] + "<|endoftext|>"
         labels = [label for label in row["labels"] if label != IGNORE]
         assert corpus.tokenizer.decode(labels) == row["response"] + "<|endoftext|>"
-        assert prompt_ids(row["input_ids"], row["labels"]) == corpus.tokenizer(row["prompt"])["input_ids"]
+        assert prompt_part(row["input_ids"], row["labels"]) == corpus.tokenizer(row["prompt"])["input_ids"]
         check_solution(row["response"])
 
 

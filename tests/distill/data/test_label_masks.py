@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from decode.core.errors import UserError
-from distill.data import IGNORE, prompt_ids, train_tokenizer
+from distill.data import IGNORE, prompt_part, train_tokenizer
 from distill.data.label_masks import check_masks, render, show
 from distill.data.tokenize import chat_examples, encode_continuations, encode_prompts, pair_examples, text_examples
 
@@ -51,7 +51,7 @@ def test_a_pair_learns_its_response_and_the_end_only(tokenizer):
     (example,) = pair_examples(tokenizer, [("How many?\n", "There are 4.")])
     assert tokenizer.decode(example.input_ids) == "How many?\nThere are 4.<|endoftext|>"
     assert learned(tokenizer, example) == ["There are 4.<|endoftext|>"]
-    assert prompt_ids(example.input_ids, example.labels) == tokenizer("How many?\n")["input_ids"]
+    assert prompt_part(example.input_ids, example.labels) == tokenizer("How many?\n")["input_ids"]
 
 
 def test_the_prompt_keeps_its_ids_where_the_response_would_merge_with_it(tokenizer):
@@ -102,7 +102,7 @@ def test_a_chat_learns_every_assistant_turn_and_nothing_else(chatty):
     text = chatty.decode(example.input_ids)
     assert text.startswith("[system]be kind\n[user]hello\n[assistant]hello to you<|endoftext|>\n[user]how many?")
     assert example.prompt == "[system]be kind\n[user]hello\n[assistant]"
-    assert chatty.decode(prompt_ids(example.input_ids, example.labels)) == example.prompt
+    assert chatty.decode(prompt_part(example.input_ids, example.labels)) == example.prompt
 
 
 def test_a_chat_may_end_with_the_user(chatty):
@@ -150,7 +150,7 @@ def test_plain_text_is_cut_into_blocks_that_are_learned_whole(tokenizer):
     whole = "".join(text + "<|endoftext|>" for text in texts)
     assert whole.startswith(joined)
     assert len(tokenizer(whole)["input_ids"]) - sum(len(b.input_ids) for b in blocks) <= 8
-    assert prompt_ids(blocks[0].input_ids, blocks[0].labels) == blocks[0].input_ids[:4]
+    assert prompt_part(blocks[0].input_ids, blocks[0].labels) == blocks[0].input_ids[:4]
     assert blocks[0].prompt + blocks[0].response == tokenizer.decode(blocks[0].input_ids)
 
 

@@ -33,7 +33,7 @@ from distill.__main__ import FOREIGN
 from distill.config.eagle import EagleSettings
 from distill.config.settings import AdaSpecSettings, ComparisonSettings, Settings
 from distill.core.run_dir import RunDir
-from distill.data.batch_schedule import Rows
+from distill.data.token_dataset import TokenDataset
 from distill.eagle.features import STATES, FeatureSource
 from distill.eagle.module import drafting_steps
 from distill.experiments.ablate import AblateSettings, Meter, ablate
@@ -221,7 +221,7 @@ def test_paths_that_engines_or_people_would_misread_are_refused(tmp_path: Path) 
 
 
 def test_the_reduced_vocabulary_is_the_most_frequent_label_tokens() -> None:
-    rows = Rows.from_lists([[1, 2, 3, 3], [4, 3, 2, 9]], [[-100, 2, 3, 3], [-100, 3, 2, 9]])
+    rows = TokenDataset.from_lists([[1, 2, 3, 3], [4, 3, 2, 9]], [[-100, 2, 3, 3], [-100, 3, 2, 9]])
     assert frequent(rows, 3, 12).tolist() == [2, 3, 9]
     assert frequent(rows, 5, 12).tolist() == [0, 1, 2, 3, 9]  # never seen: the lowest ids
 

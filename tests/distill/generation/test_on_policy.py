@@ -14,20 +14,21 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from distill.config.responses import ResponseSettings
 from distill.config.settings import Settings
-from distill.data.batch_schedule import Picks, Rows, Schedule
+from distill.data.batch_schedule import Schedule
+from distill.data.token_dataset import Picks, TokenDataset
+from distill.data.tokenize import IGNORE
 from distill.generation.on_policy import OnPolicy
-from distill.losses.rows import IGNORE
 
 Tiny = Callable[..., PreTrainedModel]
 
 
-def some_rows(count: int = 10) -> Rows:
+def some_rows(count: int = 10) -> TokenDataset:
     rng = np.random.default_rng(0)
     ids = [rng.integers(2, 48, 3 + i % 4).tolist() for i in range(count)]
-    return Rows.from_lists(ids, [[IGNORE, IGNORE, *row[2:]] for row in ids])
+    return TokenDataset.from_lists(ids, [[IGNORE, IGNORE, *row[2:]] for row in ids])
 
 
-def policy(model: PreTrainedModel, rows: Rows, **settings: Any) -> OnPolicy:
+def policy(model: PreTrainedModel, rows: TokenDataset, **settings: Any) -> OnPolicy:
     chosen: dict[str, Any] = {"source": "draft", "max_new_tokens": 5, "refresh_every": 3, "batch_size": 4}
     schedule = Schedule(rows.lengths, 4, seed=1)
     responses = ResponseSettings(**chosen | settings)

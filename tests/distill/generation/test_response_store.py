@@ -13,6 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decode.core.errors import UserError
 from decode.core.sampling import Warp
 from distill.config.responses import ResponseSettings
+from distill.data.token_dataset import label_mask
+from distill.data.tokenize import IGNORE
 from distill.data.train_tokenizer import train_tokenizer
 from distill.generation.batched import answer, chance
 from distill.generation.response_store import (
@@ -25,7 +27,6 @@ from distill.generation.response_store import (
     response_rows,
     until_end,
 )
-from distill.losses.rows import IGNORE, label_mask
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 
 Tiny = Callable[..., PreTrainedModel]

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from distill.data.token_dataset import label_mask
 from distill.losses.divergences import Divergence
-from distill.losses.rows import label_mask, next_token_loss, token_loss
+from distill.losses.rows import next_token_loss, token_loss
 
 
 def rows(*probabilities: list[float]) -> torch.Tensor:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from distill.config.settings import TrainingSettings
-from distill.data.batch_schedule import Rows, Schedule
+from distill.data.batch_schedule import Schedule
+from distill.data.token_dataset import TokenDataset
 from distill.pipeline.training_budget import Account, Plan, account, label_tokens, plan_draft, plan_reference
 
 
@@ -34,7 +35,7 @@ def test_steps_win_over_epochs_that_are_not_given() -> None:
 
 def test_an_account_counts_what_the_schedule_shows() -> None:
     labels = np.array([2, 3, 4, 5])
-    rows = Rows(
+    rows = TokenDataset(
         np.zeros(18, np.int32), np.zeros(18, np.int32), np.concatenate([[0], (labels + 1).cumsum()]),
         np.concatenate([[0], labels.cumsum()]),
     )  # fmt: skip

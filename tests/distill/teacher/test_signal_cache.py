@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
-from distill.data.batch_schedule import Rows
+from distill.data.token_dataset import TokenDataset, label_mask
+from distill.data.tokenize import IGNORE
 from distill.losses.divergences import Divergence, Pair
-from distill.losses.rows import IGNORE, label_mask, token_loss
+from distill.losses.rows import token_loss
 from distill.models.loading import Head, last_hidden
 from distill.teacher import signal_cache as signals
 from distill.teacher.teacher import Target, TargetSignal
@@ -21,7 +22,7 @@ Tiny = Callable[..., PreTrainedModel]
 
 
 @pytest.fixture
-def rows() -> Rows:
+def rows() -> TokenDataset:
     rng = np.random.default_rng(0)
     lengths = np.array([7, 5, 9, 6])
     ids = rng.integers(2, 48, lengths.sum()).astype(np.int32)
@@ -29,10 +30,10 @@ def rows() -> Rows:
     labels = ids.copy()
     for start in offsets[:-1]:
         labels[start : start + 2] = IGNORE
-    return Rows(ids, labels, offsets, np.concatenate([[0], (lengths - 2).cumsum()]))
+    return TokenDataset(ids, labels, offsets, np.concatenate([[0], (lengths - 2).cumsum()]))
 
 
-def one_by_one(model: PreTrainedModel, rows: Rows) -> torch.Tensor:
+def one_by_one(model: PreTrainedModel, rows: TokenDataset) -> torch.Tensor:
     """Hidden states at label positions, every example alone."""
     parts = []
     for example in range(len(rows)):
@@ -44,7 +45,7 @@ def one_by_one(model: PreTrainedModel, rows: Rows) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def test_hidden_states_are_those_of_every_example_alone(tiny: Tiny, rows: Rows, tmp_path: Path) -> None:
+def test_hidden_states_are_those_of_every_example_alone(tiny: Tiny, rows: TokenDataset, tmp_path: Path) -> None:
     model, signal = tiny("gpt_neox"), TargetSignal("hidden")
     got = signals.target_signal(model, signal, rows, tmp_path / "h.npy", "key", batch_size=3)
     assert got.shape == (rows.label_count, 32)
@@ -52,9 +53,11 @@ def test_hidden_states_are_those_of_every_example_alone(tiny: Tiny, rows: Rows, 
     assert np.allclose(got, one_by_one(model, rows), atol=1e-5)
 
 
-def log_probs_of(model: PreTrainedModel, signal: TargetSignal, rows: Rows, path: Path, log_q: torch.Tensor) -> Any:
+def log_probs_of(
+    model: PreTrainedModel, signal: TargetSignal, rows: TokenDataset, path: Path, log_q: torch.Tensor
+) -> Any:
     """What batches of the kept signal say of all label rows, in the order of the examples."""
-    kept = Rows(rows.ids, rows.labels, rows.offsets, rows.label_offsets)
+    kept = TokenDataset(rows.ids, rows.labels, rows.offsets, rows.label_offsets)
     kept.signals[signal.name] = signals.target_signal(model, signal, rows, path, "key", batch_size=3)
     batch = kept.batch(np.arange(len(rows)), 0)
     target = Target(model, signal).rows(batch, label_mask(batch["labels"]))
@@ -62,7 +65,7 @@ def log_probs_of(model: PreTrainedModel, signal: TargetSignal, rows: Rows, path:
 
 
 def test_hidden_states_in_bfloat16_take_half_the_room_and_are_exact_for_a_model_in_bfloat16(
-    tiny: Tiny, rows: Rows, tmp_path: Path
+    tiny: Tiny, rows: TokenDataset, tmp_path: Path
 ) -> None:
     model = tiny("llama", seed=3, dtype=torch.bfloat16)
     signal, log_q = TargetSignal("hidden", bfloat16=True), torch.zeros(rows.label_count, 48)
@@ -74,7 +77,7 @@ def test_hidden_states_in_bfloat16_take_half_the_room_and_are_exact_for_a_model_
 
 @pytest.mark.parametrize("temperature", [1.0, 1.5])
 def test_top_log_probabilities_are_the_targets_own_and_the_tail_has_the_drafts_shape(
-    tiny: Tiny, rows: Rows, tmp_path: Path, temperature: float
+    tiny: Tiny, rows: TokenDataset, tmp_path: Path, temperature: float
 ) -> None:
     model = tiny("llama", seed=2)
     signal = TargetSignal("topk", k=5, vocab=40, temperature=temperature)
@@ -101,7 +104,7 @@ def test_top_log_probabilities_are_the_targets_own_and_the_tail_has_the_drafts_s
 @pytest.mark.parametrize("vocab", [48, 40])
 @pytest.mark.parametrize("kind", ["log_probs", "topk"])
 def test_keeping_every_id_is_exact(
-    tiny: Tiny, rows: Rows, tmp_path: Path, kind: Any, vocab: int, temperature: float
+    tiny: Tiny, rows: TokenDataset, tmp_path: Path, kind: Any, vocab: int, temperature: float
 ) -> None:
     model, log_q = tiny("llama", seed=2), torch.zeros(rows.label_count, vocab).log_softmax(-1)
     signal = TargetSignal(kind, k=99, vocab=vocab, temperature=temperature)
@@ -112,7 +115,7 @@ def test_keeping_every_id_is_exact(
 
 
 @pytest.mark.parametrize("name", ["forward_kl", "tv"])
-def test_the_references_loss_is_that_of_every_token(tiny: Tiny, rows: Rows, tmp_path: Path, name: str) -> None:
+def test_the_references_loss_is_that_of_every_token(tiny: Tiny, rows: TokenDataset, tmp_path: Path, name: str) -> None:
     target, reference, divergence = tiny("llama"), tiny("llama", seed=9), Divergence(name)  # type: ignore[arg-type]
     got = signals.reference_loss(reference, Target(target), rows, tmp_path / "c.npy", "key", divergence, batch_size=3)
     p, r = (Head(model)(one_by_one(model, rows)) for model in (target, reference))

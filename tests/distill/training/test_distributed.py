@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from tiny_run import run_tiny, tiny_settings
 from decode.core.errors import UserError
 from distill.config.settings import LoraSettings, TrainingSettings
 from distill.core.run_dir import RunDir
-from distill.data.batch_schedule import Batch, Rows, Schedule, TrainBatches
+from distill.data.batch_schedule import Schedule, TrainBatches
+from distill.data.step import Step
+from distill.data.token_dataset import Batch, TokenDataset
+from distill.data.tokenize import IGNORE
 from distill.losses.objective import Objective
-from distill.losses.rows import IGNORE
-from distill.losses.token_selection import Selection
+from distill.losses.token_selection import Selection, top_share
 from distill.teacher.teacher import Target
 from distill.training.distillation import CausalLMModule, DistillModule
-from distill.training.step import Step
 
 HERE = Path(__file__).parents[2] / "support"
 
@@ -93,10 +95,10 @@ def test_only_the_first_process_leaves_files(two: Path) -> None:
 # -- the parts --------------------------------------------------------------------------------------------------------
 
 
-def rows() -> Rows:
+def rows() -> TokenDataset:
     lengths = [4, 6, 3, 5, 7, 4, 5]
     ids = [list(range(2, 2 + n)) for n in lengths]
-    return Rows.from_lists(ids, [[IGNORE, *row[1:]] for row in ids])
+    return TokenDataset.from_lists(ids, [[IGNORE, *row[1:]] for row in ids])
 
 
 @pytest.mark.parametrize(("world", "micros"), [(1, 1), (2, 1), (1, 3), (2, 2)])
@@ -125,7 +127,7 @@ def test_the_choice_among_micro_batches_is_the_one_among_the_whole_step() -> Non
     values = [torch.randint(0, 4, (n,), generator=generator).float() for n in counts]  # many ties
     whole = Step(np.array([counts]))
     sequence = torch.repeat_interleave(torch.arange(6), torch.tensor(counts))
-    wanted = whole.choose([torch.cat(values)], [sequence], 0.3)[0]
+    wanted = whole.choose([torch.cat(values)], [sequence], partial(top_share, k=0.3))[0]
     assert len(wanted) == Selection(0.3, "global").count(np.array([counts])) == 8
     parts = [list(range(6))[m::2] for m in range(2)]
     table = np.array([[counts[i] for i in part] for part in parts])
@@ -133,7 +135,7 @@ def test_the_choice_among_micro_batches_is_the_one_among_the_whole_step() -> Non
     chosen = split.choose(
         [torch.cat([values[i] for i in part]) for part in parts],
         [torch.repeat_interleave(torch.arange(3), torch.tensor([counts[i] for i in part])) for part in parts],
-        0.3,
+        partial(top_share, k=0.3),
     )
     starts = np.concatenate([[0], np.cumsum(counts)])
     place = [torch.cat([torch.arange(starts[i], starts[i + 1]) for i in part]) for part in parts]

@@ -12,8 +12,10 @@ from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.models.structure import decoder_layers
+from distill.data.token_dataset import label_mask
+from distill.data.tokenize import IGNORE
 from distill.losses.objective import Objective
-from distill.losses.rows import IGNORE, label_mask, token_loss
+from distill.losses.rows import token_loss
 from distill.losses.token_selection import Selection
 from distill.models.loading import Head, check_head, checkpoint_layers, last_hidden
 from distill.teacher.teacher import Target, TargetSignal

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from distill.config.settings import TrainerSettings
-from distill.data.batch_schedule import Rows, Schedule
+from distill.data.batch_schedule import Schedule
+from distill.data.token_dataset import TokenDataset
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
 from distill.teacher import signal_cache as signals
@@ -38,7 +39,7 @@ class Poison(Callback):
             next(pl_module.parameters()).data.fill_(torch.nan)
 
 
-def train(module: Any, rows: Rows, folder: Path, *callbacks: Callback, precision: str = "32-true") -> Schedule:
+def train(module: Any, rows: TokenDataset, folder: Path, *callbacks: Callback, precision: str = "32-true") -> Schedule:
     schedule = Schedule(rows.lengths, 2)
     data = Segments(rows, some_rows(2), schedule, steps=9, segment=3, pad_id=0)
     settings = TrainerSettings(accelerator="cpu", precision=precision)

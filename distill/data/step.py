@@ -6,7 +6,7 @@ the numbers of label tokens are known everywhere without asking; only ΔL has to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-
-from distill.losses.token_selection import top_share
 
 LONGEST = 1 << 24
 """Label tokens of an example, at most."""
@@ -75,13 +73,15 @@ class Step:
         place = self.rank + self.world * (micro + self.micros * sequence)
         return place * LONGEST + offset
 
-    def choose(self, deltas: Sequence[Tensor], sequences: Sequence[Tensor], k: float) -> list[Tensor]:
-        """The ⌈k·n⌉ of the step's n label tokens with the largest ΔL; among equals the first in the step wins.
+    def choose(
+        self, deltas: Sequence[Tensor], sequences: Sequence[Tensor], select: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        """Select among all label tokens of the step by their ΔL, in the step's own order.
 
         Args:
             deltas: ΔL of the label tokens of each of this rank's micro-batches.
             sequences: The examples they belong to.
-            k: Share to be selected.
+            select: Indices of the selected among ΔL ``[n]`` of the whole step (`losses.token_selection.top_share`).
 
         Returns:
             Indices, ascending, for each of the micro-batches.
@@ -89,7 +89,7 @@ class Step:
         own = [self.order(micro, sequence) for micro, sequence in enumerate(sequences)]
         order, delta = self._gathered(torch.cat(own)), self._gathered(torch.cat(list(deltas)))
         sort = order.argsort()
-        chosen = order[sort][top_share(delta[sort], k)]
+        chosen = order[sort][select(delta[sort])]
         return [torch.isin(part, chosen).nonzero()[:, 0] for part in own]
 
     def _gathered(self, values: Tensor) -> Tensor:
