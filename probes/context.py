@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from decode.core.sampling import Warp
 from decode.models.open import stop_ids
-from distill.data.tokenize import prompt_ids
+from distill.data.tokenize import prompt_part
 from distill.pipeline.stages import StageContext
 from probes.features import Features, collect
 from probes.settings import Settings
@@ -68,7 +68,7 @@ def read_prompts(lab: Lab) -> dict[str, list[list[int]]]:
     for split, count in counts.items():
         rows = getattr(corpus, split)
         rows = rows.select(range(min(count, len(rows))))
-        found[split] = [prompt_ids(ids, labels) for ids, labels in zip(rows["input_ids"], rows["labels"])]
+        found[split] = [prompt_part(ids, labels) for ids, labels in zip(rows["input_ids"], rows["labels"])]
         found[split] = [ids for ids in found[split] if ids]
         if not found[split]:
             raise UserError(f"the {split} split has no prompts; plain texts need a longer data.max_length")
