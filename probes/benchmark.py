@@ -10,9 +10,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.options import MethodOptions
 from decode.core.sampling import Warp
-from decode.measure.benchmark import Bench
-from decode.measure.entries import Contender, Entrant
-from decode.measure.session import BenchOptions
+from decode.measure.benchmark import Benchmark
+from decode.measure.entries import BenchEntry
+from decode.measure.session import BenchOptions, Session
 from decode.measure.statistics import Record, median_interval, paired_ratios, plain
 from decode.prompts.suites import Suite
 from probes.predict import HINDSIGHT, Choice
@@ -49,20 +49,10 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Unique in a bench."""
+        """Unique in a benchmark."""
         given = {"exit_layer": "E", "draft_length": "k", "threshold": "γ"}
         parts = [f"{short}{self.options[key]:g}" for key, short in given.items() if self.options.get(key) is not None]
         return " ".join([self.title, *parts])
-
-
-class _Bench(Bench):
-    """A bench that keeps its records, to compare any two rows pair by pair."""
-
-    records: dict[str, Record]
-
-    def _row(self, entrant: Entrant, *rest: Any) -> dict[str, Any]:
-        self.records[entrant.contender.label] = entrant.record
-        return super()._row(entrant, *rest)
 
 
 def confirm(
@@ -89,16 +79,16 @@ def confirm(
     options = BenchOptions(
         max_new_tokens=max_new_tokens, repeats=repeats, seed=seed, warp=warp, threads=threads, costs=False, samples=0
     )
-    bench = _Bench(model, None, tokenizer, options)
-    bench.records = {}
+    benchmark = Benchmark(Session(model, None, tokenizer, options))
     unique = {candidate.name: candidate for candidate in candidates}
-    contenders = [
-        Contender(
+    entries = [
+        BenchEntry(
             c.method, options=MethodOptions(**c.options, probes=probes), temperature=warp.temperature, name=c.name
         )
         for c in unique.values()
     ]
-    rows = bench.run([suite], contenders)
+    rows = benchmark.run([suite], entries)
+    records = {name: record for (_, _, name), record in benchmark.records.items()}
     for row in rows:
         candidate = unique.get(row["name"])
         row["title"] = candidate.title if candidate else row["method"]
@@ -113,17 +103,17 @@ def confirm(
         for title in ("layerskip", "layerskip-untuned")
     )
     for row in rows:
-        _compare(row, "speedup_vs_layerskip", tuned, bench.records, seed)
-        _compare(row, "speedup_vs_untuned", untuned, bench.records, seed)
+        _compare(row, "speedup_vs_layerskip", tuned, records, seed)
+        _compare(row, "speedup_vs_untuned", untuned, records, seed)
         if row["title"] == "layerskip-separate":
             twin = row["name"].replace("layerskip-separate", "layerskip")
-            _compare(row, "speedup_vs_shared", twin, bench.records, seed)
+            _compare(row, "speedup_vs_shared", twin, records, seed)
     return [plain(row) for row in rows]
 
 
 def _compare(row: dict[str, Any], key: str, other: str | None, records: dict[str, Record], seed: int) -> None:
     """Adds the median of the paired ratios to another row's runs, with its interval."""
-    if other in records and records[other].takes and records[row["name"]].takes:
+    if other in records and records[other].texts and records[row["name"]].texts:
         middle, low, high = median_interval(paired_ratios(records[row["name"]], records[other]), seed=seed)
         row[key], row[f"{key}_ci95"] = middle, [low, high]
 

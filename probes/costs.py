@@ -23,7 +23,7 @@ from decode.drafters.acceptance_probe import AcceptanceProbe
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.loop import System, decode
 from decode.measure.cost import CostModel
-from decode.measure.forward_timer import watch_forwards
+from decode.measure.forward_timer import time_forwards
 from decode.methods import build
 from decode.models.machine import synchronize
 from decode.models.partial import Part, PartialRunner
@@ -190,7 +190,7 @@ def _bookkeeping(
     def seconds(system: Any, *, forwards: bool) -> float:
         spent = []
         for i, ids in enumerate(prompts):
-            with watch_forwards(runner) as watch:
+            with time_forwards(runner) as watch:
                 out = decode(
                     Target(runner), system, warp, ids, max_new_tokens=max_new_tokens, rng=TorchRng(i, runner.device)
                 )

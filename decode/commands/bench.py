@@ -32,10 +32,10 @@ from decode.commands.setup import (
 from decode.core.errors import UserError
 from decode.core.files import write_text
 from decode.drafters.corpus_files import join_documents
-from decode.measure.benchmark import Bench, Block
-from decode.measure.entries import Contender, plan, split_spec
-from decode.measure.session import BenchOptions
-from decode.measure.transformers_baselines import NEEDS_DRAFT, PEERS
+from decode.measure.benchmark import Benchmark, Block
+from decode.measure.entries import BenchEntry, plan, split_spec
+from decode.measure.session import BenchOptions, Session
+from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE, smaller_store
 from decode.models.eagle.files import is_head
 from decode.models.foreign import DraftModel
@@ -94,11 +94,12 @@ def run(settings: BenchSettings, models: Models | None = None) -> None:
         allow_code_execution=settings.allow_code_execution,
     )
     models = models or open_models(settings)
-    contenders = plan_contenders(settings, methods, models.drafts)
+    entries = plan_entries(settings, methods, models.drafts)
     options = bench_options(settings, methods, models.tokenizer, folder)
-    bench = Bench(models.target, models.drafts, models.tokenizer, options)
+    session = Session(models.target, models.drafts, models.tokenizer, options)
+    bench = Benchmark(session)
     console.print(
-        f"{bench.threads}. {len(contenders)} contenders, {sum(len(s.prompts) for s in suites)} prompts", soft_wrap=True
+        f"{session.threads}. {len(entries)} entries, {sum(len(s.prompts) for s in suites)} prompts", soft_wrap=True
     )
     work = Checkpoint(folder / "work" / "bench.json", settings)
     try:
@@ -106,7 +107,7 @@ def run(settings: BenchSettings, models: Models | None = None) -> None:
             task = bar.add_task("measuring", total=None)
             bench.run(
                 suites,
-                contenders,
+                entries,
                 lambda done, total, label: bar.update(task, completed=done, total=total, description=label),
                 finished=work.read(),
                 on_block=work.add,
@@ -115,7 +116,7 @@ def run(settings: BenchSettings, models: Models | None = None) -> None:
         tell_agent(bench.rows)
     finally:  # an interrupt keeps what was measured
         if bench.blocks:
-            more = (bench.left_out, bench.vocabularies)
+            more = (session.left_out, session.vocabularies)
             told = {s.name: [s.note, *(notes.get(s.name, "") for notes in more)] for s in suites}
             notes = {name: "; ".join(filter(None, parts)) for name, parts in told.items() if any(parts)}
             files = write_report(bench, settings, folder, notes)
@@ -141,7 +142,7 @@ def choose_methods(settings: BenchSettings) -> list[str]:
         methods = [m for m in METHODS if m in allowed and (has_model or has_head or not needs_draft(m))]
         methods = [m for m in methods if has_head or m not in HEADED]
     if settings.peers:
-        methods += [p for p in PEERS if p not in methods and (has_model or p not in NEEDS_DRAFT)]
+        methods += [p for p in TRANSFORMERS_BASELINES if p not in methods and (has_model or p not in NEEDS_DRAFT)]
     return methods
 
 
@@ -163,7 +164,7 @@ def draft_names(given: Sequence[str]) -> dict[str, str]:
     return named
 
 
-def plan_contenders(settings: BenchSettings, methods: Sequence[str], drafts: dict[str, DraftModel]) -> list[Contender]:
+def plan_entries(settings: BenchSettings, methods: Sequence[str], drafts: dict[str, DraftModel]) -> list[BenchEntry]:
     """All combinations that the settings ask for."""
     return plan(
         methods,

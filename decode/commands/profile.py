@@ -27,8 +27,8 @@ from decode.measure.cost import (
     replayed_speedup,
     verdict,
 )
-from decode.measure.entries import Contender, Entrant
-from decode.measure.session import BenchOptions, Item, Workbench
+from decode.measure.entries import BenchEntry, EntryRun
+from decode.measure.session import BenchOptions, Item, Session
 from decode.measure.statistics import plain
 from decode.models import machine
 
@@ -77,11 +77,11 @@ class Profile:
         return dict(plain(facts))
 
 
-def measure(bench: Workbench, draft: str, items: Sequence[Item], warp: Warp, *, longest: int = LONGEST) -> Profile:
+def measure(session: Session, draft: str, items: Sequence[Item], warp: Warp, *, longest: int = LONGEST) -> Profile:
     """Measure costs and acceptance of a pair, and predict the speedup of every draft length.
 
     Args:
-        bench: target and drafts.
+        session: target and drafts.
         draft: the draft's name there.
         items: prompts; the target answers them, and acceptance is measured on its answers.
         warp: the decoding mode.
@@ -89,17 +89,17 @@ def measure(bench: Workbench, draft: str, items: Sequence[Item], warp: Warp, *, 
     """
     if longest < 1:
         raise UserError(f"longest is {longest}; give a draft length of at least 1")
-    bench.measure_costs(items, [draft], longest=longest)
-    cost = bench.costs[draft]
-    cost.overhead, cost.draft_overhead = measure_overhead(bench, draft, items, warp, cost)
-    texts = [(item.ids + bench.answer(item.ids, warp, seed), len(item.ids)) for seed, item in enumerate(items)]
-    alpha = offline_alpha(bench.model, bench.draft_models[draft], texts, warp)
+    session.measure_costs(items, [draft], longest=longest)
+    cost = session.costs[draft]
+    cost.overhead, cost.draft_overhead = measure_overhead(session, draft, items, warp, cost)
+    texts = [(item.ids + session.answer(item.ids, warp, seed), len(item.ids)) for seed, item in enumerate(items)]
+    alpha = offline_alpha(session.model, session.draft_models[draft], texts, warp)
     if not sum(alpha.counts):
         raise UserError("the target wrote nothing, so α cannot be measured; choose other prompts or more new tokens")
     rows = [predict(k, alpha, cost) for k in range(1, longest + 1)]
     speedups = {row["draft_length"]: row["with_bookkeeping"] for row in rows}
     told = verdict(alpha.mean, cost, speedups)
-    return Profile(cost, alpha, rows, best_length(speedups), told, machine.describe(bench.runner.device))
+    return Profile(cost, alpha, rows, best_length(speedups), told, machine.describe(session.runner.device))
 
 
 def predict(k: int, alpha: OfflineAlpha, cost: CostModel) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def predict(k: int, alpha: OfflineAlpha, cost: CostModel) -> dict[str, Any]:
 
 
 def measure_overhead(
-    bench: Workbench, draft: str, items: Sequence[Item], warp: Warp, cost: CostModel
+    session: Session, draft: str, items: Sequence[Item], warp: Warp, cost: CostModel
 ) -> tuple[float, float]:
     """Bookkeeping beyond that of a plain step: of a speculative round, and of each drafted token.
 
@@ -127,20 +127,20 @@ def measure_overhead(
     Returns:
         Both in one-token target forwards; 0 elsewhere than on the CPU.
     """
-    if bench.runner.device.type != "cpu":
+    if session.runner.device.type != "cpu":
         return 0.0, 0.0
-    entrants = [Entrant(bench, Contender("autoregressive", temperature=warp.temperature))]
+    runs = [EntryRun(session, BenchEntry("autoregressive", temperature=warp.temperature))]
     for k in (2, 8):
         options = MethodOptions(draft_length=k)
-        entrants.append(Entrant(bench, Contender("vanilla", draft, options, temperature=warp.temperature)))
+        runs.append(EntryRun(session, BenchEntry("vanilla", draft, options, temperature=warp.temperature)))
     spent, rounds, drafted = [0.0] * 3, [0] * 3, [0] * 3
     for item in items[:OVERHEAD_PROMPTS]:
-        for i, entrant in enumerate(entrants):
-            take = entrant.take(item.ids, 0, 0, bench.options.max_new_tokens)
-            assert take.trace is not None
-            spent[i] += take.seconds - (take.forward_seconds or 0.0)
-            rounds[i] += take.forwards
-            drafted[i] += sum(take.trace.drafted)
+        for i, run in enumerate(runs):
+            text = run.write(item.ids, 0, 0, session.options.max_new_tokens)
+            assert text.trace is not None
+            spent[i] += text.seconds - (text.forward_seconds or 0.0)
+            rounds[i] += text.forwards
+            drafted[i] += sum(text.trace.drafted)
     plain_step, short, long = (s / max(1, r) / cost.target_seconds for s, r in zip(spent, rounds))
     mean = [d / max(1, r) for d, r in zip(drafted, rounds)]
     slope = max(0.0, (long - short) / (mean[2] - mean[1])) if mean[2] > mean[1] else 0.0
@@ -164,15 +164,15 @@ def run(settings: ProfileSettings) -> None:
         threads=settings.threads,
         compile=settings.compile,
     )
-    bench = Workbench(target, {"draft": draft}, tokenizer, options)
+    session = Session(target, {"draft": draft}, tokenizer, options)
     with Console(stderr=True).status("measuring forwards and acceptance"):
-        items = [item for suite in suites for item in bench.items(suite)]
-        found = measure(bench, "draft", items, warp, longest=settings.longest)
+        items = [item for suite in suites for item in session.items(suite)]
+        found = measure(session, "draft", items, warp, longest=settings.longest)
     if settings.json:
-        print(json.dumps(found.to_dict() | {"threads": bench.threads}, ensure_ascii=False))
+        print(json.dumps(found.to_dict() | {"threads": session.threads}, ensure_ascii=False))
     else:
-        show(found, bench.threads)
-    for name, told in bench.vocabularies.items():
+        show(found, session.threads)
+    for name, told in session.vocabularies.items():
         print(f"{name}: {told}", file=sys.stderr)
 
 

@@ -14,7 +14,7 @@ from decode.core.errors import UserError, unknown
 from decode.core.options import MethodOptions
 from decode.core.sampling import Warp
 from decode.measure.entries import split_spec
-from decode.measure.transformers_baselines import NEEDS_DRAFT, PEERS
+from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS
 from decode.models.compiled import check_compile
 from decode.models.eagle.files import is_head, load_head
@@ -42,7 +42,7 @@ def check_methods(
     """
     for spec in methods:
         method, own = split_spec(spec)
-        _check_name("method", method, [*METHODS, *PEERS])
+        _check_name("method", method, [*METHODS, *TRANSFORMERS_BASELINES])
         if needs_draft(method) and not has_draft:
             raise UserError(f"{method} drafts with a model; give one with --draft (a folder or hub name)")
         if method in PROBED and own.get("probes", settings.probes) is None:

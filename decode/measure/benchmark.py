@@ -24,11 +24,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
-from decode.measure.entries import REFERENCE, Contender, Entrant, with_baselines
-from decode.measure.session import BenchOptions, Item, Workbench
+from decode.measure.entries import REFERENCE, BenchEntry, EntryRun, with_baselines
+from decode.measure.session import BenchOptions, Item, Session
 from decode.measure.statistics import (
     Record,
-    Take,
+    TimedText,
     accuracy,
     analysis,
     by_prompt,
@@ -37,7 +37,7 @@ from decode.measure.statistics import (
     plain,
     speeds,
 )
-from decode.measure.transformers_baselines import PEERS, quiet
+from decode.measure.transformers_baselines import TRANSFORMERS_BASELINES, quiet
 from decode.methods import METHODS
 from decode.models.foreign import DraftModel
 from decode.models.text import Detokenizer, marked
@@ -50,31 +50,38 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass
 class Block:
-    """The results of one suite at one temperature."""
+    """The results of one suite at one temperature.
+
+    Attributes:
+        rows: one an entry, of `COLUMNS`.
+        analysis: for every row acceptance by position, draft lengths, seconds by phase, sample texts.
+        costs: `CostModel.to_dict` by draft, which this block's `predicted_speedup` was computed from; "" is the target.
+        complete: every prompt was measured.
+    """
 
     suite: str
     temperature: float
     rows: list[dict[str, Any]]
     analysis: list[dict[str, Any]]
+    costs: dict[str, dict[str, Any]]
     complete: bool = True
 
 
-class Bench(Workbench):
-    """A workbench with contenders on it.
+class Benchmark:
+    """Measures entries on suites.
+
+    Args:
+        session: the models, and the options of the measurement.
 
     Attributes:
         blocks: results so far; after an interrupt the last one holds the prompts that all methods had finished.
+        records: the timed texts of what was measured here, by suite, temperature and label.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        drafts: Mapping[str, DraftModel] | None,
-        tokenizer: PreTrainedTokenizerBase,
-        options: BenchOptions | None = None,
-    ) -> None:
-        super().__init__(model, drafts, tokenizer, options)
+    def __init__(self, session: Session) -> None:
+        self.session = session
         self.blocks: list[Block] = []
+        self.records: dict[tuple[str, float, str], Record] = {}
         self._scores: dict[tuple[int, str], float] = {}
 
     # -- what callers use ------------------------------------------------------------------------------------------
@@ -82,45 +89,46 @@ class Bench(Workbench):
     def run(
         self,
         suites: Iterable[Suite],
-        contenders: Iterable[Contender],
+        entries: Iterable[BenchEntry],
         progress: Progress | None = None,
         *,
         finished: Iterable[Block] = (),
         on_block: Callable[[Block], None] | None = None,
     ) -> list[dict[str, Any]]:
-        """Measure all contenders on all suites; the baselines are added at every temperature.
+        """Measure all entries on all suites; the baselines are added at every temperature.
 
         Args:
             suites: prompts with their scorers.
-            contenders: in the order of the table.
-            progress: told of every text.
+            entries: in the order of the table.
+            progress: called after every text.
             finished: blocks of an earlier run that need not be measured again.
-            on_block: told of every block that is complete.
+            on_block: called with every block that is complete.
 
         Returns:
             The rows of all blocks.
 
         Raises:
-            UserError: a part is missing, or no prompt fits the context.
+            UserError: a draft or a store is missing, or no prompt fits the context.
             KeyboardInterrupt: passed on after `blocks` has been brought up to date.
         """
-        suites, contenders = list(suites), list(contenders)
-        self._check(contenders)
-        temperatures = list(dict.fromkeys(c.temperature for c in contenders))
-        table = {t: with_baselines([c for c in contenders if c.temperature == t], t) for t in temperatures}
+        suites, entries = list(suites), list(entries)
+        self._check(entries)
+        temperatures = list(dict.fromkeys(c.temperature for c in entries))
+        table = {t: with_baselines([c for c in entries if c.temperature == t], t) for t in temperatures}
         self.blocks = list(finished)
         done = {(block.suite, block.temperature) for block in self.blocks}
-        items = {suite.name: self.items(suite) for suite in suites}
-        if self.options.costs:
-            self.measure_costs(
+        session, options = self.session, self.session.options
+        items = {suite.name: session.items(suite) for suite in suites}
+        if options.costs:
+            session.measure_costs(
                 [item for some in items.values() for item in some],
-                dict.fromkeys(c.draft for c in contenders if c.needs_draft and c.draft is not None),
-                longest=max((c.options.draft_length or 0 for c in contenders), default=0),
-                trees=any(c.method in TREES for c in contenders),
-                repeats=max(1, self.options.cost_turns // 4),
+                dict.fromkeys(c.draft for c in entries if c.needs_draft and c.draft is not None),
+                longest=max((c.options.draft_length or 0 for c in entries), default=0),
+                trees=any(c.method in TREES for c in entries),
+                repeats=max(1, options.cost_turns // 4),
             )
         jobs = [(s, t) for s in suites for t in temperatures if (s.name, t) not in done]
-        total = sum(len(items[s.name]) * len(table[t]) for s, t in jobs) * self.options.repeats
+        total = sum(len(items[s.name]) * len(table[t]) for s, t in jobs) * options.repeats
         count = 0
 
         def tell(label: str) -> None:
@@ -130,15 +138,15 @@ class Bench(Workbench):
                 progress(count, total, label)
 
         for suite, temperature in jobs:
-            entrants = [Entrant(self, contender) for contender in table[temperature]]
+            runs = [EntryRun(session, entry) for entry in table[temperature]]
             try:
                 with quiet():
-                    self._block(items[suite.name], entrants, tell, suite.name)
+                    self._block(items[suite.name], runs, tell, suite.name)
             except KeyboardInterrupt:
-                if any(entrant.record.takes for entrant in entrants):
-                    self.blocks.append(self._report(suite, items[suite.name], entrants, complete=False))
+                if any(run.record.texts for run in runs):
+                    self.blocks.append(self._report(suite, items[suite.name], runs, complete=False))
                 raise
-            self.blocks.append(self._report(suite, items[suite.name], entrants))
+            self.blocks.append(self._report(suite, items[suite.name], runs))
             if on_block is not None:
                 on_block(self.blocks[-1])
         return self.rows
@@ -153,92 +161,96 @@ class Bench(Workbench):
         """For every row: acceptance by position, draft lengths, seconds by phase, sample texts."""
         return [entry for block in self.blocks for entry in block.analysis]
 
-    def _check(self, contenders: Sequence[Contender]) -> None:
-        for c in contenders:
-            if c.needs_draft and c.draft not in self.drafts:
-                wanted = f"no draft named {c.draft!r}" if c.draft else "no draft"
-                raise UserError(f"{c.label} drafts with a model, but there is {wanted}; give one with --draft")
-            if c.method not in PEERS:
-                Entrant(self, c)  # refuses what is missing before anything is measured
+    def _check(self, entries: Sequence[BenchEntry]) -> None:
+        for c in entries:
+            if c.needs_draft and c.draft not in self.session.drafts:
+                missing = f"no draft named {c.draft!r}" if c.draft else "no draft"
+                raise UserError(f"{c.label} drafts with a model, but there is {missing}; give one with --draft")
+            if c.method not in TRANSFORMERS_BASELINES:
+                EntryRun(self.session, c)  # refuses what is missing before anything is measured
 
     # -- measurement -----------------------------------------------------------------------------------------------
 
-    def _block(self, items: Sequence[Item], entrants: list[Entrant], tell: Callable[[str], None], suite: str) -> None:
-        options = self.options
-        for entrant in entrants:
-            self._warm_up(entrant, items[0].ids)
-        running = [e for e in entrants if not e.note]
+    def _block(self, items: Sequence[Item], runs: list[EntryRun], tell: Callable[[str], None], suite: str) -> None:
+        options = self.session.options
+        for run in runs:
+            self._warm_up(run, items[0].ids)
+        running = [e for e in runs if not e.note]
         for i, item in enumerate(items):
-            takes: dict[int, list[Take]] = {id(e): [] for e in running}
+            texts: dict[int, list[TimedText]] = {id(e): [] for e in running}
             for repeat in range(options.repeats):
                 turn = (i * options.repeats + repeat) % len(running)
-                for entrant in running[turn:] + running[:turn]:
+                for run in running[turn:] + running[:turn]:
                     seed = options.seed + 1009 * i + repeat
                     sample = i < options.samples and repeat == 0
-                    take = entrant.take(item.ids, repeat, seed, options.max_new_tokens, sample)
-                    takes[id(entrant)].append(take)
-                    tell(f"{suite} T={entrant.contender.temperature:g} {entrant.contender.label}")
-            for entrant in running:
-                entrant.record.takes.append(takes[id(entrant)])
-            for meter in self.meters.values():  # costs too, under the load that the methods meet
+                    text = run.write(item.ids, repeat, seed, options.max_new_tokens, sample)
+                    texts[id(run)].append(text)
+                    tell(f"{suite} T={run.entry.temperature:g} {run.entry.label}")
+            for run in running:
+                run.record.texts.append(texts[id(run)])
+            for meter in self.session.meters.values():  # costs too, under the load that the methods meet
                 meter.run(1 + options.cost_turns // len(items), seconds=1.0)
 
-    def _warm_up(self, entrant: Entrant, ids: list[int]) -> None:
+    def _warm_up(self, run: EntryRun, ids: list[int]) -> None:
         """A short text, then every verification shape of a fixed length."""
         try:
-            entrant.take(ids, -1, 0, min(24, self.options.max_new_tokens))
+            run.write(ids, -1, 0, min(24, self.session.options.max_new_tokens))
         except UserError:
             raise
         except (ValueError, RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-            if entrant.peer is None:
+            if run.peer is None:
                 raise
-            entrant.note = f"transformers refused: {type(error).__name__}: {str(error).splitlines()[0][:160]}"
+            run.note = f"transformers refused: {type(error).__name__}: {str(error).splitlines()[0][:160]}"
             return
-        if entrant.peer is None and entrant.draft_length and entrant.contender.needs_draft:
+        if run.peer is None and run.draft_length and run.entry.needs_draft:
+            runner = self.session.runner
             with torch.inference_mode():
-                for n in range(1, min(entrant.draft_length + 1, self.runner.limit) + 1):
-                    self.runner.truncate(0)
-                    self.runner.read(torch.zeros(n, dtype=torch.long, device=self.runner.device))
-                self.runner.truncate(0)
+                for n in range(1, min(run.draft_length + 1, runner.limit) + 1):
+                    runner.truncate(0)
+                    runner.read(torch.zeros(n, dtype=torch.long, device=runner.device))
+                runner.truncate(0)
 
     # -- results ---------------------------------------------------------------------------------------------------
 
-    def _report(self, suite: Suite, items: Sequence[Item], entrants: list[Entrant], complete: bool = True) -> Block:
-        self.costs = {name: meter.cost() for name, meter in self.meters.items()}
+    def _report(self, suite: Suite, items: Sequence[Item], runs: list[EntryRun], complete: bool = True) -> Block:
+        session = self.session
+        session.costs = {name: meter.cost() for name, meter in session.meters.items()}
         rows, details = [], []
-        for entrant in entrants:
+        for run in runs:
             where = {
-                "name": entrant.contender.label,
+                "name": run.entry.label,
                 "suite": suite.name,
-                "temperature": entrant.contender.temperature,
+                "temperature": run.entry.temperature,
             }
-            rows.append(plain(where | self._row(entrant, suite, items, _opponents(entrant, entrants))))
-            if entrant.record.takes:
-                prompts = by_prompt(entrant.record, self._marks(entrant.record, suite, items))
-                kept = {"samples": self._samples(entrant, items), "prompts": prompts}
-                details.append(plain(where | analysis(entrant.record) | entrant.learned | kept))
-        return Block(suite.name, entrants[0].contender.temperature, rows, details, complete)
+            self.records[suite.name, run.entry.temperature, run.entry.label] = run.record
+            rows.append(plain(where | self._row(run, suite, items, _opponents(run, runs))))
+            if run.record.texts:
+                prompts = by_prompt(run.record, self._marks(run.record, suite, items))
+                kept = {"samples": self._samples(run, items), "prompts": prompts}
+                details.append(plain(where | analysis(run.record) | run.learned | kept))
+        costs = {name or "": cost.to_dict() for name, cost in session.costs.items()}
+        return Block(suite.name, runs[0].entry.temperature, rows, details, costs, complete)
 
-    def _row(self, entrant: Entrant, suite: Suite, items: Sequence[Item], of: dict[str, Record]) -> dict[str, Any]:
-        contender, record = entrant.contender, entrant.record
+    def _row(self, run: EntryRun, suite: Suite, items: Sequence[Item], of: dict[str, Record]) -> dict[str, Any]:
+        entry, record = run.entry, run.record
         row: dict[str, Any] = dict.fromkeys(COLUMNS)
         row |= {
-            "method": contender.method,
-            "draft": contender.draft if contender.needs_draft else None,
-            "draft_length": entrant.draft_length,
-            "lossless": contender.lossless,
-            "peer": entrant.peer is not None,
-            "note": entrant.note,
-            "prompts": len(record.takes),
-            "repeats": self.options.repeats,
+            "method": entry.method,
+            "draft": entry.draft if entry.needs_draft else None,
+            "draft_length": run.draft_length,
+            "lossless": entry.lossless,
+            "peer": run.peer is not None,
+            "note": run.note,
+            "prompts": len(record.texts),
+            "repeats": self.session.options.repeats,
         }
-        if not record.takes:
+        if not record.texts:
             return row
-        row |= speeds(record, of, self.options.seed)
-        in_turn = contender.needs_draft and contender.method not in TREES  # one draft forward for each token
-        row |= counts(record, self.costs.get(row["draft"]), in_turn)
+        row |= speeds(record, of, self.session.options.seed)
+        in_turn = entry.needs_draft and entry.method not in TREES  # one draft forward for each token
+        row |= counts(record, self.session.costs.get(row["draft"]), in_turn)
         row |= accuracy(self._marks(record, suite, items))
-        if contender.temperature == 0 and REFERENCE in of:
+        if entry.temperature == 0 and REFERENCE in of:
             row["identical_share"] = identical_share(record, of[REFERENCE])
             row["identical_to_target"] = row["identical_share"] == 1.0
         return row
@@ -246,10 +258,10 @@ class Bench(Workbench):
     def _marks(self, record: Record, suite: Suite, items: Sequence[Item]) -> list[float]:
         """The mean score of each prompt's texts; empty where the suite has no scorer."""
         means = []
-        for item, takes in zip(items, record.takes) if suite.score is not None else ():
+        for item, texts in zip(items, record.texts) if suite.score is not None else ():
             marks = []
-            for take in takes:
-                text = self.text(take.new_ids)
+            for written in texts:
+                text = self.session.text(written.new_ids)
                 key = (id(item), text)
                 if key not in self._scores:
                     self._scores[key] = float(suite.score(item.prompt, text))  # type: ignore[misc]
@@ -257,17 +269,17 @@ class Bench(Workbench):
             means.append(statistics.fmean(marks))
         return means
 
-    def _samples(self, entrant: Entrant, items: Sequence[Item]) -> list[dict[str, Any]]:
-        if entrant.peer is not None:
+    def _samples(self, run: EntryRun, items: Sequence[Item]) -> list[dict[str, Any]]:
+        if run.peer is not None:
             return []
-        alone = METHODS[entrant.contender.method][0] == "none"
+        alone = METHODS[run.entry.method][0] == "none"
         return [
             {
                 "prompt": item.prompt.text,
-                "text": self.text(out.new_ids),
-                "tokens": marked(Detokenizer(self.tokenizer), out.new_ids, out.written_by, out.rejected, alone),
+                "text": self.session.text(out.new_ids),
+                "tokens": marked(Detokenizer(self.session.tokenizer), out.new_ids, out.written_by, out.rejected, alone),
             }
-            for item, out in zip(items, entrant.samples)
+            for item, out in zip(items, run.samples)
         ]
 
 
@@ -281,28 +293,28 @@ COLUMNS = (
 """Measured columns; every row has all of them, null where they do not apply."""
 
 
-def _opponents(entrant: Entrant, entrants: Sequence[Entrant]) -> dict[str, Record]:
-    """The records that a row is compared with, by method; of several assistants the one most like this contender."""
-    ours = entrant.contender
-    ran = [e for e in entrants if e.record.takes]
+def _opponents(run: EntryRun, runs: Sequence[EntryRun]) -> dict[str, Record]:
+    """The records that a row is compared with, by method; of several assistants the one most like this entry."""
+    ours = run.entry
+    ran = [e for e in runs if e.record.texts]
 
-    def unlike(e: Entrant) -> tuple[bool, bool]:
-        theirs = e.contender
-        return ours.draft not in (None, theirs.draft), e.draft_length != entrant.draft_length
+    def unlike(e: EntryRun) -> tuple[bool, bool]:
+        theirs = e.entry
+        return ours.draft not in (None, theirs.draft), e.draft_length != run.draft_length
 
-    return {e.contender.method: e.record for e in sorted(ran, key=unlike, reverse=True)}
+    return {e.entry.method: e.record for e in sorted(ran, key=unlike, reverse=True)}
 
 
-def run_bench(
+def run_benchmark(
     target: PreTrainedModel,
     drafts: Mapping[str, DraftModel] | None,
     tokenizer: PreTrainedTokenizerBase,
     suites: Iterable[Suite],
-    contenders: Iterable[Contender],
+    entries: Iterable[BenchEntry],
     options: BenchOptions | None = None,
     progress: Progress | None = None,
-) -> Bench:
-    """Measure once; the result has ``rows``, ``analysis`` and ``costs`` (see `Bench`)."""
-    bench = Bench(target, drafts, tokenizer, options)
-    bench.run(suites, contenders, progress)
-    return bench
+) -> Benchmark:
+    """Open a session and measure once; the result has ``rows`` and ``analysis`` (see `Benchmark`)."""
+    benchmark = Benchmark(Session(target, drafts, tokenizer, options))
+    benchmark.run(suites, entries, progress)
+    return benchmark

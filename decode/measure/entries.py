@@ -1,4 +1,4 @@
-"""What a benchmark compares: contenders, the baselines that every comparison needs, and how a contender runs."""
+"""What a benchmark compares: entries, the baselines that every comparison needs, and how an entry runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from decode.core.options import MethodOptions, Parts
 from decode.core.rng import TorchRng
 from decode.core.target import Target
 from decode.loop import Output, System, decode
-from decode.measure.forward_timer import watch_forwards
-from decode.measure.session import BASELINE, Workbench
-from decode.measure.statistics import Record, Take
-from decode.measure.transformers_baselines import NEEDS_DRAFT, PEERS, Peer
+from decode.measure.forward_timer import time_forwards
+from decode.measure.session import BASELINE, Session
+from decode.measure.statistics import Record, TimedText
+from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES, TransformersBaseline
 from decode.methods import DRAFTED, HEADED, METHODS, SELF_SPECULATIVE, build, is_lossless
 from decode.models.eagle.head import FeatureHead
 from decode.models.foreign import DraftModel
@@ -28,12 +28,12 @@ REFERENCE = "generate"
 
 
 @dataclass(frozen=True)
-class Contender:
+class BenchEntry:
     """One line of the table: a method with its draft, options and temperature.
 
     Attributes:
-        method: a name of `decode.methods.METHODS` or of `decode.measure.transformers_baselines.PEERS`.
-        draft: which of the bench's drafts it uses.
+        method: a name of `decode.methods.METHODS` or of `decode.measure.transformers_baselines.TRANSFORMERS_BASELINES`.
+        draft: which of the session's drafts it uses.
         options: what the method leaves open.
         stop: another stop rule than the method's own.
         rule: another acceptance rule than the method's own.
@@ -62,7 +62,7 @@ class Contender:
     @property
     def lossless(self) -> bool:
         """Whether the output's law is the target's."""
-        return self.method in PEERS or is_lossless(self.method, self.rule)
+        return self.method in TRANSFORMERS_BASELINES or is_lossless(self.method, self.rule)
 
 
 def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
@@ -97,11 +97,11 @@ TYPES: dict[str, type] = {
 """Types of the options that are null where they are left open."""
 
 
-def with_baselines(contenders: list[Contender], temperature: float) -> list[Contender]:
-    """The contenders of one temperature, the baselines first."""
-    given = {c.method: c for c in reversed(contenders)}
-    baselines = [given.get(m, Contender(m, temperature=temperature)) for m in (BASELINE, REFERENCE)]
-    return baselines + [c for c in contenders if c not in baselines]
+def with_baselines(entries: list[BenchEntry], temperature: float) -> list[BenchEntry]:
+    """The entries of one temperature, the baselines first."""
+    given = {c.method: c for c in reversed(entries)}
+    baselines = [given.get(m, BenchEntry(m, temperature=temperature)) for m in (BASELINE, REFERENCE)]
+    return baselines + [c for c in entries if c not in baselines]
 
 
 def plan(
@@ -113,19 +113,19 @@ def plan(
     options: MethodOptions | None = None,
     stop: str | None = None,
     rule: str | None = None,
-) -> list[Contender]:
-    """Contenders for all combinations, with names that tell them apart.
+) -> list[BenchEntry]:
+    """Entries for all combinations, with names that tell them apart.
 
-    Methods may carry options of their own (`split_spec`). Methods of a fixed length get one contender for each of
+    Methods may carry options of their own (`split_spec`). Methods of a fixed length get one entry for each of
     `draft_lengths`; without any, the length that the draft was exported with (``num_assistant_tokens`` of its
     generation config), or the method's own.
     """
-    contenders = []
+    entries = []
     for temperature in temperatures:
         for spec in methods:
             method, own = split_spec(spec)
             base = replace(options or MethodOptions(), **own)
-            probe = Contender(method)
+            probe = BenchEntry(method)
             fitting = [name for name in drafts if suits(method, drafts[name])]
             for draft in fitting if probe.needs_draft and drafts else [None]:
                 fixed = method == "generate-assistant" or (probe.needs_draft and _stop_of(method, stop) == "length")
@@ -139,9 +139,11 @@ def plan(
                         name += f" ({draft})"
                     if fixed and length is None and draft is not None:
                         length = exported_length(drafts[draft])
-                    ours = {} if method in PEERS or method == BASELINE else {"stop": stop, "rule": rule}
-                    contenders.append(
-                        Contender(
+                    ours = (
+                        {} if method in TRANSFORMERS_BASELINES or method == BASELINE else {"stop": stop, "rule": rule}
+                    )
+                    entries.append(
+                        BenchEntry(
                             method,
                             draft,
                             replace(base, draft_length=length),
@@ -150,11 +152,11 @@ def plan(
                             **ours,
                         )
                     )
-    return contenders
+    return entries
 
 
 def _stop_of(method: str, stop: str | None) -> str | None:
-    return None if method in PEERS else stop or METHODS[method][1]
+    return None if method in TRANSFORMERS_BASELINES else stop or METHODS[method][1]
 
 
 def suits(method: str, draft: DraftModel) -> bool:
@@ -171,8 +173,8 @@ def exported_length(draft: DraftModel) -> int | None:
     return int(length) if length else None
 
 
-class Entrant:
-    """A contender put together: one system for each repeat, so that no repeat has learned from another.
+class EntryRun:
+    """A entry put together: one system for each repeat, so that no repeat has learned from another.
 
     Attributes:
         record: its timed texts.
@@ -180,45 +182,45 @@ class Entrant:
         note: why it could not run, if so.
     """
 
-    def __init__(self, bench: Workbench, contender: Contender) -> None:
-        self.contender = contender
-        self.bench = bench
+    def __init__(self, session: Session, entry: BenchEntry) -> None:
+        self.entry = entry
+        self.session = session
         self.record = Record()
         self.samples: list[Output] = []
         self.note = ""
-        self.warp = replace(bench.options.warp, temperature=contender.temperature)
-        self.draft = bench.drafts[contender.draft] if contender.draft is not None else None
-        self.peer: Peer | None = None
+        self.warp = replace(session.options.warp, temperature=entry.temperature)
+        self.draft = session.drafts[entry.draft] if entry.draft is not None else None
+        self.peer: TransformersBaseline | None = None
         self.systems: list[System] = []
-        if contender.method in PEERS:
-            draft = bench.draft_models.get(contender.draft or "")
+        if entry.method in TRANSFORMERS_BASELINES:
+            draft = session.draft_models.get(entry.draft or "")
             assert draft is None or isinstance(draft, PreTrainedModel), "plan leaves all others out"
-            length = contender.options.draft_length
-            self.peer = Peer(contender.method, bench.model, draft, self.warp, bench.stop_ids, length)
+            length = entry.options.draft_length
+            self.peer = TransformersBaseline(entry.method, session.model, draft, self.warp, session.stop_ids, length)
         else:
-            self.systems = [self._build() for _ in range(bench.options.repeats + 1)]  # the last one warms up
+            self.systems = [self._build() for _ in range(session.options.repeats + 1)]  # the last one warms up
 
     def _build(self) -> System:
-        bench, contender = self.bench, self.contender
+        session, entry = self.session, self.entry
         parts = Parts(
-            bench.runner,
+            session.runner,
             self.warp,
-            self.draft if contender.needs_draft else None,
-            bench.tokenizer,
-            bench.options.datastore,
-            bench.options.trigrams,
-            contender.options,
+            self.draft if entry.needs_draft else None,
+            session.tokenizer,
+            session.options.datastore,
+            session.options.trigrams,
+            entry.options,
         )
-        return build(contender.method, parts, stop=contender.stop, rule=contender.rule)
+        return build(entry.method, parts, stop=entry.stop, rule=entry.rule)
 
     @property
     def draft_length(self) -> int | None:
         """The window that drafting starts with, where there is one."""
         if self.peer is not None:
             fixed = {"generate-assistant": 5, "generate-assistant-dynamic": 20, "generate-prompt-lookup": 10}
-            default = fixed.get(self.contender.method)
-            return default if self.contender.method.endswith("dynamic") else self.peer.draft_length or default
-        if self.contender.needs_draft or self.contender.method in {"prompt-lookup"} | SELF_SPECULATIVE:
+            default = fixed.get(self.entry.method)
+            return default if self.entry.method.endswith("dynamic") else self.peer.draft_length or default
+        if self.entry.needs_draft or self.entry.method in {"prompt-lookup"} | SELF_SPECULATIVE:
             return int(self.systems[0].stop.window)
         return None
 
@@ -228,16 +230,16 @@ class Entrant:
         ends = [system.rule.theta for system in self.systems[:-1] if isinstance(system.rule, JensenShannon)]
         return {"verification_threshold": sum(ends) / len(ends)} if ends else {}
 
-    def take(self, ids: list[int], repeat: int, seed: int, budget: int, sample: bool = False) -> Take:
+    def write(self, ids: list[int], repeat: int, seed: int, budget: int, sample: bool = False) -> TimedText:
         """Write one text; repeat -1 warms up."""
-        runner = self.bench.runner
+        runner = self.session.runner
         if self.peer is not None:
             new, seconds, forwards = self.peer.run(ids, min(budget, runner.limit + 1 - len(ids)), seed)
-            return Take(new, seconds, forwards=forwards)
+            return TimedText(new, seconds, forwards=forwards)
         with ExitStack() as stack:
             watch = None
             if runner.device.type == "cpu":  # elsewhere, waiting for each forward would slow the loop down
-                watch = stack.enter_context(watch_forwards(runner, *([self.draft] if self.draft is not None else [])))
+                watch = stack.enter_context(time_forwards(runner, *([self.draft] if self.draft is not None else [])))
             out = decode(
                 Target(runner),
                 self.systems[repeat],
@@ -245,11 +247,11 @@ class Entrant:
                 ids,
                 annotate=sample,
                 max_new_tokens=budget,
-                stop_ids=self.bench.stop_ids,
+                stop_ids=self.session.stop_ids,
                 rng=TorchRng(seed, runner.device),
             )
         if sample:
             self.samples.append(out)
         trace = out.trace
         inside = watch.seconds if watch is not None else None
-        return Take(out.new_ids, trace.total_seconds, trace.prefill_seconds, trace.rounds, inside, trace)
+        return TimedText(out.new_ids, trace.total_seconds, trace.prefill_seconds, trace.rounds, inside, trace)

@@ -13,16 +13,16 @@ from decode.models.huggingface import Runner
 from decode.models.machine import synchronize
 
 
-class Stopwatch:
+class ForwardTimer:
     """Seconds spent inside the forwards of some runners."""
 
     seconds = 0.0
 
 
 @contextmanager
-def watch_forwards(*runners: Runner) -> Iterator[Stopwatch]:
+def time_forwards(*runners: Runner) -> Iterator[ForwardTimer]:
     """Add up the time of all forwards, those of early layers among them; what is left of a round is bookkeeping."""
-    watch = Stopwatch()
+    watch = ForwardTimer()
     different = list({id(r): r for r in runners}.values())
 
     def timed(read: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:

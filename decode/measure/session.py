@@ -79,7 +79,7 @@ class Item:
     ids: list[int]
 
 
-class Workbench:
+class Session:
     """A target and its drafts, opened for measurement on this machine.
 
     Args:

@@ -19,7 +19,7 @@ GIVEN_DRAFT = "generate-assistant"
 
 
 @dataclass
-class Take:
+class TimedText:
     """One text as one method wrote it once.
 
     Attributes:
@@ -52,27 +52,27 @@ class Take:
 
 @dataclass
 class Record:
-    """Everything one method did in one suite at one temperature: ``takes[prompt][repeat]``."""
+    """Everything one method did in one suite at one temperature: ``texts[prompt][repeat]``."""
 
-    takes: list[list[Take]] = field(default_factory=list)
+    texts: list[list[TimedText]] = field(default_factory=list)
 
     def trace(self) -> Trace:
         """All rounds, over prompts and repeats."""
         whole = Trace()
-        for take in (t for takes in self.takes for t in takes):
-            if take.trace is not None:
-                whole.extend(take.trace)
+        for text in (t for texts in self.texts for t in texts):
+            if text.trace is not None:
+                whole.extend(text.trace)
         return whole
 
-    def typical(self) -> list[Take]:
+    def typical(self) -> list[TimedText]:
         """Of each prompt the repeat with the median speed."""
-        return [sorted(takes, key=lambda take: take.speed)[(len(takes) - 1) // 2] for takes in self.takes]
+        return [sorted(texts, key=lambda text: text.speed)[(len(texts) - 1) // 2] for texts in self.texts]
 
     def tokens_per_second(self) -> float:
         """Σ tokens / Σ seconds over the typical repeats: the micro average."""
         chosen = self.typical()
-        seconds = sum(take.seconds for take in chosen)
-        return sum(len(take.new_ids) for take in chosen) / seconds if seconds else math.nan
+        seconds = sum(text.seconds for text in chosen)
+        return sum(len(text.new_ids) for text in chosen) / seconds if seconds else math.nan
 
 
 def median_interval(values: Sequence[float], *, seed: int = 0, level: float = 0.95) -> tuple[float, float, float]:
@@ -94,14 +94,14 @@ def paired_ratios(record: Record, base: Record, speed: str = "speed") -> list[fl
     """For each prompt the median over repeats of this method's speed over the other's, taken side by side."""
     return [
         statistics.median(getattr(a, speed) / getattr(b, speed) for a, b in zip(ours, theirs))
-        for ours, theirs in zip(record.takes, base.takes)
+        for ours, theirs in zip(record.texts, base.texts)
     ]
 
 
 def identical_share(record: Record, reference: Record) -> float:
     """Share of the texts that equal the reference's first text of their prompt, token by token."""
     same = [
-        float(take.new_ids == theirs[0].new_ids) for ours, theirs in zip(record.takes, reference.takes) for take in ours
+        float(text.new_ids == theirs[0].new_ids) for ours, theirs in zip(record.texts, reference.texts) for text in ours
     ]
     return statistics.fmean(same) if same else math.nan
 
@@ -123,15 +123,15 @@ def speeds(record: Record, of: Mapping[str, Record], seed: int) -> dict[str, Any
 
 def counts(record: Record, cost: CostModel | None, drafts_with_model: bool) -> dict[str, Any]:
     """The columns that come from the trace, `predicted_speedup` among them; peers have only block efficiency."""
-    takes = [take for takes in record.takes for take in takes]
-    tokens, forwards = sum(len(t.new_ids) for t in takes), sum(t.forwards for t in takes)
-    if not takes or takes[0].trace is None:
+    texts = [text for texts in record.texts for text in texts]
+    tokens, forwards = sum(len(t.new_ids) for t in texts), sum(t.forwards for t in texts)
+    if not texts or texts[0].trace is None:
         return {"tokens": tokens, "block_efficiency": tokens / forwards if forwards else math.nan}
     trace = record.trace()
     row: dict[str, Any] = trace.metrics()
     row.pop("tokens_per_second")
-    inside = [t.forward_seconds for t in takes if t.forward_seconds is not None]
-    if len(inside) == len(takes) and row["total_seconds"]:
+    inside = [t.forward_seconds for t in texts if t.forward_seconds is not None]
+    if len(inside) == len(texts) and row["total_seconds"]:
         row["bookkeeping_share"] = 1 - sum(inside) / row["total_seconds"]
     drafted = sum(trace.drafted)
     if cost is not None and drafted:
@@ -157,10 +157,10 @@ def accuracy(marks: Sequence[float]) -> dict[str, Any]:
 def by_prompt(record: Record, marks: Sequence[float]) -> list[dict[str, Any]]:
     """What paired comparisons of two methods need: for every prompt its repeats, and the mean score of its texts."""
     rows = []
-    for i, takes in enumerate(record.takes):
-        row: dict[str, Any] = {"tokens": [len(t.new_ids) for t in takes], "seconds": [t.seconds for t in takes]}
-        row |= {"forwards": sum(t.forwards for t in takes), "score": marks[i] if marks else None}
-        traces = [t.trace for t in takes if t.trace is not None]
+    for i, texts in enumerate(record.texts):
+        row: dict[str, Any] = {"tokens": [len(t.new_ids) for t in texts], "seconds": [t.seconds for t in texts]}
+        row |= {"forwards": sum(t.forwards for t in texts), "score": marks[i] if marks else None}
+        traces = [t.trace for t in texts if t.trace is not None]
         if traces:
             row["accepted"] = sum(sum(trace.accepted) for trace in traces)
         rows.append(row)

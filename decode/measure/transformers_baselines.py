@@ -15,7 +15,7 @@ from transformers.utils import logging as hf_logging
 from decode.core.sampling import Warp
 from decode.models.machine import synchronize
 
-PEERS = {
+TRANSFORMERS_BASELINES = {
     "generate": "model.generate",
     "generate-assistant": "generate(assistant_model=…), the fixed draft length of `vanilla`",
     "generate-assistant-dynamic": "generate(assistant_model=…), its defaults: up to 20 tokens, confidence 0.4",
@@ -27,11 +27,11 @@ NEEDS_DRAFT = {"generate-assistant", "generate-assistant-dynamic"}
 
 
 @dataclass
-class Peer:
+class TransformersBaseline:
     """One way of calling ``generate``.
 
     Attributes:
-        name: a key of `PEERS`.
+        name: a key of `TRANSFORMERS_BASELINES`.
         target: the model.
         draft: the assistant, for the methods that take one.
         warp: sampling settings; processors of one's own are not passed on.

@@ -15,7 +15,7 @@ from rich.table import Table
 from decode.commands.settings import BenchSettings
 from decode.core.files import write_text
 from decode.core.trace import FORMULAS
-from decode.measure.benchmark import Bench, Block
+from decode.measure.benchmark import Benchmark, Block
 from decode.models import machine
 from decode.report import plots
 from decode.report.figures import figures, speed, spread
@@ -150,14 +150,15 @@ def _against(row: Row) -> str:
 
 
 def write_report(
-    bench: Bench, settings: BenchSettings, folder: Path, notes: Mapping[str, str] | None = None
+    bench: Benchmark, settings: BenchSettings, folder: Path, notes: Mapping[str, str] | None = None
 ) -> tuple[Path, Path]:
     """Write report.json and the page.
 
     A report.json that ``distill`` wrote keeps all that it holds; ``methods``, ``bench`` and ``machine`` are set. The
     page is report.html, or bench.html where distill's report.html already stands.
     """
-    facts = machine.describe(bench.runner.device) | {"note": bench.threads}
+    session = bench.session
+    facts = machine.describe(session.runner.device) | {"note": session.threads}
     path = folder / "report.json"
     content = _read(path)
     beside = bool(content.keys() - {"methods", "bench", "machine"})
@@ -167,12 +168,16 @@ def write_report(
         "bench": {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "settings": dataclasses.asdict(settings),
-            "costs": {name or "": cost.to_dict() for name, cost in bench.costs.items()},
+            "costs": {name or "": cost.to_dict() for name, cost in session.costs.items()},
+            "blocks": [
+                {"suite": b.suite, "temperature": b.temperature, "complete": b.complete, "costs": b.costs}
+                for b in bench.blocks
+            ],
             "analysis": bench.analysis,
             "notes": dict(notes or {}),
             "parameters": {
                 name: sum(weight.numel() for weight in model.parameters())
-                for name, model in {"": bench.model, **bench.draft_models}.items()
+                for name, model in {"": session.model, **session.draft_models}.items()
             },
         },
     }

@@ -9,7 +9,7 @@ from typing import Any
 from decode.core.options import MethodOptions
 from decode.core.sampling import Warp
 from decode.measure.acceptance_offline import OfflineAlpha, overlap, response_logits
-from decode.measure.entries import Contender
+from decode.measure.entries import BenchEntry
 from decode.models.eagle.files import load_head
 from decode.models.eagle.head import FeatureHead, head_logits
 from distill.evaluation.evaluate import Evaluation, Text
@@ -28,14 +28,14 @@ class HeadEvaluation(Evaluation):
         head = self.models[name]
         return isinstance(head, FeatureHead) and head.draft_ids() is None
 
-    def _contenders(self, profile: dict[str, Any]) -> list[Contender]:
+    def _entries(self, profile: dict[str, Any]) -> list[BenchEntry]:
         """The trained heads' chains as for draft models, and two heads' trees, as deep as the longest chain."""
         settings, names = self.full.eagle, self.run.names
-        drafted = [c for c in super()._contenders(profile) if c.draft != names["initial"]]  # it only costs time
-        chains = [replace(contender, method="eagle") for contender in drafted]
-        depth = max(contender.options.draft_length or 1 for contender in chains)
+        drafted = [c for c in super()._entries(profile) if c.draft != names["initial"]]  # it only costs time
+        chains = [replace(entry, method="eagle") for entry in drafted]
+        depth = max(entry.options.draft_length or 1 for entry in chains)
         trees = [
-            Contender(
+            BenchEntry(
                 "eagle-tree",
                 names[stage],
                 MethodOptions(draft_length=depth, tree_width=width, tree_nodes=nodes),

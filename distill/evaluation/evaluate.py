@@ -18,10 +18,10 @@ from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
 from decode.measure.acceptance_offline import OfflineAlpha, draft_logits, offline_alpha, paired, response_logits
-from decode.measure.benchmark import Bench
+from decode.measure.benchmark import Benchmark
 from decode.measure.cost import CostModel, best_length, break_even, replayed_speedup, verdict
-from decode.measure.entries import Contender
-from decode.measure.session import BenchOptions
+from decode.measure.entries import BenchEntry
+from decode.measure.session import BenchOptions, Session
 from decode.methods import build
 from decode.models import machine
 from decode.models.eagle.head import FeatureHead
@@ -89,7 +89,7 @@ class Evaluation:
             threads=settings.threads,
             samples=2,
         )
-        self.bench = Bench(self.target, self.models, self.tokenizer, options)
+        self.session = Session(self.target, self.models, self.tokenizer, options)
         self.stops = stop_ids(self.target, self.tokenizer)
 
     @property
@@ -130,13 +130,13 @@ class Evaluation:
 
     def _texts(self, temperature: float, count: int) -> list[Text]:
         """What the target writes for the first `count` test prompts."""
-        warp, target = Warp(temperature), Target(self.bench.runner)
-        alone = build("autoregressive", Parts(self.bench.runner, warp))
+        warp, target = Warp(temperature), Target(self.session.runner)
+        alone = build("autoregressive", Parts(self.session.runner, warp))
         texts = []
         name = "greedy texts of the target" if temperature == 0 else f"texts of the target, T = {temperature:g}"
         for i, prompt in enumerate(self._track(self.prompts[:count], name)):
             ids = self.tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
-            room = self.bench.runner.limit - len(ids)
+            room = self.session.runner.limit - len(ids)
             out = decode(
                 target, alone, warp, ids, max_new_tokens=min(self.settings.max_new_tokens, room),
                 stop_ids=self.stops, rng=TorchRng(self.seed + i, self.target.device),
@@ -158,13 +158,13 @@ class Evaluation:
     def _target(self, greedy: list[Text]) -> dict[str, Any]:
         row: dict[str, Any] = {
             "parameters": sum(p.numel() for p in self.target.parameters()),
-            "weight_bytes": self.bench.runner.weight_bytes,
+            "weight_bytes": self.session.runner.weight_bytes,
             "accuracy": None,
             "accuracy_n": None,
         }
         if self.suite.score is not None:
             scored = list(zip(self.prompts, greedy))[: self.settings.accuracy_prompts]
-            marks = [self.suite.score(p, self.bench.text(ids[start:])) for p, (ids, start) in scored]
+            marks = [self.suite.score(p, self.session.text(ids[start:])) for p, (ids, start) in scored]
             row |= {"accuracy": statistics.fmean(marks), "accuracy_n": len(marks)}
         return row
 
@@ -173,7 +173,7 @@ class Evaluation:
         return {
             "name": name,
             "parameters": sum(p.numel() for p in self.models[name].parameters()),
-            "weight_bytes": self.bench.drafts[name].weight_bytes,
+            "weight_bytes": self.session.drafts[name].weight_bytes,
             "offline_alpha": alpha.mean,
             "offline_alpha_se": alpha.se,
             "offline_alpha_greedy": greedy.mean,
@@ -214,9 +214,9 @@ class Evaluation:
 
     def _profile(self, greedy: dict[str, OfflineAlpha]) -> dict[str, Any]:
         """Costs of the pair, and the speedup they predict for every draft length; for other drafts the best length."""
-        items = self.bench.items(self.suite)
-        self.bench.measure_costs(items, [self.best], longest=max(self.settings.draft_lengths))
-        cost: CostModel = self.bench.costs[self.best]
+        items = self.session.items(self.suite)
+        self.session.measure_costs(items, [self.best], longest=max(self.settings.draft_lengths))
+        cost: CostModel = self.session.costs[self.best]
         widest = max(cost.verify_cost)
         predicted = {
             name: {k: replayed_speedup(own.texts, k, cost.cost_ratio, cost.v, cost.overhead) for k in range(1, widest)}
@@ -239,7 +239,7 @@ class Evaluation:
             "verdict": verdict(alpha.mean, cost, speedups),
         }
 
-    def _contenders(self, profile: dict[str, Any]) -> list[Contender]:
+    def _entries(self, profile: dict[str, Any]) -> list[BenchEntry]:
         """The final draft at every length asked for, and every draft at the length predicted best for it.
 
         Of the comparisons AdaSPEC itself is decoded with, where the final draft is a variation of it.
@@ -247,7 +247,7 @@ class Evaluation:
         best = {name: length or 1 for name, length in profile["best_draft_lengths"].items()}
         lengths = sorted({*self.settings.draft_lengths, best[self.best]})
         return [
-            Contender("vanilla", name, MethodOptions(draft_length=k), temperature=t, name=f"{name} {k}")
+            BenchEntry("vanilla", name, MethodOptions(draft_length=k), temperature=t, name=f"{name} {k}")
             for t in self.settings.temperatures
             for name in [*self.run.names.values(), *({PLAIN} & set(self.comparisons))]
             for k in (lengths if name == self.best else [best[name]])
@@ -263,15 +263,16 @@ class Evaluation:
         def progress(done: int, total: int, label: str) -> None:
             self.bar.update(bar, completed=done, total=total, description=f"decoding: {label}")
 
-        self.bench.options.costs = True
-        rows = [self._named(row) for row in self.bench.run([self.suite], self._contenders(profile), progress)]
+        self.session.options.costs = True
+        self.benchmark = Benchmark(self.session)
+        rows = [self._named(row) for row in self.benchmark.run([self.suite], self._entries(profile), progress)]
         decoding = [row | {"draft": row["draft"] or row["name"]} for row in rows]
         greedy = [row for row in rows if row["temperature"] == 0 and row["draft"] and row["speedup"]]
         fastest = {
             draft: max((r for r in greedy if r["draft"] == draft), key=lambda r: r["speedup"])["name"]
             for draft in dict.fromkeys(row["draft"] for row in greedy)
         }
-        details = {e["name"]: e for e in self.bench.analysis if e["temperature"] == 0}
+        details = {e["name"]: e for e in self.benchmark.analysis if e["temperature"] == 0}
         positions = {draft: details[name]["acceptance_by_position"] for draft, name in fastest.items()}
         samples = details[fastest[self.best]]["samples"] if self.best in fastest else []
         if greedy:

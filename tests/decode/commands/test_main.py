@@ -210,13 +210,13 @@ def test_an_interrupted_bench_writes_what_it_measured(folder, tmp_path, capsys, 
     measured = []
 
     class Interrupted(compare.Bench):
-        def run(self, suites, contenders, progress=None, **extra):
+        def run(self, suites, entries, progress=None, **extra):
             def stop(done, total, label):
                 measured.append(label)
                 if done == 5:
                     raise KeyboardInterrupt
 
-            return super().run(suites, contenders, stop, **extra)
+            return super().run(suites, entries, stop, **extra)
 
     monkeypatch.setattr(compare, "Bench", Interrupted)
     argv = [

@@ -13,7 +13,7 @@ from decode.core.errors import UserError
 from decode.core.sampling import Warp
 from decode.measure.acceptance_offline import offline_alpha
 from decode.measure.cost import predicted_speedup
-from decode.measure.session import BenchOptions, Workbench
+from decode.measure.session import BenchOptions, Session
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def models(tiny):
 
 def bench_of(models):
     target, draft = models
-    return Workbench(target, {"small": draft, "self": target}, make_tokenizer(), BenchOptions(24, 1))
+    return Session(target, {"small": draft, "self": target}, make_tokenizer(), BenchOptions(24, 1))
 
 
 def test_alpha_is_measured_on_the_targets_own_texts(models):

@@ -17,10 +17,10 @@ from decode.commands.settings import BenchSettings
 from decode.commands.setup import open_suites
 from decode.core.errors import UserError
 from decode.core.options import MethodOptions
-from decode.measure.benchmark import COLUMNS, Bench, run_bench
-from decode.measure.entries import Contender, Entrant, plan
-from decode.measure.session import BenchOptions
-from decode.measure.statistics import Record, Take, identical_share, median_interval, paired_ratios, plain
+from decode.measure.benchmark import COLUMNS, Benchmark, run_benchmark
+from decode.measure.entries import BenchEntry, EntryRun, plan
+from decode.measure.session import BenchOptions, Session
+from decode.measure.statistics import Record, TimedText, identical_share, median_interval, paired_ratios, plain
 from decode.models.text import encode_prompt
 from decode.report.tables import ratios, table, write_report
 
@@ -48,9 +48,9 @@ def models(tiny):
 @pytest.fixture(scope="module")
 def bench(models):
     target, draft = models
-    contenders = plan(METHODS, {"small": draft}, [0.0, 1.0])
+    entries = plan(METHODS, {"small": draft}, [0.0, 1.0])
     options = BenchOptions(max_new_tokens=24, repeats=2)
-    return run_bench(target, {"small": draft}, make_tokenizer(), [make_suite()], contenders, options)
+    return run_benchmark(target, {"small": draft}, make_tokenizer(), [make_suite()], entries, options)
 
 
 def rows_of(bench, temperature, **wanted):
@@ -137,9 +137,9 @@ def test_the_analysis_adds_up_to_the_rows(bench):
 
 
 def test_costs_are_measured_for_the_target_alone_and_for_each_draft(bench):
-    assert set(bench.costs) == {None, "small"}
-    assert bench.costs[None].cost_ratio == 0
-    assert bench.costs["small"].cost_ratio > 0
+    assert set(bench.session.costs) == {None, "small"}
+    assert bench.session.costs[None].cost_ratio == 0
+    assert bench.session.costs["small"].cost_ratio > 0
 
 
 def test_the_models_generation_configs_survive_the_peers(models, bench):
@@ -154,9 +154,9 @@ def test_texts_have_equal_lengths_when_eos_is_ignored(models):
     with torch.inference_mode():
         fourth = target.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)[0, -1].item()
     target.generation_config.eos_token_id = fourth
-    early = run_bench(target, None, tokenizer, [suite], [Contender("prompt-lookup")], BenchOptions(16, 1))
-    full = run_bench(
-        target, None, tokenizer, [suite], [Contender("prompt-lookup")], BenchOptions(16, 1, ignore_eos=True)
+    early = run_benchmark(target, None, tokenizer, [suite], [BenchEntry("prompt-lookup")], BenchOptions(16, 1))
+    full = run_benchmark(
+        target, None, tokenizer, [suite], [BenchEntry("prompt-lookup")], BenchOptions(16, 1, ignore_eos=True)
     )
     for row in full.rows:
         assert row["tokens"] == 2 * 16
@@ -168,18 +168,18 @@ def test_texts_have_equal_lengths_when_eos_is_ignored(models):
 
 def test_several_drafts_and_lengths_get_names_of_their_own(models):
     target, draft = models
-    contenders = plan(["vanilla", "hf-constant"], {"a": draft, "b": target}, [0.0], draft_lengths=[2, 4])
-    names = [c.label for c in contenders]
+    entries = plan(["vanilla", "hf-constant"], {"a": draft, "b": target}, [0.0], draft_lengths=[2, 4])
+    names = [c.label for c in entries]
     assert names == [
         "vanilla k=2 (a)", "vanilla k=4 (a)", "vanilla k=2 (b)", "vanilla k=4 (b)",
         "hf-constant (a)", "hf-constant (b)",
     ]  # fmt: skip
-    bench = run_bench(
+    bench = run_benchmark(
         target,
         {"a": draft, "b": target},
         make_tokenizer(),
         [make_suite(1)],
-        contenders,
+        entries,
         BenchOptions(12, 1, costs=False),
     )
     efficient = {r["name"]: r["block_efficiency"] for r in bench.rows}
@@ -198,18 +198,18 @@ def test_the_exported_draft_length_is_the_default(models):
 
 def test_a_repeat_knows_nothing_of_what_another_learned(models):
     target, draft = models
-    bench = Bench(target, {"d": draft}, make_tokenizer(), BenchOptions(20, 2))
-    entrant = Entrant(bench, Contender("adasd", "d", temperature=1.0))
-    ids = bench.items(make_suite(1))[0].ids
-    entrant.take(ids, 0, 0, 20)
-    learned = [system.stop.threshold.count for system in entrant.systems]
+    bench = Benchmark(Session(target, {"d": draft}, make_tokenizer(), BenchOptions(20, 2)))
+    run = EntryRun(bench.session, BenchEntry("adasd", "d", temperature=1.0))
+    ids = bench.session.items(make_suite(1))[0].ids
+    run.write(ids, 0, 0, 20)
+    learned = [system.stop.threshold.count for system in run.systems]
     assert learned[0] > 0
     assert learned[1:] == [0, 0]
 
 
 def test_an_interrupt_keeps_the_prompts_that_all_methods_finished(models):
     target, _ = models
-    bench = Bench(target, None, make_tokenizer(), BenchOptions(8, 1, costs=False))
+    bench = Benchmark(Session(target, None, make_tokenizer(), BenchOptions(8, 1, costs=False)))
 
     def progress(done, total, label):
         assert total == 4 * 3
@@ -217,7 +217,7 @@ def test_an_interrupt_keeps_the_prompts_that_all_methods_finished(models):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        bench.run([make_suite(4)], [Contender("prompt-lookup")], progress)
+        bench.run([make_suite(4)], [BenchEntry("prompt-lookup")], progress)
     assert not bench.blocks[-1].complete
     assert [row["prompts"] for row in bench.rows] == [2, 2, 2]
 
@@ -227,20 +227,20 @@ def test_finished_blocks_are_not_measured_again(models, tmp_path):
     settings = BenchSettings(target="somewhere", temperatures=[0.0, 1.0])
     work = Checkpoint(tmp_path / "bench.json", settings)
     assert work.read() == []
-    contenders = plan(["prompt-lookup"], {}, [0.0, 1.0])
+    entries = plan(["prompt-lookup"], {}, [0.0, 1.0])
 
     def stop_at_sampling(done, total, label):
         if "T=1" in label:
             raise KeyboardInterrupt
 
-    first = Bench(target, None, make_tokenizer(), BenchOptions(8, 1, costs=False))
+    first = Benchmark(Session(target, None, make_tokenizer(), BenchOptions(8, 1, costs=False)))
     with pytest.raises(KeyboardInterrupt):
-        first.run([make_suite(2)], contenders, stop_at_sampling, on_block=work.add)
+        first.run([make_suite(2)], entries, stop_at_sampling, on_block=work.add)
 
     again = Checkpoint(tmp_path / "bench.json", settings)
     told = []
-    second = Bench(target, None, make_tokenizer(), BenchOptions(8, 1, costs=False))
-    second.run([make_suite(2)], contenders, lambda *args: told.append(args[2]), finished=again.read())
+    second = Benchmark(Session(target, None, make_tokenizer(), BenchOptions(8, 1, costs=False)))
+    second.run([make_suite(2)], entries, lambda *args: told.append(args[2]), finished=again.read())
     assert told
     assert all("T=1" in label for label in told)
     assert second.rows[:3] == first.rows[:3]
@@ -256,8 +256,8 @@ def test_a_peer_that_refuses_is_a_note_and_not_the_end(tiny, models):
     target, _ = models
     padded = copy.deepcopy(target)
     padded.resize_token_embeddings(288)
-    contenders = [Contender("vanilla", "d"), Contender("generate-assistant", "d")]
-    bench = run_bench(target, {"d": padded}, make_tokenizer(), [make_suite(1)], contenders, BenchOptions(8, 1))
+    entries = [BenchEntry("vanilla", "d"), BenchEntry("generate-assistant", "d")]
+    bench = run_benchmark(target, {"d": padded}, make_tokenizer(), [make_suite(1)], entries, BenchOptions(8, 1))
     ours, theirs = bench.rows[2:]
     assert ours["identical_to_target"]
     assert ours["accepted_per_tested"] == 1
@@ -270,37 +270,41 @@ def test_turns_of_a_chat_follow_the_targets_own_answers(models):
 
     tokenizer = make_tokenizer(chat=True)
     suite = Suite("chat", [Prompt("c/0", "Hello", None, turns=("Hello", "And then?"))], None)
-    bench = Bench(models[0], None, tokenizer, BenchOptions(6, 1, chat=True))
-    first, second = bench.items(suite)
+    session = Session(models[0], None, tokenizer, BenchOptions(6, 1, chat=True))
+    first, second = session.items(suite)
     assert tokenizer.decode(first.ids) == "[user]Hello\n[assistant]"
-    answer = bench.text(bench.answer(first.ids, bench.options.warp))
+    answer = session.text(session.answer(first.ids, session.options.warp))
     assert tokenizer.decode(second.ids).endswith("[user]And then?\n[assistant]")
     assert first.ids == encode_prompt(tokenizer, "Hello", chat=True)
     assert second.ids == encode_prompt(tokenizer, "And then?", chat=True, history=[("Hello", answer)])
 
 
 def test_prompts_that_cannot_fit_are_refused_with_the_numbers(models):
-    bench = Bench(models[0], None, make_tokenizer(), BenchOptions(300, 1))
+    session = Session(models[0], None, make_tokenizer(), BenchOptions(300, 1))
     with pytest.raises(UserError, match=r"context holds 256, 300 new ones"):
-        bench.items(make_suite(2))
-    short = Bench(models[0], None, make_tokenizer(), BenchOptions(200, 1))
+        session.items(make_suite(2))
+    short = Session(models[0], None, make_tokenizer(), BenchOptions(200, 1))
     kept = short.items(make_suite(12))
     assert 0 < len(kept) < 12
     assert short.left_out["toy"].startswith(f"{12 - len(kept)} of 12 prompts do not fit")
 
 
 def test_a_missing_draft_is_refused_before_anything_is_measured(models):
-    bench = Bench(models[0], None, make_tokenizer(), BenchOptions(8, 1))
+    bench = Benchmark(Session(models[0], None, make_tokenizer(), BenchOptions(8, 1)))
     with pytest.raises(UserError, match="there is no draft"):
-        bench.run([make_suite(1)], [Contender("vanilla")], lambda *args: pytest.fail("measured"))
+        bench.run([make_suite(1)], [BenchEntry("vanilla")], lambda *args: pytest.fail("measured"))
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
 def test_ratios_are_paired_by_prompt_and_repeat():
-    ours = Record([[Take([1] * 10, 1.0), Take([1] * 10, 2.0)], [Take([1] * 6, 1.0), Take([1] * 6, 1.0)]])
-    base = Record([[Take([1] * 10, 2.0), Take([1] * 10, 8.0)], [Take([1] * 3, 1.0), Take([1] * 3, 1.0)]])
+    ours = Record(
+        [[TimedText([1] * 10, 1.0), TimedText([1] * 10, 2.0)], [TimedText([1] * 6, 1.0), TimedText([1] * 6, 1.0)]]
+    )
+    base = Record(
+        [[TimedText([1] * 10, 2.0), TimedText([1] * 10, 8.0)], [TimedText([1] * 3, 1.0), TimedText([1] * 3, 1.0)]]
+    )
     assert paired_ratios(ours, base) == [3.0, 2.0]  # median of 2 and 4; lengths do not matter
     assert ours.tokens_per_second() == pytest.approx(16 / 3)  # of each prompt the (lower) median repeat
 
@@ -316,8 +320,8 @@ def test_the_bootstrap_is_seeded_and_brackets_the_median():
 
 
 def test_identity_is_counted_by_text():
-    reference = Record([[Take([1, 2], 1.0)], [Take([3], 1.0)]])
-    assert identical_share(Record([[Take([1, 2], 1.0)], [Take([3, 3], 1.0)]]), reference) == 0.5
+    reference = Record([[TimedText([1, 2], 1.0)], [TimedText([3], 1.0)]])
+    assert identical_share(Record([[TimedText([1, 2], 1.0)], [TimedText([3, 3], 1.0)]]), reference) == 0.5
 
 
 def test_numbers_that_are_not_finite_become_null():
@@ -369,7 +373,7 @@ def test_a_report_of_distill_keeps_what_it_holds(bench, written):
     assert content["drafts"] == [1]
     assert content["methods"] == bench.rows
     assert content["machine"]["threads"] == torch.get_num_threads()
-    assert content["bench"]["costs"]["small"]["cost_ratio"] == bench.costs["small"].cost_ratio
+    assert content["bench"]["costs"]["small"]["cost_ratio"] == bench.session.costs["small"].cost_ratio
 
 
 def test_the_page_holds_every_method_and_needs_nothing_from_outside(bench, written):

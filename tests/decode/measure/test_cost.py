@@ -26,7 +26,7 @@ from decode.measure.cost import (
     tokens_per_round,
     verdict,
 )
-from decode.measure.forward_timer import watch_forwards
+from decode.measure.forward_timer import time_forwards
 from decode.methods import build
 from decode.models.huggingface import open_runner
 
@@ -164,7 +164,7 @@ def test_costs_stay_within_a_short_context(tiny):
 def test_watching_forwards_times_them_and_leaves_the_runner_as_it_was(tiny):
     runner = open_runner(make_pair(tiny)[0])
     before = runner.read
-    with torch.inference_mode(), watch_forwards(runner, runner) as watch:
+    with torch.inference_mode(), time_forwards(runner, runner) as watch:
         runner.read(torch.tensor([1, 2, 3]))
     assert watch.seconds > 0
     assert runner.read == before

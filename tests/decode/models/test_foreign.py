@@ -27,7 +27,7 @@ from decode.core.thresholds import Fixed
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode
 from decode.measure.acceptance_offline import draft_logits
-from decode.measure.benchmark import run_bench
+from decode.measure.benchmark import run_benchmark
 from decode.measure.entries import plan
 from decode.measure.session import BenchOptions
 from decode.methods import STOPS
@@ -298,10 +298,10 @@ def test_one_vocabulary_needs_no_intersection(folder, target) -> None:
 
 def test_bench_compares_it_and_leaves_it_out_of_transformers_own_methods(folder, target) -> None:
     draft = open_draft(str(folder / "draft"), settings_for(folder), target, make_tokenizer())
-    contenders = plan(["vanilla", "adasd", "eagle", "generate-assistant"], {"d": draft}, [0.0, 1.0])
-    assert {c.method for c in contenders} == {"vanilla", "adasd"}
+    entries = plan(["vanilla", "adasd", "eagle", "generate-assistant"], {"d": draft}, [0.0, 1.0])
+    assert {c.method for c in entries} == {"vanilla", "adasd"}
     options = BenchOptions(16, 1, costs=False, threads=1)
-    bench = run_bench(target, {"d": draft}, make_tokenizer(), [make_suite(2)], contenders, options)
+    bench = run_benchmark(target, {"d": draft}, make_tokenizer(), [make_suite(2)], entries, options)
     rows = [row for row in bench.rows if row["method"] == "vanilla"]
     assert [row["identical_to_target"] for row in rows] == [True, None]
     assert all(row["alpha"] > 0 for row in rows)
