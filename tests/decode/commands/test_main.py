@@ -209,7 +209,7 @@ def test_an_interrupted_bench_writes_what_it_measured(folder, tmp_path, capsys, 
 
     measured = []
 
-    class Interrupted(compare.Bench):
+    class Interrupted(compare.Benchmark):
         def run(self, suites, entries, progress=None, **extra):
             def stop(done, total, label):
                 measured.append(label)
@@ -218,7 +218,7 @@ def test_an_interrupted_bench_writes_what_it_measured(folder, tmp_path, capsys, 
 
             return super().run(suites, entries, stop, **extra)
 
-    monkeypatch.setattr(compare, "Bench", Interrupted)
+    monkeypatch.setattr(compare, "Benchmark", Interrupted)
     argv = [
         "bench", "--target", str(folder / "target"), "--suite", "open", "--limit", "3", "--repeats", "1", "--no-peers",
         "--max-new-tokens", "4", "--threads", "1", "--output", str(tmp_path), "--methods", "prompt-lookup",
