@@ -15,7 +15,6 @@ from decode.commands import settings as s
 from decode.commands.arguments import tidy
 from decode.commands.command_line import parse, run_main, take_flag
 from decode.commands.configs import configured
-from decode.commands.sweep import grid, take_sweep
 from decode.core.errors import UserError, unknown
 
 
@@ -73,9 +72,9 @@ def _paper(settings: s.PaperSettings) -> None:
 
 
 def _report(settings: s.ReportSettings) -> None:
-    from decode.report.all_runs import run
+    from decode.report.all_runs import write_overview
 
-    run(settings)
+    write_overview(settings.runs, settings.output)
 
 
 COMMANDS = {
@@ -95,14 +94,12 @@ COMMANDS = {
         "Compare decoding methods with each other and with transformers: speed, acceptance, quality. Every prompt is "
         "given to all methods in turn; the table, report.json and an HTML page carry medians of paired ratios with "
         "bootstrap intervals. A run that was stopped goes on where it was. --dry-run does all of it in "
-        "miniature, with tiny random models of the same families and no network, to find mistakes first. --sweep "
-        "KEY=VALUE,VALUE, given several times for a grid, measures every point, keeps those that are finished, and "
-        "plots them.",
+        "miniature, with tiny random models of the same families and no network, to find mistakes first. Grids of "
+        "settings are swept by W&B: configs/sweeps/decode.yaml.",
         """
   python -m decode bench --config configs/quickstart.yaml
   python -m decode bench --target T --draft D --methods vanilla,adasd,ears --suite gsm8k=test.jsonl --temperatures 0,1
-  python -m decode bench --target T --draft before=A after=B --methods vanilla --draft-lengths 3,5,7 --limit 50
-  python -m decode bench --target T --draft D --methods ears --sweep draft_length=1,3,5,7 --sweep beta=0,0.1,0.2""",
+  python -m decode bench --target T --draft before=A after=B --methods vanilla --draft-lengths 3,5,7 --limit 50""",
         _bench,
     ),
     "report": Command(
@@ -184,18 +181,9 @@ def _help(name: str, command: Command) -> None:
     print(hyphens.rstrip() + f"\n\nexamples:{command.examples}")
 
 
-def _sweep(argv: list[str], config: str | None, axes: dict[str, list[str]]) -> None:
-    """``bench`` at every point of a grid; all points are parsed before the first one is measured."""
-    from decode.commands.sweep_bench import run
-
-    points = grid(axes)
-    read = [_bench_settings([*argv, *point.options], config, "-sweep") for point in points]
-    run(points, read, Path(read[0].output or "runs/bench-sweep"))
-
-
-def _bench_settings(argv: list[str], config: str | None, suffix: str = "") -> s.BenchSettings:
+def _bench_settings(argv: list[str], config: str | None) -> s.BenchSettings:
     if config is not None:
-        return configured(argv, Path(config), suffix)
+        return configured(argv, Path(config))
     tidied = tidy(argv, s.BenchSettings)
     return parse(s.BenchSettings, tidied, prog="python -m decode bench", description=COMMANDS["bench"].about)
 
@@ -230,12 +218,7 @@ def _run(argv: list[str]) -> None:
         configs = [after for item, after in zip(rest, [*rest[1:], ""]) if item == "--config"]
         configs += [item.partition("=")[2] for item in rest if item.startswith("--config=")]
         config = configs[-1] if configs else None
-        if axes := take_sweep(rest):
-            if dry_run:
-                raise UserError("--dry-run and --sweep do not go together; dry-run one point by its options")
-            _sweep(rest, config, axes)
-        else:
-            (_dry_bench if dry_run else command.run)(_bench_settings(rest, config))
+        (_dry_bench if dry_run else command.run)(_bench_settings(rest, config))
         return
     if name == "report":  # its runs need no option
         rest = rest if not rest or rest[0].startswith("--") else ["--runs", *rest]

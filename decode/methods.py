@@ -1,19 +1,23 @@
 """Every method by name: which drafter, which stop rule, which acceptance rule.
 
-The table of systems is `METHODS`; each part has its paper's defaults below. Any drafter × stop rule × acceptance rule
-combines: ``build("vanilla", parts, rule="ears")`` or ``--method vanilla --rule ears``.
+The table of systems is `METHODS`; the components that its columns name are made by `DRAFTERS`, `STOPS` and `RULES`,
+with their papers' defaults. Any drafter × stop rule × acceptance rule combines:
+``build("vanilla", inputs, rule="ears")`` or ``--method vanilla --rule ears``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
 
 from decode.core.acceptance import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical
 from decode.core.drafter import Drafter, NoDrafter
 from decode.core.errors import UserError, unknown
-from decode.core.options import Parts
+from decode.core.options import MethodOptions
+from decode.core.sampling import Warp
 from decode.core.stopping import StopRule, negative_entropy, token_probability, warped_token_probability
 from decode.core.thresholds import CostOptimal, Fixed, MeanOfRejected, Roc, TargetAcceptance
 from decode.drafters.draft_model import ModelDrafter
@@ -21,48 +25,76 @@ from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter, head_of
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.loop import System
 from decode.models.eagle.runner import HeadRunner
+from decode.models.huggingface import Runner
 from decode.models.partial import Part, early_exit, separate_copy, walkable
 
 
-def _model(parts: Parts) -> Drafter:
-    if parts.draft is None:
+@dataclass
+class MethodInputs:
+    """What a method is built from: the models with their tokenizer, the sampling settings, and the open options.
+
+    Attributes:
+        target: the target's runner.
+        warp: logits to probabilities, for both sides.
+        draft: a draft model's runner, where there is one.
+        tokenizer: the target's tokenizer, for methods that read text files.
+        datastore: folder of a REST datastore.
+        trigrams: folder of an Adaptix table.
+        options: what the methods leave open.
+    """
+
+    target: Runner
+    warp: Warp
+    draft: Runner | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    datastore: Path | None = None
+    trigrams: Path | None = None
+    options: MethodOptions = field(default_factory=MethodOptions)
+
+    def window(self, default: int) -> int:
+        """The draft length asked for, or the method's own."""
+        return self.options.draft_length if self.options.draft_length is not None else default
+
+
+def _model(inputs: MethodInputs) -> Drafter:
+    if inputs.draft is None:
         raise UserError("this method drafts with a model; give one with --draft (a folder or hub name)")
-    if isinstance(parts.draft, HeadRunner):
-        return FeatureDrafter(parts.draft, parts.target, parts.warp)
-    return ModelDrafter(parts.draft, parts.warp, parts.target.vocab_size)
+    if isinstance(inputs.draft, HeadRunner):
+        return FeatureDrafter(inputs.draft, inputs.target, inputs.warp)
+    return ModelDrafter(inputs.draft, inputs.warp, inputs.target.vocab_size)
 
 
-def _feature_tree(parts: Parts) -> Drafter:
-    options = parts.options
-    head = head_of(parts.draft)
-    return FeatureTreeDrafter(head, parts.target, parts.warp, width=options.tree_width, nodes=options.tree_nodes)
+def _feature_tree(inputs: MethodInputs) -> Drafter:
+    options = inputs.options
+    head = head_of(inputs.draft)
+    return FeatureTreeDrafter(head, inputs.target, inputs.warp, width=options.tree_width, nodes=options.tree_nodes)
 
 
-def _lookup(parts: Parts) -> Drafter:
+def _lookup(inputs: MethodInputs) -> Drafter:
     from decode.drafters.prompt_lookup import LookupDrafter
 
-    return LookupDrafter(length=parts.window(10))
+    return LookupDrafter(length=inputs.window(10))
 
 
-def _rest(parts: Parts) -> Drafter:
+def _rest(inputs: MethodInputs) -> Drafter:
     from decode.drafters.rest.drafter import open_rest
 
-    if parts.datastore is None:
+    if inputs.datastore is None:
         raise UserError("rest needs a datastore; build one with python -m decode datastore build, give --datastore DIR")
-    return open_rest(parts.datastore, parts.tokenizer)
+    return open_rest(inputs.datastore, inputs.tokenizer)
 
 
-def _adaptix(best_first: bool) -> Callable[[Parts], Drafter]:
-    def make(parts: Parts) -> Drafter:
+def _adaptix(best_first: bool) -> Callable[[MethodInputs], Drafter]:
+    def make(inputs: MethodInputs) -> Drafter:
         from decode.drafters.adaptix.drafter import open_adaptix
 
-        if parts.trigrams is None:
+        if inputs.trigrams is None:
             raise UserError(
                 "adaptix needs a tri-gram table; build one with python -m decode trigrams build, give --trigrams DIR"
             )
-        options = parts.options
-        folder = smaller_store(parts.trigrams, options.texts)
-        drafter = open_adaptix(folder, parts.tokenizer, order=options.order, best_first=best_first)
+        options = inputs.options
+        folder = smaller_store(inputs.trigrams, options.texts)
+        drafter = open_adaptix(folder, inputs.tokenizer, order=options.order, best_first=best_first)
         return replace(drafter, searches=options.searches, gain=drafter.gain if options.adaptive else 0.0)
 
     return make
@@ -73,42 +105,42 @@ def smaller_store(folder: Path, texts: int | None) -> Path:
     return folder if texts is None else folder / f"texts-{texts}"
 
 
-def _lookahead(parts: Parts) -> Drafter:
+def _lookahead(inputs: MethodInputs) -> Drafter:
     from decode.drafters.lookahead import LookaheadDrafter
 
     return LookaheadDrafter()
 
 
-def exit_layer(parts: Parts) -> int:
+def exit_layer(inputs: MethodInputs) -> int:
     """The exit layer asked for, or a quarter of the model's layers."""
-    if parts.options.exit_layer is not None:
-        return parts.options.exit_layer
-    return max(1, round(walkable(parts.target).depth / 4))
+    if inputs.options.exit_layer is not None:
+        return inputs.options.exit_layer
+    return max(1, round(walkable(inputs.target).depth / 4))
 
 
-def _early_exit(parts: Parts) -> Drafter:
-    runner = walkable(parts.target)
-    return EarlyExitDrafter(runner, parts.warp, early_exit(runner, exit_layer(parts)))
+def _early_exit(inputs: MethodInputs) -> Drafter:
+    runner = walkable(inputs.target)
+    return EarlyExitDrafter(runner, inputs.warp, early_exit(runner, exit_layer(inputs)))
 
 
-def _separate(parts: Parts) -> Drafter:
-    runner = walkable(parts.target)
-    return ModelDrafter(separate_copy(runner, exit_layer(parts)), parts.warp, runner.vocab_size)
+def _separate(inputs: MethodInputs) -> Drafter:
+    runner = walkable(inputs.target)
+    return ModelDrafter(separate_copy(runner, exit_layer(inputs)), inputs.warp, runner.vocab_size)
 
 
-def _layer_subset(parts: Parts) -> Drafter:
-    options = parts.options
+def _layer_subset(inputs: MethodInputs) -> Drafter:
+    options = inputs.options
     if not options.skip_attention and not options.skip_mlp:
-        return _early_exit(parts)
-    runner = walkable(parts.target)
+        return _early_exit(inputs)
+    runner = walkable(inputs.target)
     part = Part.skipping(runner.depth, options.skip_attention, options.skip_mlp)
-    return EarlyExitDrafter(runner, parts.warp, part)
+    return EarlyExitDrafter(runner, inputs.warp, part)
 
 
-DRAFTERS: dict[str, Callable[[Parts], Drafter]] = {
-    "none": lambda parts: NoDrafter(),
+DRAFTERS: dict[str, Callable[[MethodInputs], Drafter]] = {
+    "none": lambda inputs: NoDrafter(),
     "model": _model,
-    "feature": lambda parts: FeatureDrafter(head_of(parts.draft), parts.target, parts.warp),
+    "feature": lambda inputs: FeatureDrafter(head_of(inputs.draft), inputs.target, inputs.warp),
     "feature-tree": _feature_tree,
     "prompt-lookup": _lookup,
     "rest": _rest,
@@ -123,70 +155,75 @@ MODEL_DRAFTERS = {"model", "feature", "feature-tree"}
 SELF_DRAFTERS = {"early-exit", "early-exit-separate", "layer-subset"}
 
 
-def _dynamic(schedule: str, roc: bool) -> Callable[[Parts], StopRule]:
-    def make(parts: Parts) -> StopRule:
-        start = 0.4 if parts.options.threshold is None else parts.options.threshold
+MakeStop = Callable[[MethodInputs], StopRule]
+
+
+def _dynamic(schedule: str, roc: bool) -> MakeStop:
+    def make(inputs: MethodInputs) -> StopRule:
+        start = 0.4 if inputs.options.threshold is None else inputs.options.threshold
         threshold = Roc(start) if roc else Fixed(start)
-        return StopRule(parts.window(20), warped_token_probability, threshold=threshold, schedule=schedule)
+        return StopRule(inputs.window(20), warped_token_probability, threshold=threshold, schedule=schedule)
 
     return make
 
 
-def _controlled(product: bool, default: float) -> Callable[[Parts], StopRule]:
-    def make(parts: Parts) -> StopRule:
-        window = parts.window(12)
-        return StopRule(window, token_probability, product=product, threshold=_controller(parts, default, not product))
+def _controlled(product: bool, default: float) -> MakeStop:
+    def make(inputs: MethodInputs) -> StopRule:
+        window = inputs.window(12)
+        return StopRule(window, token_probability, product=product, threshold=_controller(inputs, default, not product))
 
     return make
 
 
-def _controller(parts: Parts, default: float, keep_at_cap: bool) -> TargetAcceptance:
-    start = default if parts.options.threshold is None else parts.options.threshold
-    rate = 0.9 if parts.options.target_acceptance is None else parts.options.target_acceptance
-    return TargetAcceptance(start, rate, keep_at_cap=keep_at_cap, window=parts.window(12))
+def _controller(inputs: MethodInputs, default: float, keep_at_cap: bool) -> TargetAcceptance:
+    start = default if inputs.options.threshold is None else inputs.options.threshold
+    rate = 0.9 if inputs.options.target_acceptance is None else inputs.options.target_acceptance
+    return TargetAcceptance(start, rate, keep_at_cap=keep_at_cap, window=inputs.window(12))
 
 
-def _probed(kind: str) -> Callable[[Parts], StopRule]:
+def _probed(kind: str) -> MakeStop:
     """AdaSPEED with a probe: the product of estimated acceptances instead of token probabilities."""
 
-    def make(parts: Parts) -> StopRule:
+    def make(inputs: MethodInputs) -> StopRule:
         from decode.drafters.acceptance_probe import load_probe
 
-        if parts.options.probes is None:
+        if inputs.options.probes is None:
             raise UserError(f"stopping on a {kind} needs one; train it with python -m probes, give --probes DIR")
-        drafting = parts.draft if parts.draft is not None else parts.target
-        layer = drafting.config.num_hidden_layers if parts.draft is not None else exit_layer(parts)
-        labels = ("match",) if parts.warp.greedy else ("accept", "top-p", "match")
-        probe = load_probe(parts.options.probes, drafting.model, layer, kind, labels)
-        return StopRule(parts.window(12), probe, product=True, threshold=_controller(parts, 0.8, False))
+        drafting = inputs.draft if inputs.draft is not None else inputs.target
+        layer = drafting.config.num_hidden_layers if inputs.draft is not None else exit_layer(inputs)
+        labels = ("match",) if inputs.warp.greedy else ("accept", "top-p", "match")
+        probe = load_probe(inputs.options.probes, drafting.model, layer, kind, labels)
+        return StopRule(inputs.window(12), probe, product=True, threshold=_controller(inputs, 0.8, False))
 
     return make
 
 
-STOPS: dict[str, Callable[[Parts], StopRule]] = {
-    "length": lambda parts: StopRule(parts.window(5)),
-    "copy": lambda parts: StopRule(parts.window(10)),
+STOPS: dict[str, MakeStop] = {
+    "length": lambda inputs: StopRule(inputs.window(5)),
+    "copy": lambda inputs: StopRule(inputs.window(10)),
     "hf-dynamic": _dynamic("constant", roc=True),
     "hf-constant": _dynamic("constant", roc=False),
     "hf-heuristic": _dynamic("heuristic", roc=True),
     "draft-verify": _controlled(product=False, default=0.6),
     "product": _controlled(product=True, default=0.8),
-    "entropy": lambda parts: StopRule(parts.window(20), negative_entropy, threshold=MeanOfRejected()),
-    "cost-optimal": lambda parts: StopRule(parts.window(20), token_probability, product=True, threshold=CostOptimal()),
+    "entropy": lambda inputs: StopRule(inputs.window(20), negative_entropy, threshold=MeanOfRejected()),
+    "cost-optimal": lambda inputs: StopRule(
+        inputs.window(20), token_probability, product=True, threshold=CostOptimal()
+    ),
 }
 
-PROBE_STOPS: dict[str, Callable[[Parts], StopRule]] = {kind: _probed(kind) for kind in ("probe", "confidence-probe")}
+PROBE_STOPS: dict[str, MakeStop] = {kind: _probed(kind) for kind in ("probe", "confidence-probe")}
 """Stop rules that need a folder of probes."""
 
-RULES: dict[str, Callable[[Parts], AcceptanceRule]] = {
-    "exact": lambda parts: Exact(),
-    "ears": lambda parts: Ears(parts.options.beta),
-    "adasd": lambda parts: JensenShannon(unwarped=parts.warp.greedy),
-    "adasd-a": lambda parts: JensenShannon("a", unwarped=parts.warp.greedy),
-    "adasd-b": lambda parts: JensenShannon("b", unwarped=parts.warp.greedy),
-    "adasd-c": lambda parts: JensenShannon("c", unwarped=parts.warp.greedy),
-    "fuzzy": lambda parts: Fuzzy(parts.options.fuzzy_threshold),
-    "typical": lambda parts: Typical(parts.options.typical_epsilon, parts.options.typical_delta),
+RULES: dict[str, Callable[[MethodInputs], AcceptanceRule]] = {
+    "exact": lambda inputs: Exact(),
+    "ears": lambda inputs: Ears(inputs.options.beta),
+    "adasd": lambda inputs: JensenShannon(unwarped=inputs.warp.greedy),
+    "adasd-a": lambda inputs: JensenShannon("a", unwarped=inputs.warp.greedy),
+    "adasd-b": lambda inputs: JensenShannon("b", unwarped=inputs.warp.greedy),
+    "adasd-c": lambda inputs: JensenShannon("c", unwarped=inputs.warp.greedy),
+    "fuzzy": lambda inputs: Fuzzy(inputs.options.fuzzy_threshold),
+    "typical": lambda inputs: Typical(inputs.options.typical_epsilon, inputs.options.typical_delta),
 }
 
 METHODS: dict[str, tuple[str, str, str]] = {
@@ -224,13 +261,13 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "draft-probe":            ("model",              "probe",        "exact"),
 }  # fmt: skip
 
-DRAFTED = {name for name, parts in METHODS.items() if parts[0] in MODEL_DRAFTERS}
+DRAFTED = {name for name, (drafter, _, _) in METHODS.items() if drafter in MODEL_DRAFTERS}
 """Methods that a draft model or a feature head takes part in."""
-HEADED = {name for name, parts in METHODS.items() if parts[0] in ("feature", "feature-tree")}
+HEADED = {name for name, (drafter, _, _) in METHODS.items() if drafter in ("feature", "feature-tree")}
 """Methods that only a feature head can draft for."""
-SELF_SPECULATIVE = {name for name, parts in METHODS.items() if parts[0] in SELF_DRAFTERS}
+SELF_SPECULATIVE = {name for name, (drafter, _, _) in METHODS.items() if drafter in SELF_DRAFTERS}
 """Methods that draft with the target's own layers."""
-PROBED = {name for name, parts in METHODS.items() if parts[1] in PROBE_STOPS}
+PROBED = {name for name, (_, stop, _) in METHODS.items() if stop in PROBE_STOPS}
 """Methods that need a folder of probes."""
 
 
@@ -250,42 +287,42 @@ def check_method(method: str) -> None:
 
 
 def is_lossless(method: str, rule: str | None = None) -> bool:
-    """Whether the method's output law is the target's."""
+    """Whether the method's output is distributed as the target's."""
     return (rule or METHODS[method][2]) == "exact"
 
 
-def build(method: str, parts: Parts, *, stop: str | None = None, rule: str | None = None) -> System:
+def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: str | None = None) -> System:
     """Put a method together.
 
     Args:
         method: a name of `METHODS`.
-        parts: models, warp, tables and options.
+        inputs: models, sampling settings, corpus files and options.
         stop: another stop rule of `STOPS` in place of the method's own.
         rule: another acceptance rule of `RULES` in place of the method's own.
 
     Raises:
-        UserError: unknown names, or a part that the method needs is missing.
+        UserError: unknown names, or a model or file that the method needs is missing.
     """
     check_method(method)
     drafter_name, stop_name, rule_name = METHODS[method]
-    parts = _advised(method, parts)
-    stop_rule = _find("stop rule", stop or stop_name, STOPS | PROBE_STOPS)(parts)  # type: ignore[operator]
-    acceptance = _find("acceptance rule", rule or rule_name, RULES)(parts)  # type: ignore[operator]
-    drafter = DRAFTERS[drafter_name](parts)
+    inputs = _advised(method, inputs)
+    stop_rule = _find("stop rule", stop or stop_name, STOPS | PROBE_STOPS)(inputs)  # type: ignore[operator]
+    acceptance = _find("acceptance rule", rule or rule_name, RULES)(inputs)  # type: ignore[operator]
+    drafter = DRAFTERS[drafter_name](inputs)
     if isinstance(drafter, ModelDrafter):
         drafter.keep_logits, drafter.keep_laws = acceptance.needs_raw, not acceptance.exact
     return System(method, drafter, stop_rule, acceptance)
 
 
-def _advised(method: str, parts: Parts) -> Parts:
-    """The parts with options left open filled in as measured when the probes were trained."""
-    options = parts.options
+def _advised(method: str, inputs: MethodInputs) -> MethodInputs:
+    """The inputs, with the options that were left open set to what was measured when the probes were trained."""
+    options = inputs.options
     if options.probes is None or (method not in SELF_SPECULATIVE and method not in PROBED):
-        return parts
+        return inputs
     from decode.drafters.acceptance_probe import advised
 
-    advice = advised(options.probes, method, greedy=parts.warp.greedy)
+    advice = advised(options.probes, method, greedy=inputs.warp.greedy)
     if options.exit_layer is not None and options.exit_layer != advice.get("exit_layer"):
-        return parts  # thresholds belong to their layer
+        return inputs  # thresholds belong to their layer
     missing = {key: value for key, value in advice.items() if getattr(options, key) in (None, [])}
-    return replace(parts, options=replace(options, **missing))
+    return replace(inputs, options=replace(options, **missing))

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from decode.commands.command_line import parse, run_main, take_flag
-from decode.commands.sweep import grid, take_sweep
-from decode.core.errors import UserError
-from distill.core.run_dir import RunDir
 
 DESCRIPTION = """Trains a draft model for a target: target -> initial draft -> reference (DistillSpec) -> draft
 (AdaSPEC), measures all drafts and exports the last, under <output_dir>/<name>/. Stages whose inputs have not changed
@@ -16,9 +12,8 @@ are skipped, and an interrupted run continues where it was. ``python -m distill 
 AdaSPEC trains here (its own settings: --speed.*). ``python -m distill ablate --config configs/ablation.yaml`` compares
 variations of AdaSPEC over several seeds. Further switches: --dry-run (the whole run with tiny random
 models of the same architectures, no network, under two minutes), --show-example (print one training example with
-its label mask, then stop), --tracker wandb|csv|tensorboard|none (short for --tracker.kind), --sweep KEY=VALUE,VALUE
-(several times for a grid: a run at every point, under <output_dir>/<name>-sweep/; equal stages are made once, finished
-points are kept, and a page plots them all)."""
+its label mask, then stop), --tracker wandb|csv|tensorboard|none (short for --tracker.kind). Grids of settings
+are swept by W&B: configs/sweeps/distill.yaml."""
 
 FOREIGN = {"bench", "probes", "ablation"}
 """Sections of a shared configuration that belong to the other commands."""
@@ -35,18 +30,13 @@ def main(argv: list[str] | None = None) -> None:
         return _bench(argv[1:])
     if argv[:1] == ["ablate"]:
         return _ablate(argv[1:])
-    dry_run, show, axes = take_flag(argv, "--dry-run"), take_flag(argv, "--show-example"), take_sweep(argv)
+    dry_run, show = take_flag(argv, "--dry-run"), take_flag(argv, "--show-example")
     argv = [item.replace("--tracker", "--tracker.kind", 1) if _is_tracker(item) else item for item in argv]
     from distill.config.settings import Settings
 
     settings = parse(Settings, argv, prog="python -m distill", description=DESCRIPTION, foreign=FOREIGN)
     from distill.pipeline.runner import run_pipeline, show_example
 
-    if axes:
-        if dry_run or show:
-            raise UserError("--sweep goes with neither --dry-run nor --show-example; try one point by its options")
-        _sweep(argv, axes, RunDir(Path(settings.output_dir) / settings.name))
-        return
     if dry_run:
         from distill.pipeline.dry_run import shrink
 
@@ -58,12 +48,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _bench(argv: list[str]) -> None:
-    from distill.experiments.benchmark import TrainingBenchSettings, run
+    from distill.experiments.benchmark import BenchSettings, run
 
     about = """Measures AdaSPEC's training steps and the memory of its loss against a straightforward implementation
 over Hugging Face's Trainer, on the pair of a configuration: its trained run if there is one, else random weights."""
     argv = [item.replace("--json", "--speed.json", 1) if item.split("=")[0] == "--json" else item for item in argv]
-    run(parse(TrainingBenchSettings, argv, prog="python -m distill bench", description=about, foreign=FOREIGN))
+    run(parse(BenchSettings, argv, prog="python -m distill bench", description=about, foreign=FOREIGN))
 
 
 def _ablate(argv: list[str]) -> None:
@@ -75,20 +65,6 @@ run beside it where they are the same. Finished drafts are kept; the table grows
     ablate(
         parse(AblateSettings, argv, prog="python -m distill ablate", description=about, foreign=FOREIGN - {"ablation"})
     )
-
-
-def _sweep(argv: list[str], axes: dict[str, list[str]], base: RunDir) -> None:
-    """All points are parsed before the first one is run."""
-    from distill.config.settings import Settings
-    from distill.pipeline.runner import run_pipeline
-    from distill.pipeline.sweep import run_sweep
-
-    points = grid(axes)
-    read = [
-        parse(Settings, [*argv, *point.options], prog="python -m distill", description=DESCRIPTION, foreign=FOREIGN)
-        for point in points
-    ]
-    run_sweep(points, read, run_pipeline, base)
 
 
 def _is_tracker(item: str) -> bool:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.core.options import Parts
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.stopping import Confidence, StopRule, token_probability
@@ -24,7 +23,7 @@ from decode.drafters.early_exit import EarlyExitDrafter
 from decode.loop import System, decode
 from decode.measure.cost import CostModel
 from decode.measure.forward_timer import time_forwards
-from decode.methods import build
+from decode.methods import MethodInputs, build
 from decode.models.machine import synchronize
 from decode.models.partial import Part, PartialRunner
 from decode.models.structure import decoder_layers
@@ -200,6 +199,6 @@ def _bookkeeping(
             spent.append((out.trace.total_seconds - left_out) / max(1, rounds))
         return statistics.median(spent)
 
-    plain = build("autoregressive", Parts(runner, warp))
+    plain = build("autoregressive", MethodInputs(runner, warp))
     drafted = System("one", EarlyExitDrafter(runner, warp, Part(layer)), StopRule(1))
     return seconds(plain, forwards=True), seconds(drafted, forwards=False)

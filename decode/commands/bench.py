@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.commands.agent import tell_agent
 from decode.commands.datastore import read_corpus, write_stores
 from decode.commands.settings import BenchSettings
 from decode.commands.setup import (
@@ -113,13 +113,13 @@ def run(settings: BenchSettings, models: Models | None = None) -> None:
                 on_block=work.add,
             )
         work.clear()
-        tell_agent(bench.rows)
+        log_to_wandb_sweep(bench.rows)
     finally:  # an interrupt keeps what was measured
         if bench.blocks:
             more = (session.left_out, session.vocabularies)
             told = {s.name: [s.note, *(notes.get(s.name, "") for notes in more)] for s in suites}
             notes = {name: "; ".join(filter(None, parts)) for name, parts in told.items() if any(parts)}
-            files = write_report(bench, settings, folder, notes)
+            files = write_report(bench, dataclasses.asdict(settings), folder, notes)
             for block in bench.blocks:
                 console.print(table(block, console.width))
             for name, note in notes.items():
@@ -127,6 +127,30 @@ def run(settings: BenchSettings, models: Models | None = None) -> None:
             for line in ratios(bench.rows):
                 console.print(line, soft_wrap=True)
             console.print("wrote " + " and ".join(map(str, files)), soft_wrap=True)
+
+
+SWEPT = (
+    "speedup", "speedup_vs_generate", "predicted_speedup", "tokens_per_second", "block_efficiency", "alpha",
+    "accepted_per_drafted", "tv_spent", "accuracy", "draft_length",
+)  # fmt: skip
+"""What a run of a W&B sweep logs."""
+
+
+def sweep_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The numbers of the fastest method that drafts, by which W&B compares the runs of a sweep."""
+    drafting = [r for r in rows if not r["peer"] and r["method"] != "autoregressive" and r.get("speedup")]
+    best = max(drafting, key=lambda row: row["speedup"], default={})
+    return {key: float(best[key]) for key in SWEPT if isinstance(best.get(key), int | float)}
+
+
+def log_to_wandb_sweep(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Under ``wandb agent``, log the summary to the run that the agent started; elsewhere W&B is not even imported."""
+    if os.environ.get("WANDB_SWEEP_ID"):
+        import wandb
+
+        run = wandb.init(settings=wandb.Settings(console="off", disable_git=True, disable_code=True))
+        run.summary.update(sweep_summary(rows))
+        run.finish()
 
 
 def choose_methods(settings: BenchSettings) -> list[str]:

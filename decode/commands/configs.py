@@ -13,13 +13,12 @@ from decode.commands.command_line import merge, parse, read_layers
 from decode.core.errors import UserError
 
 
-def configured(argv: list[str], config: Path, suffix: str = "") -> s.BenchSettings:
+def configured(argv: list[str], config: Path) -> s.BenchSettings:
     """The section ``bench`` of a configuration, with what follows from its other sections.
 
     Args:
         argv: arguments of the command, the configuration among them.
         config: the file.
-        suffix: of the folder where results go, if the settings do not name one.
 
     Raises:
         UserError: a file that is missing or not valid, or an unknown key.
@@ -40,5 +39,5 @@ def configured(argv: list[str], config: Path, suffix: str = "") -> s.BenchSettin
     settings.target = settings.target or str(run / "target")
     if not settings.draft and (run / "draft").is_dir():
         settings.draft = [str(run / "draft")]
-    settings.output = settings.output or f"{run}{suffix}"
+    settings.output = settings.output or str(run)
     return settings

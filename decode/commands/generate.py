@@ -25,14 +25,13 @@ from decode.commands.setup import (
     store_folders,
 )
 from decode.core.errors import UserError
-from decode.core.options import Parts
 from decode.core.rng import TorchRng
 from decode.core.target import Target
 from decode.core.trace import FORMULAS, Round, Trace
 from decode.loop import rejected_tokens, rounds, who_wrote
 from decode.measure.entries import exported_length
 from decode.measure.statistics import plain
-from decode.methods import METHODS, build, is_lossless
+from decode.methods import METHODS, MethodInputs, build, is_lossless
 from decode.models import machine
 from decode.models.eagle.runner import open_draft_runner
 from decode.models.foreign import ForeignDraft
@@ -122,7 +121,7 @@ def start(settings: GenerateSettings, prompt: str) -> Generation:
     runner = open_runner(target, compile=settings.compile)
     machine.set_threads(runner, settings.threads)
     datastore, trigrams = store_folders(settings)
-    parts = Parts(runner, warp, draft, tokenizer, datastore, trigrams, options)
+    parts = MethodInputs(runner, warp, draft, tokenizer, datastore, trigrams, options)
     system = build(method, parts, stop=settings.stop_rule, rule=settings.rule)
     seed = random.SystemRandom().randrange(1 << 31) if settings.seed is None else settings.seed
     generation = Generation(ids, method, is_lossless(method, settings.rule), seed)

@@ -1,14 +1,8 @@
-"""What methods are put together from: models, stores, and the options that a method leaves open."""
+"""The options that decoding methods leave open, stated once: for Python, the command line and configurations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
-
-from decode.core.sampling import Warp
-from decode.models.huggingface import Runner
 
 
 @dataclass
@@ -50,30 +44,3 @@ class MethodOptions:
     """Adaptix: n of the n-grams, 2 to 4."""
     texts: int | None = None
     """Adaptix: use a table of so many texts of the benchmark's corpus only."""
-
-
-@dataclass
-class Parts:
-    """What methods are put together from.
-
-    Attributes:
-        target: the target's runner.
-        warp: logits to probabilities, for both sides.
-        draft: a draft model's runner, where there is one.
-        tokenizer: the target's tokenizer, for methods that read text files.
-        datastore: folder of a REST datastore.
-        trigrams: folder of an Adaptix table.
-        options: what the methods leave open.
-    """
-
-    target: Runner
-    warp: Warp
-    draft: Runner | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
-    datastore: Path | None = None
-    trigrams: Path | None = None
-    options: MethodOptions = field(default_factory=MethodOptions)
-
-    def window(self, default: int) -> int:
-        """The draft length asked for, or the method's own."""
-        return self.options.draft_length if self.options.draft_length is not None else default

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from decode.core.acceptance import JensenShannon
 from decode.core.errors import UserError, unknown
-from decode.core.options import MethodOptions, Parts
+from decode.core.options import MethodOptions
 from decode.core.rng import TorchRng
 from decode.core.target import Target
 from decode.loop import Output, System, decode
@@ -19,7 +19,7 @@ from decode.measure.forward_timer import time_forwards
 from decode.measure.session import BASELINE, Session
 from decode.measure.statistics import Record, TimedText
 from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES, TransformersBaseline
-from decode.methods import DRAFTED, HEADED, METHODS, SELF_SPECULATIVE, build, is_lossless
+from decode.methods import DRAFTED, HEADED, METHODS, SELF_SPECULATIVE, MethodInputs, build, is_lossless
 from decode.models.eagle.head import FeatureHead
 from decode.models.foreign import DraftModel
 
@@ -202,7 +202,7 @@ class EntryRun:
 
     def _build(self) -> System:
         session, entry = self.session, self.entry
-        parts = Parts(
+        parts = MethodInputs(
             session.runner,
             self.warp,
             self.draft if entry.needs_draft else None,

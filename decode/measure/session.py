@@ -10,13 +10,12 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
-from decode.core.options import Parts
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
 from decode.measure.cost import LONGEST, CostMeter, CostModel
-from decode.methods import build
+from decode.methods import MethodInputs, build
 from decode.models import machine
 from decode.models.eagle.runner import open_draft_runner
 from decode.models.foreign import DraftModel, ForeignDraft
@@ -161,7 +160,7 @@ class Session:
         """What the target itself writes after these ids, up to the budget."""
         out = decode(
             Target(self.runner),
-            build(BASELINE, Parts(self.runner, warp)),
+            build(BASELINE, MethodInputs(self.runner, warp)),
             warp,
             ids,
             max_new_tokens=self.options.max_new_tokens,

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from decode.commands.settings import ReportSettings
 from decode.report.all_runs_style import SCRIPT, STYLE
 from decode.report.all_runs_table import fastest, filters, interval, methods, part, tags
 from decode.report.figures import figures, speed
@@ -27,19 +26,23 @@ SAMPLED = 4
 """Methods whose texts are laid side by side."""
 
 
-def run(settings: ReportSettings) -> None:
-    """Write the page.
+def write_overview(runs: Sequence[str] = (), output: str | None = None) -> None:
+    """Write the page of all runs, and print where.
+
+    Args:
+        runs: folders; none: ``runs``.
+        output: the page; None: index.html in the folder that holds the runs.
 
     Raises:
         UserError: no run, or no report in any of them.
     """
-    comparisons, notes = read_runs(find_reports(settings.runs or ["runs"]))
-    first = Path((settings.runs or ["runs"])[0]).resolve()
-    output = Path(settings.output) if settings.output else (first if not settings.runs else first.parent) / "index.html"
-    overview(comparisons, notes, output.resolve().parent).write(output)
-    runs = len({c.run for c in comparisons})
+    comparisons, notes = read_runs(find_reports(list(runs) or ["runs"]))
+    first = Path((*runs, "runs")[0]).resolve()
+    file = Path(output) if output else (first.parent if runs else first) / "index.html"
+    overview(comparisons, notes, file.resolve().parent).write(file)
+    found = len({c.run for c in comparisons})
     print(
-        f"wrote {output}: {runs} runs, {len(comparisons)} comparisons, {sum(len(c.rows) for c in comparisons)} results"
+        f"wrote {file}: {found} runs, {len(comparisons)} comparisons, {sum(len(c.rows) for c in comparisons)} results"
     )
     for note in notes:
         print(note)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ from typing import Any
 
 from rich.table import Table
 
-from decode.commands.settings import BenchSettings
 from decode.core.files import write_text
 from decode.core.trace import FORMULAS
 from decode.measure.benchmark import Benchmark, Block
@@ -150,7 +148,7 @@ def _against(row: Row) -> str:
 
 
 def write_report(
-    bench: Benchmark, settings: BenchSettings, folder: Path, notes: Mapping[str, str] | None = None
+    bench: Benchmark, settings: Mapping[str, Any], folder: Path, notes: Mapping[str, str] | None = None
 ) -> tuple[Path, Path]:
     """Write report.json and the page.
 
@@ -167,7 +165,7 @@ def write_report(
         "machine": facts,
         "bench": {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "settings": dataclasses.asdict(settings),
+            "settings": dict(settings),
             "costs": {name or "": cost.to_dict() for name, cost in session.costs.items()},
             "blocks": [
                 {"suite": b.suite, "temperature": b.temperature, "complete": b.complete, "costs": b.costs}

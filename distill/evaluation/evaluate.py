@@ -12,7 +12,7 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.core.options import MethodOptions, Parts
+from decode.core.options import MethodOptions
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.target import Target
@@ -22,7 +22,7 @@ from decode.measure.benchmark import Benchmark
 from decode.measure.cost import CostModel, best_length, break_even, replayed_speedup, verdict
 from decode.measure.entries import BenchEntry
 from decode.measure.session import BenchOptions, Session
-from decode.methods import build
+from decode.methods import MethodInputs, build
 from decode.models import machine
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import load_model, stop_ids
@@ -131,7 +131,7 @@ class Evaluation:
     def _texts(self, temperature: float, count: int) -> list[Text]:
         """What the target writes for the first `count` test prompts."""
         warp, target = Warp(temperature), Target(self.session.runner)
-        alone = build("autoregressive", Parts(self.session.runner, warp))
+        alone = build("autoregressive", MethodInputs(self.session.runner, warp))
         texts = []
         name = "greedy texts of the target" if temperature == 0 else f"texts of the target, T = {temperature:g}"
         for i, prompt in enumerate(self._track(self.prompts[:count], name)):

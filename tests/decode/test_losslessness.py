@@ -12,7 +12,6 @@ from torch import Tensor
 
 from decode import loop
 from decode.core.acceptance import Ears, Exact, Fuzzy, JensenShannon, Typical
-from decode.core.options import Parts
 from decode.core.proposal import Draft
 from decode.core.rng import Rng, TorchRng
 from decode.core.sampling import Warp
@@ -21,7 +20,7 @@ from decode.core.thresholds import Fixed
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
 from decode.loop import System
-from decode.methods import STOPS
+from decode.methods import STOPS, MethodInputs
 
 TOLERANCE = 1e-12
 PROMPT = [0, 2, 1, 0, 2]
@@ -48,8 +47,8 @@ def scripted_clock(monkeypatch: pytest.MonkeyPatch):
     return use
 
 
-def parts(experiment: Experiment, draft: ScriptedRunner) -> Parts:
-    return Parts(experiment.target, experiment.warp, draft)
+def parts(experiment: Experiment, draft: ScriptedRunner) -> MethodInputs:
+    return MethodInputs(experiment.target, experiment.warp, draft)
 
 
 def warm_up(experiment: Experiment, system: System, texts: int = 4) -> None:

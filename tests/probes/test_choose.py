@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decode.core.options import MethodOptions, Parts
+from decode.core.options import MethodOptions
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
 from decode.measure.cost import CostModel
-from decode.methods import build
+from decode.methods import MethodInputs, build
 from decode.models.partial import PartialRunner
 from decode.models.structure import decoder_layers
 from probes.benchmark import Candidate
@@ -41,7 +41,7 @@ def test_walked_rounds_are_those_of_greedy_decoding(tiny) -> None:
     model = tiny("llama", num_hidden_layers=DEPTH)
     runner = PartialRunner(model)
     prompt = [3, 1, 4]
-    parts = Parts(runner, Warp(), options=MethodOptions(exit_layer=3, draft_length=3))
+    parts = MethodInputs(runner, Warp(), options=MethodOptions(exit_layer=3, draft_length=3))
     out = decode(Target(runner), build("layerskip", parts), Warp(), prompt, max_new_tokens=30)
     found = collect(model, [(out.ids, 3)], Warp(), exits=[3])
     drafted, accepted = walk(found.outcome[0].tolist(), None, 3)

@@ -10,7 +10,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 from decode.core.errors import UserError
-from decode.core.options import MethodOptions, Parts
+from decode.core.options import MethodOptions
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.stopping import Step
@@ -24,7 +24,7 @@ from decode.drafters.acceptance_probe import (
     save_probes,
 )
 from decode.loop import System, decode, rounds
-from decode.methods import build
+from decode.methods import MethodInputs, build
 from decode.models.huggingface import open_runner
 from probes.features import Features, collect, exit_layers
 from probes.metrics import calibrate, judge, judge_exits, probability
@@ -61,7 +61,7 @@ def test_batched_greedy_texts_are_those_of_the_decoder(tiny) -> None:
     runner = open_runner(model)
     texts = write_texts(model, PROMPTS, Warp(), stop_ids={7}, max_new_tokens=12, batch_size=2)
     for (ids, start), prompt in zip(texts, PROMPTS):
-        system = build("autoregressive", Parts(runner, Warp()))
+        system = build("autoregressive", MethodInputs(runner, Warp()))
         wanted = decode(Target(runner), system, Warp(), prompt, max_new_tokens=12, stop_ids={7})
         assert (ids, start) == (wanted.ids, len(prompt))
     again = [write_texts(model, PROMPTS, SAMPLED, stop_ids={7}, max_new_tokens=9, seed=s) for s in (1, 1, 2)]
@@ -94,7 +94,7 @@ def test_features_are_those_that_decoding_shows_to_the_stop_rule(tiny) -> None:
         seen.append(torch.cat([step.hidden[None], confidence_features(step.logits[None], step.token.view(1))], -1)[0])
         return 1.0
 
-    system = build("layerskip", Parts(runner, Warp(), options=MethodOptions(exit_layer=2, draft_length=1)))
+    system = build("layerskip", MethodInputs(runner, Warp(), options=MethodOptions(exit_layer=2, draft_length=1)))
     system.stop.confidence = watch
     for _ in rounds(Target(runner), system, Warp(), PROMPTS[0], max_new_tokens=6):
         pass
@@ -264,7 +264,7 @@ def test_probes_of_another_model_layer_or_nothing_are_refused(tiny, folder: Path
     with pytest.raises(UserError, match="damaged"):
         load_probe(folder, model, 1, "probe", ["match"])
     with pytest.raises(UserError, match="give --probes"):
-        build("adaspeed-probe", Parts(open_runner(model), Warp()))
+        build("adaspeed-probe", MethodInputs(open_runner(model), Warp()))
 
 
 def test_the_fingerprint_knows_the_weights_and_not_the_dtype(tiny) -> None:
@@ -279,7 +279,7 @@ def test_probe_methods_decode_greedily_as_generate_does_and_take_advice(tiny, fo
     runner = open_runner(model)
     wanted = model.generate(torch.tensor([PROMPTS[1]]), max_new_tokens=20, do_sample=False)[0].tolist()
     given = MethodOptions(probes=str(folder), exit_layer=None if method == "adaspeed-probe" else 1)
-    system: System = build(method, Parts(runner, Warp(), options=given))
+    system: System = build(method, MethodInputs(runner, Warp(), options=given))
     assert decode(Target(runner), system, Warp(), PROMPTS[1], max_new_tokens=20).ids == wanted
     if method == "adaspeed-probe":
         assert (system.drafter.part.shared, system.stop.window, system.stop.threshold.start) == (3, 4, 0.2)
@@ -290,7 +290,7 @@ def test_a_draft_models_probe_stops_its_drafts(tiny, tmp_path: Path) -> None:
     probe = probe_for(draft, 2)
     probe.bias = -8.0  # sure of rejection: one token a round
     save_probes(tmp_path, draft, [probe])
-    parts = Parts(open_runner(target), Warp(), open_runner(draft), options=MethodOptions(probes=str(tmp_path)))
+    parts = MethodInputs(open_runner(target), Warp(), open_runner(draft), options=MethodOptions(probes=str(tmp_path)))
     out = decode(
         Target(parts.target), build("draft-probe", parts), Warp(), PROMPTS[0], max_new_tokens=8, rng=TorchRng(0)
     )

@@ -16,7 +16,6 @@ from transformers import (
 )
 
 from decode.core.errors import UserError
-from decode.core.options import Parts
 from decode.core.rng import TorchRng
 from decode.core.sampling import TopP, Warp, argmax, one_hot
 from decode.core.stopping import StopRule
@@ -24,7 +23,7 @@ from decode.core.target import Target
 from decode.core.trace import Trace
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, rounds
-from decode.methods import build
+from decode.methods import MethodInputs, build
 from decode.models.huggingface import open_runner
 
 PROMPT = [3, 7, 1, 9, 3, 7, 22, 3]
@@ -181,7 +180,7 @@ def test_of_equally_probable_tokens_the_first_is_taken_in_every_precision(dtype:
 @pytest.mark.parametrize("penalty", [1.0, 1.8])
 def test_greedy_rounds_have_the_laws_that_they_were_decided_without(penalty: float, tiny) -> None:
     model, warp = tiny("llama"), Warp(repetition_penalty=penalty)
-    parts = Parts(open_runner(model), warp, open_runner(tiny("llama", seed=2)))
+    parts = MethodInputs(open_runner(model), warp, open_runner(tiny("llama", seed=2)))
     for rule, exact in (("exact", True), ("ears", False)):
         ids, overlaps = list(PROMPT), []
         trace = Trace()

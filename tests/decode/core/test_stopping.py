@@ -11,7 +11,7 @@ from enumeration import ScriptedRunner, random_table
 from sklearn.metrics import roc_curve
 from torch import Tensor
 
-from decode.core.options import MethodOptions, Parts
+from decode.core.options import MethodOptions
 from decode.core.proposal import Draft
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
@@ -26,7 +26,7 @@ from decode.core.stopping import (
 from decode.core.thresholds import CostOptimal, Fixed, MeanOfRejected, Roc, TargetAcceptance, Threshold
 from decode.core.trace import Round
 from decode.drafters.draft_model import ModelDrafter
-from decode.methods import METHODS, STOPS, build
+from decode.methods import METHODS, STOPS, MethodInputs, build
 
 
 def chain_round(drafted: int, accepted: int, seconds: tuple[float, float] = (0.0, 0.0)) -> Round:
@@ -230,9 +230,9 @@ def test_cost_optimal_confidence_is_calibrated_by_counting() -> None:
 # -- put together ----------------------------------------------------------------
 
 
-def parts(**options) -> Parts:  # type: ignore[no-untyped-def]
+def parts(**options) -> MethodInputs:  # type: ignore[no-untyped-def]
     runners = [ScriptedRunner(random_table(seed, 6), 6) for seed in (1, 2)]
-    return Parts(runners[0], Warp(temperature=1.0), runners[1], options=MethodOptions(**options))
+    return MethodInputs(runners[0], Warp(temperature=1.0), runners[1], options=MethodOptions(**options))
 
 
 PAPERS = {  # window, start of the threshold

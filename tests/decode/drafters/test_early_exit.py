@@ -7,7 +7,7 @@ import torch
 from enumeration import Experiment
 
 from decode.core.errors import UserError
-from decode.core.options import MethodOptions, Parts
+from decode.core.options import MethodOptions
 from decode.core.proposal import Draft
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
@@ -16,7 +16,7 @@ from decode.core.target import Target
 from decode.core.thresholds import Fixed
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.loop import System, decode, rounds
-from decode.methods import build
+from decode.methods import MethodInputs, build
 from decode.models.huggingface import open_runner
 from decode.models.partial import FAMILIES, Part, PartialRunner, early_exit, separate_copy, walkable
 
@@ -137,7 +137,7 @@ def test_a_separate_cache_drafts_the_same_and_costs_memory(tiny) -> None:
     runner = open_deep(tiny, "qwen2")
     texts = []
     for method in ("layerskip", "layerskip-separate"):
-        parts = Parts(runner, Warp(temperature=1.0), options=MethodOptions(exit_layer=2, draft_length=3))
+        parts = MethodInputs(runner, Warp(temperature=1.0), options=MethodOptions(exit_layer=2, draft_length=3))
         out = decode(Target(runner), build(method, parts), parts.warp, PROMPT, max_new_tokens=20, rng=TorchRng(5))
         texts.append((out.ids, out.trace.accepted))
     assert texts[0] == texts[1]
@@ -153,7 +153,7 @@ def test_methods_are_greedy_identical_through_the_table(tiny, method: str) -> No
     if method == "draft-verify":
         skips.append(MethodOptions(skip_attention=[2], skip_mlp=[1, 2]))
     for options in skips:
-        system = build(method, Parts(runner, Warp(), options=options))
+        system = build(method, MethodInputs(runner, Warp(), options=options))
         assert decode(Target(runner), system, Warp(), PROMPT, max_new_tokens=20).ids == wanted
 
 
@@ -169,7 +169,7 @@ def test_an_exit_outside_the_model_is_refused_with_the_layers_there_are(tiny, la
 @pytest.mark.parametrize("family", ["gpt2", "codegen", "opt", "gemma2"])
 def test_families_whose_layers_cannot_be_walked_are_named(tiny, family: str) -> None:
     with pytest.raises(UserError, match=rf"\({family}\) cannot draft with its own layers.*{FAMILIES[0]}"):
-        build("layerskip", Parts(open_runner(tiny(family)), Warp()))
+        build("layerskip", MethodInputs(open_runner(tiny(family)), Warp()))
     assert walkable(open_runner(tiny("llama", num_hidden_layers=DEPTH))).depth == DEPTH
 
 
@@ -188,7 +188,9 @@ def test_a_text_that_follows_an_abandoned_draft_is_read_afresh(tiny) -> None:
 
 def test_a_drafted_end_of_text_is_kept_and_ends_the_draft(tiny) -> None:
     runner = open_deep(tiny, "llama")
-    plain = decode(Target(runner), build("autoregressive", Parts(runner, Warp())), Warp(), PROMPT, max_new_tokens=24)
+    plain = decode(
+        Target(runner), build("autoregressive", MethodInputs(runner, Warp())), Warp(), PROMPT, max_new_tokens=24
+    )
     end = plain.new_ids[10]
     system = system_of(runner, Part(3), StopRule(12), Warp())
     out = decode(Target(runner), system, Warp(), PROMPT, max_new_tokens=24, stop_ids={end})

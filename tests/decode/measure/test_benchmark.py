@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -364,7 +365,7 @@ def test_suites_are_called_without_their_paths_where_that_is_unique(tmp_path):
 def written(bench, tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     (folder / "report.json").write_text(json.dumps({"drafts": [1], "methods": "old"}))
-    return write_report(bench, BenchSettings(target="t"), folder)
+    return write_report(bench, asdict(BenchSettings(target="t")), folder)
 
 
 def test_a_report_of_distill_keeps_what_it_holds(bench, written):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pairs import make_pair, make_tokenizer
 
-from decode.core.options import MethodOptions, Parts
+from decode.core.options import MethodOptions
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
@@ -27,7 +27,7 @@ from decode.measure.cost import (
     verdict,
 )
 from decode.measure.forward_timer import time_forwards
-from decode.methods import build
+from decode.methods import MethodInputs, build
 from decode.models.huggingface import open_runner
 
 
@@ -85,7 +85,7 @@ def test_replay_of_greedy_acceptances_counts_the_rounds_that_decoding_takes(tiny
     target, draft = make_pair(tiny)
     runner, warp = open_runner(target), Warp()
     prompt = make_tokenizer()("Tom has 3 apples").input_ids
-    parts = Parts(runner, warp, open_runner(draft), options=MethodOptions(draft_length=length))
+    parts = MethodInputs(runner, warp, open_runner(draft), options=MethodOptions(draft_length=length))
     out = decode(Target(runner), build("vanilla", parts), warp, prompt, max_new_tokens=40)
     accept = offline_alpha(target, draft, [(out.ids, len(prompt))], warp).texts[0]
     assert 0 < sum(accept) < len(accept)

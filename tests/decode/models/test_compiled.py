@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from decode.commands.settings import GenerateSettings
 from decode.commands.setup import check_models
 from decode.core.errors import UserError
-from decode.core.options import MethodOptions, Parts
+from decode.core.options import MethodOptions
 from decode.core.proposal import Draft
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
-from decode.methods import build
+from decode.methods import MethodInputs, build
 from decode.models import compiled
 from decode.models.compiled import CompiledRunner, check_compile, open_compiled
 from decode.models.huggingface import open_runner
@@ -100,7 +100,7 @@ def test_texts_are_those_of_the_plain_path(method: str, temperature: float, tiny
     texts = []
     for mode in ("none", "default"):
         target, draft = (open_runner(model, compile=mode) for model in models)
-        parts = Parts(target, Warp(temperature), draft, options=MethodOptions(draft_length=4, exit_layer=2))
+        parts = MethodInputs(target, Warp(temperature), draft, options=MethodOptions(draft_length=4, exit_layer=2))
         system = build(method, parts)
         out = decode(Target(target), system, parts.warp, PROMPT, max_new_tokens=24, rng=TorchRng(3))
         texts.append((out.ids, out.trace.accepted))
@@ -138,7 +138,7 @@ def test_a_compiled_pair_writes_the_text_of_the_plain_one(tiny, monkeypatch: pyt
     texts = []
     for mode in ("none", "default"):
         target, draft = (open_runner(model, compile=mode) for model in models)
-        parts = Parts(target, Warp(), draft, options=MethodOptions(draft_length=3))
+        parts = MethodInputs(target, Warp(), draft, options=MethodOptions(draft_length=3))
         out = decode(Target(target), build("vanilla", parts), parts.warp, PROMPT, max_new_tokens=20)
         texts.append(out.ids)
     assert isinstance(target, CompiledRunner)

@@ -12,7 +12,7 @@ from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
-from decode.core.options import MethodOptions, Parts
+from decode.core.options import MethodOptions
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule, negative_entropy
@@ -21,7 +21,7 @@ from decode.core.thresholds import MeanOfRejected
 from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter
 from decode.loop import System, decode
 from decode.measure.acceptance_offline import offline_alpha, response_logits
-from decode.methods import build
+from decode.methods import MethodInputs, build
 from decode.models.eagle.files import head_config, is_head, load_head, save_head
 from decode.models.eagle.head import FeatureHead, head_logits
 from decode.models.eagle.runner import HeadRunner
@@ -236,7 +236,7 @@ def test_a_saved_head_decodes_identically(version: int, tiny, tmp_path) -> None:
         texts = []
         for one in (head, again):
             options = MethodOptions(draft_length=3, tree_width=3, tree_nodes=9)
-            parts = Parts(runner, Warp(1.0), HeadRunner(one, target), options=options)
+            parts = MethodInputs(runner, Warp(1.0), HeadRunner(one, target), options=options)
             system = build(method, parts)
             out = decode(Target(runner), system, parts.warp, PROMPTS[0], max_new_tokens=NEW, rng=TorchRng(1))
             texts.append((out.ids, out.trace.drafted))
@@ -251,5 +251,7 @@ def test_a_saved_head_decodes_identically(version: int, tiny, tmp_path) -> None:
 def test_methods_say_which_kind_of_draft_they_want(tiny) -> None:
     runner = open_runner(tiny("llama"))
     with pytest.raises(UserError, match="feature head"):
-        build("eagle", Parts(runner, GREEDY, open_runner(tiny("llama"))))
-    assert isinstance(build("vanilla", Parts(runner, GREEDY, as_runner(tiny("llama"), 1))).drafter, FeatureDrafter)
+        build("eagle", MethodInputs(runner, GREEDY, open_runner(tiny("llama"))))
+    assert isinstance(
+        build("vanilla", MethodInputs(runner, GREEDY, as_runner(tiny("llama"), 1))).drafter, FeatureDrafter
+    )

@@ -18,7 +18,6 @@ from decode.commands import generate, profile
 from decode.commands.settings import GenerateSettings, ProfileSettings
 from decode.commands.setup import open_draft
 from decode.core.errors import UserError
-from decode.core.options import Parts
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule, token_probability
@@ -30,7 +29,7 @@ from decode.measure.acceptance_offline import draft_logits
 from decode.measure.benchmark import run_benchmark
 from decode.measure.entries import plan
 from decode.measure.session import BenchOptions
-from decode.methods import STOPS
+from decode.methods import STOPS, MethodInputs
 from decode.models import vocabulary
 from decode.models.eagle.runner import open_draft_runner
 from decode.models.foreign import ForeignDraft, ForeignRunner
@@ -86,7 +85,7 @@ class Checked(ModelDrafter):
 def test_every_stop_rule_is_lossless(name: str, small: Intersection, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment, draft = scripted(small)
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=experiment.clock.perf_counter))
-    stop = STOPS[name](Parts(experiment.target, SAMPLE, draft))
+    stop = STOPS[name](MethodInputs(experiment.target, SAMPLE, draft))
     system = System(name, Checked(draft, SAMPLE, 4), stop)
     assert experiment.bias(system) < TOLERANCE
     assert max(experiment.drafted) > 0
@@ -185,7 +184,7 @@ def test_greedy_texts_are_those_of_generate(target, draft) -> None:
         given = torch.tensor([ids])
         wanted = target.generate(given, do_sample=False, max_new_tokens=40, pad_token_id=0, eos_token_id=None)
         for name in ("length", "hf-dynamic", "entropy"):
-            system = System(name, drafter, STOPS[name](Parts(runner, Warp(), drafter.runner)))
+            system = System(name, drafter, STOPS[name](MethodInputs(runner, Warp(), drafter.runner)))
             out = decode(Target(runner), system, Warp(), ids, max_new_tokens=40)
             assert out.ids == wanted[0].tolist()
             assert sum(out.trace.accepted) > 0

@@ -10,13 +10,12 @@ from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
 from scripted import WAYS, Oracle, RandomTree, corpus_drafters
 
 from decode.core.drafter import Drafter
-from decode.core.options import Parts
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule
 from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode
-from decode.methods import STOPS
+from decode.methods import STOPS, MethodInputs
 from decode.models.fast import supports
 from decode.models.huggingface import Runner, open_runner
 
@@ -106,7 +105,7 @@ def test_drafts_from_texts_do_not_change_the_text(name: str, drafters, runners, 
 @pytest.mark.parametrize("name", STOPS)
 def test_no_stop_rule_changes_the_text(name: str, runners, texts, tiny) -> None:
     runner, draft = runners("llama", True), open_runner(resembling(tiny("llama"), 0.15))
-    stop = STOPS[name](Parts(runner, GREEDY, draft))
+    stop = STOPS[name](MethodInputs(runner, GREEDY, draft))
     for prompt, wanted in zip(PROMPTS * 2, texts("llama") * 2):
         assert_decodes(runner, System(name, ModelDrafter(draft, GREEDY, VOCAB), stop), wanted, prompt)
 

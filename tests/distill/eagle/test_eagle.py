@@ -17,13 +17,13 @@ from tiny_run import bench, killed, run_tiny, tiny_settings
 
 from decode.commands.command_line import parse
 from decode.core.errors import UserError
-from decode.core.options import MethodOptions, Parts
+from decode.core.options import MethodOptions
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
 from decode.measure.acceptance_offline import offline_alpha
-from decode.methods import build
+from decode.methods import MethodInputs, build
 from decode.models.eagle.files import head_config, load_head
 from decode.models.eagle.head import FeatureHead, head_logits
 from decode.models.eagle.runner import HeadRunner
@@ -182,7 +182,7 @@ def test_the_exported_head_decodes_like_the_trained_one(run, tmp_path: Path) -> 
         head = HeadRunner(load_head(path, target), target)
         for method in ("eagle", "eagle-tree"):
             options = MethodOptions(draft_length=3, tree_width=3, tree_nodes=8)
-            system = build(method, Parts(runner, Warp(1.0), head, options=options))
+            system = build(method, MethodInputs(runner, Warp(1.0), head, options=options))
             made = decode(Target(runner), system, Warp(1.0), [5, 9, 3, 7], max_new_tokens=24, rng=TorchRng(3))
             texts.append((method, made.ids, made.trace.drafted, made.trace.accepted))
     assert texts[:2] == texts[2:]
