@@ -14,7 +14,7 @@ from decode.core.errors import UserError
 from decode.core.sampling import Warp
 from decode.drafters.acceptance_probe import confidence_features
 from decode.models.structure import check_walk, final_norm
-from distill.models.loading import Head
+from distill.models.lm_head import LMHead
 from probes.texts import Text
 
 
@@ -100,7 +100,7 @@ def collect(
     """
     chance = torch.Generator().manual_seed(seed)
     layers = [int(draft.config.get_text_config().num_hidden_layers)] if draft is not None else list(exits)
-    heads = Head(target), Head(draft if draft is not None else target)
+    heads = LMHead(target), LMHead(draft if draft is not None else target)
     texts = [text for text in texts if len(text[0]) > text[1]]
     if not texts:
         raise UserError("the target wrote nothing for any prompt, so there is nothing to learn from; check the data")
@@ -144,7 +144,7 @@ def _rows(texts: Sequence[Text], positions: int | None, chance: torch.Generator)
 def _states(
     target: PreTrainedModel, draft: PreTrainedModel | None, ids: Tensor, layers: Sequence[int], rows: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """Head inputs at the rows: the full target's ``[n, width]``, and those of every exit."""
+    """LMHead inputs at the rows: the full target's ``[n, width]``, and those of every exit."""
     at = tuple(rows.to(ids.device))
     out = target.base_model(input_ids=ids, use_cache=False, output_hidden_states=draft is None)
     final = out.last_hidden_state[at]
@@ -155,7 +155,7 @@ def _states(
 
 
 def _look(
-    heads: tuple[Head, Head], final: Tensor, states: Sequence[Tensor], warp: Warp, chance: torch.Generator
+    heads: tuple[LMHead, LMHead], final: Tensor, states: Sequence[Tensor], warp: Warp, chance: torch.Generator
 ) -> dict[str, Tensor]:
     """Inputs, labels and outcomes of every exit, ``[exits, n, ...]``, on the CPU."""
     p = warp(heads[0](final)).cpu()

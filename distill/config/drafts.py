@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from decode.core.errors import UserError
-from distill.losses.divergences import LOSSES, DivergenceName
+from distill.config.divergences import DIVERGENCES, DivergenceName
 
 Iso = Literal["steps", "epochs", "teacher_tokens"]
 Scope = Literal["microbatch", "sequence", "global"]
@@ -101,8 +101,8 @@ class AdaSpecSettings:
             raise UserError(f"{where}.k is {self.k}, wanted a share of tokens above 0 and at most 1, such as 0.4")
         if self.lr is not None and self.lr <= 0:
             raise UserError(f"{where}.lr is {self.lr}, wanted a number above 0, or null for the reference's")
-        if self.divergence is not None and self.divergence not in LOSSES:
-            raise UserError(f"{where}.divergence is {self.divergence!r}; known are {', '.join(LOSSES)}")
+        if self.divergence is not None and self.divergence not in DIVERGENCES:
+            raise UserError(f"{where}.divergence is {self.divergence!r}; known are {', '.join(DIVERGENCES)}")
         if not 0 <= self.kl_first < 1:
             raise UserError(f"{where}.kl_first is {self.kl_first}, wanted a share of the steps from 0 to below 1")
         if not (self.k_start is None or 0 < self.k_start <= 1) or not 0 < self.k_ramp <= 1:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from decode.core.errors import UserError
-
-if TYPE_CHECKING:
-    from distill.config.drafts import AdaSpecSettings
-    from distill.config.settings import DistillSettings
+from distill.config.distillation import DistillSettings
+from distill.config.drafts import AdaSpecSettings
 
 Kind = Literal["none", "eagle", "eagle3"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from decode.core.errors import UserError
-from distill.models.layerskip import LayerSkipSettings
+from distill.config.trainer import TrainingSettings
 
 Kind = Literal["scratch", "finetune", "lora", "as_is", "cut"]
 
@@ -36,53 +36,6 @@ class Architecture:
 
 
 @dataclass
-class TrainingSettings:
-    """How long, on what batches and with which optimiser a model is trained."""
-
-    steps: int | None = None
-    """Optimiser steps; null: epochs decides. Give one of the two."""
-    epochs: float | None = None
-    """Passes over the training examples; null: steps decides."""
-    batch_size: int = 16
-    """Examples per optimiser step, over all devices. Small batches learn more per example, large ones use more of
-    the machine."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw; or muon for the weight matrices inside the layers with adamw for the rest: learns more per step when
-    training from scratch, costs a few small matrix products per matrix and step."""
-    lr: float = 1e-3
-    """Peak learning rate (muon's updates are scaled to the size of adamw's, so one value serves both)."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or falling to 0 at the last step (linear, cosine). Falling ones
-    end lower, constant ones can be continued."""
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises from 0."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay of weight matrices; vectors and embeddings have none."""
-    beta2: float = 0.999
-    """Adam's second moment: 0.999 as usual; 0.95 adapts faster in short runs."""
-    length_bucket: int = 16
-    """Batches drawn together and cut from a list sorted by length: less padding. 1: none, every batch random."""
-    prompt_loss: bool = False
-    """Next-token loss on the prompt as well (for the cross-entropy stages only)."""
-
-    def validate(self, where: str) -> None:
-        """Check values and that the length of the training is given exactly once."""
-        if (self.steps is None) == (self.epochs is None):
-            both = "both are set" if self.steps is not None else "neither is set"
-            raise UserError(f"{where}.steps and {where}.epochs: {both}; give exactly one of them")
-        length = self.steps if self.steps is not None else self.epochs
-        for key, value in (("steps or epochs", length), ("batch_size", self.batch_size), ("lr", self.lr)):
-            if value is None or value <= 0:
-                raise UserError(f"{where}.{key} is {value}, wanted a number above 0")
-        if self.length_bucket < 1:
-            raise UserError(f"{where}.length_bucket is {self.length_bucket}, wanted 1 (none) or more")
-        if not 0 < self.beta2 < 1:
-            raise UserError(f"{where}.beta2 is {self.beta2}, wanted a number between 0 and 1, such as 0.999")
-        if self.warmup_steps < 0 or self.weight_decay < 0:
-            raise UserError(f"{where}.warmup_steps and {where}.weight_decay must not be negative")
-
-
-@dataclass
 class LoraSettings:
     """Low-rank adaptation through peft; the adapter is merged into the weights at the end."""
 
@@ -99,6 +52,41 @@ class LoraSettings:
         """Check the rank."""
         if self.rank < 1:
             raise UserError(f"{where}.rank is {self.rank}, wanted 1 or more")
+
+
+@dataclass
+class LayerSkipSettings:
+    """LayerSkip's recipe: lets the model's own early layers draft for it (see python -m probes)."""
+
+    enabled: bool = False
+    """Train with it."""
+    dropout: float = 0.1
+    """p_max: chance that a sample skips the last layer; falls exponentially to 0 at the first (paper 0.1 to 0.2).
+    From scratch it also rises from 0 over the training. 0: no layer dropout."""
+    early_exit_scale: float = 1.0
+    """Weight of the early exits' loss: higher makes drafts better and the full model slightly worse. Paper: 0.2 from
+    scratch, 1.0 for finetuning, with weighting depth."""
+    weighting: Literal["uniform", "depth"] = "uniform"
+    """uniform: every exit counts early_exit_scale times the last layer (best for shallow models); depth: the paper's
+    weights, growing with the square of the layer. Either way they are divided by their sum."""
+    curriculum: Literal["rotational", "gradual"] = "rotational"
+    """rotational: every rotation-th exit, moved on by one each step; gradual: from the last layer down, all from half
+    of the training on (costs a head for every exit)."""
+    rotation: int | None = None
+    """Rotational only: distance of the exits trained together; null: one exit a step, which is the cheapest."""
+
+    def validate(self, where: str) -> None:
+        """Check ranges.
+
+        Raises:
+            UserError: naming the key.
+        """
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"{where}.dropout is {self.dropout}, wanted a probability below 1, such as 0.1")
+        if self.early_exit_scale < 0:
+            raise UserError(f"{where}.early_exit_scale is {self.early_exit_scale}, wanted 0 (off) or more")
+        if self.rotation is not None and self.rotation < 1:
+            raise UserError(f"{where}.rotation is {self.rotation}, wanted 1 (all exits) or more, or null")
 
 
 @dataclass

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from decode.models.eagle.head import FeatureHead
 from distill.data.batch_schedule import EvalBatches
 from distill.data.token_dataset import Batch, Ints, TokenDataset
-from distill.models.loading import Head
+from distill.models.lm_head import LMHead
 from distill.teacher.signal_cache import Array, cached
 
 STATES, REFERENCE = "states", "reference"
@@ -36,7 +36,7 @@ class FeatureSource:
 
     def __init__(self, model: PreTrainedModel, head: FeatureHead, *, cached: bool) -> None:
         model.eval().requires_grad_(False)
-        self.embedding, self.head = model.get_input_embeddings(), Head(model)
+        self.embedding, self.head = model.get_input_embeddings(), LMHead(model)
         last = int(model.config.get_text_config().num_hidden_layers)
         self.taps = tuple(dict.fromkeys([*head.taps, last])) if head.version == 1 else (*head.taps, last)
         self.feature_width, self.width = head.feature_width, int(head.config.hidden_size)

@@ -37,10 +37,11 @@ from distill.experiments.benchmark_memory import SIDES, Memory, alone, loss_memo
 from distill.experiments.huggingface_trainer import trainer
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
-from distill.models.loading import Head, obtain
+from distill.models.lm_head import LMHead
+from distill.models.loading import load_or_build
 from distill.pipeline.training_budget import plan_draft, plan_reference
 from distill.teacher import signal_cache as signals
-from distill.teacher.teacher import Target, TargetSignal
+from distill.teacher.teacher import TargetSignal, TargetSource
 from distill.training.distillation import DistillModule
 from distill.training.trainer import Segments, fit
 
@@ -142,7 +143,7 @@ def _prepare(settings: TrainingBenchSettings, folder: Path, threads: int) -> tup
             (folder / name).symlink_to(run.path(name).resolve())
         else:
             source = settings.target if name == "target" else settings.initial
-            model = obtain(source, corpus.tokenizer, vocab, number)
+            model = load_or_build(source, corpus.tokenizer, vocab, number)
             if name == "reference" and source.kind != "scratch":
                 for parameter in model.parameters():  # not the draft itself, or there is nothing to rank by
                     parameter.data.mul_(1.01)
@@ -152,7 +153,7 @@ def _prepare(settings: TrainingBenchSettings, folder: Path, threads: int) -> tup
     plan = plan_draft(plan_reference(reference, len(rows)), draft.k, draft.iso)
     selection = Selection(draft.k, draft.scope, draft.normalisation)
     models = [load_model(folder / name) for name in ("target", "initial")]
-    signal = TargetSignal.of(settings.reference, min(Head(model).vocab for model in models))
+    signal = TargetSignal.of(settings.reference, min(LMHead(model).vocab for model in models))
     job = Job(
         str(folder), rows, reference, settings.trainer, selection, signal, settings.speed.steps, plan.batch_size,
         settings.seed, threads,
@@ -213,7 +214,7 @@ def _train_here(job: Job) -> dict[str, Any]:
     if signal.kind != "recompute":
         path = folder / f"{signal.name}.npy"
         rows.signals[signal.name] = signals.target_signal(model.to(device), signal, rows, path, "")
-    target = Target(model, signal)
+    target = TargetSource(model, signal)
     rows.signals["reference_loss"] = signals.reference_loss(
         reference.to(device), target, rows, folder / "reference.npy", ""
     )

@@ -12,10 +12,10 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from distill.experiments.huggingface_trainer import selective_loss
-from distill.losses.chunked_kl import Task, fused_loss
+from distill.losses.chunked_kl import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
 from distill.losses.token_selection import top_share
-from distill.models.loading import Head
+from distill.models.lm_head import LMHead
 from distill.teacher.teacher import HiddenRows
 from distill.training.trainer import quiet
 
@@ -68,11 +68,11 @@ def _loss_straightforward(size: Size) -> tuple[float, int | None]:
 
 def _loss_here(size: Size) -> tuple[float, int | None]:
     sides, memory, started = _sides(*size), Memory(torch.device("cpu")), time.perf_counter()
-    heads = [Head.of(linear) for _, linear in sides]
+    heads = [LMHead.of(linear) for _, linear in sides]
     target = HiddenRows(sides[1][0], heads[1])
     with torch.no_grad():  # once per run in training, and cached; here it is part of the time
-        known = fused_loss(sides[2][0], heads[2], target, Task(Divergence(), metrics=False)).losses
-    task = Task(Divergence(), lambda values: top_share(values - known, 0.4), metrics=False)
+        known = fused_loss(sides[2][0], heads[2], target, LossRequest(Divergence(), metrics=False)).losses
+    task = LossRequest(Divergence(), lambda values: top_share(values - known, 0.4), metrics=False)
     found = fused_loss(sides[0][0], heads[0], target, task)
     assert found.chosen is not None
     (found.total / len(found.chosen)).backward()

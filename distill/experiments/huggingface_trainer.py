@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from decode.models import machine
-from distill.config.settings import TrainingSettings
+from distill.config.trainer import TrainingSettings
 from distill.data.batch_schedule import Schedule
 from distill.data.token_dataset import TokenDataset
 from distill.data.tokenize import IGNORE

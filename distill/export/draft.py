@@ -10,9 +10,8 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from transformers import (
 
 from decode.core.errors import UserError
 from decode.models.open import check_tokenizers
+from distill.config.export import ExportSettings
 from distill.export.card import model_card, speculation_profile
 
 # vLLM reads a speculative method from these parts of the draft's path, even when the method is given.
@@ -40,18 +40,6 @@ PROBE_TEXTS = (
     "def f(x):\n    return x ** 2\n\n\tprint(f(10_000))",
     "Ünïcode – “quotes” … 東京 🙂 #### 1,234",
 )
-
-
-@dataclass
-class ExportSettings:
-    """How the exported draft is written."""
-
-    dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
-    """Number format of the exported weights; keep: as trained."""
-    draft_length: int | None = None
-    """Tokens drafted per round, written to generation_config.json; none: the best length measured."""
-    confidence_threshold: float = 0.0
-    """Transformers' assistant_confidence_threshold: drafting stops below it; 0 always drafts the full length."""
 
 
 def export_draft(

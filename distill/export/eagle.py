@@ -22,8 +22,9 @@ from decode.core.errors import UserError
 from decode.models.eagle.files import load_head, save_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import load_model
+from distill.config.export import ExportSettings
 from distill.export.card import speculation_profile
-from distill.export.draft import ExportSettings, add_legacy_fields, draft_length, swap
+from distill.export.draft import add_legacy_fields, draft_length, swap
 from distill.export.eagle_card import head_card
 
 LAYER = (

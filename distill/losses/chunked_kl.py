@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,7 @@ from torch.nn import functional
 
 from distill.losses.divergences import Divergence, Pair
 from distill.losses.rows import log_probs
-from distill.models.loading import Head
-from distill.teacher.teacher import Place, TargetRows
+from distill.models.lm_head import LMHead
 
 CPU_CHUNK, CUDA_CHUNK = 1 << 21, 1 << 28
 """Bytes of one ``[chunk, vocab]`` float32 buffer: a few of them fit a CPU's cache, or keep a GPU busy."""
@@ -38,6 +37,28 @@ LATE = 1 << 22
 chosen rows only: with more, reading them from memory again costs what that saves."""
 
 Choose = Callable[[Tensor], Tensor]
+
+RowIndex = slice | Tensor
+"""Which rows: a range, or indices."""
+
+
+class TargetRows(Protocol):
+    """The target's distributions for the rows of one batch, computed when asked for, a few rows at a time."""
+
+    @property
+    def vocab(self) -> int:
+        """Ids that the target knows."""
+        ...
+
+    def log_probs(self, place: RowIndex, log_q: Tensor, temperature: float) -> Tensor:
+        """Log-probabilities ``[rows, vocab]`` of the ids that log_q has, for the rows at ``place``.
+
+        Args:
+            place: Which rows.
+            log_q: The draft's log-probabilities of these rows, for a signal that leaves something open.
+            temperature: Divides the logits.
+        """
+        ...
 
 
 @dataclass
@@ -60,7 +81,7 @@ class LossRows:
 
 
 @dataclass(frozen=True)
-class Task:
+class LossRequest:
     """What is wanted of the rows.
 
     Attributes:
@@ -76,12 +97,14 @@ class Task:
     metrics: bool = True
 
 
-def can_fuse(head: Head) -> bool:
+def can_fuse(head: LMHead) -> bool:
     """Whether the head is a plain linear layer, whose gradient is known here; with an adapter on it it is not."""
     return type(head.linear) is nn.Linear
 
 
-def fused_loss(hidden: Tensor, head: Head, target: TargetRows, task: Task, chunk: int | None = None) -> LossRows:
+def fused_loss(
+    hidden: Tensor, head: LMHead, target: TargetRows, task: LossRequest, chunk: int | None = None
+) -> LossRows:
     """The loss of a batch's rows, in chunks.
 
     Args:
@@ -96,7 +119,7 @@ def fused_loss(hidden: Tensor, head: Head, target: TargetRows, task: Task, chunk
     return LossRows(total, work.losses, work.chosen, work.alpha, work.agreement)
 
 
-def plain_loss(hidden: Tensor, head: Head, target: TargetRows, task: Task) -> LossRows:
+def plain_loss(hidden: Tensor, head: LMHead, target: TargetRows, task: LossRequest) -> LossRows:
     """The same by autograd, with the logits of all rows in memory."""
     vocab = min(head.vocab, target.vocab)
     log_q = log_probs(head.first(hidden, vocab), vocab, task.divergence.temperature)
@@ -125,7 +148,7 @@ def chunk_rows(vocab: int, device: torch.device) -> int:
 class _Work:
     """Both passes over one batch, and what they found."""
 
-    def __init__(self, hidden: Tensor, head: Head, target: TargetRows, task: Task, chunk: int | None) -> None:
+    def __init__(self, hidden: Tensor, head: LMHead, target: TargetRows, task: LossRequest, chunk: int | None) -> None:
         self.hidden, self.head, self.target, self.task = hidden.detach(), head, target, task
         self.vocab = min(head.vocab, target.vocab)
         self.rows = len(hidden)
@@ -139,7 +162,7 @@ class _Work:
         self.alpha: Tensor | None = empty.clone() if task.metrics else None
         self.agreement: Tensor | None = empty.clone() if task.metrics else None
 
-    def pair(self, place: Place, weight: Tensor, bias: Tensor | None) -> tuple[Pair, Tensor | float]:
+    def pair(self, place: RowIndex, weight: Tensor, bias: Tensor | None) -> tuple[Pair, Tensor | float]:
         """Both distributions of some rows, and the derivative of the draft's logits by the linear layer's output."""
         products = functional.linear(
             self.hidden[place], weight[: self.vocab], None if bias is None else bias[: self.vocab]
@@ -223,7 +246,7 @@ class _Gradients:
         self.weight = like.new_zeros(weight.shape, dtype=work.dtype) if needed[1] else None
         self.bias = like.new_zeros(bias.shape, dtype=work.dtype) if bias is not None and needed[2] else None
 
-    def add(self, place: Place, gradient: Tensor) -> None:
+    def add(self, place: RowIndex, gradient: Tensor) -> None:
         """Rows' gradients ``[rows, vocab]`` with respect to the linear layer's output."""
         rows = self.work.hidden[place] if isinstance(place, slice) else self.work.hidden.index_select(0, place)
         if self.bias is not None:

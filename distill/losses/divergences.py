@@ -13,12 +13,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "kl_tv"]
+from distill.config.divergences import DivergenceName
 
 HYBRID_DECAY = 3.0
 """η of the hybrid's weight exp(-η·α), the value of its paper."""

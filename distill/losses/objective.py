@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from distill.config.distillation import DistillSettings
+from distill.config.divergences import DivergenceName
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
-from distill.config.settings import DistillSettings
-from distill.losses.chunked_kl import Task
+from distill.losses.chunked_kl import LossRequest
 from distill.losses.divergences import Divergence
 from distill.losses.token_selection import Selection
 
@@ -50,7 +51,7 @@ class Objective:
         share = min(1.0, step / max(1, self.steps - 1))
         return replace(self.selection, k=self.k_start + share * (self.selection.k - self.k_start))
 
-    def task(self, step: int, batch: dict[str, Tensor], mask: Tensor, *, metrics: bool) -> Task:
+    def task(self, step: int, batch: dict[str, Tensor], mask: Tensor, *, metrics: bool) -> LossRequest:
         """What is wanted of a batch's rows.
 
         Args:
@@ -61,14 +62,19 @@ class Objective:
         """
         loss, selection = self.divergence_at(step), self.selection_at(step)
         if selection is None:
-            return Task(loss, metrics=metrics)
+            return LossRequest(loss, metrics=metrics)
         reference, sequence = batch["reference_loss"], mask.nonzero()[:, 0]
-        return Task(
+        return LossRequest(
             loss,
             lambda values: selection.choose(values - reference, sequence),
             None if self.ranking == loss else self.ranking,
             metrics,
         )
+
+
+def divergence_of(settings: DistillSettings, name: DivergenceName | None = None) -> Divergence:
+    """The divergence of this name (None: the one set) with the parameters set."""
+    return Divergence(name or settings.divergence, settings.jsd_beta, settings.tv_weight, settings.temperature)
 
 
 def objective_of(draft: AdaSpecSettings, reference: DistillSettings, steps: int) -> Objective:
@@ -79,13 +85,13 @@ def objective_of(draft: AdaSpecSettings, reference: DistillSettings, steps: int)
         reference: Those of DistillSpec, whose divergence it has unless it names another.
         steps: Optimiser steps in all.
     """
-    loss, warmup = reference.loss(draft.divergence), round(draft.kl_first * steps)
+    loss, warmup = divergence_of(reference, draft.divergence), round(draft.kl_first * steps)
     if isinstance(draft, ComparisonSettings) and draft.method == "distillspec":
         return Objective(loss, warmup=warmup)
     return Objective(
         loss,
         Selection(draft.k, draft.scope, draft.normalisation),
-        reference.loss("tv") if draft.select_by == "acceptance_gain" else None,
+        divergence_of(reference, "tv") if draft.select_by == "acceptance_gain" else None,
         warmup,
         draft.k_start,
         round(draft.k_ramp * steps),

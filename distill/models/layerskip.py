@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,41 +16,7 @@ from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.models.structure import check_walk, decoder_layers, final_norm, state_of
-
-
-@dataclass
-class LayerSkipSettings:
-    """LayerSkip's recipe: lets the model's own early layers draft for it (see python -m probes)."""
-
-    enabled: bool = False
-    """Train with it."""
-    dropout: float = 0.1
-    """p_max: chance that a sample skips the last layer; falls exponentially to 0 at the first (paper 0.1 to 0.2).
-    From scratch it also rises from 0 over the training. 0: no layer dropout."""
-    early_exit_scale: float = 1.0
-    """Weight of the early exits' loss: higher makes drafts better and the full model slightly worse. Paper: 0.2 from
-    scratch, 1.0 for finetuning, with weighting depth."""
-    weighting: Literal["uniform", "depth"] = "uniform"
-    """uniform: every exit counts early_exit_scale times the last layer (best for shallow models); depth: the paper's
-    weights, growing with the square of the layer. Either way they are divided by their sum."""
-    curriculum: Literal["rotational", "gradual"] = "rotational"
-    """rotational: every rotation-th exit, moved on by one each step; gradual: from the last layer down, all from half
-    of the training on (costs a head for every exit)."""
-    rotation: int | None = None
-    """Rotational only: distance of the exits trained together; null: one exit a step, which is the cheapest."""
-
-    def validate(self, where: str) -> None:
-        """Check ranges.
-
-        Raises:
-            UserError: naming the key.
-        """
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"{where}.dropout is {self.dropout}, wanted a probability below 1, such as 0.1")
-        if self.early_exit_scale < 0:
-            raise UserError(f"{where}.early_exit_scale is {self.early_exit_scale}, wanted 0 (off) or more")
-        if self.rotation is not None and self.rotation < 1:
-            raise UserError(f"{where}.rotation is {self.rotation}, wanted 1 (all exits) or more, or null")
+from distill.config.models import LayerSkipSettings
 
 
 def dropout_rates(layers: int, step: int, steps: int, highest: float, *, scratch: bool) -> list[float]:

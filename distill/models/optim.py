@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from distill.config.settings import TrainingSettings
+from distill.config.trainer import TrainingSettings
 
 
 def make_optimizer(model: nn.Module, settings: TrainingSettings, *, fused: bool = True) -> Optimizer:

@@ -17,13 +17,14 @@ from distill.config.settings import AdaSpecSettings, ComparisonSettings
 from distill.core.files import fingerprint
 from distill.core.run_dir import StageRecord, account_of
 from distill.data.token_dataset import TokenDataset
+from distill.eagle.drafting_steps import keep_reference
 from distill.eagle.features import REFERENCE, STATES, FeatureSource, keep_states
-from distill.eagle.module import EagleModule, keep_reference
 from distill.losses.token_selection import Selection
-from distill.models.loading import Head, check_head
+from distill.models.lm_head import LMHead, check_head
 from distill.pipeline.stages import StageContext, StageResult
 from distill.pipeline.training_budget import account, label_tokens
 from distill.teacher.prepare import fixed_texts
+from distill.training.eagle_head import EagleModule
 
 KINDS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
 """Settings' names for the heads, as people write them."""
@@ -125,7 +126,7 @@ def _signals(
     settings, run = context.settings, context.run
     cached, folder = settings.reference.signal == "hidden", run.work / "signals"
     model = load_model(run.target, dtype=settings.target.dtype).to(context.device())
-    check_head(model, Head(model))
+    check_head(model, LMHead(model))
     source = FeatureSource(model, head, cached=cached)
     train, validation, made_from = fixed_texts(context, model, stop_ids(model, context.corpus.tokenizer))
     key = [made_from, list(source.taps)]

@@ -31,24 +31,18 @@ from distill.data import Corpus, load_corpus
 from distill.data.batch_schedule import Schedule
 from distill.data.token_dataset import TokenDataset
 from distill.generation.on_policy import OnPolicy
-from distill.losses.objective import Objective, objective_of
+from distill.losses.objective import Objective, divergence_of, objective_of
 from distill.models.layer_pruning import cut, kept_layers
 from distill.models.layerskip import LayerSkip
-from distill.models.loading import (
-    Head,
-    check_head,
-    count_layers,
-    count_parameters,
-    obtain,
-    ready,
-    source_folder,
-    with_adapter,
-)
+from distill.models.lm_head import LMHead, check_head
+from distill.models.loading import count_layers, count_parameters, load_or_build, ready_to_save, source_folder
+from distill.models.lora import add_adapter
 from distill.pipeline.training_budget import Plan, account, label_tokens, plan_draft, plan_reference
 from distill.teacher.prepare import prepare
 from distill.tracking.logger import for_stage
-from distill.training.base_module import Module
-from distill.training.distillation import CausalLMModule, DistillModule, token_counts
+from distill.training.base_module import TrainingModule
+from distill.training.causal_lm import CausalLMModule
+from distill.training.distillation import DistillModule, token_counts
 from distill.training.trainer import Segments, fit
 
 MOST_SELECTED = 100
@@ -147,14 +141,14 @@ class StageContext:
         if isinstance(settings, InitialDraftSettings) and settings.kind == "cut":
             model = cut(load_model(self.run.target), settings.layers)
         else:
-            model = obtain(settings, self.corpus.tokenizer, vocab, self.settings.seed + offset)
+            model = load_or_build(settings, self.corpus.tokenizer, vocab, self.settings.seed + offset)
         parameters = model.num_parameters()
-        check_head(model.train(), Head(model))
+        check_head(model.train(), LMHead(model))
         self._say_size(model, parameters)
         if not settings.trained:
             record = StageRecord(key, parameters=parameters)
-            return StageResult(record, ready(model, self.corpus.tokenizer), self.corpus.tokenizer)
-        adapted = with_adapter(model, settings.lora, self.settings.seed) if settings.kind == "lora" else None
+            return StageResult(record, ready_to_save(model, self.corpus.tokenizer), self.corpus.tokenizer)
+        adapted = add_adapter(model, settings.lora, self.settings.seed) if settings.kind == "lora" else None
         rows = TokenDataset.of(self.corpus.train)
         module = CausalLMModule(
             model,
@@ -173,7 +167,7 @@ class StageContext:
         model = module.model if adapted is None else adapted.merge_and_unload()
         return StageResult(
             StageRecord(key, parameters=parameters, seconds=seconds, history=history),
-            ready(model, self.corpus.tokenizer),
+            ready_to_save(model, self.corpus.tokenizer),
             self.corpus.tokenizer,
         )
 
@@ -184,12 +178,14 @@ class StageContext:
         started = time.monotonic()
         settings, seed = self.settings.reference, self.seed_of(adaspec)
         training, plan = self.plan(adaspec)
-        objective = Objective(settings.loss()) if adaspec is None else objective_of(adaspec, settings, plan.steps)
+        objective = (
+            Objective(divergence_of(settings)) if adaspec is None else objective_of(adaspec, settings, plan.steps)
+        )
         reference = None if adaspec is None else self.run.record("reference")
         model = load_model(self.run.path("initial"), dtype="float32").train()
-        check_head(model, Head(model))
+        check_head(model, LMHead(model))
         parameters = model.num_parameters()
-        adapted = with_adapter(model, settings.lora, self.settings.seed) if settings.lora is not None else None
+        adapted = add_adapter(model, settings.lora, self.settings.seed) if settings.lora is not None else None
         share = settings.responses.from_draft if adaspec is None or adaspec.on_policy is None else adaspec.on_policy
         data = prepare(self, objective, share)
         train = data.train
@@ -221,7 +217,7 @@ class StageContext:
             selected=self.most_selected(module.selected),
         )
         model = module.model if adapted is None else adapted.merge_and_unload()
-        return StageResult(record, ready(model, self.corpus.tokenizer), self.corpus.tokenizer)
+        return StageResult(record, ready_to_save(model, self.corpus.tokenizer), self.corpus.tokenizer)
 
     def plan(self, adaspec: AdaSpecSettings | None) -> tuple[TrainingSettings, Plan]:
         """How a draft is trained, and how long: as the reference is (``adaspec`` is None), or with what differs."""
@@ -239,7 +235,7 @@ class StageContext:
         self,
         stage: str,
         key: str,
-        module: Module,
+        module: TrainingModule,
         train: TokenDataset,
         validation: TokenDataset,
         schedule: Schedule,
@@ -271,7 +267,7 @@ class StageContext:
             console=self.console,
         )
 
-    def _looks_ahead(self, module: Module) -> bool:
+    def _looks_ahead(self, module: TrainingModule) -> bool:
         """Whether a step's micro-batches are needed at once: to select among all their tokens."""
         selection = module.objective.selection if isinstance(module, DistillModule) else None
         return selection is not None and selection.scope == "global"

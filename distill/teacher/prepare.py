@@ -19,9 +19,9 @@ from distill.generation.on_policy import OnPolicy
 from distill.generation.openai_client import answered_by_server
 from distill.generation.response_store import Answer, ResponseFile, answered_here, make_jobs, response_rows
 from distill.losses.objective import Objective
-from distill.models.loading import Head, check_head
+from distill.models.lm_head import LMHead, check_head
 from distill.teacher import signal_cache as signals
-from distill.teacher.teacher import Target, TargetSignal
+from distill.teacher.teacher import TargetSignal, TargetSource
 
 if TYPE_CHECKING:
     from distill.pipeline.stages import StageContext
@@ -40,7 +40,7 @@ class DistillData:
         share: Of the examples whose responses the draft writes itself.
     """
 
-    target: Target
+    target: TargetSource
     train: TokenDataset
     validation: TokenDataset
     ends: set[int]
@@ -68,7 +68,7 @@ def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> 
     """
     folder = context.run.work / "signals"
     model = load_model(context.run.target, dtype=context.settings.target.dtype)
-    check_head(model, Head(model))
+    check_head(model, LMHead(model))
     ends = stop_ids(model, context.corpus.tokenizer)
     train, validation, key = fixed_texts(context, model, ends)
     signal = _signal(context, model)
@@ -89,7 +89,7 @@ def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> 
                 "that much",
                 highlight=False,
             )
-    target = Target(model, signal)
+    target = TargetSource(model, signal)
     reference, ranking = None, objective.ranking
     if objective.selection is not None:
         record = context.run.record("reference")
@@ -122,7 +122,7 @@ def _unchanged(_: TokenDataset) -> None:
 def _signal(context: StageContext, model: PreTrainedModel) -> TargetSignal:
     """What the settings want kept of the target."""
     draft = AutoConfig.from_pretrained(context.run.path("initial")).get_text_config().vocab_size
-    return TargetSignal.of(context.settings.reference, min(int(draft), Head(model).vocab))
+    return TargetSignal.of(context.settings.reference, min(int(draft), LMHead(model).vocab))
 
 
 def _check_room(

@@ -31,10 +31,10 @@ from distill.core import ranks
 from distill.core.files import checksum, write_json
 from distill.data.batch_schedule import EvalBatches
 from distill.data.token_dataset import TokenDataset, label_mask
-from distill.losses.chunked_kl import Task, fused_loss
+from distill.losses.chunked_kl import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
-from distill.models.loading import Head, last_hidden
-from distill.teacher.teacher import Target, TargetSignal
+from distill.models.lm_head import LMHead, last_hidden
+from distill.teacher.teacher import TargetSignal, TargetSource
 
 Array = NDArray[Any]
 
@@ -84,7 +84,7 @@ def cached(
 
 def signal_bytes(target: PreTrainedModel, signal: TargetSignal, tokens: int) -> int:
     """Size on disk of the target's signal for so many label tokens."""
-    shape, dtype = signal.layout(Head(target))
+    shape, dtype = signal.layout(LMHead(target))
     return tokens * int(np.prod(shape)) * np.dtype(dtype).itemsize
 
 
@@ -97,7 +97,7 @@ def target_signal(
     batch_size: int = 16,
 ) -> Array:
     """What is kept of the target where a label is predicted, ``[label tokens, ...]`` as `TargetSignal.layout` says."""
-    shape, dtype = signal.layout(Head(target))
+    shape, dtype = signal.layout(LMHead(target))
     parts = _target_parts(target, signal, rows, batch_size)
     return cached(path, fingerprint, (rows.label_count, *shape), parts, dtype)
 
@@ -113,7 +113,7 @@ def mean_tail(values: Array, block: int = 1 << 16) -> float:
 
 def reference_loss(
     reference: PreTrainedModel,
-    target: Target,
+    target: TargetSource,
     rows: TokenDataset,
     path: Path,
     fingerprint: str,
@@ -127,12 +127,12 @@ def reference_loss(
 
 def target_signal_now(target: PreTrainedModel, signal: TargetSignal, rows: TokenDataset, batch_size: int = 16) -> Array:
     """As `target_signal`, in memory: for texts that are used for a while only."""
-    shape, dtype = signal.layout(Head(target))
+    shape, dtype = signal.layout(LMHead(target))
     return _collected((rows.label_count, *shape), _target_parts(target, signal, rows, batch_size), dtype)
 
 
 def reference_loss_now(
-    reference: PreTrainedModel, target: Target, rows: TokenDataset, divergence: Divergence, batch_size: int = 16
+    reference: PreTrainedModel, target: TargetSource, rows: TokenDataset, divergence: Divergence, batch_size: int = 16
 ) -> Array:
     """As `reference_loss`, in memory; the target's signal is taken from the rows where it is kept."""
     return _collected((rows.label_count,), _loss_parts(reference, target, rows, divergence, batch_size))
@@ -150,7 +150,7 @@ def _target_parts(
     target: PreTrainedModel, signal: TargetSignal, rows: TokenDataset, batch_size: int
 ) -> Iterator[tuple[slice, Array]]:
     target.eval()
-    head, batches = Head(target), EvalBatches(rows, batch_size, pad_id=0)
+    head, batches = LMHead(target), EvalBatches(rows, batch_size, pad_id=0)
     for examples in batches.indices():
         batch = rows.batch(examples, 0)
         mask = label_mask(batch["labels"])
@@ -161,16 +161,16 @@ def _target_parts(
 
 @torch.inference_mode()
 def _loss_parts(
-    reference: PreTrainedModel, target: Target, rows: TokenDataset, divergence: Divergence, batch_size: int
+    reference: PreTrainedModel, target: TargetSource, rows: TokenDataset, divergence: Divergence, batch_size: int
 ) -> Iterator[tuple[slice, Array]]:
     reference.eval()
-    head, device = Head(reference), reference.device
+    head, device = LMHead(reference), reference.device
     target.to(device)
     for examples in EvalBatches(rows, batch_size, pad_id=0).indices():
         batch = {name: values.to(device) for name, values in rows.batch(examples, 0).items()}
         mask = label_mask(batch["labels"])
         hidden = last_hidden(reference, batch["input_ids"], mask)
-        found = fused_loss(hidden, head, target.rows(batch, mask), Task(divergence, metrics=False))
+        found = fused_loss(hidden, head, target.rows(batch, mask), LossRequest(divergence, metrics=False))
         _check(found.losses, "reference's losses", examples)
         yield from _scatter(rows, examples, found.losses.cpu().numpy())
 

@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.config.settings import DistillSettings, Signal
+from distill.config.distillation import DistillSettings, Signal
+from distill.losses.chunked_kl import RowIndex, TargetRows
 from distill.losses.rows import log_probs
-from distill.models.loading import Head, last_hidden
-
-Place = slice | Tensor
-"""Which rows: a range, or indices."""
-
-
-class TargetRows(Protocol):
-    """The target's distributions for the rows of one batch, computed when asked for, a few rows at a time."""
-
-    @property
-    def vocab(self) -> int:
-        """Ids that the target knows."""
-        ...
-
-    def log_probs(self, place: Place, log_q: Tensor, temperature: float) -> Tensor:
-        """Log-probabilities ``[rows, vocab]`` of the ids that log_q has, for the rows at ``place``.
-
-        Args:
-            place: Which rows.
-            log_q: The draft's log-probabilities of these rows, for a signal that leaves something open.
-            temperature: Divides the logits.
-        """
-        ...
+from distill.models.lm_head import LMHead, last_hidden
 
 
 @dataclass
@@ -41,14 +20,14 @@ class HiddenRows:
     """Rows as last hidden states ``[rows, hidden]``; a chunk's logits are the head times them."""
 
     hidden: Tensor
-    head: Head
+    head: LMHead
 
     @property
     def vocab(self) -> int:
         """Ids that the target knows."""
         return self.head.vocab
 
-    def log_probs(self, place: Place, log_q: Tensor, temperature: float) -> Tensor:
+    def log_probs(self, place: RowIndex, log_q: Tensor, temperature: float) -> Tensor:
         """Exactly the target's own."""
         vocab = log_q.shape[1]
         rows = self.hidden[place].to(self.head.linear.weight.dtype)
@@ -68,7 +47,7 @@ class TopRows:
     log_p: Tensor
     vocab: int
 
-    def log_probs(self, place: Place, log_q: Tensor, temperature: float) -> Tensor:
+    def log_probs(self, place: RowIndex, log_q: Tensor, temperature: float) -> Tensor:
         """The target's own at its top ids, the draft's shape elsewhere. At the temperature they were taken at."""
         ids, top = self.ids[place].long(), self.log_p[place].to(log_q.dtype)
         others = log_q.scatter(1, ids, -torch.inf)
@@ -87,7 +66,7 @@ class LogProbRows:
         """Ids that target and draft share."""
         return self.log_p.shape[1]
 
-    def log_probs(self, place: Place, log_q: Tensor, temperature: float) -> Tensor:
+    def log_probs(self, place: RowIndex, log_q: Tensor, temperature: float) -> Tensor:
         """Exactly the target's own. At the temperature they were taken at."""
         return self.log_p[place].to(log_q.dtype)
 
@@ -133,7 +112,7 @@ class TargetSignal:
             return self.kind, self.bfloat16
         return self.kind, *((self.k,) if self.kind == "topk" else ()), self.vocab, self.temperature
 
-    def layout(self, head: Head) -> tuple[tuple[int, ...], str]:
+    def layout(self, head: LMHead) -> tuple[tuple[int, ...], str]:
         """Shape and numpy type of one label token's values. numpy has no bfloat16: its bits stand as int16."""
         if self.kind == "topk":
             return (2, min(self.k, self.vocab)), "int32"
@@ -141,7 +120,7 @@ class TargetSignal:
             return (self.vocab,), "float32"
         return (int(head.linear.weight.shape[1]),), "int16" if self.bfloat16 else "float32"
 
-    def encode(self, hidden: Tensor, head: Head) -> Tensor:
+    def encode(self, hidden: Tensor, head: LMHead) -> Tensor:
         """Values to be kept ``[rows, ...]`` of last hidden states ``[rows, hidden]``."""
         if self.kind == "hidden":
             return hidden.bfloat16().view(torch.int16) if self.bfloat16 else hidden.float()
@@ -159,7 +138,7 @@ class TargetSignal:
         top = log_p.topk(min(self.k, self.vocab), sorted=True)
         return torch.stack([top.indices.int(), top.values.view(torch.int32)], 1)
 
-    def decode(self, values: Tensor, head: Head) -> TargetRows:
+    def decode(self, values: Tensor, head: LMHead) -> TargetRows:
         """The rows of a batch from their kept values."""
         if self.kind == "topk":
             return TopRows(values[:, 0], values[:, 1].contiguous().view(torch.float32), self.vocab)
@@ -172,7 +151,7 @@ SOME_ROWS = 256
 """Rows whose whole logits are in memory at a time while what is kept of them is taken."""
 
 
-class Target:
+class TargetSource:
     """The frozen target as a source of distributions for label rows.
 
     Not an ``nn.Module`` on purpose: the target is in no checkpoint, no optimiser and no distributed wrapper.
@@ -184,7 +163,7 @@ class Target:
 
     def __init__(self, model: PreTrainedModel, signal: TargetSignal | None = None) -> None:
         model.eval().requires_grad_(False)
-        self.head, self.signal = Head(model), signal or TargetSignal()
+        self.head, self.signal = LMHead(model), signal or TargetSignal()
         self.model = model if self.signal.kind == "recompute" else None
 
     def to(self, device: torch.device) -> None:

@@ -9,34 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning_utilities.core.imports import RequirementCache
 
 from decode.core.errors import UserError
+from distill.config.tracker import TrackerSettings
 from distill.tracking.wandb_run import StagedWandb, WandbRun
-
-
-@dataclass
-class TrackerSettings:
-    """Where settings, losses, tables and plots are recorded while a pipeline runs."""
-
-    kind: Literal["wandb", "csv", "tensorboard", "none"] = "wandb"
-    """Tracker: Weights & Biases, CSV files, TensorBoard, or none."""
-    mode: Literal["auto", "online", "offline"] = "auto"
-    """W&B only. auto: online when logged in and the server answers, else offline (upload: `wandb sync`)."""
-    project: str = "draftsmith"
-    """W&B only: project name."""
-    entity: str | None = None
-    """W&B only: user or team; none means the account's default."""
-    tags: list[str] = field(default_factory=list)
-    """W&B only: tags of the run."""
-    log_draft: bool = True
-    """W&B only: record the exported draft as an artifact (its files are read in place, not copied)."""
 
 
 def make_logger(settings: TrackerSettings, run_dir: str | Path, name: str, config: Mapping[str, Any]) -> Logger | None:

@@ -28,7 +28,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from decode.core.errors import UserError
 
 if TYPE_CHECKING:
-    from distill.tracking.logger import TrackerSettings
+    from distill.config.tracker import TrackerSettings
 
 Mode = Literal["online", "offline", "disabled"]
 REACH_SECONDS = 2.0

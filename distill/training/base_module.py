@@ -14,16 +14,16 @@ from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.models.eagle.head import FeatureHead
-from distill.config.settings import TrainingSettings
+from distill.config.trainer import TrainingSettings
 from distill.core import ranks
 from distill.data.token_dataset import Batch, label_mask
-from distill.models.loading import Head, last_hidden
+from distill.models.lm_head import LMHead, last_hidden
 from distill.models.optim import make_optimizer, make_schedule
 from distill.training.distributed import Fsdp, shard
 from distill.training.nan_guard import FirstBad, explain
 
 
-class Module(L.LightningModule):
+class TrainingModule(L.LightningModule):
     """What both kinds share: optimiser, chance, sparse logging, validation by sums.
 
     Args:
@@ -62,7 +62,7 @@ class Module(L.LightningModule):
         self.metrics: dict[str, float] = {}
         self.last_loss: Tensor | None = None
         # in a list: its weights are the model's, not to be counted twice
-        self._head = [Head(model)] if isinstance(model, PreTrainedModel) else []
+        self._head = [LMHead(model)] if isinstance(model, PreTrainedModel) else []
         self._sums: Tensor | None = None
         self._sharded = False
         self._first_bad = FirstBad()

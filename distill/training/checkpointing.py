@@ -18,7 +18,7 @@ from torch import nn
 from decode.core.errors import UserError
 from distill.core import ranks
 from distill.core.files import checksum, write_json, write_safely
-from distill.training.base_module import Module
+from distill.training.base_module import TrainingModule
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
@@ -87,12 +87,12 @@ class Keeper(Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Notes the metrics."""
-        assert isinstance(pl_module, Module)
+        assert isinstance(pl_module, TrainingModule)
         self.history.append({"step": trainer.global_step, **pl_module.metrics})
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Keeps the best weights, then writes the checkpoint that names them, then removes what is superseded."""
-        assert isinstance(pl_module, Module)
+        assert isinstance(pl_module, TrainingModule)
         step = trainer.global_step
         if step == self._saved:  # a continued run ends the segment of its checkpoint once more
             return

@@ -1,4 +1,4 @@
-"""The two kinds of training as Lightning modules: next tokens, and distillation with or without selection."""
+"""Distillation as a Lightning module: DistillSpec and, with a selection of tokens, AdaSPEC."""
 
 from __future__ import annotations
 
@@ -10,57 +10,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.config.settings import TrainingSettings
+from distill.config.trainer import TrainingSettings
 from distill.data.step import Step
 from distill.data.token_dataset import Batch
-from distill.losses.chunked_kl import LossRows, Task, can_fuse, fused_loss, plain_loss
+from distill.losses.chunked_kl import LossRequest, LossRows, can_fuse, fused_loss, plain_loss
 from distill.losses.objective import Objective
-from distill.losses.rows import next_token_loss
 from distill.losses.token_selection import Selection, top_share
-from distill.models.layerskip import LayerSkip
-from distill.teacher.teacher import Target
-from distill.training.base_module import Module
+from distill.teacher.teacher import TargetSource
+from distill.training.base_module import TrainingModule
 
 
-class CausalLMModule(Module):
-    """Next-token training of targets and initial drafts; the best checkpoint has the smallest validation loss.
-
-    Attributes:
-        layerskip: LayerSkip's recipe, where the model is trained with it.
-    """
-
-    layerskip: LayerSkip | None = None
-
-    def learn(self, batch: Batch) -> Tensor:
-        """Mean cross-entropy over the batch's labels, under LayerSkip together with that of the early exits."""
-        skip = self.layerskip
-        if skip is not None:
-            skip.begin(self.global_step)
-        logits, mask = self.rows(batch)
-        labels = batch["labels"].roll(-1, 1)[mask]
-        loss = next_token_loss(logits, labels)
-        weight = batch["step"].weight if "step" in batch else 1.0
-        if skip is None:
-            self.report(loss)
-            return loss * weight
-        total = skip.combine(loss, lambda rows: next_token_loss(self._head[0](rows), labels), mask)
-        self.report(total, last_layer_loss=loss.detach())
-        return total * weight
-
-    def judge(self, batch: Batch) -> None:
-        """Adds up loss and top-1 hits."""
-        logits, mask = self.rows(batch)
-        labels = batch["labels"].roll(-1, 1)[mask]
-        count = torch.tensor(float(len(labels)), device=self.device)
-        self.add(next_token_loss(logits, labels) * count, (logits.argmax(-1) == labels).sum(), count)
-
-    def on_validation_epoch_end(self) -> None:
-        """Publishes loss and next-token accuracy."""
-        loss, accuracy = self.totals()
-        self.publish(loss=loss, accuracy=accuracy)
-
-
-class DistillModule(Module):
+class DistillModule(TrainingModule):
     """DistillSpec; with a selection, AdaSPEC. The best checkpoint has the largest validation alpha.
 
     Args:
@@ -79,7 +39,7 @@ class DistillModule(Module):
         training: TrainingSettings,
         steps: int,
         *,
-        target: Target,
+        target: TargetSource,
         objective: Objective | None = None,
         fused: bool = True,
         seed: int = 0,
@@ -105,7 +65,9 @@ class DistillModule(Module):
             task = self._among_all(task, objective, batch, mask, step)
         return self.compute(hidden, self._head[0], self.target.rows(batch, mask), task), mask
 
-    def _among_all(self, task: Task, objective: Objective, batch: Batch, mask: Tensor, step: Step) -> Task:
+    def _among_all(
+        self, task: LossRequest, objective: Objective, batch: Batch, mask: Tensor, step: Step
+    ) -> LossRequest:
         """With scope ``global`` the choice among all parts of the step; other scopes look at one part only."""
         selection = objective.selection_at(self.global_step)
         assert selection is not None

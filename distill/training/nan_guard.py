@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import lightning as L
 import numpy as np
 import torch
 from torch import Tensor
 
 from decode.core.errors import UserError
-
-if TYPE_CHECKING:
-    from distill.training.base_module import Module
 
 SHOWN = 16
 """Examples named in the message at most."""
@@ -35,7 +31,7 @@ class FirstBad:
         return found if found >= 0 else None
 
 
-def explain(module: Module, step: int) -> UserError:
+def explain(module: L.LightningModule, step: int) -> UserError:
     """The error for a loss that was no number at a step."""
     data = getattr(module.trainer, "datamodule", None)
     schedule, rows = getattr(data, "schedule", None), getattr(data, "train", None)
@@ -46,7 +42,7 @@ def explain(module: Module, step: int) -> UserError:
     )
 
 
-def _cause(module: Module, rows: object, examples: list[int]) -> str:
+def _cause(module: L.LightningModule, rows: object, examples: list[int]) -> str:
     """What to try: what is broken if that can be seen, otherwise the usual suspect."""
     for name, values in getattr(rows, "signals", {}).items():
         for example in examples:

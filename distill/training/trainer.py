@@ -31,7 +31,7 @@ from distill.data.batch_schedule import EvalBatches, Schedule, TrainBatches
 from distill.data.token_dataset import TokenDataset
 from distill.generation.on_policy import OnPolicy
 from distill.models.loading import checkpoint_layers
-from distill.training.base_module import Module
+from distill.training.base_module import TrainingModule
 from distill.training.checkpointing import Keeper, SafeCheckpointIO
 from distill.training.distributed import Fsdp
 
@@ -132,7 +132,7 @@ class StageProgress(Callback):
         if now - self._shown < (0.5 if self._bar else self.every):
             return
         self._shown, step = now, trainer.global_step
-        assert isinstance(pl_module, Module)
+        assert isinstance(pl_module, TrainingModule)
         loss = "" if pl_module.last_loss is None else f"loss {pl_module.last_loss.item():.4f}"
         validated = " ".join(f"validation {key} {value:.4f}" for key, value in pl_module.metrics.items())
         if self._bar:
@@ -153,7 +153,7 @@ class StageProgress(Callback):
 
 
 def fit(
-    module: Module,
+    module: TrainingModule,
     data: Segments,
     settings: TrainerSettings,
     work: Path,

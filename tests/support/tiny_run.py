@@ -24,10 +24,10 @@ from distill.config.settings import (
     TrainerSettings,
     TrainingSettings,
 )
+from distill.config.tracker import TrackerSettings
 from distill.core.run_dir import RunDir
 from distill.pipeline.runner import run_of, run_stages
 from distill.pipeline.stages import StageContext
-from distill.tracking.logger import TrackerSettings
 from distill.training.trainer import StageProgress
 
 

@@ -31,13 +31,13 @@ from decode.models.huggingface import open_runner
 from decode.models.open import load_model
 from distill.__main__ import FOREIGN
 from distill.config.eagle import EagleSettings
+from distill.config.export import ExportSettings
 from distill.config.settings import AdaSpecSettings, ComparisonSettings, Settings
 from distill.core.run_dir import RunDir
 from distill.data.token_dataset import TokenDataset
+from distill.eagle.drafting_steps import drafting_steps
 from distill.eagle.features import STATES, FeatureSource
-from distill.eagle.module import drafting_steps
 from distill.experiments.ablate import AblateSettings, Meter, ablate
-from distill.export.draft import ExportSettings
 from distill.export.eagle import check_files, check_head_path, export_head
 from distill.pipeline.eagle_stages import frequent
 from distill.pipeline.runner import run_of

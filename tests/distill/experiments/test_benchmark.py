@@ -17,10 +17,10 @@ from distill.experiments import benchmark as bench
 from distill.experiments import benchmark_memory as bench_memory
 from distill.experiments.benchmark import SpeedSettings, TrainingBenchSettings
 from distill.experiments.huggingface_trainer import selective_loss
-from distill.losses.chunked_kl import Task, fused_loss
+from distill.losses.chunked_kl import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
 from distill.losses.token_selection import top_share
-from distill.models.loading import Head
+from distill.models.lm_head import LMHead
 from distill.teacher.teacher import HiddenRows
 
 
@@ -57,10 +57,10 @@ def test_the_straightforward_loss_is_the_fused_one() -> None:
     linears = [torch.nn.Linear(6, 40, bias=False) for _ in range(3)]
     rows = [torch.randn(30, 6, generator=generator) for _ in range(3)]
     wanted = selective_loss(*(linear(hidden) for linear, hidden in zip(linears, rows)), k=0.4, mean=True)
-    target = HiddenRows(rows[1], Head.of(linears[1]))
-    known = fused_loss(rows[2], Head.of(linears[2]), target, Task(Divergence())).losses.detach()
-    task = Task(Divergence(), lambda values: top_share(values - known, 0.4))
-    assert (fused_loss(rows[0], Head.of(linears[0]), target, task).total / 12).item() == pytest.approx(
+    target = HiddenRows(rows[1], LMHead.of(linears[1]))
+    known = fused_loss(rows[2], LMHead.of(linears[2]), target, LossRequest(Divergence())).losses.detach()
+    task = LossRequest(Divergence(), lambda values: top_share(values - known, 0.4))
+    assert (fused_loss(rows[0], LMHead.of(linears[0]), target, task).total / 12).item() == pytest.approx(
         wanted.item(), rel=1e-5
     )
 

@@ -20,9 +20,10 @@ from transformers import (
 )
 
 from decode.core.errors import UserError
+from distill.config.export import ExportSettings
 from distill.export import draft as export
 from distill.export.card import export_profile, speculation_profile
-from distill.export.draft import ExportSettings, check_export_path, export_draft, fit_vocabulary
+from distill.export.draft import check_export_path, export_draft, fit_vocabulary
 
 WORDS = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz0123456789.,+-*/=<>#?$", "tom", "has"]
 PROFILE = {

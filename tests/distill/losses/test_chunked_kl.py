@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import distill.losses.chunked_kl
-from distill.losses.chunked_kl import LossRows, Task, can_fuse, chunk_rows, fused_loss, plain_loss
+from distill.losses.chunked_kl import LossRequest, LossRows, can_fuse, chunk_rows, fused_loss, plain_loss
 from distill.losses.divergences import LOSSES, Divergence
 from distill.losses.token_selection import top_share
-from distill.models.loading import Head, last_hidden
+from distill.models.lm_head import LMHead, last_hidden
 from distill.teacher.teacher import HiddenRows
 
 Tiny = Callable[..., PreTrainedModel]
@@ -29,12 +29,12 @@ class Side:
     """A draft whose loss is wanted against a target."""
 
     model: PreTrainedModel
-    head: Head
+    head: LMHead
     target: HiddenRows
     ids: torch.Tensor
     mask: torch.Tensor
 
-    def run(self, compute: Any, task: Task, **options: Any) -> tuple[LossRows, list[torch.Tensor]]:
+    def run(self, compute: Any, task: LossRequest, **options: Any) -> tuple[LossRows, list[torch.Tensor]]:
         """What `compute` finds, and the gradient of every parameter."""
         self.model.zero_grad()
         found = compute(last_hidden(self.model, self.ids, self.mask), self.head, self.target, task, **options)
@@ -50,19 +50,19 @@ def side(
         in_double(build_tiny(name, seed=seed, vocab_size=vocab, dtype=dtype))
         for name, seed, vocab in ((family, 5, draft), ("llama", 6, target))
     )
-    head = Head(model)
+    head = LMHead(model)
     head.scale = 0.3 if kind == "scaled" else 1.0
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(0, 40, (3, 11), generator=generator)
     mask = (torch.rand(3, 11, generator=generator) < 0.7) & labels
     with torch.no_grad():
-        rows = HiddenRows(last_hidden(teacher, ids, mask), Head(teacher))
+        rows = HiddenRows(last_hidden(teacher, ids, mask), LMHead(teacher))
     return Side(model, head, rows, ids, mask)
 
 
-def task(name: str = "forward_kl", k: float | None = 0.4, **options: Any) -> Task:
+def task(name: str = "forward_kl", k: float | None = 0.4, **options: Any) -> LossRequest:
     choose = None if k is None else (lambda values: top_share(values - values.flip(0), k))
-    return Task(Divergence(name, beta=0.3, temperature=options.pop("temperature", 1.0)), choose, **options)  # type: ignore[arg-type]
+    return LossRequest(Divergence(name, beta=0.3, temperature=options.pop("temperature", 1.0)), choose, **options)  # type: ignore[arg-type]
 
 
 def assert_equal(got: tuple[LossRows, list[torch.Tensor]], wanted: tuple[LossRows, list[torch.Tensor]]) -> None:
@@ -145,7 +145,7 @@ def test_saturated_rows_stay_finite_and_as_exact_as_autograd(name: str) -> None:
     (fused, gradients), (plain, others) = one.run(fused_loss, task(name)), one.run(plain_loss, task(name))
     assert fused.total.item() == pytest.approx(plain.total.item(), rel=1e-5)
     double = Side(copy.deepcopy(one.model).double(), one.head, one.target, one.ids, one.mask)
-    double.head = Head(double.model)
+    double.head = LMHead(double.model)
     double.head.scale = 100.0
     exact = double.run(plain_loss, task(name))[1]
     scale = max(float(gradient.abs().max()) for gradient in exact)
@@ -161,10 +161,10 @@ def test_gradients_agree_with_finite_differences_in_float64(name: str, k: float 
         torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((5, 4), (7, 4), (7,), (6, 4))
     )
     linear, other = torch.nn.Linear(4, 7).double(), torch.nn.Linear(4, 6).double()
-    head, its = Head.of(linear, scale=0.8, cap=5.0), Head.of(other)
+    head, its = LMHead.of(linear, scale=0.8, cap=5.0), LMHead.of(other)
     rows = HiddenRows(teacher[:5], its)
     chosen = None if k is None else (lambda values: torch.tensor([1, 3, 4]))
-    wanted = Task(Divergence(name, temperature=1.3), chosen)  # type: ignore[arg-type]
+    wanted = LossRequest(Divergence(name, temperature=1.3), chosen)  # type: ignore[arg-type]
 
     def total(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         linear.weight, linear.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
@@ -184,8 +184,8 @@ def test_half_precision_models_equal_their_plain_twin(tiny: Tiny, k: float | Non
     ids = torch.randint(0, 40, (3, 11), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids, dtype=torch.bool)
     with torch.no_grad():
-        rows = HiddenRows(last_hidden(teacher, ids, mask), Head(teacher))
-    one = Side(model, Head(model), rows, ids, mask)
+        rows = HiddenRows(last_hidden(teacher, ids, mask), LMHead(teacher))
+    one = Side(model, LMHead(model), rows, ids, mask)
     (fused, gradients), (plain, others) = one.run(fused_loss, task(k=k), chunk=5), one.run(plain_loss, task(k=k))
     assert fused.total.dtype == torch.float32
     assert fused.total.item() == pytest.approx(plain.total.item(), rel=1e-5)
@@ -224,7 +224,7 @@ def test_no_tensor_of_all_rows_times_the_vocabulary_is_ever_made(
 ) -> None:
     monkeypatch.setattr(distill.losses.chunked_kl, "KEPT", 0)
     rows, vocab, width, chunk = 300, 400, 8, 20
-    draft, teacher = Head.of(torch.nn.Linear(width, vocab)), Head.of(torch.nn.Linear(width, vocab))
+    draft, teacher = LMHead.of(torch.nn.Linear(width, vocab)), LMHead.of(torch.nn.Linear(width, vocab))
     hidden = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).requires_grad_()
     target = HiddenRows(torch.randn(rows, width, generator=torch.Generator().manual_seed(1)), teacher)
     with Largest() as seen:
@@ -249,9 +249,9 @@ def test_a_head_with_an_adapter_is_left_to_autograd(tiny: Tiny) -> None:
     from peft import LoraConfig, get_peft_model
 
     model = copy.deepcopy(tiny("llama"))
-    assert can_fuse(Head(model))
+    assert can_fuse(LMHead(model))
     get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM"))
-    assert not can_fuse(Head(model))
+    assert not can_fuse(LMHead(model))
 
 
 def test_chunks_stay_near_a_cores_cache_and_read_the_weights_for_enough_rows() -> None:

@@ -16,7 +16,7 @@ from decode.core.errors import UserError
 from decode.models.structure import decoder_layers, final_norm, state_of
 from distill.config.settings import InitialDraftSettings, LoraSettings, Settings, TrainingSettings
 from distill.models.layer_pruning import cut, kept_layers
-from distill.models.loading import Head, check_head
+from distill.models.lm_head import LMHead, check_head
 
 Tiny = Callable[..., PreTrainedModel]
 LAYERS = {"gpt2": "n_layer", "codegen": "n_layer"}
@@ -39,7 +39,7 @@ def test_layers_that_the_target_does_not_have_or_that_are_all_are_refused(layers
 def test_a_cut_draft_is_the_target_with_the_other_layers_passed_over(family: str, tmp_path: Path) -> None:
     model = build_tiny(family, dtype=torch.float64, **{LAYERS.get(family, "num_hidden_layers"): 4})
     draft = in_double(cut(in_double(model), [1, 3]))
-    check_head(draft, Head(draft))
+    check_head(draft, LMHead(draft))
     assert draft.config.get_text_config().num_hidden_layers == 2
     ids = torch.arange(2, 12)[None]  # longer than the sliding windows
     hooks = [

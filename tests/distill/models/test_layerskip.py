@@ -12,13 +12,14 @@ from torch import Tensor
 
 from decode.core.errors import UserError
 from decode.models.structure import check_walk, decoder_layers, final_norm
+from distill.config.models import LayerSkipSettings
 from distill.config.settings import Settings, TrainingSettings
 from distill.data.token_dataset import label_mask
 from distill.losses.rows import next_token_loss
-from distill.models.layerskip import LayerSkip, LayerSkipSettings, dropout_rates, exit_weights, exits_on
+from distill.models.layerskip import LayerSkip, dropout_rates, exit_weights, exits_on
 from distill.models.loading import checkpoint_layers
 from distill.pipeline.stage_fingerprint import stage_fingerprints
-from distill.training.distillation import CausalLMModule
+from distill.training.causal_lm import CausalLMModule
 
 ON = LayerSkipSettings(enabled=True)
 BATCH = {

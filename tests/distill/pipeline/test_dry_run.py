@@ -12,7 +12,8 @@ from distill.__main__ import FOREIGN
 from distill.config.settings import InitialDraftSettings, Settings, TargetSettings, TrainingSettings
 from distill.core.run_dir import RunDir
 from distill.data import DataSettings
-from distill.models.loading import Head, build_model, check_head, count_parameters
+from distill.models.lm_head import LMHead, check_head
+from distill.models.loading import build_model, count_parameters
 from distill.pipeline import dry_run
 from distill.pipeline.dry_run import shrink, stand_in
 from distill.pipeline.runner import run_pipeline, run_stages
@@ -59,7 +60,7 @@ def test_a_tiny_model_of_every_family_can_be_built_and_distilled(family: str) ->
     model = build_model(dry_run._shape(family, 32, 2), 320, None, seed=0)
     assert model.config.model_type == family
     assert model.num_parameters() < 1_000_000
-    check_head(model, Head(model))
+    check_head(model, LMHead(model))
     shape = TargetSettings(architecture=dry_run._shape(family, 32, 2))
     assert count_parameters(shape, 320) == model.num_parameters()
 

@@ -14,9 +14,9 @@ from distill.data.token_dataset import TokenDataset, label_mask
 from distill.data.tokenize import IGNORE
 from distill.losses.divergences import Divergence, Pair
 from distill.losses.rows import token_loss
-from distill.models.loading import Head, last_hidden
+from distill.models.lm_head import LMHead, last_hidden
 from distill.teacher import signal_cache as signals
-from distill.teacher.teacher import Target, TargetSignal
+from distill.teacher.teacher import TargetSignal, TargetSource
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -60,7 +60,7 @@ def log_probs_of(
     kept = TokenDataset(rows.ids, rows.labels, rows.offsets, rows.label_offsets)
     kept.signals[signal.name] = signals.target_signal(model, signal, rows, path, "key", batch_size=3)
     batch = kept.batch(np.arange(len(rows)), 0)
-    target = Target(model, signal).rows(batch, label_mask(batch["labels"]))
+    target = TargetSource(model, signal).rows(batch, label_mask(batch["labels"]))
     return target.log_probs(slice(None), log_q, signal.temperature)
 
 
@@ -83,7 +83,7 @@ def test_top_log_probabilities_are_the_targets_own_and_the_tail_has_the_drafts_s
     signal = TargetSignal("topk", k=5, vocab=40, temperature=temperature)
     log_q = torch.randn(rows.label_count, 40, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     got = log_probs_of(model, signal, rows, tmp_path / "t.npy", log_q)
-    exact = (Head(model)(one_by_one(model, rows))[:, :40] / temperature).log_softmax(-1)
+    exact = (LMHead(model)(one_by_one(model, rows))[:, :40] / temperature).log_softmax(-1)
     top = exact.topk(5).indices
     assert torch.allclose(got.gather(1, top), exact.gather(1, top), atol=1e-4)
     assert torch.allclose(got.exp().sum(-1), torch.ones(len(got)), atol=1e-5)
@@ -109,7 +109,7 @@ def test_keeping_every_id_is_exact(
     model, log_q = tiny("llama", seed=2), torch.zeros(rows.label_count, vocab).log_softmax(-1)
     signal = TargetSignal(kind, k=99, vocab=vocab, temperature=temperature)
     got = log_probs_of(model, signal, rows, tmp_path / "t.npy", log_q)
-    exact = (Head(model)(one_by_one(model, rows))[:, :vocab] / temperature).log_softmax(-1)
+    exact = (LMHead(model)(one_by_one(model, rows))[:, :vocab] / temperature).log_softmax(-1)
     assert torch.allclose(got, exact, atol=1e-5 if kind == "log_probs" else 1e-4)
     assert signals.signal_bytes(model, signal, rows.label_count) == np.load(tmp_path / "t.npy").nbytes
 
@@ -117,8 +117,10 @@ def test_keeping_every_id_is_exact(
 @pytest.mark.parametrize("name", ["forward_kl", "tv"])
 def test_the_references_loss_is_that_of_every_token(tiny: Tiny, rows: TokenDataset, tmp_path: Path, name: str) -> None:
     target, reference, divergence = tiny("llama"), tiny("llama", seed=9), Divergence(name)  # type: ignore[arg-type]
-    got = signals.reference_loss(reference, Target(target), rows, tmp_path / "c.npy", "key", divergence, batch_size=3)
-    p, r = (Head(model)(one_by_one(model, rows)) for model in (target, reference))
+    got = signals.reference_loss(
+        reference, TargetSource(target), rows, tmp_path / "c.npy", "key", divergence, batch_size=3
+    )
+    p, r = (LMHead(model)(one_by_one(model, rows)) for model in (target, reference))
     assert np.allclose(got, token_loss(p, r, divergence).divergence.detach(), atol=1e-4)
 
 

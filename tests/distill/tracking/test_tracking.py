@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from decode.core.errors import UserError
+from distill.config.tracker import TrackerSettings
 from distill.tracking import logger as tracking
 from distill.tracking import wandb_run
-from distill.tracking.logger import TrackerSettings, finish, for_stage, log_draft, log_report, make_logger, where
+from distill.tracking.logger import finish, for_stage, log_draft, log_report, make_logger, where
 
 REPORT = {
     "target": {"accuracy": 0.62},

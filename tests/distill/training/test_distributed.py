@@ -26,8 +26,9 @@ from distill.data.token_dataset import Batch, TokenDataset
 from distill.data.tokenize import IGNORE
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection, top_share
-from distill.teacher.teacher import Target
-from distill.training.distillation import CausalLMModule, DistillModule
+from distill.teacher.teacher import TargetSource
+from distill.training.causal_lm import CausalLMModule
+from distill.training.distillation import DistillModule
 
 HERE = Path(__file__).parents[2] / "support"
 
@@ -152,7 +153,7 @@ def test_the_parts_gradients_average_to_the_whole_step_s(scope: Any, normalisati
     selection = None if scope is None else Selection(0.4, scope, normalisation)
     model = in_double(build_tiny("llama", seed=5, dtype=torch.float64))
     module = DistillModule(
-        model, TrainingSettings(), 4, target=Target(in_double(build_tiny("llama", seed=4, dtype=torch.float64))),
+        model, TrainingSettings(), 4, target=TargetSource(in_double(build_tiny("llama", seed=4, dtype=torch.float64))),
         objective=Objective(selection=selection), fused=fused,
     )  # fmt: skip
     module.report = lambda loss, **values: None  # type: ignore[method-assign]

@@ -17,9 +17,11 @@ from distill.data.tokenize import IGNORE
 from distill.losses.objective import Objective
 from distill.losses.rows import token_loss
 from distill.losses.token_selection import Selection
-from distill.models.loading import Head, check_head, checkpoint_layers, last_hidden
-from distill.teacher.teacher import Target, TargetSignal
-from distill.training.distillation import CausalLMModule, DistillModule, token_counts
+from distill.models.lm_head import LMHead, check_head, last_hidden
+from distill.models.loading import checkpoint_layers
+from distill.teacher.teacher import TargetSignal, TargetSource
+from distill.training.causal_lm import CausalLMModule
+from distill.training.distillation import DistillModule, token_counts
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -31,7 +33,7 @@ def loss_and_gradients(module: L.LightningModule, batch: dict[str, torch.Tensor]
     return loss.item(), [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
-def logits_of(target: Target, batch: dict[str, torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+def logits_of(target: TargetSource, batch: dict[str, torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
     """The target's log-probabilities, which are logits of the same distribution."""
     rows = target.rows(batch, mask)
     return rows.log_probs(slice(None), torch.zeros(int(mask.sum()), rows.vocab), 1.0)
@@ -49,11 +51,11 @@ FAMILIES = ["llama", "llama-tied", "qwen3", "gemma2", "phi", "gpt_neox", "codege
 @pytest.mark.parametrize("family", FAMILIES)
 def test_head_on_gathered_rows_equals_the_models_own_logits(tiny: Tiny, family: str) -> None:
     model = tiny(family)
-    check_head(model, Head(model))
+    check_head(model, LMHead(model))
     batch = some_rows().batch(np.arange(4), 0)
     mask = label_mask(batch["labels"])
     with torch.no_grad():
-        got = Head(model)(last_hidden(model, batch["input_ids"], mask))
+        got = LMHead(model)(last_hidden(model, batch["input_ids"], mask))
         for row in range(4):  # alone, so that padding cannot have helped
             length = int((batch["input_ids"][row] != 0).sum())
             own = model(input_ids=batch["input_ids"][row : row + 1, :length]).logits[0]
@@ -120,7 +122,7 @@ def test_a_model_without_gradient_checkpointing_is_refused() -> None:
 
 
 def test_a_model_with_another_kind_of_head_is_refused(tiny: Tiny) -> None:
-    head = Head(tiny("llama"))
+    head = LMHead(tiny("llama"))
     head.scale = 2.0
     with pytest.raises(UserError, match="does not compute its logits"):
         check_head(tiny("llama"), head)
@@ -138,7 +140,7 @@ def test_adaspec_with_k_one_is_distillspec_bit_by_bit(tiny: Tiny) -> None:
     rows = some_rows()
     rows.signals["reference_loss"] = np.random.default_rng(1).random(rows.label_count).astype(np.float32)
     batch = rows.batch(np.arange(5), 0)
-    target = Target(tiny("llama", seed=4))
+    target = TargetSource(tiny("llama", seed=4))
     plain = loss_and_gradients(quiet(DistillModule(tiny("llama", seed=5), TRAINING, 4, target=target)), batch)
     for normalisation in ("paper", "official"):
         selection = Selection(1.0, normalisation=normalisation)  # type: ignore[arg-type]
@@ -152,11 +154,11 @@ def test_adaspec_with_k_one_is_distillspec_bit_by_bit(tiny: Tiny) -> None:
 
 def test_adaspec_takes_gradient_from_the_selected_tokens_only(tiny: Tiny) -> None:
     rows = some_rows()
-    target, draft = Target(tiny("llama", seed=4)), tiny("llama", seed=5)
+    target, draft = TargetSource(tiny("llama", seed=4)), tiny("llama", seed=5)
     batch = rows.batch(np.arange(5), 0)
     mask = label_mask(batch["labels"])
     with torch.no_grad():
-        logits = Head(draft)(last_hidden(draft, batch["input_ids"], mask))
+        logits = LMHead(draft)(last_hidden(draft, batch["input_ids"], mask))
         losses = token_loss(logits_of(target, batch, mask), logits).divergence
     wanted_rows = [1, 4, 7, 8]
     lead = torch.zeros(len(losses))
@@ -167,7 +169,7 @@ def test_adaspec_takes_gradient_from_the_selected_tokens_only(tiny: Tiny) -> Non
     loss, gradients = loss_and_gradients(module, batch)
     draft.zero_grad()
     own = token_loss(
-        logits_of(target, batch, mask), Head(draft)(last_hidden(draft, batch["input_ids"], mask))
+        logits_of(target, batch, mask), LMHead(draft)(last_hidden(draft, batch["input_ids"], mask))
     ).divergence
     wanted = own[wanted_rows].mean()
     wanted.backward()
@@ -188,7 +190,7 @@ def test_a_batch_without_labels_gives_zero_loss_connected_to_every_parameter(
     batch = some_rows().batch(np.arange(2), 0)
     batch["labels"].fill_(IGNORE)
     batch["reference_loss"] = torch.empty(0)
-    target = Target(tiny("llama", seed=4))
+    target = TargetSource(tiny("llama", seed=4))
     model = tiny("llama", seed=6)
     loss, gradients = loss_and_gradients(
         quiet(DistillModule(model, TRAINING, 4, target=target, objective=Objective(selection=selection))), batch
@@ -204,7 +206,7 @@ def test_cached_hidden_states_give_the_recomputed_loss(tiny: Tiny) -> None:
     mask = label_mask(batch["labels"])
     with torch.no_grad():
         hidden = last_hidden(model, batch["input_ids"], mask)
-    recomputed = logits_of(Target(model), batch, mask)
-    cached = Target(model, TargetSignal("hidden"))
+    recomputed = logits_of(TargetSource(model), batch, mask)
+    cached = TargetSource(model, TargetSignal("hidden"))
     assert cached.model is None
     assert torch.allclose(logits_of(cached, batch | {"target_hidden": hidden}, mask), recomputed, atol=1e-6)

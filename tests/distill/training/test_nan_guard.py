@@ -20,8 +20,9 @@ from distill.data.token_dataset import TokenDataset
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
 from distill.teacher import signal_cache as signals
-from distill.teacher.teacher import Target, TargetSignal
-from distill.training.distillation import CausalLMModule, DistillModule
+from distill.teacher.teacher import TargetSignal, TargetSource
+from distill.training.causal_lm import CausalLMModule
+from distill.training.distillation import DistillModule
 from distill.training.nan_guard import FirstBad
 from distill.training.trainer import Segments, fit
 
@@ -77,7 +78,7 @@ def test_a_kept_signal_that_is_not_finite_is_named_as_the_cause(tiny: Tiny, tmp_
     rows.signals["reference_loss"][rows.label_offsets[3]] = np.nan
     model = copy.deepcopy(tiny("llama", seed=8)).requires_grad_(True)
     module = DistillModule(
-        model, TRAINING, 9, target=Target(tiny("llama", seed=4)), objective=Objective(selection=Selection()),
+        model, TRAINING, 9, target=TargetSource(tiny("llama", seed=4)), objective=Objective(selection=Selection()),
         log_every=100,
     )  # fmt: skip
     step = next(step for step in range(9) if 3 in Schedule(rows.lengths, 2).batch(step))

@@ -1,4 +1,4 @@
-"""Training of a feature head as a Lightning module: feature regression and soft cross-entropy, over drafting steps."""
+"""What a feature head is compared with, drafting step by drafting step, and the reference head's losses on disk."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from decode.models.eagle.head import FeatureHead
-from distill.config.eagle import EagleSettings
-from distill.config.settings import TrainingSettings
 from distill.data.batch_schedule import EvalBatches
 from distill.data.token_dataset import Batch, TokenDataset, label_mask
-from distill.eagle.features import REFERENCE, FeatureSource, per_example
-from distill.losses.token_selection import Selection
+from distill.eagle.features import FeatureSource, per_example
 from distill.teacher.signal_cache import Array, cached
-from distill.training.base_module import Module
 
 
 @dataclass
@@ -84,88 +80,6 @@ def drafting_steps(
             (best == drafted).float(),
             torch.ones_like(best, dtype=torch.bool) if ids is None else head.t2d[best],
         )
-
-
-class EagleModule(Module):
-    """EAGLE; with a selection, EAGLE + AdaSPEC. The best checkpoint has the largest validation alpha.
-
-    The selection ranks by ΔL = CE(p, q) − CE(p, r) at each drafting step, and applies to the cross-entropy; the
-    feature regression stays on all label tokens.
-
-    Args:
-        model: the head.
-        source: the target.
-        settings: weights of the losses.
-        selection: AdaSPEC's token selection, for which batches carry the reference's losses.
-
-    """
-
-    monitor = "alpha"
-    mode = "max"
-    model: FeatureHead
-
-    def __init__(
-        self,
-        model: FeatureHead,
-        training: TrainingSettings,
-        steps: int,
-        *,
-        source: FeatureSource,
-        settings: EagleSettings,
-        selection: Selection | None = None,
-        seed: int = 0,
-        log_every: int = 20,
-    ) -> None:
-        super().__init__(model, training, steps, seed=seed, log_every=log_every)
-        self.source, self.settings, self.selection = source, settings, selection
-        if selection is not None:
-            self.selected = torch.zeros(int(model.config.vocab_size), dtype=torch.long)
-
-    def on_fit_start(self) -> None:
-        """Moves the frozen target to this rank's device."""
-        super().on_fit_start()
-        self.source.to(self.device)
-
-    def learn(self, batch: Batch) -> Tensor:
-        """Σ over drafting steps of decayⁱ · (feature weight · regression + cross-entropy weight · selected CE)."""
-        settings = self.settings
-        noise = settings.noise if self.model.version == 1 else 0.0
-        total = alpha = torch.zeros((), device=self.device)
-        for step, found in enumerate(drafting_steps(self.model, self.source, batch, settings.steps, noise)):
-            loss = self._cross_entropy(found, batch, step)
-            if found.regression is not None:
-                regression = found.regression.sum() / max(1, len(found.regression))
-                loss = settings.ce_weight * loss + settings.feature_weight * regression
-            total = total + settings.decay**step * loss
-            alpha = found.alpha.mean() if not step else alpha
-        self.report(total, alpha=alpha)
-        return total * batch["step"].weight if "step" in batch else total
-
-    def _cross_entropy(self, found: StepRows, batch: Batch, step: int) -> Tensor:
-        """The cross-entropy of a drafting step over the tokens that count."""
-        rows = found.learnable.nonzero()[:, 0]
-        losses = found.cross_entropy[rows]
-        if self.selection is None:
-            return losses.sum() / max(1, len(losses))
-        reference = batch[REFERENCE][..., step][found.place][rows]
-        sequence = found.place.nonzero()[:, 0][rows]
-        chosen = self.selection.choose(losses.detach() - reference, sequence)
-        if not step:
-            labels = batch["labels"].roll(-1, 1)[found.place][rows][chosen]
-            assert self.selected is not None
-            self.selected += torch.bincount(labels, minlength=len(self.selected))
-        return losses[chosen].sum() / self.selection.divisor(len(chosen), len(losses))
-
-    def judge(self, batch: Batch) -> None:
-        """Adds up cross-entropy, alpha and top-1 agreement of the first drafted token over all label tokens."""
-        found = next(drafting_steps(self.model, self.source, batch, 1))
-        count = torch.tensor(float(len(found.alpha)), device=self.device)
-        self.add(found.cross_entropy.sum(), found.alpha.sum(), found.agreement.sum(), count)
-
-    def on_validation_epoch_end(self) -> None:
-        """Publishes loss, alpha and agreement."""
-        loss, alpha, agreement = self.totals()
-        self.publish(loss=loss, alpha=alpha, agreement=agreement)
 
 
 def keep_reference(

@@ -1,0 +1,84 @@
+"""Settings of DistillSpec, which makes the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from decode.core.errors import UserError
+from distill.config.divergences import DIVERGENCES, DivergenceName
+from distill.config.models import LoraSettings
+from distill.config.responses import ResponseSettings
+from distill.config.trainer import TrainingSettings
+
+Signal = Literal["hidden", "topk", "log_probs", "recompute"]
+
+
+@dataclass
+class DistillSettings:
+    """DistillSpec: the draft learns the target's next-token distributions on response tokens.
+
+    Its result is the baseline, and the reference by which AdaSPEC selects tokens.
+    """
+
+    examples: int | None = None
+    """Training examples used for distillation (the first ones); null: all. The target reads each once, whatever the
+    number of passes. More examples can gain more than any loss: at equal steps, a draft learns few of them by heart."""
+    divergence: DivergenceName = "forward_kl"
+    """Loss per token between target p and draft q. forward_kl: KL(p || q), the papers' and the safe choice.
+    reverse_kl: KL(q || p). jsd: between the two (jsd_beta). tv: 1 - alpha, the acceptance itself, which learns little
+    from a cold start. neg_log_alpha: -log alpha. lk_hybrid: KL while far apart, tv when near. kl_tv: KL + tv_weight*tv.
+    AdaSPEC measures its loss differences in the same."""
+    jsd_beta: float = 0.5
+    """Of jsd: the target's share in the mixture it compares both with; near 0 it behaves as forward_kl."""
+    tv_weight: float = 2.0
+    """Of kl_tv: how much total variation counts beside the KL."""
+    temperature: float = 1.0
+    """Both models' logits are divided by it in the loss: the temperature at which the draft will be used. Training
+    and validation alpha are those at this temperature."""
+    signal: Signal = "hidden"
+    """What is kept of the target on disk, so that it runs over the examples once. hidden: its last hidden states at
+    label positions (exact; hidden_size x 4 bytes a token). topk: its signal_k largest log-probabilities (8 bytes each a
+    token; for targets whose hidden states would be larger, and exact but for the tail, which is printed). log_probs:
+    all of them (exact; vocabulary x 4 bytes a token; for vocabularies of some thousand ids, where the product with the
+    target's head takes longer than reading them). recompute: nothing, and a forward pass of the target every step."""
+    signal_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of hidden. bfloat16 halves the file; nothing is lost where the target itself runs in bfloat16 (target.dtype)."""
+    signal_k: int = 64
+    """Of topk: log-probabilities kept of each token. More of them leave less to the tail."""
+    signal_limit_gb: float = 100.0
+    """Largest size of the kept signal in GB. What it needs is told before it is made."""
+    responses: ResponseSettings = field(default_factory=ResponseSettings)
+    """Who writes the responses, for the reference and for AdaSPEC alike (but see draft.on_policy). What frozen models
+    say of the draft's own texts, the reference's loss too, is computed anew each time they are written."""
+    lora: LoraSettings | None = None
+    """Train a low-rank adapter instead of all weights of the drafts, and merge it at the end: less memory for the
+    optimiser, less forgetting, less to learn with. null: all weights."""
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    """Length, batches and optimiser of the reference; AdaSPEC's follow from them and draft.iso."""
+
+    def validate(self) -> None:
+        """Check the divergence with its parameters, and the counts."""
+        self.training.validate("reference.training")
+        self.responses.validate("reference.responses")
+        if self.lora is not None:
+            self.lora.validate("reference.lora")
+        if self.divergence not in DIVERGENCES:
+            raise UserError(f"reference.divergence is {self.divergence!r}; known are {', '.join(DIVERGENCES)}")
+        if not 0 < self.jsd_beta < 1:
+            raise UserError(
+                f"reference.jsd_beta is {self.jsd_beta}, wanted a number between 0 and 1, such as 0.5; the ends are "
+                "the divergences forward_kl and reverse_kl"
+            )
+        if self.tv_weight < 0 or self.temperature <= 0:
+            raise UserError(
+                f"reference.tv_weight is {self.tv_weight} and reference.temperature {self.temperature}: wanted 0 or "
+                "more, and a number above 0"
+            )
+        if self.signal_k < 1 or self.signal_limit_gb <= 0:
+            raise UserError(
+                f"reference.signal_k is {self.signal_k} and reference.signal_limit_gb {self.signal_limit_gb}: wanted "
+                "1 or more, and a number above 0"
+            )
+        if self.examples is not None and self.examples < 1:
+            raise UserError(f"reference.examples is {self.examples}, wanted 1 or more, or null for all")
