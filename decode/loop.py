@@ -1,4 +1,8 @@
-"""The loop that serves every method: propose, score, verify, commit, observe."""
+"""The loop that serves every decoding method: propose, score, verify, commit, observe.
+
+In each round the drafter proposes a token tree, the target scores it in one forward, verification keeps a path of it
+and adds one token, both caches roll back to that path, and the adaptive parts learn from what happened.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +25,7 @@ from decode.core.sampling import Warp, one_hot
 from decode.core.stopping import StopRule
 from decode.core.target import Target
 from decode.core.trace import Round, Trace, Values
+from decode.models.machine import synchronize
 from decode.verify import verify_chain, verify_greedy, verify_tree, verify_tree_relaxed
 
 
@@ -34,15 +40,14 @@ class System:
 
     @property
     def lossless(self) -> bool:
-        """Whether the output's law is the target's."""
+        """Whether the output has the target's distribution."""
         return self.rule.exact
 
     def reset(self) -> None:
         """Forget everything adapted so far, the drafter's learned weights included."""
         self.stop.reset()
         self.rule.reset()
-        if hasattr(self.drafter, "reset"):
-            self.drafter.reset()
+        self.drafter.reset()
 
 
 @dataclass
@@ -80,10 +85,10 @@ def check_prompt(target: Target, prompt: list[int], max_new_tokens: int) -> None
         raise UserError("the prompt is empty; give at least one token (a BOS token will do)")
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {max_new_tokens}; it has to be at least 1")
-    worst = max(prompt)
-    if worst >= target.runner.vocab_size or min(prompt) < 0:
+    foreign = next((i for i in prompt if not 0 <= i < target.runner.vocab_size), None)
+    if foreign is not None:
         raise UserError(
-            f"the prompt holds token id {worst}, but the target knows ids below {target.runner.vocab_size}; "
+            f"the prompt holds token id {foreign}, but the target's ids are 0 to {target.runner.vocab_size - 1}; "
             "was it tokenised with another model's tokenizer?"
         )
     if len(prompt) > target.runner.limit:
@@ -108,67 +113,66 @@ def rounds(
     """Decode, yielding each round with the tokens it really added (cut at a stop id or at the budget).
 
     Args:
-        target: the model whose output is wanted.
+        target: the model to decode from.
         system: the method.
         warp: logits to probabilities, for target and draft alike.
         prompt: token ids; the last one is the first pending token.
         max_new_tokens: budget; a context that is too short for it ends the text earlier.
         stop_ids: tokens that end the text; the ending token is part of it.
-        rng: chance; seeded from entropy if not given.
+        rng: source of every random choice; seeded from entropy if not given.
         trace: filled on the way.
         finished: called on the generated tokens after each round, to stop on strings.
 
     Raises:
-        UserError: a bad prompt, or a target whose logits are not numbers.
+        UserError: a bad prompt, or a target that gives logits of NaN or +inf.
     """
     check_prompt(target, prompt, max_new_tokens)
     rng = rng or TorchRng(device=target.runner.device)
     if warp.greedy and isinstance(rng, TorchRng):
         rng = rng.for_greedy()
     trace = Trace() if trace is None else trace
-    drafter, stop, rule = system.drafter, system.stop, system.rule
-    sure = warp.greedy and rule.exact and rule.neutral
+    drafter, stop, rule, device = system.drafter, system.stop, system.rule, target.runner.device
+    compare_tokens = warp.greedy and rule.exact and rule.neutral
     ids = list(prompt)
     # the last generated token is never read, so the text may be one longer than the context
     end = min(len(prompt) + max_new_tokens, target.runner.limit + 1)
     clock = time.perf_counter
     began = clock()
     target.runner.reserve(end)
-    target.runner.taps = getattr(drafter, "taps", ())
+    target.runner.taps = drafter.captured_layers
     target.prefill(ids[:-1])
-    if hasattr(drafter, "ends"):
-        drafter.ends = stop_ids
+    drafter.stop_ids = stop_ids
     drafter.start(ids)
     stop.start()
-    start_rule = getattr(rule, "start", None)
-    if start_rule:
-        start_rule()
+    rule.start()
+    synchronize(device)
     trace.prefill_seconds += clock() - began
 
     while len(ids) < end:
-        t0 = clock()
+        t0 = _mark(device)
         stop.begin()
         draft = drafter.propose(ids, stop, end - len(ids) - 1, rng)
-        t1 = clock()
+        t1 = _mark(device)
         logits = target.score(ids[-1], draft)
-        if math.isnan(logits.sum().item()):  # one pass; −inf, a token ruled out, stays −inf
+        if not math.isfinite(_checksum(logits)):
             raise UserError(
-                f"the target's logits are not numbers after {len(ids)} tokens; check its weights, "
-                "or load it in bfloat16 or float32"
+                f"the target's logits are NaN or +inf after {len(ids)} tokens; check its weights, or load it in "
+                "bfloat16 or float32"
             )
         texts = [draft.text_before(ids, i) for i in range(-1, len(draft))] if warp.needs_prefix else None
-        law: Tensor | Callable[[], Tensor]
+        probs: Tensor | Callable[[], Tensor]
         measured: Measured
-        if sure and draft.is_chain:
+        if compare_tokens and draft.is_chain:
             top = warp.top(logits, texts)
             path, token, agreed = verify_greedy(draft, top)
-            law, measured = partial(one_hot, top, logits), (agreed if len(draft) else None, None, None)
+            probs, measured = partial(one_hot, top, logits), (agreed if len(draft) else None, None, None)
         else:
-            law = warp(logits, texts)
-            path, token, measured = _verify(draft, law, logits, rule, rng)
+            probs = warp(logits, texts)
+            path, token, measured = _verify(draft, probs, logits, rule, rng)
         target.commit(path)
-        result = Round(draft, path, token, law, logits, target.hidden)
-        result.seconds = (t1 - t0, clock() - t1)
+        t2 = _mark(device)
+        seconds = _seconds(t0, t1), _seconds(t1, t2)
+        result = Round(draft, path, token, probs, logits, target.hidden, seconds)
         new = _cut(result.emitted, end - len(ids), stop_ids)
         ids += new
         if len(new) <= len(path):
@@ -187,9 +191,31 @@ def rounds(
             return
 
 
-def _cut(tokens: list[int], room: int, stop_ids: Collection[int]) -> list[int]:
-    """Tokens up to the first stop id, at most `room`; cutting an exact text leaves it exact."""
-    tokens = tokens[:room]
+def _checksum(logits: Tensor) -> float:
+    """Σ of the rows' largest logits: not finite where one is NaN or +inf, or where a row rules out every token."""
+    return logits.amax(-1).sum(dtype=torch.float32).item()
+
+
+def _mark(device: torch.device) -> Any:
+    """A point in time, on the GPU's own stream where there is one, so that the host need not wait for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    """Time between two marks, of which the last has passed."""
+    if isinstance(end, float):
+        return end - begin
+    end.synchronize()
+    return 1e-3 * float(begin.elapsed_time(end))
+
+
+def _cut(tokens: list[int], budget: int, stop_ids: Collection[int]) -> list[int]:
+    """Tokens up to the first stop id, at most `budget`; cutting an exact text leaves it exact."""
+    tokens = tokens[:budget]
     for i, token in enumerate(tokens):
         if token in stop_ids:
             return tokens[: i + 1]
@@ -248,7 +274,7 @@ def decode(
     """Decode one prompt to its end; see `rounds` for the options.
 
     Args:
-        target: the model whose output is wanted.
+        target: the model to decode from.
         system: the method.
         warp: logits to probabilities.
         prompt: token ids.

@@ -310,7 +310,7 @@ def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: s
     acceptance = _find("acceptance rule", rule or rule_name, RULES)(inputs)  # type: ignore[operator]
     drafter = DRAFTERS[drafter_name](inputs)
     if isinstance(drafter, ModelDrafter):
-        drafter.keep_logits, drafter.keep_laws = acceptance.needs_raw, not acceptance.exact
+        drafter.keep_logits, drafter.keep_probs = acceptance.needs_raw, not acceptance.exact
     return System(method, drafter, stop_rule, acceptance)
 
 

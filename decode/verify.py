@@ -11,7 +11,7 @@ from decode.core.rng import Rng
 
 
 def verify_greedy(draft: Draft, top: Tensor) -> tuple[list[int], int, list[float]]:
-    """Exact verification of a chain where every law is one-hot: nothing to draw, so the host compares tokens.
+    """Exact verification of a chain where all distributions are one-hot: the host compares tokens.
 
     Args:
         draft: a chain of k tokens.
@@ -20,16 +20,16 @@ def verify_greedy(draft: Draft, top: Tensor) -> tuple[list[int], int, list[float
     Returns:
         The accepted nodes, the token after them, and Σ min(p, q) at the tested positions.
     """
-    wanted, k = top.tolist(), len(draft)
-    m = next((i for i, token in enumerate(draft.ids) if token != wanted[i]), k)
-    return list(range(m)), wanted[m], [1.0] * m + [0.0] * (m < k)
+    expected, k = top.tolist(), len(draft)
+    m = next((i for i, token in enumerate(draft.ids) if token != expected[i]), k)
+    return list(range(m)), expected[m], [1.0] * m + [0.0] * (m < k)
 
 
 def verify_chain(draft: Draft, p: Tensor, accept: Tensor, rule: AcceptanceRule, rng: Rng) -> tuple[list[int], int]:
     """Modified rejection sampling on a chain drawn from `draft.probs`; the host waits twice a round, never per token.
 
     Args:
-        draft: a chain of k tokens with their laws.
+        draft: a chain of k tokens with the probabilities they were drawn from.
         p: warped target rows ``[k + 1, vocab]``.
         accept: acceptance probabilities ``[k]``.
         rule: gives the residual of the first rejected position.
@@ -48,7 +48,7 @@ def verify_chain(draft: Draft, p: Tensor, accept: Tensor, rule: AcceptanceRule, 
 def verify_tree(draft: Draft, p: Tensor, rng: Rng) -> tuple[list[int], int]:
     """Exact verification of a deterministic tree: one draw a node; the draw that leaves the tree is emitted.
 
-    Each emitted token is a draw from its own row of p, so the law is the target's whatever the tree.
+    Each emitted token is a draw from its own row of p, so the distribution is the target's whatever the tree.
 
     Args:
         draft: tokens and parents; no probabilities.
@@ -76,7 +76,7 @@ def verify_tree_relaxed(
 ) -> tuple[list[int], int, Tensor]:
     """A relaxed rule on a deterministic tree: the children of a node are tried in turn as one-hot drafts.
 
-    After a rejected child the law becomes the rule's residual, so that the exact rule would stay exact.
+    After a rejected child the distribution becomes the rule's residual, so that the exact rule would stay exact.
 
     Returns:
         The accepted path, the token after it, and the total variation spent at each tried child.
@@ -86,20 +86,20 @@ def verify_tree_relaxed(
     spent: list[Tensor] = []
     row = 0
     while True:
-        law = p[row]
+        weights = p[row]
         taken = None
         for token, node in children[row].items():
             x = torch.tensor([token], device=p.device)
-            law = law / law.sum()
-            delta = torch.zeros_like(law).scatter_(0, x, 1.0)
+            weights = weights / weights.sum()
+            delta = torch.zeros_like(weights).scatter_(0, x, 1.0)
             pair: Raw | None = (raw[row : row + 1], torch.where(delta > 0, 0.0, -torch.inf)[None])
-            a = rule.accept_prob(law[None], delta[None], x, pair)
-            spent.append(rule.tv_spent(law[None], delta[None], x, a))
+            a = rule.accept_prob(weights[None], delta[None], x, pair)
+            spent.append(rule.tv_spent(weights[None], delta[None], x, a))
             if int(rng.first_reject(a)) == 1:
                 taken = node
                 break
-            law = rule.residual(law, delta)
+            weights = rule.residual(weights, delta)
         if taken is None:
-            return path, int(rng.draw(law)), torch.cat(spent) if spent else torch.empty(0)
+            return path, int(rng.draw(weights)), torch.cat(spent) if spent else torch.empty(0)
         path.append(taken)
         row = taken + 1

@@ -164,9 +164,9 @@ def _look(
         logits = heads[1](state).float().cpu()
         q = warp(logits)
         shared = min(p.shape[-1], q.shape[-1])
-        q, law = q[:, :shared], p[:, :shared]
+        q, distribution = q[:, :shared], p[:, :shared]
         x = q.argmax(-1) if warp.greedy else torch.multinomial(q, 1, generator=chance).squeeze(-1)
-        accept = ratio(law, q, x)
+        accept = ratio(distribution, q, x)
         values = {"inputs": torch.cat([state.float().cpu(), confidence_features(logits, x)], -1)}
         if warp.greedy:
             values |= {"match": accept, "outcome": accept}
@@ -174,7 +174,7 @@ def _look(
             draw = torch.rand(len(x), generator=chance)
             values |= {
                 "accept": accept,
-                "top-p": (pick(law, x) > 0).float(),
+                "top-p": (pick(distribution, x) > 0).float(),
                 "outcome": (draw < accept).float(),
             }
         for name, value in values.items():

@@ -109,10 +109,10 @@ def auroc_gain(probe: Tensor, other: Tensor, outcome: Tensor, text: Tensor, *, s
     """95 % interval of AUROC(probe) − AUROC(other) by resampling texts; None where one class is missing."""
     y, a, b = outcome.round().int().numpy(), probe.numpy(), other.numpy()
     groups = [np.flatnonzero(text.numpy() == i) for i in np.unique(text.numpy())]
-    dice = np.random.default_rng(seed)
+    generator = np.random.default_rng(seed)
     gains = []
     for _ in range(200):
-        picked = np.concatenate([groups[i] for i in dice.integers(len(groups), size=len(groups))])
+        picked = np.concatenate([groups[i] for i in generator.integers(len(groups), size=len(groups))])
         if 0 < y[picked].sum() < len(picked):
             gains.append(roc_auc_score(y[picked], a[picked]) - roc_auc_score(y[picked], b[picked]))
     return [float(q) for q in np.quantile(gains, [0.025, 0.975])] if gains else None

@@ -63,7 +63,7 @@ class Generation:
     Attributes:
         prompt: token ids.
         method: the method's name.
-        lossless: whether the output law is the target's.
+        lossless: whether the output distribution is the target's.
         seed: of sampling.
         pieces: rounds as marked text (`decode.models.text.marked`), to be iterated once.
         ids: tokens generated so far.

@@ -1,7 +1,7 @@
 """Which drafted tokens are kept: acceptance rules.
 
-A rule gives the probability of keeping token x drawn from q where the target's law is p. A rejected position is
-corrected from its residual. `Exact` is lossless; every other rule is relaxed, and `tv_spent` says at what price.
+A rule gives the probability of keeping token x drawn from q where the target's distribution is p. A rejected position
+is corrected from its residual. `Exact` is lossless; every other rule is relaxed, and `tv_spent` says at what price.
 With a(x) >= min(1, p/q) and the usual residual, the total variation between what is emitted and p equals the gain
 in acceptance, so a(x) − min(1, p(x)/q(x)) at the drafted token is an unbiased estimate of it.
 """
@@ -9,7 +9,7 @@ in acceptance, so a(x) − min(1, p(x)/q(x)) at the drafted token is an unbiased
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -43,71 +43,62 @@ def entropy(p: Tensor) -> Tensor:
     return -torch.xlogy(p, p).sum(-1) / 0.6931471805599453
 
 
-class AcceptanceRule(Protocol):
-    """What is kept. `exact` rules are lossless; `needs_raw` rules are handed the unwarped logits too."""
+class AcceptanceRule:
+    """Which drafted tokens are kept, and how a rejected position is corrected.
 
-    exact: bool
-    needs_raw: bool
+    Attributes:
+        exact: the output has the target's distribution.
+        needs_raw: `accept_prob` looks at the unwarped logits.
+    """
+
+    exact: bool = False
+    needs_raw: bool = False
 
     @property
     def neutral(self) -> bool:
         """Whether the rule decides as the exact one does, for now."""
-        ...
+        return False
 
     def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
         """Probability ``[k]`` of keeping each drafted token ``x [k]``, from ``p, q [k, vocab]``."""
-        ...
+        raise NotImplementedError
 
     def residual(self, p: Tensor, q: Tensor) -> Tensor:
-        """Weights ``[vocab]`` of the token that replaces a rejected one."""
-        ...
+        """Weights ``[vocab]`` of the token that replaces a rejected one: [p − q]₊, or p where that has no mass."""
+        rest = (p - q).clamp_min_(0)
+        return torch.where(rest.sum() > 0, rest, p)
 
     def tv_spent(self, p: Tensor, q: Tensor, x: Tensor, accept: Tensor) -> Tensor:
-        """Estimate ``[k]`` of the total variation from p that the rule causes at each tested token."""
-        ...
+        """Estimate ``[k]`` of the total variation from p that the rule causes: a(x) − min(1, p(x)/q(x))."""
+        return accept - ratio(p, q, x)
+
+    def start(self) -> None:
+        """A new text begins."""
 
     def observe(self, round: Round) -> None:
         """Learn from a verified round."""
-        ...
 
     def reset(self) -> None:
         """Forget what was learned."""
-        ...
 
 
-class Exact:
+class Exact(AcceptanceRule):
     """Keep x with probability min(1, p(x)/q(x)); lossless (Leviathan et al. 2211.17192, Chen et al. 2302.01318)."""
 
     exact = True
-    needs_raw = False
 
     @property
     def neutral(self) -> bool:
-        """See `AcceptanceRule.neutral`; a subclass has to say so itself."""
+        """Always; a subclass has to say so itself."""
         return type(self) is Exact
 
     def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
         """See `AcceptanceRule.accept_prob`."""
         return ratio(p, q, x)
 
-    def residual(self, p: Tensor, q: Tensor) -> Tensor:
-        """[p − q]₊; p itself where rounding leaves it without mass."""
-        rest = (p - q).clamp_min_(0)
-        return torch.where(rest.sum() > 0, rest, p)
-
-    def tv_spent(self, p: Tensor, q: Tensor, x: Tensor, accept: Tensor) -> Tensor:
-        """a(x) − min(1, p(x)/q(x)) at the drafted token."""
-        return accept - ratio(p, q, x)
-
-    def observe(self, round: Round) -> None:
-        """Nothing to learn."""
-
-    def reset(self) -> None:
-        """Nothing to forget."""
-
 
 @dataclass
-class Ears(Exact):
+class Ears(AcceptanceRule):
     """EARS: keep x where u − β(1 − max p) <= p(x)/q(x); tokens with p(x) = 0 are never kept.
 
     β = 0 is the exact rule, bit for bit. The paper uses 0.05 to 0.2; its greedy requests bypass the tolerance, and
@@ -115,7 +106,6 @@ class Ears(Exact):
     """
 
     beta: float = 0.1
-    exact = False
 
     @property
     def neutral(self) -> bool:
@@ -130,7 +120,7 @@ class Ears(Exact):
 
 
 @dataclass
-class JensenShannon(Exact):
+class JensenShannon(AcceptanceRule):
     """AdaSD's rule: keep x by the exact rule or where D(p, q) < θ, θ learned from accepted and rejected positions.
 
     θ is 0, hence the rule exact, until an accepted and a rejected distance have been seen. One rejected position is
@@ -149,7 +139,6 @@ class JensenShannon(Exact):
     accepted: list[float] = field(default_factory=lambda: [0.0, 0.0])
     rejected: list[float] = field(default_factory=lambda: [0.0, 0.0])
     sequences: list[int] = field(default_factory=lambda: [0, 0])
-    exact = False
     needs_raw = True
 
     def __post_init__(self) -> None:
@@ -226,10 +215,8 @@ def _tree_distance(round: Round, unwarped: bool) -> Tensor:
     return js_distance(p, torch.zeros_like(p).scatter_(-1, tokens[:, None], 1.0))
 
 
-class _FromTarget(Exact):
+class _FromTarget(AcceptanceRule):
     """Shared by rules that ignore q when they correct: a rejected token is replaced by one from p."""
-
-    exact = False
 
     def residual(self, p: Tensor, q: Tensor) -> Tensor:
         """P itself."""

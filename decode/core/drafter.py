@@ -1,8 +1,8 @@
-"""Who drafts: the protocol `Drafter`, and the drafter that proposes nothing."""
+"""The base class of drafters, the part of a method that proposes tokens, and the drafter that proposes nothing."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Collection
 
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
@@ -10,38 +10,45 @@ from decode.core.stopping import StopRule
 from decode.core.trace import Round
 
 
-class Drafter(Protocol):
-    """Proposes tokens for the target to verify."""
+class Drafter:
+    """Proposes tokens for the target to verify; only `propose` has to be written, every other method may do nothing.
+
+    Attributes:
+        captured_layers: hidden states that the target keeps of every row it reads, for drafters that build on them: i
+            is the state that enters layer i, the number of layers the last one, after the final norm.
+        stop_ids: tokens that end the text; the loop sets them before `start`.
+    """
+
+    captured_layers: tuple[int, ...] = ()
+    stop_ids: Collection[int] = ()
 
     def start(self, ids: list[int]) -> None:
-        """A new text begins with these tokens; learned tables may persist, what is bound to the old text may not."""
-        ...
+        """A new text begins with these tokens; what was learned may persist, what belongs to the old text may not."""
 
-    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
-        """A draft below the last token of `ids`, no deeper than `room`."""
-        ...
+    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
+        """A draft to follow the text.
+
+        Args:
+            ids: the text; its last token is pending, chosen but not yet read by the target.
+            stop: asked after each drafted token whether to go on.
+            max_depth: the deepest node allowed; the tokens that the text may still grow by, less one.
+            rng: source of every random choice.
+        """
+        raise NotImplementedError
 
     def commit(self, ids: list[int]) -> None:
-        """The text as accepted so far; its last token is pending."""
-        ...
+        """The text has grown to `ids`; its last token is pending."""
 
     def observe(self, round: Round) -> None:
         """Learn from a verified round."""
-        ...
+
+    def reset(self) -> None:
+        """Forget everything learned from earlier texts."""
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """Proposes nothing: the loop becomes plain autoregression, the baseline of every speedup."""
 
-    def start(self, ids: list[int]) -> None:
-        """Nothing to prepare."""
-
-    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
+    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
         """The empty draft."""
         return Draft.empty()
-
-    def commit(self, ids: list[int]) -> None:
-        """Nothing to keep."""
-
-    def observe(self, round: Round) -> None:
-        """Nothing to learn."""

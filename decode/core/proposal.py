@@ -17,7 +17,7 @@ class Draft:
     Attributes:
         tokens: token ids, long ``[n]``; ``n`` may be 0.
         parents: for each node the index of its parent, smaller than its own; -1 is the pending token.
-        probs: float ``[n, vocab]``, the warped law that each token was drawn from, the very tensor that
+        probs: float ``[n, vocab]``, the warped distribution that each token was drawn from, the very tensor that
             was sampled. ``None`` means that the draft is deterministic.
         logits: the raw draft logits ``[n, vocab]``, for rules that look at unwarped distributions.
         hidden: ``[n, width]``, the draft's hidden state that produced each token.

@@ -49,9 +49,9 @@ class Warp:
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
             "repetition_penalty": (self.repetition_penalty > 0, "positive (1 changes nothing)"),
         }
-        for name, (fine, wanted) in limits.items():
-            if not fine:
-                raise UserError(f"{name} is {getattr(self, name)}; it has to be {wanted}")
+        for name, (valid, expected) in limits.items():
+            if not valid:
+                raise UserError(f"{name} is {getattr(self, name)}; it has to be {expected}")
         self._context: list[LogitsProcessor] = list(self.processors)
         if self.repetition_penalty != 1.0:
             self._context.insert(0, RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
@@ -156,7 +156,7 @@ def argmax(rows: Tensor) -> Tensor:
 
 
 def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
-    """Laws ``[k, vocab]`` that are sure of ``tokens [k]``, over the vocabulary of the logits ``like [.., vocab]``."""
+    """Probabilities ``[k, vocab]``, 1 at ``tokens [k]``, over the vocabulary of the logits ``like [.., vocab]``."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    laws = torch.zeros(tokens.shape[0], like.shape[-1], dtype=dtype, device=like.device)
-    return laws.scatter_(-1, tokens[:, None], 1.0)
+    probs = torch.zeros(tokens.shape[0], like.shape[-1], dtype=dtype, device=like.device)
+    return probs.scatter_(-1, tokens[:, None], 1.0)

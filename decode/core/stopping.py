@@ -24,7 +24,7 @@ class Step:
     """One drafted token as a stop rule sees it.
 
     Attributes:
-        probs: the warped law ``[vocab]`` the token was drawn from.
+        probs: the warped distribution ``[vocab]`` the token was drawn from.
         token: the token (0-d long), or None before it is drawn.
         logits: the unwarped logits ``[vocab]``.
         hidden: the hidden state ``[width]`` that produced them.
@@ -104,8 +104,7 @@ class StopRule:
         assert self.confidence is not None
         value = self.confidence(step)
         self.seen.append(value)
-        calibrate = getattr(self.threshold, "calibrate", None)
-        score = calibrate(value) if calibrate else value
+        score = self.threshold.calibrate(value)
         self._aggregate = self._aggregate * score if self.product else score
         return self._aggregate < self.threshold.value
 

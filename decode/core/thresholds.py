@@ -4,41 +4,37 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from decode.core.trace import Round
 
 
-class Threshold(Protocol):
-    """A value that drafting confidence must not fall below."""
+class Threshold:
+    """A value that drafting confidence must not fall below; what follows are the defaults of a constant one."""
 
     value: float
 
+    def calibrate(self, confidence: float) -> float:
+        """The confidence as it is compared with `value`."""
+        return confidence
+
     def observe(self, round: Round, confidence: list[float]) -> None:
         """Learn from a round, given the confidence of each drafted token."""
-        ...
 
     def reset(self) -> None:
         """Back to the start."""
-        ...
 
 
 @dataclass
-class Fixed:
+class Fixed(Threshold):
     """A constant."""
 
     value: float = 0.0
 
-    def observe(self, round: Round, confidence: list[float]) -> None:
-        """Nothing to learn."""
-
-    def reset(self) -> None:
-        """Nothing to forget."""
-
 
 @dataclass
-class TargetAcceptance:
+class TargetAcceptance(Threshold):
     """Draft & Verify's controller: raise the threshold while the moving acceptance rate is below `alpha`.
 
     AR ← β₁·AR + (1 − β₁)·m/k; g = value ± ε; value ← β₂·value + (1 − β₂)·g. One round moves the threshold by at
@@ -80,7 +76,7 @@ class TargetAcceptance:
 
 
 @dataclass
-class MeanOfRejected:
+class MeanOfRejected(Threshold):
     """AdaSD's generation threshold: the mean confidence at first-rejected tokens; drafts to the window until one."""
 
     value: float = field(init=False)
@@ -101,7 +97,7 @@ class MeanOfRejected:
 
 
 @dataclass
-class Roc:
+class Roc(Threshold):
     """Hugging Face's update: the threshold on the ROC curve that minimises fpr + 3·(1 − tpr) over the history."""
 
     start: float = 0.4
@@ -132,7 +128,7 @@ class Roc:
 
 
 @dataclass
-class CostOptimal:
+class CostOptimal(Threshold):
     """Ours: one more token pays while P(all accepted) > R·(t_draft + Δt_verify).
 
     R is the running rate of tokens per second, t_draft the time of a drafted token, Δt_verify the growth of

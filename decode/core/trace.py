@@ -24,7 +24,7 @@ class Round:
         draft: what was proposed.
         path: accepted node indices, root to leaf.
         token: the token after the path: a correction, or the bonus token.
-        law: gives `probs`; a function where they are rarely asked for.
+        given_probs: gives `probs`; a function where they are rarely asked for.
         logits: the same rows as `probs`, unwarped.
         hidden: the target's last hidden states of those rows ``[n + 1, width]``.
         seconds: time spent drafting and verifying.
@@ -33,7 +33,7 @@ class Round:
     draft: Draft
     path: list[int]
     token: int
-    law: Tensor | Callable[[], Tensor]
+    given_probs: Tensor | Callable[[], Tensor]
     logits: Tensor
     hidden: Tensor | None = None
     seconds: tuple[float, float] = (0.0, 0.0)
@@ -41,7 +41,7 @@ class Round:
     @cached_property
     def probs(self) -> Tensor:
         """Warped target rows ``[n + 1, vocab]``; row 0 follows the pending token, row i + 1 follows node i."""
-        return self.law() if callable(self.law) else self.law
+        return self.given_probs() if callable(self.given_probs) else self.given_probs
 
     @property
     def drafted(self) -> int:

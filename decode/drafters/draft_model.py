@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decode.core.drafter import Drafter
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
 from decode.core.sampling import Warp, argmax, one_hot
 from decode.core.stopping import Step, StopRule
-from decode.core.trace import Round
 from decode.models.huggingface import Runner
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Draws from q, warped exactly as the target is, until the stop rule or the window ends the draft.
 
     Attributes:
@@ -26,9 +24,10 @@ class ModelDrafter:
         vocab: the target's vocabulary size. Padded vocabularies of one family differ behind the ids they share: a
             longer draft row is cut, a shorter one filled with probability 0, which the residual makes up for.
         keep_logits: give the draft its unwarped logits, for rules that look at them.
-        keep_laws: give greedy drafts their one-hot laws; without, they are deterministic drafts, which exact rules
-            treat the same.
-        ends: tokens that end a text: a drafted one is kept and ends the draft.
+        keep_probs: give greedy drafts their one-hot probabilities; without, they are deterministic drafts, which exact
+            rules treat the same.
+
+    A drafted token of `stop_ids` is kept and ends the draft.
     """
 
     def __init__(self, runner: Runner, warp: Warp, vocab: int, *, keep_logits: bool = False) -> None:
@@ -37,8 +36,7 @@ class ModelDrafter:
         self.vocab = vocab
         self.padded = vocab != runner.vocab_size
         self.keep_logits = keep_logits
-        self.keep_laws = True
-        self.ends: Collection[int] = ()
+        self.keep_probs = True
 
     def start(self, ids: list[int]) -> None:
         """Read the prompt but for its pending token, unless the draft's context cannot hold it."""
@@ -46,10 +44,10 @@ class ModelDrafter:
         if len(ids) > 1 and self.runner.room(ids) >= 0:
             self.runner.read(self._known(ids[:-1]), head=0)
 
-    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
+    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
         """See `Drafter.propose`."""
         runner = self.runner
-        limit = min(stop.cap(), room, runner.room(ids))
+        limit = min(stop.cap(), max_depth, runner.room(ids))
         feed = self._known(ids[runner.length :])  # two tokens after a fully accepted round
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
@@ -57,13 +55,13 @@ class ModelDrafter:
         hidden: list[Tensor] = []
         watch, prefixed = stop.confidence is not None, self.warp.needs_prefix
         # what follows the end of the text is never used; where nobody waits for the token anyway, looking is free
-        reads_tokens = bool(self.ends) and (watch or runner.device.type == "cpu")
+        reads_tokens = bool(self.stop_ids) and (watch or runner.device.type == "cpu")
         at_once = self.warp.greedy and not watch and not prefixed
         for _ in range(limit):
             row = runner.read(feed, head=1)
             if self.padded:
                 row = self._fit(row)
-            if at_once:  # a one-hot law's draw is its argmax: all laws are made together at the end
+            if at_once:  # a one-hot distribution's draw is its argmax: all distributions are made together at the end
                 feed = argmax(row)
             else:
                 q = self.warp(row, [ids + [int(t) for t in tokens]] if prefixed else None)
@@ -78,14 +76,14 @@ class ModelDrafter:
                 hidden.append(runner.hidden[-1:])
                 if stop.after(Step(q[0], feed[0], row[0], runner.hidden[-1])):
                     break
-            if reads_tokens and int(feed) in self.ends:
+            if reads_tokens and int(feed) in self.stop_ids:
                 break
         if not tokens:
             return Draft.empty()
         drawn = torch.cat(tokens)
         return Draft.chain(
             drawn,
-            torch.cat(probs) if probs else one_hot(drawn, row) if self.keep_laws else None,
+            torch.cat(probs) if probs else one_hot(drawn, row) if self.keep_probs else None,
             logits=torch.cat(logits) if self.keep_logits else None,
             hidden=torch.cat(hidden) if hidden else None,
             confidence=list(stop.seen),
@@ -106,6 +104,3 @@ class ModelDrafter:
     def commit(self, ids: list[int]) -> None:
         """Drop what was rejected; an unread tail is fed by the next proposal."""
         self.runner.truncate(len(ids) - 1)
-
-    def observe(self, round: Round) -> None:
-        """Nothing to learn."""

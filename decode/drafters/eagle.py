@@ -32,10 +32,10 @@ def head_of(draft: Runner | None) -> HeadRunner:
 
 
 class FeatureDrafter(ModelDrafter):
-    """Drafts a chain from the target's features, drawn from the head's warped law like any draft model's.
+    """Drafts a chain from the target's features, drawn from the head's warped distribution like any draft model's.
 
-    The loop has the target keep the hidden states named by `taps`; after every round the pairs that were drafted on
-    the head's own states are replaced by pairs with the target's.
+    The loop has the target keep the hidden states named by `captured_layers`; after every round the pairs that were
+    drafted on the head's own states are replaced by pairs with the target's.
 
     Attributes:
         target: the target's runner, whose `features` are read.
@@ -48,7 +48,7 @@ class FeatureDrafter(ModelDrafter):
         self.target = target
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def captured_layers(self) -> tuple[int, ...]:
         """Which of the target's hidden states are the feature."""
         return self.runner.taps
 
@@ -60,11 +60,11 @@ class FeatureDrafter(ModelDrafter):
         if 1 < len(ids) <= self.runner.limit:
             self.runner.read(self._known(ids[:-1]), head=0)
 
-    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
+    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
         """See `Drafter.propose`; a text of one token has no feature yet, so nothing is drafted."""
         if not len(self.runner.unread):
             return Draft.empty()
-        return super().propose(ids, stop, room, rng)
+        return super().propose(ids, stop, max_depth, rng)
 
     def commit(self, ids: list[int]) -> None:
         """What was accepted is known from the round."""
@@ -91,10 +91,10 @@ class FeatureTreeDrafter(FeatureDrafter):
             raise UserError(f"tree_width is {width} and tree_nodes {nodes}; give at least 1 of each")
         self.width, self.nodes = width, nodes
 
-    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
+    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
         """The tree, as deep as the stop rule's window."""
         runner = self.runner
-        depth = min(stop.cap(), room, runner.limit - len(ids))
+        depth = min(stop.cap(), max_depth, runner.limit - len(ids))
         if depth < 1 or not len(runner.unread):
             return Draft.empty()
         logits = runner.read(self._known(ids[runner.length :]), head=1)
@@ -107,9 +107,9 @@ class FeatureTreeDrafter(FeatureDrafter):
         scores: list[Tensor] = []
         count = 0
         for level in range(depth):
-            law = self._law(logits, ids, paths)
-            width = min(self.width, law.shape[-1])
-            best = law.topk(width, -1)
+            log_q = self._log_probs(logits, ids, paths)
+            width = min(self.width, log_q.shape[-1])
+            best = log_q.topk(width, -1)
             score = (above[:, None] + best.values).flatten()
             tokens.append(best.indices.flatten())
             scores.append(score)
@@ -130,8 +130,8 @@ class FeatureTreeDrafter(FeatureDrafter):
             states = runner.hidden
         return _best_nodes(torch.cat(tokens), torch.cat(parents), torch.cat(scores), self.nodes)
 
-    def _law(self, logits: Tensor, ids: list[int], paths: list[list[int]]) -> Tensor:
-        """log q of each row as sampling sees it; greedy decoding ranks by the unwarped law."""
+    def _log_probs(self, logits: Tensor, ids: list[int], paths: list[list[int]]) -> Tensor:
+        """log q of each row as sampling sees it; greedy decoding ranks by the unwarped distribution."""
         logits = self._fit(logits)
         if self.warp.greedy:
             return logits.float().log_softmax(-1)

@@ -47,7 +47,7 @@ class Subset:
 
 @torch.inference_mode()
 def target_rows(runner: PartialRunner, texts: Sequence[Text], warp: Warp) -> list[Tensor]:
-    """The target's law ``[response, vocab]`` at every response position of each text."""
+    """The target's distribution ``[response, vocab]`` at every response position of each text."""
     rows = []
     for ids, start in texts:
         runner.truncate(0)

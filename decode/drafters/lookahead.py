@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
+from decode.core.drafter import Drafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.drafters.token_tree import Trie
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class LookaheadDrafter:
+class LookaheadDrafter(Drafter):
     """Drafts the window and up to ``guesses`` n-grams of the pool that start with the pending token.
 
     Attributes:
@@ -58,8 +59,8 @@ class LookaheadDrafter:
         """Forget the previous text."""
         self._pool, self._levels, self._bottom, self._pooled = {}, [], [], 0
 
-    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
-        """The window and the pool's n-grams as one tree, at most ``room`` deep."""
+    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
+        """The window and the pool's n-grams as one tree, at most ``max_depth`` deep."""
         if not self._levels:
             random = Random(self.seed)
             self._levels = [[random.choice(ids) for _ in range(self.window + self.level - 3)]]
@@ -67,20 +68,17 @@ class LookaheadDrafter:
             self._pool_text(ids)
         self._pending = ids[-1]
         tree = Trie()
-        self._bottom = self._add_window(tree, room)
+        self._bottom = self._add_window(tree, max_depth)
         for gram in reversed(self._pool.get(self._pending, [])):
             node = -1
-            for token in gram[:room]:
+            for token in gram[:max_depth]:
                 node = tree.add(node, token)
         return tree.draft()
-
-    def commit(self, ids: list[int]) -> None:
-        """The window follows the rounds, not the text."""
 
     def observe(self, round: Round) -> None:
         """Read the target's answers below the window, pool finished n-grams and move the window on.
 
-        A window that ``room`` has cut stays as it is: the text is about to end.
+        A window that ``max_depth`` has cut stays as it is: the text is about to end.
         """
         bottom = [node for node in self._bottom if node is not None]
         if not bottom or len(bottom) < len(self._bottom):
@@ -94,16 +92,16 @@ class LookaheadDrafter:
             self._remember(key, tuple(row[column] for row in levels[1:]))
         self._levels = [levels[1][1:], *levels[2:]]
 
-    def _add_window(self, tree: Trie, room: int) -> list[int | None]:
-        """Add the window's nodes of depth up to ``room``; the nodes of its last level, None where cut."""
+    def _add_window(self, tree: Trie, max_depth: int) -> list[int | None]:
+        """Add the window's nodes of depth up to ``max_depth``; the nodes of its last level, None where cut."""
         nodes: list[int | None] = [-1]
         for depth, token in enumerate(self._levels[0], 1):
             above = nodes[-1]
-            nodes.append(tree.add(above, token) if above is not None and depth <= room else None)
+            nodes.append(tree.add(above, token) if above is not None and depth <= max_depth else None)
         for level, row in enumerate(self._levels[1:], 1):
             for column, token in enumerate(row):
                 above = nodes[column]
-                fits = above is not None and column + level <= room
+                fits = above is not None and column + level <= max_depth
                 nodes[column] = tree.add(above, token) if above is not None and fits else None
         return nodes
 

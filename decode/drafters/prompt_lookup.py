@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from decode.core.drafter import Drafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 
 if TYPE_CHECKING:
     from decode.core.rng import Rng
     from decode.core.stopping import StopRule
-    from decode.core.trace import Round
 
 
 @dataclass
-class LookupDrafter:
+class LookupDrafter(Drafter):
     """Copies what followed the most recent earlier occurrence of the text's last n-gram, longest n first.
 
     Attributes:
@@ -44,10 +44,10 @@ class LookupDrafter:
         self._after, self._indexed = {}, 0
         self._index(ids)
 
-    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
-        """A chain of at most ``length``, ``room`` and the stop rule's cap; empty where nothing matches."""
+    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
+        """A chain of at most ``length``, ``max_depth`` and the stop rule's cap; empty where nothing matches."""
         self._index(ids)
-        count = min(self.length, room, stop.cap())
+        count = min(self.length, max_depth, stop.cap())
         match = self._match(ids) if count > 0 else None
         if match is None:
             return Draft.empty()
@@ -56,12 +56,6 @@ class LookupDrafter:
         while len(copied) < count:  # the copy reaches the end of the text: it goes on with itself
             copied.append(copied[len(copied) - period])
         return Draft.chain(torch.tensor(copied, dtype=torch.long))
-
-    def commit(self, ids: list[int]) -> None:
-        """The text is indexed when it is next needed."""
-
-    def observe(self, round: Round) -> None:
-        """Nothing to learn."""
 
     def _match(self, ids: list[int]) -> int | None:
         """The position after the most recent earlier occurrence of the longest known last n-gram."""

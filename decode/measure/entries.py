@@ -61,7 +61,7 @@ class BenchEntry:
 
     @property
     def lossless(self) -> bool:
-        """Whether the output's law is the target's."""
+        """Whether the output's distribution is the target's."""
         return self.method in TRANSFORMERS_BASELINES or is_lossless(self.method, self.rule)
 
 

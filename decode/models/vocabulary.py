@@ -1,9 +1,9 @@
 """Two vocabularies side by side: the tokens that both have, and how a text in one's tokens reads in the other's.
 
 A draft with another tokenizer than the target's drafts in the intersection of the two (token-level intersection, arXiv
-2502.05202): its law, renormalised to the tokens that both have, is one more q for the exact rule, and the residual
-covers all other tokens. What tokens have in common is the bytes of their text, not the signs that a tokenizer writes
-them with (``Ġthe`` and ``▁the``), and for special tokens their role.
+2502.05202): its distribution, renormalised to the tokens that both have, is one more q for the exact rule, and the
+residual covers all other tokens. What tokens have in common is the bytes of their text, not the signs that a tokenizer
+writes them with (``Ġthe`` and ``▁the``), and for special tokens their role.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def drafting_steps(
             inside = whole if ids is None else whole[:, ids]
             best = whole.argmax(-1)
             drafted = log_q.argmax(-1) if ids is None else ids[log_q.argmax(-1)]
-            p = inside.softmax(-1)  # of the renormalised law
+            p = inside.softmax(-1)  # of the renormalised distribution
         yield StepRows(
             place,
             -(p * log_q).sum(-1),

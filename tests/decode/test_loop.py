@@ -9,7 +9,7 @@ import pytest
 import torch
 from enumeration import ScriptedRunner, random_table
 from families import CONTEXT, FAMILIES, VOCAB
-from scripted import Oracle
+from scripted import Oracle, RandomTree
 from transformers import PreTrainedModel
 
 from decode.core.acceptance import Ears
@@ -151,8 +151,8 @@ def test_a_context_that_is_too_short_ends_the_text() -> None:
     ("prompt", "options", "message"),
     [
         ([], {}, "prompt is empty"),
-        ([0, 48], {}, "token id 48.*below 48"),
-        ([0, -1], {}, "tokenizer"),
+        ([0, 48], {}, "token id 48,.*0 to 47"),
+        ([-1, 5], {}, "token id -1,"),
         ([1] * (CONTEXT + 1), {}, f"{CONTEXT + 1} tokens.*holds {CONTEXT}"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens is 0"),
     ],
@@ -166,15 +166,47 @@ def test_bad_prompts_are_refused_before_any_work(
     assert runner.length == 0
 
 
+def runner_with(value: float, dtype: torch.dtype = torch.float64) -> ScriptedRunner:
+    """A target whose logits are 0 but for token 1 after a text that ends in token 2."""
+
+    def logits(context: tuple[int, ...]) -> torch.Tensor:
+        row = torch.zeros(5, dtype=dtype)
+        if context[-1] == 2:
+            row[1] = value
+        return row
+
+    return ScriptedRunner(logits, 5)
+
+
 @pytest.mark.parametrize("warp", [Warp(), SAMPLE], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_nan_or_infinite_are_an_error(value: float, warp: Warp) -> None:
+    with pytest.raises(UserError, match="after 2 tokens"):
+        decode(Target(runner_with(value)), System("", NoDrafter(), StopRule()), warp, [3, 2])
+
+
+def test_a_target_that_rules_out_every_token_is_an_error() -> None:
+    runner = ScriptedRunner(lambda context: torch.full((5,), -math.inf), 5)
+    with pytest.raises(UserError, match="after 2 tokens"):
+        decode(Target(runner), System("", NoDrafter(), StopRule()), SAMPLE, [3, 2])
+
+
+@pytest.mark.parametrize("warp", [Warp(), SAMPLE], ids=["greedy", "sampled"])
+def test_tokens_that_the_target_rules_out_and_large_half_precision_logits_are_legal(warp: Warp) -> None:
+    system = System("", NoDrafter(), StopRule())
+    out = decode(Target(runner_with(-math.inf)), system, warp, [3, 2], max_new_tokens=1, rng=TorchRng(0))
+    assert out.ids[2] != 1
+    runner = ScriptedRunner(lambda context: torch.full((5,), 60000.0, dtype=torch.float16), 5)
+    assert len(decode(Target(runner), System("", RandomTree(5), StopRule()), warp, [3, 2], rng=TorchRng(0)).ids) == 130
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_logits_that_are_not_numbers_are_an_error(family: str, warp: Warp, tiny) -> None:
+def test_a_model_with_a_weight_that_is_not_a_number_is_an_error(family: str, tiny) -> None:
     model = copy.deepcopy(tiny(family))
     with torch.no_grad():
         model.get_input_embeddings().weight[4] = math.nan
-    runner = Runner(model)
-    with pytest.raises(UserError, match="not numbers after 2 tokens"):
-        decode(Target(runner), System("", NoDrafter(), StopRule()), warp, [1, 4])
+    with pytest.raises(UserError, match="after 2 tokens"):
+        decode(Target(Runner(model)), System("", NoDrafter(), StopRule()), Warp(), [1, 4])
 
 
 def test_every_token_knows_its_author_and_what_was_rejected_in_its_place() -> None:
@@ -191,7 +223,7 @@ def test_every_token_knows_its_author_and_what_was_rejected_in_its_place() -> No
         def start(self, ids: list[int]) -> None:
             self.left = list(self.drafts)
 
-        def propose(self, ids, stop, room, rng):  # type: ignore[no-untyped-def]
+        def propose(self, ids, stop, max_depth, rng):  # type: ignore[no-untyped-def]
             return self.left.pop(0) if self.left else Draft.empty()
 
     target = Target(ScriptedRunner(successor, 12))

@@ -1,4 +1,4 @@
-"""Invariant 1: the law of the production loop's output, enumerated, equals the target's."""
+"""Invariant 1: the distribution of the production loop's output, enumerated, equals the target's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decode.core.proposal import Draft
 from decode.core.rng import Rng, TorchRng
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule, max_probability, negative_entropy, token_probability
-from decode.core.thresholds import Fixed
+from decode.core.thresholds import Fixed, Threshold
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
 from decode.loop import System
@@ -94,7 +94,7 @@ def test_thresholds_that_adapt_within_the_text_are_lossless(scripted_clock) -> N
         assert experiment.bias(System(name, ModelDrafter(draft, SAMPLE, 2), stop)) < TOLERANCE
 
 
-class _Eager:
+class _Eager(Threshold):
     """A controller that jumps between extremes with every round."""
 
     def __init__(self, inner: object) -> None:
@@ -160,8 +160,8 @@ def test_short_contexts_are_lossless() -> None:
     experiment, draft = scripted_pair(4, tokens=4)
     experiment.target.limit = len(PROMPT) + 2
     draft.limit = len(PROMPT) + 1
-    law = experiment.law(System("short", ModelDrafter(draft, SAMPLE, 4), StopRule(5)))
-    assert {len(text) for text in law} == {3}
+    distribution = experiment.distribution(System("short", ModelDrafter(draft, SAMPLE, 4), StopRule(5)))
+    assert {len(text) for text in distribution} == {3}
     experiment.tokens = 3
     assert experiment.bias(System("short", ModelDrafter(draft, SAMPLE, 4), StopRule(5))) < TOLERANCE
     draft.limit = 2  # the prompt does not even fit
@@ -207,8 +207,8 @@ def test_trying_the_children_in_turn_is_lossless_with_the_exact_rule(monkeypatch
 class _DropsTheToken(ModelDrafter):
     """Biased: the token that made the rule stop is taken back."""
 
-    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
-        draft = super().propose(ids, stop, room, rng)
+    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
+        draft = super().propose(ids, stop, max_depth, rng)
         if not draft.confidence or draft.confidence[-1] >= stop.threshold.value:
             return draft
         kept = len(draft) - 1

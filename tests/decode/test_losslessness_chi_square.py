@@ -1,4 +1,4 @@
-"""The real source of chance: frequencies of the loop and of its draws against the exact laws."""
+"""The real source of chance: frequencies of the loop and of its draws against the exact distributions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from enumeration import Experiment, Law, ScriptedRunner, autoregressive_law, random_table
+from enumeration import Distribution, Experiment, ScriptedRunner, autoregressive_distribution, random_table
 from families import build_tiny
 from scipy.stats import chi2
 from scripted import RandomTree
@@ -22,10 +22,10 @@ from decode.loop import System, decode
 from decode.models.huggingface import open_runner
 
 
-def p_value(counts: Counter, law: Law) -> float:
+def p_value(counts: Counter, distribution: Distribution) -> float:
     """Pearson's chi-square with cells of less than five expected texts merged."""
     total = sum(counts.values())
-    cells = sorted((w * total, counts[text]) for text, w in law.items())
+    cells = sorted((w * total, counts[text]) for text, w in distribution.items())
     assert sum(seen for _, seen in cells) == total, "a text that the target cannot write"
     merged: list[list[float]] = []
     expected = seen = 0.0
@@ -53,23 +53,23 @@ def sample(experiment: Experiment, system: System, texts: int) -> tuple[Counter,
     return counts, rounds
 
 
-def test_twenty_thousand_rounds_have_the_targets_law() -> None:
+def test_twenty_thousand_rounds_have_the_targets_distribution() -> None:
     warp = Warp(temperature=0.8)
     target = ScriptedRunner(random_table(1, 4), 4)
     draft = ScriptedRunner(random_table(3, 4), 4)
     experiment = Experiment(target, warp, [0, 2, 1], 3)
-    law = autoregressive_law(experiment.next_law, experiment.prompt, 3)
+    distribution = autoregressive_distribution(experiment.next_distribution, experiment.prompt, 3)
     model = System("model", ModelDrafter(draft, warp, 4), StopRule(3, token_probability, threshold=Fixed(0.3)))
     counts, rounds = sample(experiment, model, 11_800)
     assert rounds >= 20_000
-    assert p_value(counts, law) > 1e-4
-    assert p_value(sample(experiment, System("tree", RandomTree(4), StopRule()), 2000)[0], law) > 1e-4
+    assert p_value(counts, distribution) > 1e-4
+    assert p_value(sample(experiment, System("tree", RandomTree(4), StopRule()), 2000)[0], distribution) > 1e-4
     relaxed = System("ears", ModelDrafter(draft, warp, 4), StopRule(3), Ears(0.3))
-    assert p_value(sample(experiment, relaxed, 2000)[0], law) < 1e-4  # the test has the power to see a bias
+    assert p_value(sample(experiment, relaxed, 2000)[0], distribution) < 1e-4  # the test has the power to see a bias
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_tiny_pair_has_the_targets_law(family: str) -> None:
+def test_a_tiny_pair_has_the_targets_distribution(family: str) -> None:
     target, draft = build_tiny(family, vocab_size=6), build_tiny(family, vocab_size=6, seed=4)
     warp = Warp(temperature=1.5)
 
@@ -78,20 +78,20 @@ def test_a_tiny_pair_has_the_targets_law(family: str) -> None:
         return target(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
 
     experiment = Experiment(open_runner(target), warp, [3, 1, 4], 3, forward=forward)
-    law = autoregressive_law(experiment.next_law, experiment.prompt, 3)
+    distribution = autoregressive_distribution(experiment.next_distribution, experiment.prompt, 3)
     system = System("model", ModelDrafter(open_runner(draft), warp, 6), StopRule(2))
-    assert p_value(sample(experiment, system, 500)[0], law) > 1e-4
+    assert p_value(sample(experiment, system, 500)[0], distribution) > 1e-4
 
 
 def test_draws_have_the_weights_they_were_given() -> None:
     weights = torch.tensor([0.0, 3.0, 0.5, 0.0, 1.5, 0.0])
     rng = TorchRng(1)
     rows = rng.draw_rows(weights.expand(20_000, -1))
-    law = {(i,): w / 5 for i, w in enumerate(weights.tolist()) if w}
+    distribution = {(i,): w / 5 for i, w in enumerate(weights.tolist()) if w}
     singles = Counter((int(rng.draw(weights)),) for _ in range(4000))
     for counts in (Counter((int(i),) for i in rows), singles):
-        assert counts.keys() <= law.keys()
-        expected = {key: w * sum(counts.values()) for key, w in law.items()}
+        assert counts.keys() <= distribution.keys()
+        expected = {key: w * sum(counts.values()) for key, w in distribution.items()}
         assert chi2.sf(sum((counts[k] - e) ** 2 / e for k, e in expected.items()), 2) > 1e-4
 
 
@@ -99,8 +99,8 @@ def test_first_rejections_are_geometric_in_the_acceptance_probabilities() -> Non
     accept = torch.tensor([0.9, 0.5, 1.0, 0.25])
     rng = TorchRng(2)
     counts = Counter((int(rng.first_reject(accept)),) for _ in range(8000))
-    law = {(0,): 0.1, (1,): 0.45, (3,): 0.45 * 0.75, (4,): 0.45 * 0.25}
-    assert p_value(counts, law) > 1e-4
+    distribution = {(0,): 0.1, (1,): 0.45, (3,): 0.45 * 0.75, (4,): 0.45 * 0.25}
+    assert p_value(counts, distribution) > 1e-4
 
 
 def test_greedy_draws_take_the_argmax_of_one_hot_weights() -> None:

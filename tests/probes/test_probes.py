@@ -38,13 +38,13 @@ SAMPLED = Warp(0.9, top_p=0.8)
 
 def synthetic(n: int, *, seed: int, exits: int = 3, width: int = 12, noise: float = 1.0) -> Features:
     """Positions whose acceptance is a logistic function of badly scaled, correlated states."""
-    dice = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(exits, width, width, generator=torch.Generator().manual_seed(9)) * torch.logspace(-2, 1, width)
-    x = torch.randn(exits, n, width, generator=dice) @ mixing
+    x = torch.randn(exits, n, width, generator=generator) @ mixing
     truth = torch.linalg.solve(mixing, torch.ones(exits, width, 1))
     z = (x @ truth).squeeze(-1) / noise + 1
     extra = torch.stack([-z.abs() - 0.1, z.abs(), z], -1)
-    y = (torch.rand(z.shape, generator=dice) < z.sigmoid()).float()
+    y = (torch.rand(z.shape, generator=generator) < z.sigmoid()).float()
     text = torch.arange(n) // 10
     return Features(list(range(1, exits + 1)), torch.cat([x, extra], -1), {"match": y, "soft": z.sigmoid()}, y, text)
 
@@ -243,8 +243,8 @@ def test_probes_come_back_from_their_folder_as_they_were(tiny, folder: Path) -> 
 def test_one_step_is_judged_as_a_batch_is(tiny, kind: str) -> None:
     probe = probe_for(model_of(tiny), 1, kind)
     for seed in range(4):
-        dice = torch.Generator().manual_seed(seed)
-        hidden, logits = torch.randn(32, generator=dice), 9 * torch.randn(20, generator=dice)
+        generator = torch.Generator().manual_seed(seed)
+        hidden, logits = torch.randn(32, generator=generator), 9 * torch.randn(20, generator=generator)
         logits[:3] = -torch.inf
         x = torch.tensor(5 + seed)
         features = confidence_features(logits[None], x.view(1))

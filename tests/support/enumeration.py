@@ -1,4 +1,4 @@
-"""The exact output law of the production loop: an `Rng` that enumerates, and models that are tables."""
+"""The exact output distribution of the production loop: an `Rng` that enumerates, and models that are tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from decode.core.trace import Trace
 from decode.loop import System, decode
 from decode.models.huggingface import Runner
 
-Law = dict[tuple[int, ...], float]
+Distribution = dict[tuple[int, ...], float]
 NEGLIGIBLE = 1e-17  # branches of less mass are rounding noise; ten thousand of them stay below the tolerance
 
 
@@ -80,40 +80,40 @@ class _LazyRows(Sequence):
         return self._rng._choose(self._weights[row])
 
 
-def enumerate_runs(run: Callable[[Rng], tuple[int, ...]]) -> Law:
-    """The exact law of what `run` returns, over every sequence of random outcomes."""
-    law: Law = defaultdict(float)
+def enumerate_runs(run: Callable[[Rng], tuple[int, ...]]) -> Distribution:
+    """The exact distribution of what `run` returns, over every sequence of random outcomes."""
+    distribution: Distribution = defaultdict(float)
     questions: list[Question] = []
     while True:
         rng = EnumerationRng(questions)
-        law[run(rng)] += rng.weight
+        distribution[run(rng)] += rng.weight
         assert rng.asked == len(questions), "the run is not a function of its random choices"
         while questions and questions[-1].at + 1 == len(questions[-1].outcomes):
             questions.pop()
         if not questions:
-            return dict(law)
+            return dict(distribution)
         questions[-1].at += 1
 
 
-def autoregressive_law(
+def autoregressive_distribution(
     probabilities: Callable[[list[int]], Tensor], prompt: list[int], length: int, stop_ids: Collection[int] = ()
-) -> Law:
-    """The law of plain sampling: what every lossless method has to reproduce."""
-    law: Law = {}
-    open_texts: Law = {(): 1.0}
+) -> Distribution:
+    """The distribution of plain sampling: what every lossless method has to reproduce."""
+    distribution: Distribution = {}
+    open_texts: Distribution = {(): 1.0}
     for _ in range(length):
-        grown: Law = {}
+        grown: Distribution = {}
         for text, weight in open_texts.items():
             for token, p in enumerate(probabilities(prompt + list(text)).double().tolist()):
                 if p > 0:
-                    into = law if token in stop_ids or len(text) + 1 == length else grown
+                    into = distribution if token in stop_ids or len(text) + 1 == length else grown
                     into[(*text, token)] = weight * p
         open_texts = grown
-    return law
+    return distribution
 
 
-def total_variation(a: Law, b: Law) -> float:
-    """Half the L1 distance of two laws."""
+def total_variation(a: Distribution, b: Distribution) -> float:
+    """Half the L1 distance of two distributions."""
     return sum(abs(a.get(text, 0.0) - b.get(text, 0.0)) for text in {*a, *b}) / 2
 
 
@@ -135,11 +135,11 @@ def random_table(seed: int, vocab: int, *, zeros: float = 0.15, memory: int = 3)
     def logits(context: tuple[int, ...]) -> Tensor:
         key = (len(context), *context[-memory:])
         if key not in cache:
-            dice = random.Random(f"{seed} {key}")
-            row = [dice.gauss(0, 1.2) for _ in range(vocab)]
-            sure = dice.randrange(vocab)
+            generator = random.Random(f"{seed} {key}")
+            row = [generator.gauss(0, 1.2) for _ in range(vocab)]
+            sure = generator.randrange(vocab)
             cache[key] = torch.tensor(
-                [x if i == sure or dice.random() > zeros else -torch.inf for i, x in enumerate(row)],
+                [x if i == sure or generator.random() > zeros else -torch.inf for i, x in enumerate(row)],
                 dtype=torch.float64,
             )
         return cache[key]
@@ -203,10 +203,10 @@ class ScriptedRunner(Runner):
 
 @dataclass
 class Experiment:
-    """A target, a warp and a prompt, whose law under any system is compared with plain sampling.
+    """A target, a warp and a prompt, whose distribution under any system is compared with plain sampling.
 
     Attributes:
-        tokens: how many tokens the law is over.
+        tokens: how many tokens the distribution is over.
         forward: logits ``[vocab]`` after a text; the target's own runner, read afresh, if not given.
         traces: trace of every enumerated run, to see what was exercised.
     """
@@ -238,19 +238,20 @@ class Experiment:
         self.traces.append(out.trace)
         return tuple(out.new_ids)
 
-    def law(self, system: System) -> Law:
-        """The exact law of the first tokens under this system."""
+    def distribution(self, system: System) -> Distribution:
+        """The exact distribution of the first tokens under this system."""
         self.traces.clear()
         return enumerate_runs(lambda rng: self.run(system, rng))
 
     def bias(self, system: System) -> float:
-        """Total variation between the system's law and the target's own."""
-        law = self.law(system)
-        assert abs(sum(law.values()) - 1) < 1e-12
-        return total_variation(law, autoregressive_law(self.next_law, self.prompt, self.tokens, self.stop_ids))
+        """Total variation between the system's distribution and the target's own."""
+        found = self.distribution(system)
+        assert abs(sum(found.values()) - 1) < 1e-12
+        expected = autoregressive_distribution(self.next_distribution, self.prompt, self.tokens, self.stop_ids)
+        return total_variation(found, expected)
 
-    def next_law(self, text: list[int]) -> Tensor:
-        """The target's warped law after `text`, from a forward over the whole of it."""
+    def next_distribution(self, text: list[int]) -> Tensor:
+        """The target's warped distribution after `text`, from a forward over the whole of it."""
         if self.forward is not None:
             return self.warp(self.forward(text)[None], [text])[0]
         self.target.truncate(0)

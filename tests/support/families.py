@@ -90,7 +90,7 @@ def build_tiny(family: str, *, seed: int = 1, dtype: torch.dtype = torch.float32
 
 
 def in_double(model: PreTrainedModel) -> PreTrainedModel:
-    """Transformers computes RMS norms in float32 whatever the model; their rounding would blur the law."""
+    """Transformers computes RMS norms in float32 whatever the model; their rounding would blur the distribution."""
 
     def norm(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)

@@ -28,19 +28,19 @@ class RandomTree(NoDrafter):
     nodes: int = 6
     seed: int = 0
 
-    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
-        """Up to `nodes` nodes, no deeper than `room`; siblings may repeat a token."""
-        dice = random.Random(f"{self.seed} {ids}")
+    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
+        """Up to `nodes` nodes, no deeper than `max_depth`; siblings may repeat a token."""
+        generator = random.Random(f"{self.seed} {ids}")
         parents: list[int] = []
         depths: list[int] = []
-        for i in range(dice.randrange(self.nodes + 1)):
-            parent = dice.randrange(-1, i)
+        for i in range(generator.randrange(self.nodes + 1)):
+            parent = generator.randrange(-1, i)
             depth = 1 if parent < 0 else depths[parent] + 1
-            if depth > room:
+            if depth > max_depth:
                 break
             parents.append(parent)
             depths.append(depth)
-        return Draft.tree([dice.randrange(self.vocab) for _ in parents], parents)
+        return Draft.tree([generator.randrange(self.vocab) for _ in parents], parents)
 
 
 @dataclass
@@ -62,60 +62,60 @@ class Oracle(NoDrafter):
         """A new text begins."""
         self.rounds = 0
 
-    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
+    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
         """The draft of this round."""
         self.rounds += 1
         future = self.text[len(ids) :]
-        return WAYS[self.how](self, future, room)
+        return WAYS[self.how](self, future, max_depth)
 
     def wrong(self, token: int, by: int = 1) -> int:
         """Another token."""
         return (token + by) % self.vocab
 
 
-def _perfect(oracle: Oracle, future: list[int], room: int) -> Draft:
-    return _chain(future[: min(5, room)])
+def _perfect(oracle: Oracle, future: list[int], max_depth: int) -> Draft:
+    return _chain(future[: min(5, max_depth)])
 
 
-def _wrong(oracle: Oracle, future: list[int], room: int) -> Draft:
-    return _chain([oracle.wrong(t) for t in future[: min(4, room)]])
+def _wrong(oracle: Oracle, future: list[int], max_depth: int) -> Draft:
+    return _chain([oracle.wrong(t) for t in future[: min(4, max_depth)]])
 
 
-def _alternating(oracle: Oracle, future: list[int], room: int) -> Draft:
-    k = min(6, room)
+def _alternating(oracle: Oracle, future: list[int], max_depth: int) -> Draft:
+    k = min(6, max_depth)
     return _chain([t if i % 3 else oracle.wrong(t) if oracle.rounds % 2 else t for i, t in enumerate(future[:k])])
 
 
-def _empty(oracle: Oracle, future: list[int], room: int) -> Draft:
+def _empty(oracle: Oracle, future: list[int], max_depth: int) -> Draft:
     return Draft.empty()
 
 
-def _overlong(oracle: Oracle, future: list[int], room: int) -> Draft:
+def _overlong(oracle: Oracle, future: list[int], max_depth: int) -> Draft:
     """Perfect, and longer than the budget allows: the future is padded."""
     return _chain((future + [0] * 20)[:12])
 
 
-def _tree(oracle: Oracle, future: list[int], room: int) -> Draft:
+def _tree(oracle: Oracle, future: list[int], max_depth: int) -> Draft:
     """The right path hidden among wrong branches, its nodes neither first nor adjacent."""
-    dice = random.Random(f"{oracle.rounds} {future}")
+    generator = random.Random(f"{oracle.rounds} {future}")
     tokens: list[int] = []
     parents: list[int] = []
     above = -1
-    for depth, token in enumerate(future[: min(4, room)]):
-        sides = [oracle.wrong(token, 1 + j) for j in range(dice.randrange(3))]
+    for depth, token in enumerate(future[: min(4, max_depth)]):
+        sides = [oracle.wrong(token, 1 + j) for j in range(generator.randrange(3))]
         children = [*sides, token]
-        dice.shuffle(children)
+        generator.shuffle(children)
         right = -1
         for child in children:
             if child == token:
                 right = len(tokens)
             tokens.append(child)
             parents.append(above)
-        if depth + 1 < room and sides:  # a subtree below a wrong branch
+        if depth + 1 < max_depth and sides:  # a subtree below a wrong branch
             wrong = next(i for i in range(len(tokens) - len(children), len(tokens)) if i != right)
-            tokens += [dice.randrange(oracle.vocab)]
+            tokens += [generator.randrange(oracle.vocab)]
             parents += [wrong]
-        if dice.random() < 0.2:
+        if generator.random() < 0.2:
             break
         above = right
     return Draft.tree(tokens, parents)
@@ -137,8 +137,8 @@ def _chain(tokens: list[int]) -> Draft:
 
 def corpus_drafters(folder: Path, vocab: int, extra: list[list[int]] | None = None) -> dict[str, Callable[[], Drafter]]:
     """The drafters that read a text or a corpus, over random documents (and `extra` ones)."""
-    dice = random.Random(0)
-    documents = [[dice.randrange(vocab) for _ in range(40)] for _ in range(5)] + (extra or [])
+    generator = random.Random(0)
+    documents = [[generator.randrange(vocab) for _ in range(40)] for _ in range(5)] + (extra or [])
     build_datastore(documents, folder, "test")
     build_trigram_table(documents, folder, "test")
     store, table = Datastore.open(folder, "test"), NgramTable.open(folder, "test")

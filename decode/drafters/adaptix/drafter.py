@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
+from decode.core.drafter import Drafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.drafters.adaptix.ngrams import NgramTable
@@ -18,14 +19,13 @@ if TYPE_CHECKING:
 
     from decode.core.rng import Rng
     from decode.core.stopping import StopRule
-    from decode.core.trace import Round
 
 
 DEPTHS = {"mcts": 3, "best-first": 8}
 
 
 @dataclass
-class TrigramDrafter:
+class TrigramDrafter(Drafter):
     """Drafts a tree of likely continuations under an n-gram model.
 
     Before each search every n-gram of the last ``recent`` tokens gains ``gain`` in weight, so the model moves
@@ -80,14 +80,14 @@ class TrigramDrafter:
         self._learned.clear()
         self._random.seed(self.seed)
 
-    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
-        """The searched tree, at most ``room`` deep; empty where the context is unknown."""
+    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
+        """The searched tree, at most ``max_depth`` deep; empty where the context is unknown."""
         self._learn(ids)
         root = self.table.context(ids)
-        if root is None or room < 1:
+        if root is None or max_depth < 1:
             return Draft.empty()
         assert self.depth is not None
-        bits, mask, depth = self.table.bits, self.table.mask, min(self.depth, room)
+        bits, mask, depth = self.table.bits, self.table.mask, min(self.depth, max_depth)
         if self.method == "best-first":
             tree = best_tree(root, self.successors, bits=bits, mask=mask, nodes=self.nodes, depth=depth)
             return tree.draft()
@@ -101,13 +101,8 @@ class TrigramDrafter:
             random=self._random,
             backup=self.backup,
         )
-        return most_visited(*found, self.successors, sequences=self.sequences, nodes=self.nodes, room=room).draft()
-
-    def commit(self, ids: list[int]) -> None:
-        """Learning happens when the next draft is made."""
-
-    def observe(self, round: Round) -> None:
-        """Learning reads the text, not the round."""
+        tree = most_visited(*found, self.successors, sequences=self.sequences, nodes=self.nodes, max_depth=max_depth)
+        return tree.draft()
 
     def successors(self, context: int) -> tuple[list[int], list[float]]:
         """Tokens and weights that follow a packed context, learning included."""

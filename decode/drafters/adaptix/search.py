@@ -146,7 +146,7 @@ def most_visited(
     *,
     sequences: int,
     nodes: int,
-    room: int,
+    max_depth: int,
 ) -> Trie:
     """The ``sequences`` most visited nodes, each extended by its likeliest successor.
 
@@ -159,7 +159,7 @@ def most_visited(
         place[i] = out.add(place[tree.parents[i]], tree.tokens[i])
         depth[i] = depth[tree.parents[i]] + 1
     for i in best:
-        if depth[i] >= room or len(out) >= nodes:
+        if depth[i] >= max_depth or len(out) >= nodes:
             continue
         tokens, weights = successors(contexts[i])
         if tokens:

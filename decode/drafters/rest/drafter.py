@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from decode.core.drafter import Drafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.drafters.corpus_files import require_fingerprint
@@ -16,12 +17,11 @@ if TYPE_CHECKING:
 
     from decode.core.rng import Rng
     from decode.core.stopping import StopRule
-    from decode.core.trace import Round
     from decode.drafters.rest.datastore import Datastore
 
 
 @dataclass
-class RetrievalDrafter:
+class RetrievalDrafter(Drafter):
     """Drafts the heaviest continuations of the longest tail of the text that the corpus holds.
 
     Attributes:
@@ -49,25 +49,16 @@ class RetrievalDrafter:
                 f"{self.store.depth}: lower them, or build the datastore with a greater depth"
             )
 
-    def start(self, ids: list[int]) -> None:
-        """Nothing is kept of the text."""
-
-    def propose(self, ids: list[int], stop: StopRule, room: int, rng: Rng) -> Draft:
-        """The tree of continuations, at most ``room`` deep; empty where no tail of the text is known."""
+    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
+        """The tree of continuations, at most ``max_depth`` deep; empty where no tail of the text is known."""
         rows = self.store.continuations(
             ids,
-            length=min(self.length, room),
+            length=min(self.length, max_depth),
             limit=self.hits,
             max_span=self.max_span,
             min_span=self.min_span,
         )
         return heaviest_tree(rows, self.nodes)
-
-    def commit(self, ids: list[int]) -> None:
-        """Nothing to keep."""
-
-    def observe(self, round: Round) -> None:
-        """The corpus does not change."""
 
 
 def open_rest(folder: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> RetrievalDrafter:

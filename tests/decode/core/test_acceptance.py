@@ -23,60 +23,62 @@ from decode.core.trace import Round
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode
 
-Law = list[Fraction]
+Probs = list[Fraction]
 
 
 # -- an oracle of its own: rules in rational arithmetic, from their papers' definitions ------------------------
 
 
-def rational_law(dice: random.Random, vocab: int) -> Law:
-    weights = [dice.choice((0, 0, 1, 2, 3, 5, 8)) for _ in range(vocab)]
-    weights[dice.randrange(vocab)] += 1
+def rational_distribution(generator: random.Random, vocab: int) -> Probs:
+    weights = [generator.choice((0, 0, 1, 2, 3, 5, 8)) for _ in range(vocab)]
+    weights[generator.randrange(vocab)] += 1
     return [Fraction(w, sum(weights)) for w in weights]
 
 
-def exact(p: Law, q: Law, x: int) -> Fraction:
+def exact(p: Probs, q: Probs, x: int) -> Fraction:
     return min(Fraction(1), p[x] / q[x])
 
 
-def ears(beta: Fraction) -> Callable[[Law, Law, int], Fraction]:
-    def accept(p: Law, q: Law, x: int) -> Fraction:
+def ears(beta: Fraction) -> Callable[[Probs, Probs, int], Fraction]:
+    def accept(p: Probs, q: Probs, x: int) -> Fraction:
         return min(Fraction(1), p[x] / q[x] + beta * (1 - max(p))) if p[x] else Fraction(0)
 
     return accept
 
 
-def bits_apart(p: Law, q: Law) -> float:
-    def divergence(a: Law) -> float:
+def bits_apart(p: Probs, q: Probs) -> float:
+    def divergence(a: Probs) -> float:
         return sum(float(x) * math.log2(x / ((y + z) / 2)) for x, y, z in zip(a, p, q) if x)
 
     return (divergence(p) + divergence(q)) / 2
 
 
-def adasd(theta: float) -> Callable[[Law, Law, int], Fraction]:
+def adasd(theta: float) -> Callable[[Probs, Probs, int], Fraction]:
     return lambda p, q, x: Fraction(1) if math.sqrt(max(0.0, bits_apart(p, q))) < theta else exact(p, q, x)
 
 
-def fuzzy(threshold: float) -> Callable[[Law, Law, int], Fraction]:
+def fuzzy(threshold: float) -> Callable[[Probs, Probs, int], Fraction]:
     return lambda p, q, x: Fraction(bits_apart(p, q) * math.log(2) <= threshold)
 
 
-def typical(p: Law, q: Law, x: int) -> Fraction:
+def typical(p: Probs, q: Probs, x: int) -> Fraction:
     nats = -sum(float(w) * math.log(w) for w in p if w)
     return Fraction(float(p[x]) > min(0.09, 0.3 * math.exp(-nats)))
 
 
-def residual(p: Law, q: Law) -> Law:
+def residual(p: Probs, q: Probs) -> Probs:
     rest = [max(a - b, Fraction(0)) for a, b in zip(p, q)]
     return [r / sum(rest) for r in rest] if sum(rest) else p
 
 
-def emitted(accept: Callable[[Law, Law, int], Fraction], correct: Callable[[Law, Law], Law], p: Law, q: Law) -> Law:
+def emitted(
+    accept: Callable[[Probs, Probs, int], Fraction], correct: Callable[[Probs, Probs], Probs], p: Probs, q: Probs
+) -> Probs:
     kept = [q[x] * accept(p, q, x) if q[x] else Fraction(0) for x in range(len(p))]
     return [k + (1 - sum(kept)) * c for k, c in zip(kept, correct(p, q))]
 
 
-RULES: dict[str, tuple[AcceptanceRule, Callable[[Law, Law, int], Fraction], Callable[[Law, Law], Law]]] = {
+RULES: dict[str, tuple[AcceptanceRule, Callable[[Probs, Probs, int], Fraction], Callable[[Probs, Probs], Probs]]] = {
     "exact": (Exact(), exact, residual),
     "ears": (Ears(0.25), ears(Fraction(1, 4)), residual),
     "ears-large": (Ears(1.5), ears(Fraction(3, 2)), residual),
@@ -86,13 +88,13 @@ RULES: dict[str, tuple[AcceptanceRule, Callable[[Law, Law, int], Fraction], Call
 }
 
 
-def positions(count: int = 25, vocab: int = 5) -> list[tuple[Law, Law]]:
-    dice = random.Random(7)
-    return [(rational_law(dice, vocab), rational_law(dice, vocab)) for _ in range(count)]
+def positions(count: int = 25, vocab: int = 5) -> list[tuple[Probs, Probs]]:
+    generator = random.Random(7)
+    return [(rational_distribution(generator, vocab), rational_distribution(generator, vocab)) for _ in range(count)]
 
 
-def float_rows(*laws: Law) -> list[Tensor]:
-    return [torch.tensor([[float(w) for w in law]], dtype=torch.float64) for law in laws]
+def float_rows(*distributions: Probs) -> list[Tensor]:
+    return [torch.tensor([[float(w) for w in distribution]], dtype=torch.float64) for distribution in distributions]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -132,7 +134,7 @@ def test_the_loop_reports_what_a_rule_spends(name: str, deterministic: bool) -> 
     draft = ScriptedRunner(random_table(2, 4), 4)
     warp = Warp(temperature=0.8)
     experiment = Experiment(target, warp, [0, 1, 2], 2)
-    likely = int(experiment.next_law([0, 1, 2]).argmax())
+    likely = int(experiment.next_distribution([0, 1, 2]).argmax())
     drafter = _OneToken(likely) if deterministic else ModelDrafter(draft, warp, 4, keep_logits=True)
     system = System(name, drafter, StopRule(1), rule)
 
@@ -141,16 +143,16 @@ def test_the_loop_reports_what_a_rule_spends(name: str, deterministic: bool) -> 
         spent = experiment.traces[-1].spent
         return token, round(spent[0][0].item() * 1e15) if spent else 0
 
-    law = enumerate_runs(run)
-    first = [sum(w for (t, _), w in law.items() if t == x) for x in range(4)]
-    variation = sum(abs(a - b) for a, b in zip(first, experiment.next_law([0, 1, 2]).tolist())) / 2
-    assert sum(w * spent for (_, spent), w in law.items()) / 1e15 == pytest.approx(variation, abs=1e-12)
+    distribution = enumerate_runs(run)
+    first = [sum(w for (t, _), w in distribution.items() if t == x) for x in range(4)]
+    variation = sum(abs(a - b) for a, b in zip(first, experiment.next_distribution([0, 1, 2]).tolist())) / 2
+    assert sum(w * spent for (_, spent), w in distribution.items()) / 1e15 == pytest.approx(variation, abs=1e-12)
     assert (variation > 1e-3) == (not rule.exact)
 
 
 class _OneToken(RandomTree):
-    def propose(self, ids, stop, room, rng):  # type: ignore[no-untyped-def]
-        return Draft.tree([self.vocab], [-1]) if room else Draft.empty()
+    def propose(self, ids, stop, max_depth, rng):  # type: ignore[no-untyped-def]
+        return Draft.tree([self.vocab], [-1]) if max_depth else Draft.empty()
 
 
 @pytest.mark.parametrize("warp", [Warp(temperature=0.8), Warp()], ids=["sampled", "greedy"])

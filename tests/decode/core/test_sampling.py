@@ -72,7 +72,7 @@ def test_probabilities_are_those_of_generate(settings: dict, tiny) -> None:
 @pytest.mark.parametrize("way", ["perfect", "tree", "model"])
 @pytest.mark.parametrize("settings", SETTINGS[-4:], ids=str)
 def test_drafted_prefixes_are_warped_as_generate_would_warp_them(settings: dict, way: str, tiny) -> None:
-    """Every row that verification looks at is the law that generate would compute after that node's own text."""
+    """Every row that verification looks at is what generate would compute after that node's own text."""
     model = tiny("llama")
     warp = Warp(**{"temperature": 1.0} | settings)
     text, _ = generated(model, settings, 16)
@@ -87,7 +87,7 @@ def test_drafted_prefixes_are_warped_as_generate_would_warp_them(settings: dict,
             assert torch.allclose(
                 result.probs[node + 1], warp(next_logits(model, before)[None], [before])[0], atol=1e-4
             )
-        if result.draft.probs is not None:  # the draft's own laws, of the same model, saw the same prefixes
+        if result.draft.probs is not None:  # the draft's own distributions, of the same model, saw the same prefixes
             assert torch.allclose(result.draft.probs, result.probs[:-1], atol=1e-4)
         ids += new
     assert drafted > 10
@@ -172,13 +172,13 @@ def test_of_equally_probable_tokens_the_first_is_taken_in_every_precision(dtype:
     rows[1] = -torch.inf
     assert argmax(rows).tolist() == rows.double().argmax(-1).tolist()
     assert argmax(rows[0]).item() == 7
-    laws = one_hot(argmax(rows), rows)
-    assert laws.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert torch.equal(laws, Warp()(rows))
+    distributions = one_hot(argmax(rows), rows)
+    assert distributions.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert torch.equal(distributions, Warp()(rows))
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.8])
-def test_greedy_rounds_have_the_laws_that_they_were_decided_without(penalty: float, tiny) -> None:
+def test_greedy_rounds_have_the_distributions_that_they_were_decided_without(penalty: float, tiny) -> None:
     model, warp = tiny("llama"), Warp(repetition_penalty=penalty)
     parts = MethodInputs(open_runner(model), warp, open_runner(tiny("llama", seed=2)))
     for rule, exact in (("exact", True), ("ears", False)):

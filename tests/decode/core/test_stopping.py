@@ -143,17 +143,17 @@ def test_adasd_stops_at_the_mean_entropy_of_first_rejected_tokens() -> None:
 
 
 def test_hugging_faces_threshold_minimises_the_cost_on_its_roc_curve() -> None:
-    dice = random.Random(3)
+    generator = random.Random(3)
     controller = Roc()
     matches: list[int] = []
     probabilities: list[float] = []
     threshold = 0.4
     changed = 0
     for _ in range(30):
-        drafted = dice.randrange(1, 6)
-        seen = [dice.random() for _ in range(drafted)]
+        drafted = generator.randrange(1, 6)
+        seen = [generator.random() for _ in range(drafted)]
         accepted = 0
-        while accepted < drafted and dice.random() < seen[accepted] + 0.2:
+        while accepted < drafted and generator.random() < seen[accepted] + 0.2:
             accepted += 1
         controller.observe(chain_round(drafted, accepted), seen)
         # literally: accepted ones, then one zero if anything is left, the rest of the probabilities is dropped
@@ -271,12 +271,12 @@ def test_drafts_of_every_method_respect_the_window_and_the_room(method: str) -> 
     system = build(method, parts(draft_length=4))
     drafter, stop = system.drafter, system.stop
     assert isinstance(drafter, ModelDrafter)
-    for room in (0, 1, 3, 9):
+    for max_depth in (0, 1, 3, 9):
         drafter.start([0, 1, 2])
         stop.begin()
-        draft = drafter.propose([0, 1, 2], stop, room, TorchRng(room))
-        assert len(draft) <= min(4, room)
-        assert (len(draft) > 0) == (room > 0)
+        draft = drafter.propose([0, 1, 2], stop, max_depth, TorchRng(max_depth))
+        assert len(draft) <= min(4, max_depth)
+        assert (len(draft) > 0) == (max_depth > 0)
         if len(draft) and stop.confidence is not None:
             assert len(draft.confidence) == len(draft)
             assert draft.hidden is not None

@@ -137,8 +137,8 @@ def test_alpha_of_a_deterministic_draft_is_the_targets_mass_on_it() -> None:
     from scripted import RandomTree
 
     class Pair(RandomTree):
-        def propose(self, ids, stop, room, rng):  # type: ignore[no-untyped-def]
-            return Draft.tree([0, 2], [-1, -1]) if room else Draft.empty()
+        def propose(self, ids, stop, max_depth, rng):  # type: ignore[no-untyped-def]
+            return Draft.tree([0, 2], [-1, -1]) if max_depth else Draft.empty()
 
     out = decode(
         Target(ScriptedRunner(logits, 4)),

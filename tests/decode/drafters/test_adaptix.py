@@ -133,7 +133,7 @@ def plain_search(model, root, iterations, depth, source, backup):
     """A second, slow writing of the search: visits by path."""
     visits, score, children = Counter({(): 0}), Counter(), {}
 
-    def law(path):
+    def distribution(path):
         text = (*root, *path)
         return model(text)
 
@@ -150,18 +150,18 @@ def plain_search(model, root, iterations, depth, source, backup):
             n, here = visits[path], path
 
             def puct(child, n=n, here=here):
-                prior = dict(zip(*law(here)))[child[-1]]
+                prior = dict(zip(*distribution(here)))[child[-1]]
                 explore = (C1 + math.log((n + C2 + 1) / C2)) * prior * math.sqrt(n) / (1 + visits[child])
                 return score[child] / visits[child] + explore
 
             path = max(children[path], key=puct)
         if len(path) < depth and path not in children:
-            children[path] = [(*path, token) for token in law(path)[0]]
+            children[path] = [(*path, token) for token in distribution(path)[0]]
             if children[path]:
                 path = children[path][0]
         full = path
-        while len(full) < depth and law(full)[0]:
-            tokens, weights = law(full)
+        while len(full) < depth and distribution(full)[0]:
+            tokens, weights = distribution(full)
             left = source.random() * sum(weights)
             at = 0
             while at < len(tokens) - 1 and left >= weights[at]:
@@ -170,7 +170,7 @@ def plain_search(model, root, iterations, depth, source, backup):
             full = (*full, tokens[at])
         total = 1.0 if backup == "sum" else 0.0
         for i in range(len(full)):
-            total += value(dict(zip(*law(full[:i])))[full[i]])
+            total += value(dict(zip(*distribution(full[:i])))[full[i]])
         for i in range(len(path) + 1):
             visits[path[:i]] += 1
             score[path[:i]] += total
@@ -209,7 +209,7 @@ def test_most_visited_keeps_the_top_sequences_and_extends_each_by_its_likeliest_
     )
     every = paths(tree.draft())
     top = [every[i] for i in sorted(range(len(visits)), key=lambda i: -visits[i])[:24]]
-    draft = most_visited(tree, visits, contexts, table.successors, sequences=24, nodes=64, room=9).draft()
+    draft = most_visited(tree, visits, contexts, table.successors, sequences=24, nodes=64, max_depth=9).draft()
     want = set(top)
     for path in top:
         tokens, weights = table.successors(table.context((0, 1, *path)))
@@ -222,10 +222,10 @@ def test_most_visited_keeps_the_top_sequences_and_extends_each_by_its_likeliest_
 def test_mcts_drafts_are_reproducible_legal_and_within_bounds(table):
     ids = [4, 2, 0, 1]
     one, two = TrigramDrafter(table, seed=3), TrigramDrafter(table, seed=3)
-    for room in (0, 1, 2, 3, 4, 50):
-        a, b = one.propose(ids, STOP, room, RNG), two.propose(ids, STOP, room, RNG)
+    for max_depth in (0, 1, 2, 3, 4, 50):
+        a, b = one.propose(ids, STOP, max_depth, RNG), two.propose(ids, STOP, max_depth, RNG)
         assert (a.tokens.tolist(), a.parents) == (b.tokens.tolist(), b.parents)
-        assert max(a.depths(), default=0) == min(room, 4)
+        assert max(a.depths(), default=0) == min(max_depth, 4)
         assert len(a) <= 48
         for path in paths(a):
             text = [*ids, *path]
@@ -275,9 +275,9 @@ def test_best_first_normalises_weights_that_learning_has_raised_above_one(tmp_pa
 
 
 def test_best_first_respects_room(table):
-    for room in (0, 1, 2):
-        draft = TrigramDrafter(table, "best-first").propose([0, 1], STOP, room, RNG)
-        assert max(draft.depths(), default=0) == room
+    for max_depth in (0, 1, 2):
+        draft = TrigramDrafter(table, "best-first").propose([0, 1], STOP, max_depth, RNG)
+        assert max(draft.depths(), default=0) == max_depth
 
 
 def test_unknown_search_and_empty_sizes_are_refused(table):

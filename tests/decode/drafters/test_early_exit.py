@@ -61,7 +61,7 @@ def test_greedy_text_is_that_of_generate_for_every_exit_and_subset(tiny, family:
 @pytest.mark.parametrize("stop", STOPS)
 @pytest.mark.parametrize("exit_layer", [1, 2, 3])
 @torch.inference_mode()
-def test_the_law_of_the_output_is_the_targets_for_every_exit_and_stop_rule(tiny, exit_layer: int, stop: str) -> None:
+def test_the_output_has_the_targets_distribution_for_every_exit_and_stop_rule(tiny, exit_layer: int, stop: str) -> None:
     warp = Warp(temperature=1.3)
     runner = open_deep(tiny, "llama", vocab_size=3, dtype=torch.float64)
     experiment = Experiment(runner, warp, [0, 2, 1], tokens=3)
@@ -71,7 +71,7 @@ def test_the_law_of_the_output_is_the_targets_for_every_exit_and_stop_rule(tiny,
 
 @pytest.mark.parametrize("subset", SUBSETS)
 @torch.inference_mode()
-def test_the_law_of_the_output_is_the_targets_for_layer_subsets(tiny, subset: str) -> None:
+def test_the_output_has_the_targets_distribution_for_layer_subsets(tiny, subset: str) -> None:
     warp = Warp(temperature=1.3)
     runner = open_deep(tiny, "gpt_neox", vocab_size=3, dtype=torch.float64)
     experiment = Experiment(runner, warp, [0, 2, 1], tokens=3)

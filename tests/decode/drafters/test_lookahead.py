@@ -160,8 +160,8 @@ def test_a_repetitive_target_is_decoded_in_fewer_rounds():
     assert rounds <= 20
 
 
-@pytest.mark.parametrize("room", [0, 1, 2, 5, 8, 9])
-def test_draft_is_never_deeper_than_room_and_a_cut_window_stays(room):
+@pytest.mark.parametrize("max_depth", [0, 1, 2, 5, 8, 9])
+def test_draft_is_never_deeper_than_room_and_a_cut_window_stays(max_depth):
     drafter = LookaheadDrafter()
     ids = [1, 2, 3, 4]
     drafter.start(ids)
@@ -170,10 +170,10 @@ def test_draft_is_never_deeper_than_room_and_a_cut_window_stays(room):
         ids = [*ids, hashed(ids)]
         drafter.observe(answered(draft, ids, hashed))
     before = [row.copy() for row in drafter._levels]
-    draft = drafter.propose(ids, STOP, room, RNG)
-    assert max(draft.depths(), default=0) == room
+    draft = drafter.propose(ids, STOP, max_depth, RNG)
+    assert max(draft.depths(), default=0) == max_depth
     drafter.observe(answered(draft, ids, hashed))
-    assert (drafter._levels == before) == (room < 9)
+    assert (drafter._levels == before) == (max_depth < 9)
 
 
 def test_prompt_ngrams_enter_the_pool_on_request():

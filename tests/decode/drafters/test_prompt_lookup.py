@@ -11,8 +11,8 @@ RNG = TorchRng(seed=0)
 WIDE = StopRule(window=100)
 
 
-def proposed(drafter, ids, room=100, stop=WIDE):
-    draft = drafter.propose(ids, stop, room, RNG)
+def proposed(drafter, ids, max_depth=100, stop=WIDE):
+    draft = drafter.propose(ids, stop, max_depth, RNG)
     assert draft.is_chain
     assert draft.probs is None
     return draft.tokens.tolist()
@@ -68,12 +68,12 @@ def test_nothing_matches_in_a_text_without_repeats_or_of_one_token():
         assert proposed(drafter, ids) == []
 
 
-@pytest.mark.parametrize(("room", "window", "want"), [(3, 100, 3), (100, 4, 4), (0, 100, 0), (100, 100, 10)])
-def test_draft_is_no_longer_than_length_room_and_cap(room, window, want):
+@pytest.mark.parametrize(("max_depth", "window", "want"), [(3, 100, 3), (100, 4, 4), (0, 100, 0), (100, 100, 10)])
+def test_draft_is_no_longer_than_length_room_and_cap(max_depth, window, want):
     ids = [*range(20), 0]
     drafter = LookupDrafter(length=10)
     drafter.start(ids)
-    assert len(proposed(drafter, ids, room, StopRule(window=window))) == want
+    assert len(proposed(drafter, ids, max_depth, StopRule(window=window))) == want
 
 
 def test_growing_text_gives_what_a_scan_of_the_whole_text_gives():

@@ -68,10 +68,10 @@ def test_draft_is_the_tree_of_what_followed_the_longest_tail(tmp_path):
 def test_draft_is_no_deeper_than_room_and_no_larger_than_nodes(tmp_path):
     source = random.Random(0)
     store = opened(tmp_path, [[source.randrange(4) for _ in range(3000)]])
-    for room in (0, 1, 3, 50):
-        draft = RetrievalDrafter(store, nodes=20).propose([1, 2], STOP, room, RNG)
-        assert max(draft.depths(), default=0) <= min(room, 10)
-        assert len(draft) == (0 if room == 0 else 4 if room == 1 else 20)
+    for max_depth in (0, 1, 3, 50):
+        draft = RetrievalDrafter(store, nodes=20).propose([1, 2], STOP, max_depth, RNG)
+        assert max(draft.depths(), default=0) <= min(max_depth, 10)
+        assert len(draft) == (0 if max_depth == 0 else 4 if max_depth == 1 else 20)
 
 
 def test_unknown_context_gives_an_empty_draft(tmp_path):

@@ -1,4 +1,4 @@
-"""EAGLE: heads through their fast forward, chains and trees that never change the output's law."""
+"""EAGLE: heads through their fast forward, chains and trees that never change the output's distribution."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def test_accepted_tokens_leave_the_head_with_the_targets_features(tiny) -> None:
     class Half(FeatureDrafter):
         """Puts the true token where the head drafted, half of the time."""
 
-        def propose(self, ids, stop, room, rng):  # type: ignore[no-untyped-def]
-            draft = super().propose(ids, stop, room, rng)
+        def propose(self, ids, stop, max_depth, rng):  # type: ignore[no-untyped-def]
+            draft = super().propose(ids, stop, max_depth, rng)
             if len(draft):
                 fresh = head_logits(head.model, target, [*ids, 0], len(ids))[0]
                 assert int(fresh.argmax()) == int(draft.tokens[0])
@@ -194,7 +194,7 @@ def test_a_tree_is_the_most_probable_nodes_and_holds_the_chain(tiny) -> None:
     for name, width, nodes in (("chain", 1, 60), ("tree", 4, 12), ("bigger", 4, 40)):
         drafter = FeatureTreeDrafter(head, runner, GREEDY, width=width, nodes=nodes)
         runner.truncate(0)
-        runner.taps = drafter.taps
+        runner.taps = drafter.captured_layers
         with torch.inference_mode():
             runner.read(torch.tensor(PROMPTS[0][:-1]), head=0)
             drafter.start(PROMPTS[0])

@@ -40,7 +40,7 @@ TOLERANCE = 1e-12
 SAMPLE = Warp(temperature=0.7)
 
 
-# -- the law, enumerated -----------------------------------------------------------------------------------------------
+# -- the distribution, enumerated ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -105,8 +105,8 @@ def test_every_warp_is_lossless(warp: Warp, small: Intersection) -> None:
 
 def test_what_only_the_target_has_is_still_written(small: Intersection) -> None:
     experiment, draft = scripted(small)
-    law = experiment.law(System("foreign", ModelDrafter(draft, SAMPLE, 4), StopRule(3)))
-    assert sum(weight for text, weight in law.items() if {1, 3} & set(text)) > 0.3
+    distribution = experiment.distribution(System("foreign", ModelDrafter(draft, SAMPLE, 4), StopRule(3)))
+    assert sum(weight for text, weight in distribution.items() if {1, 3} & set(text)) > 0.3
 
 
 @pytest.mark.parametrize("limit", range(5, 11))
@@ -118,13 +118,13 @@ def test_a_draft_whose_context_ends_in_the_text_stops_drafting(limit: int, small
     assert (experiment.drafted == {0}) == (limit <= 7)
 
 
-def test_a_law_that_is_not_renormalised_is_caught(small: Intersection, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_q_that_is_not_renormalised_is_caught(small: Intersection, monkeypatch: pytest.MonkeyPatch) -> None:
     """Biased: q keeps the mass of what it cannot draft, so that the residual is wrong."""
     experiment, draft = scripted(small)
 
     class Whole(ModelDrafter):
-        def propose(self, ids, stop, room, rng):  # type: ignore[no-untyped-def]
-            found = super().propose(ids, stop, room, rng)
+        def propose(self, ids, stop, max_depth, rng):  # type: ignore[no-untyped-def]
+            found = super().propose(ids, stop, max_depth, rng)
             if found.probs is not None:
                 found.probs = found.probs * 0.6
             return found

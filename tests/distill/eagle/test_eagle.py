@@ -86,7 +86,7 @@ def test_a_run_makes_every_head_and_learns(run) -> None:
 
 
 def test_training_sees_what_decoding_will_draft(run) -> None:
-    """The rows of every drafting step are the head's laws by teacher forcing, with the target's true features."""
+    """The rows of every drafting step are what the head gives by teacher forcing, with the target's true features."""
     settings, folder = run
     head = load_head(folder.path("reference"))
     rows, source, target = rows_and_source(settings, folder, head)

@@ -120,7 +120,7 @@ def test_a_dropped_layer_is_dropped_for_single_samples(build) -> None:
 
 
 def test_gradient_checkpointing_drops_the_same_layers_again(build) -> None:
-    model = in_double(build("llama", num_hidden_layers=3, dtype=torch.float64))  # rounding is not the law
+    model = in_double(build("llama", num_hidden_layers=3, dtype=torch.float64))  # rounding is not the distribution
     module = module_of(model, LayerSkipSettings(enabled=True, dropout=0.6), scratch=False)
 
     def gradients(seed: int) -> list[torch.Tensor]:
