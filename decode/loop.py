@@ -151,7 +151,8 @@ def rounds(
     while len(ids) < end:
         t0 = _mark(device)
         stop.begin()
-        draft = drafter.propose(ids, stop, end - len(ids) - 1, rng)
+        room = end - len(ids) - 1
+        draft = drafter.propose(ids, stop, room, rng)
         t1 = _mark(device)
         logits = target.score(ids[-1], draft)
         if not math.isfinite(_checksum(logits)):
@@ -181,7 +182,8 @@ def rounds(
         stop.observe(result)
         rule.observe(result)
         drafter.observe(result)
-        trace.close(result, *measured)
+        cut = result.depth >= room or any(token in stop_ids for token in draft.ids)
+        trace.close(result, *measured, cut=cut)
         trace.tokens += len(new)
         done = bool(new and new[-1] in stop_ids) or (finished is not None and finished(ids[len(prompt) :]))
         trace.total_seconds += clock() - began

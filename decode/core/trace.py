@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from decode.core.estimate import clustered_ratio
 from decode.core.proposal import Draft
 
 Values = Tensor | list[float]
@@ -49,6 +51,11 @@ class Round:
         return len(self.draft)
 
     @property
+    def depth(self) -> int:
+        """Length of the draft's longest path; k on a chain."""
+        return self.drafted if self.draft.is_chain else max(self.draft.depths(), default=0)
+
+    @property
     def accepted(self) -> int:
         """Number of kept tokens m."""
         return len(self.path)
@@ -69,36 +76,59 @@ class Round:
 
 @dataclass
 class Trace:
-    """Per-round records of one or more texts; tensors stay on the device until a metric is asked for."""
+    """Per-round records of one or more texts; tensors stay on the device until a metric is asked for.
+
+    Attributes:
+        drafted, accepted, tested: k, m and t of each round.
+        depth: longest path of each round's draft; its length on a chain.
+        cut: whether the round's draft was shortened by the budget, the context or the text's end.
+        text: the number of the text that the round belongs to; texts are the unit of standard errors.
+        draft_seconds, verify_seconds: of each round.
+        overlap, spent, distance: one value for each tested position of each round; None where nothing was measured.
+    """
 
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     tested: list[int] = field(default_factory=list)
     depth: list[int] = field(default_factory=list)
+    cut: list[bool] = field(default_factory=list)
+    text: list[int] = field(default_factory=list)
     draft_seconds: list[float] = field(default_factory=list)
     verify_seconds: list[float] = field(default_factory=list)
     prefill_seconds: float = 0.0
     total_seconds: float = 0.0
     tokens: int = 0
-    overlap: list[Values] = field(default_factory=list)
-    spent: list[Values] = field(default_factory=list)
-    distance: list[Values] = field(default_factory=list)
+    overlap: list[Values | None] = field(default_factory=list)
+    spent: list[Values | None] = field(default_factory=list)
+    distance: list[Values | None] = field(default_factory=list)
 
-    def close(self, round: Round, overlap: Values | None, spent: Values | None, distance: Values | None) -> None:
-        """Add a round; what was measured holds one value for each tested position."""
+    def close(
+        self,
+        round: Round,
+        overlap: Values | None,
+        spent: Values | None,
+        distance: Values | None,
+        *,
+        cut: bool = False,
+    ) -> None:
+        """Add a round of the first text; what was measured holds one value for each tested position."""
         self.drafted.append(round.drafted)
         self.accepted.append(round.accepted)
         self.tested.append(round.tested)
-        self.depth.append(round.drafted if round.draft.is_chain else max(round.draft.depths(), default=0))
+        self.depth.append(round.depth)
         self.draft_seconds.append(round.seconds[0])
         self.verify_seconds.append(round.seconds[1])
-        for values, store in ((overlap, self.overlap), (spent, self.spent), (distance, self.distance)):
-            if values is not None:
-                store.append(values)
+        self.cut.append(cut)
+        self.text.append(0)
+        self.overlap.append(overlap)
+        self.spent.append(spent)
+        self.distance.append(distance)
 
-    def extend(self, other: Trace) -> None:
-        """Append the rounds of another trace."""
-        for name in ("drafted", "accepted", "tested", "depth", "draft_seconds", "verify_seconds"):
+    def extend(self, other: Trace, text: int | None = None) -> None:
+        """Append the rounds of another trace, as those of text number `text`; without it, of texts not seen so far."""
+        fresh = max(self.text, default=-1) + 1
+        self.text += [fresh + own if text is None else text for own in other.text]
+        for name in ("drafted", "accepted", "tested", "depth", "cut", "draft_seconds", "verify_seconds"):
             getattr(self, name).extend(getattr(other, name))
         for name in ("overlap", "spent", "distance"):
             getattr(self, name).extend(getattr(other, name))
@@ -111,12 +141,24 @@ class Trace:
         """Target forwards after the prefill."""
         return len(self.drafted)
 
-    def _mean(self, parts: list[Values]) -> tuple[float, float]:
-        values = torch.cat([torch.as_tensor(part).double() for part in parts]) if parts else torch.empty(0)
-        if not len(values):
+    def _mean(self, parts: list[Values | None]) -> tuple[float, float]:
+        """Mean over positions, and its standard error over texts."""
+        measured = [(text, torch.as_tensor(part)) for text, part in zip(self.text, parts) if part is not None]
+        if not measured:
             return math.nan, math.nan
-        se = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        return values.mean().item(), se
+        values = torch.cat([part.flatten() for _, part in measured]).double().tolist()
+        place = iter(values)
+        return self._by_text([(t, sum(islice(place, part.numel())), part.numel()) for t, part in measured])
+
+    @staticmethod
+    def _by_text(parts: Iterable[tuple[int, float, int]]) -> tuple[float, float]:
+        """`clustered_ratio` of (text, sum, count) of each round."""
+        sums: dict[int, float] = {}
+        counts: dict[int, int] = {}
+        for text, value, count in parts:
+            sums[text] = sums.get(text, 0.0) + value
+            counts[text] = counts.get(text, 0) + count
+        return clustered_ratio(list(sums.values()), list(counts.values()))
 
     def metrics(self) -> dict[str, float]:
         """The numbers of reports, by their defined names (the formulas stand in `FORMULAS`)."""
@@ -133,7 +175,7 @@ class Trace:
             "accepted_per_drafted": m / k if k else math.nan,
             "block_efficiency": (m + r) / r if r else math.nan,
             "drafted_per_round": k / r if r else math.nan,
-            "tv_spent": spent if self.spent else 0.0,
+            "tv_spent": 0.0 if math.isnan(spent) else spent,
             "js_distance": distance,
             "tokens_per_second": self.tokens / self.total_seconds if self.total_seconds else math.nan,
             "prefill_seconds": self.prefill_seconds,
@@ -143,18 +185,29 @@ class Trace:
         }
 
     def acceptance_by_position(self) -> list[dict[str, float]]:
-        """For each draft position i: rounds that tested it, and the conditional and unconditional acceptance."""
+        """Acceptance at each draft position i, over the rounds whose draft neither budget nor text's end cut short.
+
+        ``marginal`` is the share of these rounds (those that drafted anything) that accept i tokens or more, so that
+        1 + Σ marginal is their mean number of tokens, the target's own included; ``conditional`` the share of those
+        accepted among the ``tested`` ones, which drafted position i and accepted all before it. Errors are over texts.
+        """
+        whole = [
+            (text, m, d) for text, m, d, cut in zip(self.text, self.accepted, self.depth, self.cut) if d and not cut
+        ]
         rows = []
-        for i in range(max(self.depth, default=0)):
-            tested = sum(m >= i and d > i for m, d in zip(self.accepted, self.depth))
-            kept = sum(m > i for m in self.accepted)
-            drafted = sum(d > i for d in self.depth)
+        for i in range(max((d for _, _, d in whole), default=0)):
+            tested = [(text, float(m > i), 1) for text, m, d in whole if m >= i and d > i]
+            conditional, conditional_se = self._by_text(tested)
+            marginal, marginal_se = self._by_text((text, float(m > i), 1) for text, m, _ in whole)
             rows.append(
                 {
                     "position": i + 1,
-                    "tested": tested,
-                    "conditional": kept / tested if tested else math.nan,
-                    "marginal": kept / drafted if drafted else math.nan,
+                    "rounds": len(whole),
+                    "tested": len(tested),
+                    "conditional": conditional,
+                    "conditional_se": conditional_se,
+                    "marginal": marginal,
+                    "marginal_se": marginal_se,
                 }
             )
         return rows

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.core.estimate import clustered_ratio
 from decode.core.sampling import Warp
 from decode.models.eagle.head import FeatureHead, head_logits
 from decode.models.foreign import DraftModel, ForeignDraft, foreign_logits
@@ -43,17 +44,7 @@ class OfflineAlpha:
     @property
     def se(self) -> float:
         """Standard error with texts as the unit of sampling (positions of one text are not independent)."""
-        return _ratio_se(self.sums, self.counts)
-
-
-def _ratio_se(sums: Sequence[float], counts: Sequence[int]) -> float:
-    """Linearised standard error of Σsums/Σcounts over independent texts."""
-    n, total = len(sums), sum(counts)
-    if n < 2 or not total:
-        return math.nan
-    mean = sum(sums) / total
-    spread = sum((s - mean * c) ** 2 for s, c in zip(sums, counts))
-    return math.sqrt(n / (n - 1) * spread) / total
+        return clustered_ratio(self.sums, self.counts)[1]
 
 
 def paired(a: OfflineAlpha, b: OfflineAlpha) -> dict[str, float]:
@@ -61,7 +52,7 @@ def paired(a: OfflineAlpha, b: OfflineAlpha) -> dict[str, float]:
     if a.counts != b.counts:
         raise ValueError("the two measurements are not over the same texts")
     sums = [y - x for x, y in zip(a.sums, b.sums)]
-    difference, se = sum(sums) / max(1, sum(a.counts)), _ratio_se(sums, a.counts)
+    difference, se = clustered_ratio(sums, a.counts)
     p_value = math.erfc(abs(difference) / se / math.sqrt(2)) if se > 0 else (1.0 if difference == 0 else 0.0)
     return {"difference": difference, "se": se, "p_value": p_value, "n": len(sums)}
 

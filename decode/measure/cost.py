@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -63,6 +63,11 @@ class CostModel:
         left, right = (widths[len(widths) // 2 - 1], widths[-1]) if high is None else (widths[high - 1], widths[high])
         a, b = self.verify_cost[left], self.verify_cost[right]
         return a + (b - a) * (n - left) / (right - left)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> CostModel:
+        """From a report's `to_dict`."""
+        return cls(**{**content, "verify_cost": {int(n): float(v) for n, v in content["verify_cost"]}})
 
     def to_dict(self) -> dict[str, Any]:
         """For reports; v as a list of ``[n, v(n)]``."""

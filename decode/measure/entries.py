@@ -185,11 +185,11 @@ class EntryRun:
     def __init__(self, session: Session, entry: BenchEntry) -> None:
         self.entry = entry
         self.session = session
-        self.record = Record()
         self.samples: list[Output] = []
         self.note = ""
         self.warp = replace(session.options.warp, temperature=entry.temperature)
         self.draft = session.drafts[entry.draft] if entry.draft is not None else None
+        self.record = Record(greedy=self.warp.greedy)
         self.peer: TransformersBaseline | None = None
         self.systems: list[System] = []
         if entry.method in TRANSFORMERS_BASELINES:

@@ -16,6 +16,8 @@ from decode.measure.cost import CostModel, speedup_of_rounds
 
 RESAMPLES = 2000
 GIVEN_DRAFT = "generate-assistant"
+DISTINCT = {"alpha", "alpha_se", "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance"}
+"""Metrics to which a greedy repeat adds nothing."""
 
 
 @dataclass
@@ -52,16 +54,31 @@ class TimedText:
 
 @dataclass
 class Record:
-    """Everything one method did in one suite at one temperature: ``texts[prompt][repeat]``."""
+    """Everything one method did in one suite at one temperature.
+
+    Attributes:
+        texts: by prompt and repeat.
+        greedy: repeats of a prompt draw nothing, so that equal ones are one observation.
+    """
 
     texts: list[list[TimedText]] = field(default_factory=list)
+    greedy: bool = False
 
-    def trace(self) -> Trace:
-        """All rounds, over prompts and repeats."""
+    def trace(self, *, distinct: bool = False) -> Trace:
+        """All rounds, over prompts and repeats; a prompt is one text of its standard errors.
+
+        Args:
+            distinct: greedy repeats that went as an earlier one of their prompt are left out.
+        """
         whole = Trace()
-        for text in (t for texts in self.texts for t in texts):
-            if text.trace is not None:
-                whole.extend(text.trace)
+        for prompt, texts in enumerate(self.texts):
+            seen = []
+            for text in texts:
+                way = text.trace and (text.new_ids, text.trace.drafted, text.trace.accepted)
+                if text.trace is None or (distinct and self.greedy and way in seen):
+                    continue
+                seen.append(way)
+                whole.extend(text.trace, prompt)
         return whole
 
     def typical(self) -> list[TimedText]:
@@ -129,6 +146,7 @@ def counts(record: Record, cost: CostModel | None, drafts_with_model: bool) -> d
         return {"tokens": tokens, "block_efficiency": tokens / forwards if forwards else math.nan}
     trace = record.trace()
     row: dict[str, Any] = trace.metrics()
+    row |= {key: value for key, value in record.trace(distinct=True).metrics().items() if key in DISTINCT}
     row.pop("tokens_per_second")
     inside = [t.forward_seconds for t in texts if t.forward_seconds is not None]
     if len(inside) == len(texts) and row["total_seconds"]:
@@ -180,7 +198,7 @@ def analysis(record: Record) -> dict[str, Any]:
     }
     histogram = Counter(trace.drafted)
     return {
-        "acceptance_by_position": trace.acceptance_by_position(),
+        "acceptance_by_position": record.trace(distinct=True).acceptance_by_position(),
         "draft_lengths": {str(k): histogram[k] for k in sorted(histogram)},
         "phases": phases,
     }

@@ -141,7 +141,7 @@ def test_the_loop_reports_what_a_rule_spends(name: str, deterministic: bool) -> 
     def run(rng: Rng) -> tuple[int, ...]:
         token = experiment.run(system, rng)[0]
         spent = experiment.traces[-1].spent
-        return token, round(spent[0][0].item() * 1e15) if spent else 0
+        return token, round(spent[0][0].item() * 1e15) if spent[0] is not None else 0
 
     distribution = enumerate_runs(run)
     first = [sum(w for (t, _), w in distribution.items() if t == x) for x in range(4)]

@@ -192,7 +192,7 @@ def test_greedy_rounds_have_the_distributions_that_they_were_decided_without(pen
             rows = result.probs[: result.tested].gather(1, result.draft.tokens[: result.tested, None])
             overlaps += rows.flatten().tolist()
             ids += new
-        assert torch.cat([torch.as_tensor(part) for part in trace.overlap]).tolist() == overlaps
+        assert torch.cat([torch.as_tensor(part) for part in trace.overlap if part is not None]).tolist() == overlaps
         assert ids == model.generate(
             torch.tensor([PROMPT]), do_sample=False, max_new_tokens=20, pad_token_id=0, repetition_penalty=penalty
         )[0].tolist()  # fmt: skip

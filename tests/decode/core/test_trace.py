@@ -14,7 +14,9 @@ from decode.core.sampling import Warp
 from decode.core.stopping import StopRule
 from decode.core.target import Target
 from decode.core.trace import FORMULAS, Round, Trace
+from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode, rejected_tokens, who_wrote
+from decode.models.huggingface import open_runner
 
 
 def make_round(tokens: list[int], parents: list[int], path: list[int], token: int = 9) -> Round:
@@ -74,13 +76,12 @@ def example() -> Trace:
 def test_metrics_follow_their_definitions() -> None:
     overlaps = [0.9, 0.6, 0.3, 1.0, 0.8, 0.6, 0.5, 0.1]
     mean = sum(overlaps) / 8
-    deviation = math.sqrt(sum((x - mean) ** 2 for x in overlaps) / 7)
-    assert example().metrics() == pytest.approx(
+    assert math.isnan(example().metrics()["alpha_se"])  # one text has no error
+    assert {k: v for k, v in example().metrics().items() if k != "alpha_se"} == pytest.approx(
         {
             "rounds": 4,
             "tokens": 10,
             "alpha": mean,
-            "alpha_se": deviation / math.sqrt(8),
             "accepted_per_tested": 6 / (3 + 3 + 0 + 2),
             "accepted_per_drafted": 6 / 11,
             "block_efficiency": (6 + 4) / 4,
@@ -97,12 +98,54 @@ def test_metrics_follow_their_definitions() -> None:
     )
 
 
-def test_acceptance_by_position_is_conditional_and_marginal() -> None:
+def test_acceptance_by_position_counts_the_drafts_that_nothing_cut() -> None:
     rows = example().acceptance_by_position()
-    assert [row["tested"] for row in rows] == [3, 3, 2, 0]  # depths 4, 3, 0, 2 with 2, 3, 0, 1 kept
+    assert [row["rounds"] for row in rows] == [3] * 4  # depths 4, 3, 2 with 2, 3, 1 kept; one round drafted nothing
+    assert [row["tested"] for row in rows] == [3, 3, 2, 0]
     assert [row["conditional"] for row in rows[:3]] == [1.0, pytest.approx(2 / 3), 0.5]
     assert math.isnan(rows[3]["conditional"])
-    assert [row["marginal"] for row in rows] == [1.0, pytest.approx(2 / 3), 0.5, 0.0]
+    assert [row["marginal"] for row in rows] == pytest.approx([1.0, 2 / 3, 1 / 3, 0.0])
+    assert 1 + sum(row["marginal"] for row in rows) == pytest.approx(1 + (2 + 3 + 1) / 3)  # tokens a drafted round
+
+    cut = example()
+    cut.close(make_round([1, 2], CHAIN[:2], []), torch.tensor([0.1]), None, None, cut=True)
+    assert cut.acceptance_by_position()[0]["conditional"] == 1.0
+
+
+def test_budget_and_stop_ids_mark_the_drafts_that_they_cut(tiny) -> None:
+    model, warp = tiny("llama"), Warp()
+    system = System("", ModelDrafter(open_runner(tiny("llama")), warp, 64), StopRule(4))
+    out = decode(Target(open_runner(model)), system, warp, [5, 9, 2, 7], max_new_tokens=13)
+    assert (out.trace.drafted, out.trace.cut) == ([4, 4, 2], [False, False, True])
+    rows = out.trace.acceptance_by_position()
+    assert [(row["rounds"], row["marginal"]) for row in rows] == [(2, 1.0)] * 4
+    end = out.new_ids[6]
+    ended = decode(Target(open_runner(model)), system, warp, [5, 9, 2, 7], max_new_tokens=13, stop_ids={end})
+    assert ended.trace.cut[-1]
+    assert not ended.trace.cut[0] or end in out.new_ids[:4]
+
+
+def test_errors_are_those_of_texts_and_a_repeated_text_adds_nothing() -> None:
+    def text(*overlaps: float) -> Trace:
+        trace = Trace()
+        for value in overlaps:
+            trace.close(make_round([1], [-1], [0] if value > 0.5 else []), torch.tensor([value]), None, None)
+        return trace
+
+    texts = [text(1.0, 1.0, 1.0), text(0.0, 0.0, 0.0), text(1.0, 0.0)]
+    once, twice = Trace(), Trace()
+    for i, one in enumerate(texts):
+        once.extend(one, i)
+        for _ in range(2):
+            twice.extend(one, i)
+    # sums 3, 0, 1 over 3, 3, 2 positions: mean 1/2, deviations 1.5, −1.5, 0
+    assert once.metrics()["alpha_se"] == pytest.approx(math.sqrt(3 / 2 * 4.5) / 8)
+    assert twice.metrics()["alpha_se"] == pytest.approx(once.metrics()["alpha_se"])
+    assert once.acceptance_by_position()[0]["conditional_se"] == pytest.approx(math.sqrt(3 / 2 * 4.5) / 8)
+    alone = Trace()
+    for one in texts:
+        alone.extend(one)
+    assert alone.text == [0, 0, 0, 1, 1, 1, 2, 2]
 
 
 def test_an_empty_trace_has_no_rates_and_spent_nothing() -> None:

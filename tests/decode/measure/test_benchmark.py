@@ -8,6 +8,7 @@ import json
 import math
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 from pairs import make_pair, make_suite, make_tokenizer
@@ -19,6 +20,7 @@ from decode.commands.setup import open_suites
 from decode.core.errors import UserError
 from decode.core.options import MethodOptions
 from decode.measure.benchmark import COLUMNS, Benchmark, run_benchmark
+from decode.measure.cost import CostModel
 from decode.measure.entries import BenchEntry, EntryRun, plan
 from decode.measure.session import BenchOptions, Session
 from decode.measure.statistics import Record, TimedText, identical_share, median_interval, paired_ratios, plain
@@ -135,6 +137,44 @@ def test_the_analysis_adds_up_to_the_rows(bench):
     first = vanilla["acceptance_by_position"][0]
     assert first["conditional"] == first["marginal"]
     assert len(vanilla["acceptance_by_position"]) == 5
+
+
+def test_repeats_of_a_greedy_run_add_nothing_to_errors_and_rates(models):
+    target, draft = models
+    told = []
+    for repeats in (1, 3):
+        options = BenchOptions(max_new_tokens=24, repeats=repeats, costs=False)
+        entries = [BenchEntry("vanilla", "d", MethodOptions(draft_length=3))]
+        bench = run_benchmark(target, {"d": draft}, make_tokenizer(), [make_suite()], entries, options)
+        told.append((bench.rows[-1], bench.analysis[-1]["acceptance_by_position"]))
+    (once, first), (often, last) = told
+    assert often["rounds"] == 3 * once["rounds"]
+    assert 0 < once["alpha_se"] < 0.5
+    assert often["alpha_se"] == once["alpha_se"]
+    assert first == last
+    marginal = [row["marginal"] for row in first]
+    assert len(marginal) == 3
+    assert marginal[2] == pytest.approx(np.prod([row["conditional"] for row in first]))
+
+
+def test_predicted_speedups_of_every_block_follow_from_the_report(bench, written):
+    """Tokens over Σ (c·k + v(k + 1)), from report.json alone."""
+    content = json.loads(written[0].read_text())
+    details = {(e["name"], e["temperature"]): e for e in content["bench"]["analysis"]}
+    costs = {(b["suite"], b["temperature"]): b["costs"] for b in content["bench"]["blocks"]}
+    assert set(costs) == {("toy", 0.0), ("toy", 1.0)}
+    checked = 0
+    for row in content["methods"]:
+        if row["method"] not in ("vanilla", "adasd", "ears", "prompt-lookup"):
+            continue
+        cost = CostModel.from_dict(costs[row["suite"], row["temperature"]][row["draft"] or ""])
+        rounds = details[row["name"], row["temperature"]]["draft_lengths"]
+        drafted = sum(int(k) * n for k, n in rounds.items())
+        c = cost.cost_ratio if row["draft"] else row["draft_seconds"] / drafted / cost.target_seconds
+        spent = sum(n * (c * int(k) + cost.v(int(k) + 1)) for k, n in rounds.items())
+        assert row["predicted_speedup"] == pytest.approx(row["tokens"] / spent)
+        checked += 1
+    assert checked == 8
 
 
 def test_costs_are_measured_for_the_target_alone_and_for_each_draft(bench):
