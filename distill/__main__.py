@@ -48,12 +48,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _bench(argv: list[str]) -> None:
-    from distill.experiments.benchmark import BenchSettings, run
+    from distill.experiments.benchmark import TrainingBenchSettings, run
 
     about = """Measures AdaSPEC's training steps and the memory of its loss against a straightforward implementation
 over Hugging Face's Trainer, on the pair of a configuration: its trained run if there is one, else random weights."""
     argv = [item.replace("--json", "--speed.json", 1) if item.split("=")[0] == "--json" else item for item in argv]
-    run(parse(BenchSettings, argv, prog="python -m distill bench", description=about, foreign=FOREIGN))
+    run(parse(TrainingBenchSettings, argv, prog="python -m distill bench", description=about, foreign=FOREIGN))
 
 
 def _ablate(argv: list[str]) -> None:

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from decode.core.sampling import Warp
 from decode.models.open import stop_ids
+from distill.data.stage_context import StageContext
 from distill.data.tokenize import prompt_part
-from distill.pipeline.stages import StageContext
 from probes.features import Features, collect
 from probes.settings import Settings
 from probes.texts import Text, write_texts

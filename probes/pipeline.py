@@ -20,9 +20,9 @@ from decode.models.open import load_model
 from decode.models.partial import PartialRunner, cache_bytes
 from distill.core.files import write_json
 from distill.core.run_dir import RunDir
+from distill.data.stage_context import StageContext
 from distill.pipeline.runner import plan_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
-from distill.pipeline.stages import StageContext
 from distill.tracking.logger import finish, for_stage, make_logger, where
 from probes.context import Lab, Mode, add_features, read_prompts
 from probes.exit_search import advise, choose, find_subset, run_best
@@ -56,7 +56,7 @@ def run_probes(settings: Settings, console: Console | None = None) -> dict[str, 
     try:
         _ensure_target(bench)
         console.print("[bold]probes[/bold]", highlight=False)
-        model = load_model(run.target, dtype=settings.target.dtype).to(bench.device())
+        model = load_model(run.target, dtype=settings.target.dtype).to(bench.device)
         lab = Lab(settings, bench, model, exit_layers(model, settings.probes.layers), console, logger)
         added = _experiment(lab)
         _log(for_stage(logger, "probes"), added)

@@ -6,10 +6,12 @@ barrier: what takes the first one hours (computing a cache, say) would run into 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -34,6 +36,20 @@ def world() -> int:
 def is_first() -> bool:
     """Whether this process is the one that writes files."""
     return rank() == 0
+
+
+def local_device(accelerator: str, devices: int | str = "auto") -> torch.device:
+    """The device on which Lightning trains in this process; it is the same before training has begun.
+
+    Args:
+        accelerator: ``trainer.accelerator``.
+        devices: ``trainer.devices``; a list such as ``1,3`` names the GPUs that the processes take in turn.
+    """
+    if accelerator not in ("auto", "gpu", "cuda") or not torch.cuda.is_available():
+        return torch.device("cpu")
+    own = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+    listed = [int(item) for item in str(devices).split(",") if item] if "," in str(devices) else None
+    return torch.device("cuda", listed[own % len(listed)] if listed else own % torch.cuda.device_count())
 
 
 def exchange(value: Found) -> list[Found]:

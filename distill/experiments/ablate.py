@@ -26,13 +26,13 @@ from distill.config.responses import ResponseSettings
 from distill.config.settings import Settings
 from distill.core.files import fingerprint
 from distill.core.run_dir import account_of
+from distill.data.stage_context import StageContext
 from distill.data.token_dataset import TokenDataset
 from distill.experiments.ablation_table import Measured, write_table
 from distill.generation.response_store import ResponseFile, answered_here, make_jobs
 from distill.pipeline.reuse import adopt, siblings
 from distill.pipeline.runner import alone_in, run_of, run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
-from distill.pipeline.stages import StageContext
 from distill.teacher.signal_cache import Array, cached
 
 MODES = {"sampled": 1.0, "greedy": 0.0}

@@ -18,16 +18,18 @@ from transformers.utils import logging as hf_logging
 
 from distill import data
 from distill.config.drafts import PLAIN
-from distill.config.settings import Settings
+from distill.config.settings import AdaSpecSettings, Settings
 from distill.core import ranks
 from distill.core.files import checksum, fingerprint, only_one, read_sealed, remove, sealed, write_json, write_safely
 from distill.core.run_dir import HEAD_NAMES, NAMES, RunDir
+from distill.data.stage_context import StageContext
 from distill.export.card import export_profile
 from distill.export.draft import check_export_path, export_draft
 from distill.export.eagle import check_head_path, export_head
+from distill.pipeline import draft_models, feature_heads
 from distill.pipeline.reuse import adopt, siblings
 from distill.pipeline.stage_fingerprint import VERSION, stage_fingerprints
-from distill.pipeline.stages import StageContext, StageResult
+from distill.pipeline.stages import StageResult, check_sizes, distil, language_model
 from distill.report.figures import figures
 from distill.report.summary import display
 from distill.report.write import console_table, write_report
@@ -122,7 +124,7 @@ def run_stages(context: StageContext, only: Collection[str] | None = None) -> li
         if (noted := run.noted(stage)) is not None and noted.fingerprint == key:
             console.print(f"  {run.path(stage)} is not as it was written, and is made again", highlight=False)
         if not ran and not settings.eagle.enabled:
-            context.check_sizes()
+            check_sizes(context)
         started = time.monotonic()
         taken = adopt(run, settings, siblings(run), only=("target",)) if stage == "target" else {}
         if taken:
@@ -178,28 +180,29 @@ def plan_stages(context: StageContext) -> list[tuple[str, str, Callable[[str], S
     """Name, title and maker of every stage, in order."""
     settings, draft = context.settings, context.settings.draft
     if settings.eagle.enabled:
-        from distill.pipeline import eagle_stages as heads
-
-        kind = heads.KINDS[settings.eagle.kind]
+        kind = feature_heads.KINDS[settings.eagle.kind]
         names = f"untrained head: {kind}", kind, f"{kind} + AdaSPEC"
-        initial, distil = partial(heads.initial, context), partial(heads.distil, context)
+        initial, begin = partial(feature_heads.initial, context), feature_heads.begin
     else:
         names = (
             f"initial draft ({settings.initial.kind})",
             f"DistillSpec, {settings.reference.divergence}",
             display(draft.name),
         )
-        initial, distil = partial(context.language_model, "initial"), partial(context.distil)
+        initial, begin = partial(language_model, context, "initial"), draft_models.begin
+
+    def draft_stage(stage: str, adaspec: AdaSpecSettings | None) -> Callable[[str], StageResult]:
+        return lambda key: distil(context, stage, key, begin, adaspec)
 
     stages: list[tuple[str, str, Callable[[str], StageResult]]] = [
-        ("target", f"target ({settings.target.kind})", partial(context.language_model, "target")),
+        ("target", f"target ({settings.target.kind})", partial(language_model, context, "target")),
         ("initial", names[0], initial),
-        ("reference", f"reference: {names[1]}", partial(distil, "reference", adaspec=None)),
-        ("draft", f"draft: {names[2]}, k = {draft.k:g}, iso {draft.iso}", partial(distil, "draft", adaspec=draft)),
+        ("reference", f"reference: {names[1]}", draft_stage("reference", None)),
+        ("draft", f"draft: {names[2]}, k = {draft.k:g}, iso {draft.iso}", draft_stage("draft", draft)),
     ]
     for other in settings.comparisons:
         title = f"comparison: {other.name} ({other.method}, k = {other.k:g}, iso {other.iso})"
-        stages.append((other.name, title, partial(distil, other.name, adaspec=other)))
+        stages.append((other.name, title, draft_stage(other.name, other)))
     return stages
 
 

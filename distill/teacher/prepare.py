@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.progress import track
 from transformers import AutoConfig, PreTrainedModel
@@ -14,6 +14,7 @@ from decode.models.open import load_model, stop_ids
 from distill.core import ranks
 from distill.core.files import fingerprint
 from distill.data.batch_schedule import Schedule
+from distill.data.stage_context import StageContext
 from distill.data.token_dataset import TokenDataset
 from distill.generation.on_policy import OnPolicy
 from distill.generation.openai_client import answered_by_server
@@ -22,9 +23,6 @@ from distill.losses.objective import Objective
 from distill.models.lm_head import LMHead, check_head
 from distill.teacher import signal_cache as signals
 from distill.teacher.teacher import TargetSignal, TargetSource
-
-if TYPE_CHECKING:
-    from distill.pipeline.stages import StageContext
 
 
 @dataclass
@@ -74,7 +72,7 @@ def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> 
     signal = _signal(context, model)
     all_own = share == 1
     if signal.kind != "recompute":
-        model = model.to(context.device())
+        model = model.to(context.device)
         fixed = {"validation": validation} if all_own else {"validation": validation, "train": train}
         _check_room(context, model, signal, fixed)
         for name, rows in fixed.items():
@@ -94,7 +92,7 @@ def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> 
     if objective.selection is not None:
         record = context.run.record("reference")
         assert record is not None
-        reference = load_model(context.run.path("reference"), dtype="float32").to(context.device())
+        reference = load_model(context.run.path("reference"), dtype="float32").to(context.device)
         if not all_own:
             path = folder / f"reference_{ranking.name}.npy"
             made_from = fingerprint(key, record.fingerprint, vars(ranking))
@@ -193,7 +191,7 @@ def _answered(
     def writer() -> Answer:
         seed = context.settings.seed
         if settings.server.url is None:
-            return answered_here(target.to(context.device()), settings, seed, ends)
+            return answered_here(target.to(context.device), settings, seed, ends)
         return answered_by_server(settings, seed, tokenizer, ends, context.run.target)
 
     if ranks.is_first():

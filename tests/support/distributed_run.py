@@ -28,8 +28,8 @@ from distributed_settings import WAYS, settings_of  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from distill.core.run_dir import RunDir  # noqa: E402
+from distill.data.stage_context import StageContext  # noqa: E402
 from distill.pipeline.runner import run_stages  # noqa: E402
-from distill.pipeline.stages import StageContext  # noqa: E402
 
 if __name__ == "__main__":
     for way in WAYS:

@@ -26,8 +26,8 @@ from distill.config.settings import (
 )
 from distill.config.tracker import TrackerSettings
 from distill.core.run_dir import RunDir
+from distill.data.stage_context import StageContext
 from distill.pipeline.runner import run_of, run_stages
-from distill.pipeline.stages import StageContext
 from distill.training.trainer import StageProgress
 
 

@@ -26,9 +26,9 @@ from decode.models.tiny import family_of
 from distill.__main__ import FOREIGN
 from distill.config.settings import Settings
 from distill.core.run_dir import RunDir
+from distill.data.stage_context import StageContext
 from distill.pipeline.dry_run import shrink as shrink_run
 from distill.pipeline.runner import run_stages
-from distill.pipeline.stages import StageContext
 from probes.dry_run import shrink as shrink_probes
 from probes.pipeline import run_probes
 from probes.settings import Settings as ProbesSettings

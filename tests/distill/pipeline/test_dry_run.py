@@ -12,12 +12,12 @@ from distill.__main__ import FOREIGN
 from distill.config.settings import InitialDraftSettings, Settings, TargetSettings, TrainingSettings
 from distill.core.run_dir import RunDir
 from distill.data import DataSettings
+from distill.data.stage_context import StageContext
 from distill.models.lm_head import LMHead, check_head
 from distill.models.loading import build_model, count_parameters
 from distill.pipeline import dry_run
 from distill.pipeline.dry_run import shrink, stand_in
 from distill.pipeline.runner import run_pipeline, run_stages
-from distill.pipeline.stages import StageContext
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 

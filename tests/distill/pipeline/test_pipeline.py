@@ -24,7 +24,7 @@ from distill.losses.token_selection import Selection
 from distill.models.loading import checkpoint_layers
 from distill.pipeline.runner import run_pipeline
 from distill.pipeline.stage_fingerprint import stage_fingerprints
-from distill.pipeline.stages import StageResult
+from distill.pipeline.stages import StageResult, language_model
 from distill.teacher.prepare import prepare
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
@@ -67,7 +67,7 @@ def test_nothing_runs_again_when_nothing_changed(finished: tuple[Path, RunDir]) 
 
 
 def test_an_up_to_date_run_reads_no_data(finished: tuple[Path, RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.pipeline.stages.load_corpus", lambda *_, **__: pytest.fail("the data was read"))
+    monkeypatch.setattr("distill.data.stage_context.load_corpus", lambda *_, **__: pytest.fail("the data was read"))
     assert run_tiny(tiny_settings(finished[0]))[0] == []
 
 
@@ -197,7 +197,7 @@ def test_a_model_taken_as_it_is_becomes_a_link_and_may_be_shared(finished: tuple
     settings.target = TargetSettings(kind="as_is", model=str(run.target))
     settings.comparisons = []
     made, _ = bench(settings)
-    result = made.language_model("target", "key")
+    result = language_model(made, "target", "key")
     assert result.source == run.target
     made.run.put("target", result.record, result.save)
     assert made.run.target.is_symlink()

@@ -1,48 +1,29 @@
-"""The stages of a run that trains feature heads: a random head, EAGLE, EAGLE + AdaSPEC, all under the usual names."""
+"""Feature heads as drafts: a random initial head, and its training by EAGLE or by EAGLE + AdaSPEC."""
 
 from __future__ import annotations
-
-import time
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from decode.core.errors import UserError
-from decode.models.eagle.files import head_config, load_head, save_head
+from decode.models.eagle.files import head_config, load_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import load_model, stop_ids
-from distill.config.settings import AdaSpecSettings, ComparisonSettings
+from distill.config.settings import AdaSpecSettings, ComparisonSettings, TrainingSettings
 from distill.core.files import fingerprint
-from distill.core.run_dir import StageRecord, account_of
+from distill.core.run_dir import StageRecord
+from distill.data.stage_context import StageContext
 from distill.data.token_dataset import TokenDataset
 from distill.eagle.drafting_steps import keep_reference
 from distill.eagle.features import REFERENCE, STATES, FeatureSource, keep_states
 from distill.losses.token_selection import Selection
 from distill.models.lm_head import LMHead, check_head
-from distill.pipeline.stages import StageContext, StageResult
-from distill.pipeline.training_budget import account, label_tokens
+from distill.pipeline.stages import Distillation, StageResult
 from distill.teacher.prepare import fixed_texts
 from distill.training.eagle_head import EagleModule
 
 KINDS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
 """Settings' names for the heads, as people write them."""
-
-
-@dataclass
-class HeadResult(StageResult):
-    """A finished head."""
-
-    head: FeatureHead | None = None
-
-    def save(self, folder: Path) -> None:
-        """Writes config.json, model.safetensors and the tokenizer."""
-        assert self.head is not None
-        assert self.tokenizer is not None
-        folder.mkdir(parents=True)
-        save_head(self.head, folder)
-        self.tokenizer.save_pretrained(folder)
 
 
 def initial(context: StageContext, key: str) -> StageResult:
@@ -73,7 +54,7 @@ def initial(context: StageContext, key: str) -> StageResult:
             f"the head has {parameters:,} parameters and the target {target.num_parameters():,}: a draft has to be "
             "smaller; lower eagle.intermediate_size or eagle.draft_vocab"
         )
-    return HeadResult(StageRecord(key, parameters=parameters), tokenizer=context.corpus.tokenizer, head=head)
+    return StageResult(StageRecord(key, parameters=parameters), head, context.corpus.tokenizer)
 
 
 def frequent(rows: TokenDataset, count: int, vocab: int) -> torch.Tensor:
@@ -82,41 +63,28 @@ def frequent(rows: TokenDataset, count: int, vocab: int) -> torch.Tensor:
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count]))
 
 
-def distil(context: StageContext, stage: str, key: str, adaspec: AdaSpecSettings | None) -> StageResult:
-    """A head, from the initial one: EAGLE (``adaspec`` is None), EAGLE + AdaSPEC, or one for comparison."""
-    started = time.monotonic()
-    settings, run, seed = context.settings, context.run, context.seed_of(adaspec)
-    training, plan = context.plan(adaspec)
+def begin(
+    context: StageContext, adaspec: AdaSpecSettings | None, training: TrainingSettings, steps: int, seed: int
+) -> Distillation:
+    """The training of a head that starts from the initial one (see `distill.pipeline.stages.Begin`)."""
+    settings = context.settings
     selection = None
     if adaspec is not None and not (isinstance(adaspec, ComparisonSettings) and adaspec.method == "distillspec"):
         selection = Selection(adaspec.k, adaspec.scope, adaspec.normalisation)
-    head = load_head(run.path("initial")).train()
+    head = load_head(context.run.path("initial")).train()
     source, train, validation = _signals(context, head, with_reference=selection is not None)
     module = EagleModule(
         head,
         training,
-        plan.steps,
+        steps,
         source=source,
         settings=settings.eagle,
         selection=selection,
         seed=seed,
         log_every=settings.trainer.log_every,
     )
-    schedule = context.schedule(train, plan, training, seed * 10 + 2)
-    prepared = time.monotonic() - started
-    history, seconds = context.fit(stage, key, module, train, validation, schedule, plan, training)
-    chosen = None if module.selected is None else int(module.selected.sum())
-    reference = run.record("reference") if selection is not None else None
-    used = account(plan, label_tokens(plan, train, schedule), chosen, account_of(reference) if reference else None)
-    record = StageRecord(
-        key,
-        parameters=sum(p.numel() for p in head.parameters()),
-        seconds=prepared + seconds,
-        account=used.row(),
-        history=history,
-        selected=context.most_selected(module.selected),
-    )
-    return HeadResult(record, tokenizer=context.corpus.tokenizer, head=head.eval().cpu())
+    parameters = sum(p.numel() for p in head.parameters())
+    return Distillation(module, train, validation, parameters, lambda: head.eval().cpu())
 
 
 def _signals(
@@ -125,7 +93,7 @@ def _signals(
     """The target, and train and validation examples with its states and the reference's losses."""
     settings, run = context.settings, context.run
     cached, folder = settings.reference.signal == "hidden", run.work / "signals"
-    model = load_model(run.target, dtype=settings.target.dtype).to(context.device())
+    model = load_model(run.target, dtype=settings.target.dtype).to(context.device)
     check_head(model, LMHead(model))
     source = FeatureSource(model, head, cached=cached)
     train, validation, made_from = fixed_texts(context, model, stop_ids(model, context.corpus.tokenizer))
@@ -147,7 +115,7 @@ def _signals(
         record, steps = run.record("reference"), settings.eagle.steps
         assert record is not None
         with context.console.status("  the reference's cross-entropies"):
-            reference = load_head(run.path("reference")).to(context.device())
+            reference = load_head(run.path("reference")).to(context.device)
             place = folder / f"{REFERENCE}_head.npy"
             train.tokens[REFERENCE] = keep_reference(
                 reference, source, train, steps, place, fingerprint(*key, record.fingerprint, steps)
