@@ -23,8 +23,8 @@ from decode.drafters.early_exit import EarlyExitDrafter
 from decode.loop import System, decode
 from decode.measure.cost import CostModel
 from decode.measure.forward_timer import time_forwards
+from decode.measure.machine import synchronize
 from decode.methods import MethodInputs, build
-from decode.models.machine import synchronize
 from decode.models.partial import Part, PartialRunner
 from decode.models.structure import decoder_layers
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from decode.models import machine
+from decode.measure import machine
 from decode.report.page import Column, Page, Tile, Tone
 from decode.report.plots import calibration, lines
 from probes.benchmark import TITLES

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from decode.core.sampling import Warp
 from decode.drafters.acceptance_probe import save_probes
+from decode.measure import machine
 from decode.measure.statistics import plain
-from decode.models import machine
 from decode.models.huggingface import open_runner
 from decode.models.open import load_model
 from decode.models.partial import PartialRunner, cache_bytes
@@ -56,7 +56,7 @@ def run_probes(settings: Settings, console: Console | None = None) -> dict[str, 
     try:
         _ensure_target(bench)
         console.print("[bold]probes[/bold]", highlight=False)
-        model = load_model(run.target, dtype=settings.target.dtype).to(bench.device)
+        model = load_model(run.target, device=bench.device, dtype=settings.target.dtype)
         lab = Lab(settings, bench, model, exit_layers(model, settings.probes.layers), console, logger)
         added = _experiment(lab)
         _log(for_stage(logger, "probes"), added)

@@ -77,7 +77,7 @@ def learn_for_draft(lab: Lab, modes: list[Mode], folder: Path) -> list[dict[str,
         return []
     trust = lab.settings.target.trust_remote_code
     check_tokenizers(lab.bench.corpus.tokenizer, load_tokenizer(settings.draft, trust_remote_code=trust))
-    draft = load_model(settings.draft, trust_remote_code=trust).to(lab.model.device)
+    draft = load_model(settings.draft, device=lab.model.device, dtype="float32", trust_remote_code=trust)
     training = Training(tuple(settings.l2), settings.max_epochs, settings.patience, settings.class_balance)
     probes: list[AcceptanceProbe] = []
     rows: list[dict[str, Any]] = []

@@ -15,20 +15,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.commands.datastore import read_corpus, write_stores
-from decode.commands.settings import BenchSettings
-from decode.commands.setup import (
+from decode.commands.checks import (
     STORES,
     check_methods,
     check_models,
+    draft_options,
     make_warp,
     method_options,
+    model_options,
     needs_draft,
-    open_draft,
     open_suites,
-    open_target,
     store_folders,
 )
+from decode.commands.datastore import read_corpus, write_stores
+from decode.commands.settings import BenchSettings
 from decode.core.errors import UserError
 from decode.core.files import write_text
 from decode.drafters.corpus_files import join_documents
@@ -39,6 +39,7 @@ from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASE
 from decode.methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE, smaller_store
 from decode.models.eagle.files import is_head
 from decode.models.foreign import DraftModel
+from decode.models.open import open_draft, open_target
 from decode.report.tables import ratios, table, write_report
 
 
@@ -53,9 +54,9 @@ class Models:
 
 def open_models(settings: BenchSettings) -> Models:
     """Load them."""
-    target, tokenizer = open_target(settings)
+    target, tokenizer = open_target(str(settings.target), **model_options(settings))
     named = draft_names(settings.draft)
-    drafts = {name: open_draft(path, settings, target, tokenizer) for name, path in named.items()}
+    drafts = {name: open_draft(path, target, tokenizer, **draft_options(settings)) for name, path in named.items()}
     return Models(target, tokenizer, drafts)
 
 

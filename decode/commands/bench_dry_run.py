@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.utils import logging as hf_logging
 
 from decode.commands.bench import draft_names
+from decode.commands.checks import check_models
 from decode.commands.settings import BenchSettings
-from decode.commands.setup import check_models
 from decode.drafters.acceptance_probe import FEATURES, KINDS, AcceptanceProbe, save_probes
 from decode.measure.entries import split_spec
 from decode.methods import PROBED, SELF_SPECULATIVE

@@ -13,31 +13,31 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from decode.commands.settings import GenerateSettings
-from decode.commands.setup import (
+from decode.commands.checks import (
     check_methods,
     check_models,
+    draft_options,
     make_warp,
     method_options,
+    model_options,
     needs_draft,
-    open_draft,
-    open_target,
     store_folders,
 )
+from decode.commands.settings import GenerateSettings
 from decode.core.errors import UserError
 from decode.core.rng import TorchRng
 from decode.core.target import Target
 from decode.core.trace import FORMULAS, Round, Trace
 from decode.loop import rejected_tokens, rounds, who_wrote
+from decode.measure import machine
 from decode.measure.entries import exported_length
 from decode.measure.statistics import plain
 from decode.methods import METHODS, MethodInputs, build, is_lossless
-from decode.models import machine
 from decode.models.eagle.runner import open_draft_runner
 from decode.models.foreign import ForeignDraft
 from decode.models.huggingface import open_runner
-from decode.models.open import stop_ids
-from decode.models.text import Detokenizer, encode_prompt, marked, stop_at
+from decode.models.open import open_draft, open_target, placement, stop_ids
+from decode.models.text import Detokenizer, chat_ids, marked, prompt_ids, stop_at
 
 STYLES = {
     "accepted": "green",
@@ -108,11 +108,12 @@ def start(settings: GenerateSettings, prompt: str) -> Generation:
     if method not in METHODS:
         raise UserError(f"{method} is transformers' own and only for comparison in bench; choose another method")
     options, warp = method_options(settings), make_warp(settings, settings.temperature)
-    target, tokenizer = open_target(settings)
-    ids = encode_prompt(tokenizer, prompt, chat=settings.chat)
+    target, tokenizer = open_target(str(settings.target), **model_options(settings))
+    print(f"{settings.target} {placement(target)}", file=sys.stderr)
+    ids = chat_ids(tokenizer, [{"role": "user", "content": prompt}]) if settings.chat else prompt_ids(tokenizer, prompt)
     draft = None
     if needs_draft(method):
-        model = open_draft(str(settings.draft), settings, target, tokenizer)
+        model = open_draft(str(settings.draft), target, tokenizer, **draft_options(settings))
         if isinstance(model, ForeignDraft):
             print(model.vocabulary.sentence(ids), file=sys.stderr)
         if options.draft_length is None and (settings.stop_rule or METHODS[method][1]) == "length":

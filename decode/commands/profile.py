@@ -11,12 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from decode.commands.checks import check_models, draft_options, make_warp, model_options, open_suites
 from decode.commands.settings import ProfileSettings, required
-from decode.commands.setup import check_models, make_warp, open_draft, open_suites, open_target
 from decode.core.errors import UserError
 from decode.core.options import MethodOptions
 from decode.core.sampling import Warp
 from decode.core.trace import FORMULAS
+from decode.measure import machine
 from decode.measure.acceptance_offline import OfflineAlpha, offline_alpha
 from decode.measure.cost import (
     LONGEST,
@@ -30,7 +31,7 @@ from decode.measure.cost import (
 from decode.measure.entries import BenchEntry, EntryRun
 from decode.measure.session import BenchOptions, Item, Session
 from decode.measure.statistics import plain
-from decode.models import machine
+from decode.models.open import open_draft, open_target
 
 OVERHEAD_PROMPTS = 4
 """Texts that bookkeeping is measured on."""
@@ -153,8 +154,8 @@ def run(settings: ProfileSettings) -> None:
     required(settings, "draft")
     warp = make_warp(settings, settings.temperature)
     suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
-    target, tokenizer = open_target(settings)
-    draft = open_draft(str(settings.draft), settings, target, tokenizer)
+    target, tokenizer = open_target(str(settings.target), **model_options(settings))
+    draft = open_draft(str(settings.draft), target, tokenizer, **draft_options(settings))
     options = BenchOptions(
         max_new_tokens=settings.max_new_tokens,
         repeats=1,

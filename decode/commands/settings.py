@@ -16,11 +16,12 @@ class ModelSettings:
 
     target: str | None = None
     """Folder or hub name of the target. Required."""
-    dtype: str = "float32"
-    """Of weights and arithmetic: float32, bfloat16, float16, float64. Only the wider two give greedy texts that are
-    identical whatever the draft: in 16 bits, near ties fall either way."""
-    device: str = "cpu"
-    """cpu, cuda, cuda:1, mps."""
+    dtype: str = "auto"
+    """Of weights and arithmetic: float32, bfloat16, float16, float64; auto is the checkpoint's own on a GPU and float32
+    on a CPU. Only the wider two give greedy texts that are identical whatever the draft: in 16 bits lossless means the
+    distribution up to rounding, and near ties fall either way."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1; auto is the GPU where there is one."""
     device_map: str | None = None
     """Spread the target over several devices, such as auto (needs accelerate); overrides device."""
     trust_remote_code: bool = False

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from decode.measure.machine import synchronize
 from decode.models.foreign import ForeignRunner
 from decode.models.huggingface import Runner
-from decode.models.machine import synchronize
 
 LONGEST = 15
 """Draft lengths are compared up to here: v is measured for 1 to 16 tokens."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from decode.measure.machine import synchronize
 from decode.models.huggingface import Runner
-from decode.models.machine import synchronize
 
 
 class ForwardTimer:

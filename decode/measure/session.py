@@ -14,14 +14,14 @@ from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
+from decode.measure import machine
 from decode.measure.cost import LONGEST, CostMeter, CostModel
 from decode.methods import MethodInputs, build
-from decode.models import machine
 from decode.models.eagle.runner import open_draft_runner
 from decode.models.foreign import DraftModel, ForeignDraft
 from decode.models.huggingface import Runner, open_runner
 from decode.models.open import stop_ids
-from decode.models.text import Detokenizer, encode_prompt
+from decode.models.text import Detokenizer, Message, chat_ids, prompt_ids
 from decode.prompts.suites import Prompt, Suite
 
 BASELINE = "autoregressive"
@@ -143,17 +143,20 @@ class Session:
             self.vocabularies[suite.name] = "; ".join(told)
         return fitting
 
-    def _item(self, prompt: Prompt, text: str, history: Sequence[tuple[str, str]] = ()) -> Item:
-        return Item(prompt, encode_prompt(self.tokenizer, text, chat=self.options.chat, history=history))
+    def _item(self, prompt: Prompt, text: str, history: Sequence[Message] = ()) -> Item:
+        if not self.options.chat:
+            return Item(prompt, prompt_ids(self.tokenizer, text))
+        return Item(prompt, chat_ids(self.tokenizer, [*history, {"role": "user", "content": text}]))
 
     def _turns(self, prompt: Prompt, turns: Sequence[str]) -> list[Item]:
         """A chat's turns; the target's greedy answers stand between them, the same for every method."""
         items: list[Item] = []
-        history: list[tuple[str, str]] = []
+        history: list[Message] = []
         for said in turns:
             items.append(self._item(prompt, said, history))
             if len(items) < len(turns):
-                history.append((said, self.text(self.answer(items[-1].ids, Warp()))))
+                answer = self.text(self.answer(items[-1].ids, Warp()))
+                history += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
         return items
 
     def answer(self, ids: list[int], warp: Warp, seed: int = 0) -> list[int]:

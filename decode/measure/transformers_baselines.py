@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from decode.core.sampling import Warp
-from decode.models.machine import synchronize
+from decode.measure.machine import synchronize
 
 TRANSFORMERS_BASELINES = {
     "generate": "model.generate",

@@ -1,4 +1,8 @@
-"""Models and tokenizers from folders or the hub, with errors that say what to do next."""
+"""Opening models and tokenizers: the only place that decides device and number format, loads, checks and refuses.
+
+Everything that can be said about a folder, a Hub name or a device before a forward is said here, as a `UserError` with
+the next step. What a model's own ``generation_config`` asks of decoding is read here too.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from decode.core.errors import UserError
+from decode.models.eagle.files import is_head, load_head
+from decode.models.foreign import DraftModel, ForeignDraft
+from decode.models.vocabulary import Intersection, Vocabulary
 
 DTYPES = {
     "float32": torch.float32,
@@ -18,72 +26,193 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+"""Number formats by their names in settings; ``auto`` is decided by `choose_dtype`."""
+
+SIXTEEN_BITS = (
+    "in 16 bits a forward of several tokens rounds otherwise than one of a single token, so lossless means the "
+    "distribution up to that rounding: where two tokens are nearly equally probable, greedy texts may differ from "
+    "generate's; --dtype float32 makes them identical"
+)
+
+# -- where and in what format --------------------------------------------------------------------------------------
 
 
-def _explain(name: str, what: str, error: Exception) -> UserError:
-    folder = Path(name)
-    if folder.exists():
-        hint = f"the folder exists but holds no {what} that transformers can read"
-    elif name.startswith((".", "/", "~")) or name.startswith("runs/") or name.count("/") != 1:
-        hint = "there is no such folder; train it first (make distill) or give the path of one"
-    else:
-        hint = "it is neither a folder nor reachable on the hub; without network, give a local folder"
-    return UserError(f"cannot load the {what} {name!r}: {hint} ({type(error).__name__}: {str(error).splitlines()[0]})")
+def choose_device(name: str | torch.device = "auto") -> torch.device:
+    """The device for a setting: ``auto`` is the first CUDA device, without one the CPU.
+
+    Raises:
+        UserError: no such device here, or one that exact sampling cannot run on.
+    """
+    available = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda" if available else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"device is {name!r}; choose auto, cpu, cuda or cuda:1") from error
+    if device.type == "mps":
+        raise UserError("device is 'mps', which has no float64, and tokens are drawn in float64; choose cpu")
+    if device.type == "cuda" and not available:
+        build = (
+            "is built without CUDA" if torch.version.cuda is None else "finds no GPU (nvidia-smi shows what is there)"
+        )
+        raise UserError(f"device is {str(name)!r}, but torch {torch.__version__} {build}; choose cpu or auto")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device is {str(name)!r}, but there are {torch.cuda.device_count()} CUDA devices, from cuda:0")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> str:
+    """The number format for a setting: a key of `DTYPES`, or ``auto``.
+
+    ``auto`` is float32 on a CPU; on a GPU it stays ``auto`` and `load_model` takes the format of the checkpoint.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    if name not in (*DTYPES, "auto"):
+        raise UserError(f"dtype is {name!r}; choose auto or one of {', '.join(DTYPES)}")
+    return "float32" if name == "auto" and device.type == "cpu" else name
+
+
+def placement(model: PreTrainedModel) -> str:
+    """Where an opened model is and in what format, in a sentence for the terminal; with what 16 bits mean."""
+    device = model.get_input_embeddings().weight.device
+    where = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    name = str(model.dtype).removeprefix("torch.")
+    return f"on {where}, {name}" + (f": {SIXTEEN_BITS}" if model.dtype in (torch.bfloat16, torch.float16) else "")
+
+
+# -- models and tokenizers -----------------------------------------------------------------------------------------
 
 
 def load_model(
     name: str | os.PathLike[str],
     *,
-    dtype: str = "float32",
-    device: str = "cpu",
+    device: str | torch.device,
+    dtype: str,
     device_map: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode.
 
     Args:
-        name: folder or hub name.
-        dtype: one of `DTYPES`.
+        name: folder or Hub name, or a GGUF file (needs the package gguf).
         device: where it goes; ignored with a `device_map`.
+        dtype: one of `DTYPES`, or ``auto`` (see `choose_dtype`).
         device_map: passed to transformers, to spread a model over several devices.
-        trust_remote_code: run code that the hub repository brings.
+        trust_remote_code: run code that the Hub repository brings.
 
     Raises:
-        UserError: the model cannot be found or read, or the dtype is unknown.
+        UserError: the model cannot be found or read, its files are damaged or do not fit each other, a package is
+            missing, or the device or number format is unknown.
     """
-    if dtype not in DTYPES:
-        raise UserError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
-    extra: dict[str, Any] = {"device_map": device_map} if device_map else {}
-    bars = hf_logging.is_progress_bar_enabled()
+    device = choose_device(device)
+    format = choose_dtype(dtype, device)
+    folder, extra = _source(name)
+    if device_map:
+        extra["device_map"] = device_map
+    elif _quantized(folder):
+        extra["device_map"] = {"": device}  # quantised weights are put in place while loading and do not move later
+    bars, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()  # what is missing is an error here, not a table of warnings
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(name),
-            dtype=DTYPES[dtype],
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=DTYPES.get(format, format),
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
+            output_loading_info=True,
             **extra,
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise _explain(str(name), "model", error) from error
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError, SafetensorError) as error:
+        raise _unreadable(str(name), "model", error) from error
     finally:
+        hf_logging.set_verbosity(level)
         if bars:
             hf_logging.enable_progress_bar()
-    if device_map is None:
-        model = model.to(device)
+    if missing := sorted(found["missing_keys"]):
+        raise UserError(
+            f"the model {str(name)!r} is incomplete: its config.json asks for {len(missing)} tensors that its files "
+            f"do not hold, {missing[0]} the first; download or save it again, or correct config.json"
+        )
+    if "device_map" not in extra:
+        try:
+            model = model.to(device)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"the model {str(name)!r} does not fit into the memory of {device}; choose --dtype bfloat16, a smaller "
+                "model, or --device-map auto"
+            ) from error
     return model.eval()
 
 
 def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name.
+    """The tokenizer of a folder or Hub name, or of a GGUF file.
 
     Raises:
         UserError: it cannot be found or read.
     """
+    folder, extra = _source(name)
     try:
-        return AutoTokenizer.from_pretrained(str(name), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise _explain(str(name), "tokenizer", error) from error
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **extra)
+    except Exception as error:  # the tokenizers package raises bare Exceptions for damaged files
+        raise _unreadable(str(name), "tokenizer", error) from error
+
+
+def open_target(
+    name: str | os.PathLike[str],
+    *,
+    device: str | torch.device,
+    dtype: str,
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target and its tokenizer; arguments as of `load_model`."""
+    tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
+    model = load_model(name, device=device, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
+    return model, tokenizer
+
+
+def open_draft(
+    name: str | os.PathLike[str],
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    vocabulary: str = "same",
+    trust_remote_code: bool = False,
+) -> DraftModel:
+    """A draft model, on the target's device and in its number format, after their tokenizers have been compared.
+
+    Args:
+        name: folder or Hub name of a language model, or folder of a feature head of this target.
+        target: the model it drafts for.
+        tokenizer: the target's.
+        vocabulary: what to do where the draft's tokenizer differs: ``same`` refuses it, ``intersection`` makes it a
+            `ForeignDraft`.
+        trust_remote_code: run code that the Hub repository brings.
+
+    Raises:
+        UserError: it or its tokenizer cannot be read, its token ids mean other strings, or the vocabularies have too
+            little in common.
+    """
+    if is_head(name):
+        return load_head(name, target)
+    own = _draft_tokenizer(name, trust_remote_code)
+    foreign = own is not None and not _same(tokenizer, own, vocabulary)
+    device, dtype = target.get_input_embeddings().weight.device, str(target.dtype).removeprefix("torch.")
+    model = load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    known = _outputs(model)
+    if own is not None and foreign:
+        mine = Vocabulary(tokenizer, _outputs(target), "target")
+        return ForeignDraft(model, Intersection(mine, Vocabulary(own, known, "draft")))
+    if own is None and known < 0.9 * len(tokenizer):
+        raise UserError(
+            f"the draft {str(name)!r} knows {known} tokens and brings no tokenizer, the target's tokenizer has "
+            f"{len(tokenizer)}; use a draft of the same model family"
+        )
+    return model
 
 
 def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
@@ -117,3 +246,102 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None =
         if eos is not None:
             return set(eos) if isinstance(eos, (list, tuple)) else {int(eos)}
     return set()
+
+
+def _draft_tokenizer(name: str | os.PathLike[str], trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a draft; None for a folder that brings none of the files that one is made of.
+
+    A tokenizer that is there but cannot be read is an error: without it nothing says that the ids mean the same.
+    """
+    folder = Path(name)
+    if folder.is_dir() and not any(
+        file.name.startswith(("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken"))
+        for file in folder.iterdir()
+    ):
+        return None
+    return load_tokenizer(name, trust_remote_code=trust_remote_code)
+
+
+def _same(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, vocabulary: str) -> bool:
+    """Whether the tokenizers agree; where they do not, `vocabulary` has to allow it."""
+    try:
+        check_tokenizers(target, draft)
+    except UserError as error:
+        if vocabulary == "intersection":
+            return False
+        raise UserError(f"{error}; or decode with the tokens that both have: --draft-vocabulary intersection") from None
+    return True
+
+
+def _outputs(model: PreTrainedModel) -> int:
+    return int(model.get_output_embeddings().weight.shape[0])
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def _source(name: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
+    """What transformers is given for a name: a folder or Hub name, and for a GGUF file its folder and file name."""
+    path = Path(name)
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir() and not (path / "config.json").exists():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return str(path), {"gguf_file": files[0].name}
+        if files:
+            raise UserError(f"{name} holds {len(files)} GGUF files; give one of them, such as {files[0]}")
+    return str(name), {}
+
+
+def _quantized(folder: str) -> bool:
+    """Whether the configuration says that the weights are quantised (bitsandbytes, GPTQ, AWQ, ...)."""
+    try:
+        from transformers import PretrainedConfig
+
+        fields, _ = PretrainedConfig.get_config_dict(folder)
+    except (OSError, ValueError):
+        return False
+    return "quantization_config" in fields
+
+
+def _unreadable(name: str, what: str, error: Exception) -> UserError:
+    """The error of a model or tokenizer that transformers could not open, with the likeliest reason first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return UserError(
+        f"cannot load the {what} {name!r}: {_reason(name, what, error)} ({type(error).__name__}: {lines[0]})"
+    )
+
+
+def _reason(name: str, what: str, error: Exception) -> str:
+    folder, text = Path(name), str(error)
+    if isinstance(error, ImportError) or "pip install" in text:
+        return "reading it needs a package that is not installed here; install the one named below"
+    if isinstance(error, SafetensorError) or "SafetensorError" in text:
+        return "its safetensors file is damaged or cut off; download or save it again"
+    if "size mismatch" in text or "ignore_mismatched_sizes" in text:
+        return "its weights have other shapes than its config.json says; take the two from one model"
+    if isinstance(error, torch.OutOfMemoryError):
+        return "there is not enough memory; choose --dtype bfloat16, a smaller model, or --device-map auto"
+    if folder.is_dir():
+        files = {file.name for file in folder.iterdir()}
+        if not files:
+            return "the folder is empty"
+        if what == "model" and "config.json" not in files:
+            return "the folder has no config.json, so it is not a model saved by transformers"
+        if (
+            what == "model"
+            and any(f.endswith(".bin") for f in files)
+            and not any(f.endswith(".safetensors") for f in files)
+        ):
+            return (
+                "the folder holds .bin weights only, which are pickles and are not read here; convert them with "
+                f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{name}', "
+                f"use_safetensors=False).save_pretrained('{name}')\""
+            )
+        return f"the folder exists but holds no {what} that transformers can read"
+    if folder.is_file():
+        return "it is a file; give the folder of a model, or a GGUF file whose name ends in .gguf"
+    if name.startswith((".", "/", "~")) or name.startswith("runs/") or name.count("/") != 1:
+        return "there is no such folder; train it first (make distill) or give the path of one"
+    return "it is neither a folder nor reachable on the Hub; without network, give a local folder"

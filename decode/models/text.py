@@ -1,9 +1,15 @@
-"""Text in and out: prompts to ids, ids to text as they come, stop strings inside a round."""
+"""Prompts and chats to token ids, the only place that does it; ids to text as they come; stop strings inside a round.
+
+Training, evaluation and decoding call the same functions, so that a prompt has the same ids wherever it is read. Where
+a tokenizer puts a start token before texts (Llama, Mistral, Gemma), prompts and chats begin with exactly one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import jinja2
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StopStringCriteria
@@ -11,40 +17,126 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from decode.core.errors import UserError
 from decode.core.trace import Round
 
-ROLES = ("user", "assistant")
 INCOMPLETE = "\ufffd"  # what a decoder shows for bytes that are no whole character yet
+Message = Mapping[str, Any]
+"""One turn of a chat as OpenAI and chat templates write it: ``role``, ``content``, possibly ``tool_calls``."""
+
+# -- text to ids ---------------------------------------------------------------------------------------------------
 
 
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool = False, history: Sequence[tuple[str, str]] = ()
-) -> list[int]:
-    """Ids of a prompt, ready to be continued.
+def start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before every text by itself: one start token, or nothing."""
+    whole, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    before = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+    return [int(i) for i in whole[:before]]
 
-    Plain text gets the tokenizer's own start token, if it has one, and no end token.
 
-    Args:
-        tokenizer: of the target.
-        text: what the user says.
-        chat: put it into the tokenizer's chat template, followed by the mark that the assistant's turn begins.
-        history: earlier turns of the chat, (user, assistant).
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of a prompt, or of a chat that a template has written, ready to be continued: no end token.
+
+    Where the tokenizer puts a start token before texts there is exactly one, whether the text already begins with it
+    (chat templates may write it) or not.
 
     Raises:
-        UserError: the tokenizer has no chat template, or nothing is left to continue.
+        UserError: nothing is left to continue.
     """
-    if chat:
-        if not tokenizer.chat_template:
-            raise UserError(f"the tokenizer {tokenizer.name_or_path!r} has no chat template; leave --chat out")
-        messages = [{"role": role, "content": said} for turn in history for role, said in zip(ROLES, turn)]
-        messages.append({"role": "user", "content": text})
-        shown = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(shown, add_special_tokens=False)["input_ids"]
-    else:
-        ids = tokenizer(text)["input_ids"]
-        if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
-            ids = ids[:-1]
-    if not ids:
+    start, ids = start_ids(tokenizer), plain_ids(tokenizer, [text])[0]
+    while start and ids[: len(start)] == start:
+        ids = ids[len(start) :]
+    if not start + ids:
         raise UserError("the prompt is empty, and the tokenizer has no start token; give some text")
-    return [int(i) for i in ids]
+    return start + ids
+
+
+def chat_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template_args: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Ids of a chat, followed by what its template writes where the assistant's turn begins.
+
+    Args:
+        tokenizer: of the target, with a chat template.
+        messages: the turns so far.
+        template_args: further variables of the template, such as ``enable_thinking``.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or the template refuses the messages.
+    """
+    return prompt_ids(tokenizer, render_chat(tokenizer, messages, ask=True, template_args=template_args))
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    ask: bool,
+    template_args: Mapping[str, Any] | None = None,
+) -> str:
+    """A chat as its template writes it.
+
+    Args:
+        tokenizer: of the target, with a chat template.
+        messages: the turns.
+        ask: end with what stands before the assistant's next turn (``add_generation_prompt``).
+        template_args: further variables of the template.
+
+    Raises:
+        UserError: no chat template, or one that does not accept these messages.
+    """
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use an instruction-tuned model, or plain "
+            "prompts (without --chat, data.chat false)"
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=ask,
+            **(template_args or {}),
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"the chat template does not accept these messages: {error}") from error
+    return str(text)
+
+
+def plain_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of texts as they are, without start and end tokens."""
+    found = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    return [[int(i) for i in ids] for ids in found]
+
+
+def continuation_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of texts that follow other text: no start token, and no space put before the first word.
+
+    SentencePiece tokenizers write "▁" before the first word of any text. There the texts are encoded after a line
+    break, whose ids are taken off again.
+    """
+    first = tokenizer.convert_ids_to_tokens(plain_ids(tokenizer, ["a"])[0])[0]
+    if not first.startswith("▁"):
+        return plain_ids(tokenizer, texts)
+    anchor = plain_ids(tokenizer, ["\n"])[0]
+    encoded = plain_ids(tokenizer, [f"\n{text}" for text in texts])
+    bare = plain_ids(tokenizer, texts)
+    cut = len(anchor)
+    return [long[cut:] if long[:cut] == anchor else short for long, short in zip(encoded, bare, strict=True)]
+
+
+def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Id of the end-of-text token.
+
+    Raises:
+        UserError: the tokenizer has none.
+    """
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no end-of-text token, so a model could not learn to stop: "
+            "set eos_token in its tokenizer_config.json"
+        )
+    return end
+
+
+# -- ids to text ---------------------------------------------------------------------------------------------------
 
 
 class Detokenizer:

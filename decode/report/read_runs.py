@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.core.errors import UserError
-from decode.models import machine
+from decode.measure import machine
 
 Row = dict[str, Any]
 DEPTH = 3

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from decode.core.files import write_text
 from decode.core.trace import FORMULAS
+from decode.measure import machine
 from decode.measure.benchmark import Benchmark, Block
-from decode.models import machine
 from decode.report import plots
 from decode.report.figures import figures, speed, spread
 from decode.report.page import LOSSLESS, RELAXED, Badge, Column, Page, Tile

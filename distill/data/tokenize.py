@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
+from decode.models.text import continuation_ids, end_token, prompt_ids, render_chat
 
 IGNORE = -100
 """Label of a position that no loss is taken on."""
@@ -29,57 +30,15 @@ class Example:
     response: str
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
-    """Ids of prompts as generation sees them: with the tokenizer's own start token, if any, and no end token."""
-    encoded: list[list[int]] = tokenizer(list(prompts))["input_ids"]
-    end = tokenizer.eos_token_id
-    return [ids[:-1] if len(ids) > 1 and ids[-1] == end else ids for ids in encoded]
-
-
-def encode_responses(tokenizer: PreTrainedTokenizerBase, responses: Sequence[str]) -> list[list[int]]:
-    """Ids of responses as a continuation of something, followed by the end-of-text token."""
-    end = end_token(tokenizer)
-    return [[*ids, end] for ids in encode_continuations(tokenizer, responses)]
-
-
-def encode_continuations(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of texts that follow other text: no start token, and no space put before the first word.
-
-    SentencePiece tokenizers write "▁" before the first word of any text. There the texts are encoded after a line
-    break, whose ids are taken off again.
-    """
-    first = tokenizer.convert_ids_to_tokens(_plain(tokenizer, ["a"])[0])[0]
-    if not first.startswith("▁"):
-        return _plain(tokenizer, texts)
-    anchor = _plain(tokenizer, ["\n"])[0]
-    encoded = _plain(tokenizer, [f"\n{text}" for text in texts])
-    bare = _plain(tokenizer, texts)
-    cut = len(anchor)
-    return [long[cut:] if long[:cut] == anchor else short for long, short in zip(encoded, bare, strict=True)]
-
-
-def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Id of the end-of-text token.
-
-    Raises:
-        UserError: the tokenizer has none.
-    """
-    end = tokenizer.eos_token_id
-    if not isinstance(end, int):
-        raise UserError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no end-of-text token, so a model could not learn to stop: "
-            "set eos_token in its tokenizer_config.json"
-        )
-    return end
-
-
 def pair_examples(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]) -> Iterator[Example]:
     """Examples of (prompt, response); the labels are the response and the end-of-text token."""
+    end = end_token(tokenizer)
     for start in range(0, len(pairs), 1000):
         batch = pairs[start : start + 1000]
-        prompts = encode_prompts(tokenizer, [prompt for prompt, _ in batch])
-        responses = encode_responses(tokenizer, [response for _, response in batch])
+        prompts = [prompt_ids(tokenizer, prompt) for prompt, _ in batch]
+        responses = continuation_ids(tokenizer, [response for _, response in batch])
         for (prompt, response), before, after in zip(batch, prompts, responses, strict=True):
+            after.append(end)
             yield Example(before + after, [IGNORE] * len(before) + after, prompt, response)
 
 
@@ -96,7 +55,10 @@ def chat_examples(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, A
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or turns[0] == 0:
         raise UserError(f"a chat must have an assistant turn after another one, but has the roles {_roles(messages)}")
-    cuts = [(_render(tokenizer, messages[:i], True), _render(tokenizer, messages[: i + 1])) for i in turns]
+    cuts = [
+        (render_chat(tokenizer, messages[:i], ask=True), render_chat(tokenizer, messages[: i + 1], ask=False))
+        for i in turns
+    ]
     whole = cuts[-1][1]
     marks = [place for pair in cuts for place in map(len, pair)]
     if all(whole.startswith(text) for pair in cuts for text in pair) and marks == sorted(marks):
@@ -118,7 +80,7 @@ def text_examples(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], leng
     end = end_token(tokenizer)
     held: list[int] = []
     for text in texts:
-        held += [*encode_prompts(tokenizer, [text])[0], end]
+        held += [*prompt_ids(tokenizer, text), end]
         while len(held) >= length:
             yield _block(tokenizer, held[:length])
             held = held[length:]
@@ -132,11 +94,6 @@ def prompt_part(input_ids: Sequence[int], labels: Sequence[int]) -> list[int]:
     return list(input_ids[: first or max(1, len(input_ids) // 4)])
 
 
-def _plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    return ids
-
-
 def _block(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Example:
     prompt = prompt_part(ids, ids)
     return Example(ids, list(ids), str(tokenizer.decode(prompt)), str(tokenizer.decode(ids[len(prompt) :])))
@@ -146,7 +103,7 @@ def _masked(tokenizer: PreTrainedTokenizerBase, whole: str, marks: list[int]) ->
     """Tokenises ``whole`` in pieces; marks are the beginnings and ends of what is learned, in turn."""
     bounds = [0, *marks]
     pieces = [whole[start:stop] for start, stop in pairwise(bounds)]
-    encoded = [*_plain(tokenizer, pieces[:1]), *encode_continuations(tokenizer, pieces[1:])]
+    encoded = [prompt_ids(tokenizer, pieces[0]), *continuation_ids(tokenizer, pieces[1:])]
     input_ids: list[int] = []
     labels: list[int] = []
     for place, ids in enumerate(encoded):
@@ -166,12 +123,3 @@ def _until_end(ids: list[int], end: int | None) -> list[int]:
 
 def _roles(messages: list[dict[str, Any]]) -> str:
     return ", ".join(str(message["role"]) for message in messages) or "none"
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], ask: bool = False) -> str:
-    if tokenizer.chat_template is None:
-        raise UserError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no chat template: choose an instruction-tuned model's "
-            "tokenizer, or kind pairs with prompt_template and response_template"
-        )
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))

@@ -17,13 +17,13 @@ from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
+from decode.measure import machine
 from decode.measure.acceptance_offline import OfflineAlpha, draft_logits, offline_alpha, paired, response_logits
 from decode.measure.benchmark import Benchmark
 from decode.measure.cost import CostModel, best_length, break_even, replayed_speedup, verdict
 from decode.measure.entries import BenchEntry
 from decode.measure.session import BenchOptions, Session
 from decode.methods import MethodInputs, build
-from decode.models import machine
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import load_model, stop_ids
 from decode.prompts.presets import PRESETS
@@ -69,7 +69,7 @@ class Evaluation:
         settings, source, self.full = full.evaluation, full.data.source, full
         self.settings, self.seed, self.corpus, self.run = settings, full.seed, corpus, run
         self.tokenizer: PreTrainedTokenizerBase = corpus.tokenizer
-        self.target = load_model(run.target)
+        self.target = load_model(run.target, device="cpu", dtype="float32")
         self.models = {name: self._load(path) for name, path in run.drafts.items()}
         self.comparisons = {c.name: c.method for c in full.comparisons}
         preset = PRESETS.get(source)
@@ -98,7 +98,7 @@ class Evaluation:
         return self.run.names["draft"]
 
     def _load(self, path: Path) -> PreTrainedModel | FeatureHead:
-        return load_model(path)
+        return load_model(path, device="cpu", dtype="float32")
 
     def _whole(self, name: str) -> bool:
         """Whether a draft gives every token a probability, so that a divergence from it is finite."""

@@ -129,7 +129,7 @@ class Meter:
 
     def __init__(self, bench: StageContext, batch_size: int) -> None:
         self.bench, self.folder = bench, bench.run.work / "ablation"
-        self.target = load_model(bench.run.target)
+        self.target = load_model(bench.run.target, device="cpu", dtype="float32")
         self.keys = {stage: key for stage, (key, _) in stage_fingerprints(bench.settings).items()}
         self.made_from: dict[str, str] = {}  # of each mode's texts
         self.texts = {mode: self._texts(mode, temperature, batch_size) for mode, temperature in MODES.items()}
@@ -163,7 +163,11 @@ class Meter:
 
         def parts() -> Iterator[tuple[slice, Array]]:
             path = self.bench.run.path(draft)
-            model = load_head(path, self.target) if self.bench.settings.eagle.enabled else load_model(path)
+            model = (
+                load_head(path, self.target)
+                if self.bench.settings.eagle.enabled
+                else load_model(path, device="cpu", dtype="float32")
+            )
             found = offline_alpha(self.target, model, texts, Warp(temperature))
             yield slice(None), np.concatenate([np.asarray(text) for text in found.texts])
 

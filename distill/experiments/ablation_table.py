@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.core.files import write_text
+from decode.measure import machine
 from decode.measure.acceptance_offline import OfflineAlpha, paired
-from decode.models import machine
 from distill.core.files import write_json
 from distill.report.summary import display, signed
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from decode.core.errors import UserError
-from decode.models import machine
+from decode.measure import machine
 from decode.models.open import load_model
 from distill.config.drafts import AdaSpecSettings
 from distill.config.settings import Settings, TrainerSettings, TrainingSettings
@@ -152,7 +152,7 @@ def _prepare(settings: TrainingBenchSettings, folder: Path, threads: int) -> tup
     reference, draft = settings.reference.training, _published(settings)
     plan = plan_draft(plan_reference(reference, len(rows)), draft.k, draft.iso)
     selection = Selection(draft.k, draft.scope, draft.normalisation)
-    models = [load_model(folder / name) for name in ("target", "initial")]
+    models = [load_model(folder / name, device="cpu", dtype="float32") for name in ("target", "initial")]
     signal = TargetSignal.of(settings.reference, min(LMHead(model).vocab for model in models))
     job = Job(
         str(folder), rows, reference, settings.trainer, selection, signal, settings.speed.steps, plan.batch_size,
@@ -175,7 +175,7 @@ def _schedule(job: Job) -> Schedule:
 
 
 def _models(job: Job, *names: str) -> list[PreTrainedModel]:
-    return [load_model(Path(job.folder) / name, dtype="float32") for name in names]
+    return [load_model(Path(job.folder) / name, device="cpu", dtype="float32") for name in names]
 
 
 class _Clock(Callback):

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from decode.models import machine
+from decode.measure import machine
 from distill.config.trainer import TrainingSettings
 from distill.data.batch_schedule import Schedule
 from distill.data.token_dataset import TokenDataset

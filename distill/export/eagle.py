@@ -70,7 +70,7 @@ def export_head(
         UserError: a destination that holds something else, or a missing draft length.
     """
     out_dir = Path(out_dir)
-    target = load_model(target_dir)
+    target = load_model(target_dir, device="cpu", dtype="float32")
     head = load_head(head_dir, target)
     check_head_path(out_dir, head.version)
     length = draft_length(profile, settings)

@@ -17,10 +17,11 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.sampling import Warp
+from decode.models.text import continuation_ids, end_token
 from distill.config.responses import ResponseSettings
 from distill.core.files import void, write_json, write_safely
 from distill.data.token_dataset import TokenDataset
-from distill.data.tokenize import IGNORE, encode_continuations, end_token
+from distill.data.tokenize import IGNORE
 from distill.generation.batched import answer, chance
 
 Answer = Callable[[Sequence["Job"], Collection[int]], Iterator["Response"]]
@@ -209,7 +210,7 @@ def encode_answer(
     tokenizer: PreTrainedTokenizerBase, text: str, *, ended: bool, ends: Collection[int], budget: int
 ) -> list[int]:
     """Token ids of a response that came as text; the end-of-text token that a server leaves out is put back."""
-    ids = encode_continuations(tokenizer, [text])[0] if text else []
+    ids = continuation_ids(tokenizer, [text])[0] if text else []
     if ended and not any(token in ends for token in ids):
         ids = [*ids, end_token(tokenizer)]
     return ids[:budget]

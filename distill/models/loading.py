@@ -64,7 +64,7 @@ def load_or_build(
     """The model that a stage trains, in float32: random weights, or a folder's or Hub repository's."""
     if settings.model is None:
         return build_model(settings.architecture, vocab, tokenizer, seed)
-    return load_model(settings.model, dtype="float32", trust_remote_code=settings.trust_remote_code)
+    return load_model(settings.model, device="cpu", dtype="float32", trust_remote_code=settings.trust_remote_code)
 
 
 def source_folder(model: str) -> Path:

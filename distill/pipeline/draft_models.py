@@ -22,7 +22,7 @@ def begin(
     """The training of a draft model that starts from the initial draft (see `distill.pipeline.stages.Begin`)."""
     full, settings = context.settings, context.settings.reference
     objective = Objective(divergence_of(settings)) if adaspec is None else objective_of(adaspec, settings, steps)
-    model = load_model(context.run.path("initial"), dtype="float32").train()
+    model = load_model(context.run.path("initial"), device="cpu", dtype="float32").train()
     check_head(model, LMHead(model))
     parameters = model.num_parameters()
     adapted = add_adapter(model, settings.lora, full.seed) if settings.lora is not None else None

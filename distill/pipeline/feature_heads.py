@@ -29,7 +29,7 @@ KINDS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
 def initial(context: StageContext, key: str) -> StageResult:
     """A random head for the target, its vocabulary chosen."""
     settings = context.settings.eagle
-    target = load_model(context.run.target)
+    target = load_model(context.run.target, device="cpu", dtype="float32")
     config = head_config(
         target.config.get_text_config(),
         settings.version,
@@ -93,7 +93,7 @@ def _signals(
     """The target, and train and validation examples with its states and the reference's losses."""
     settings, run = context.settings, context.run
     cached, folder = settings.reference.signal == "hidden", run.work / "signals"
-    model = load_model(run.target, dtype=settings.target.dtype).to(context.device)
+    model = load_model(run.target, device=context.device, dtype=settings.target.dtype)
     check_head(model, LMHead(model))
     source = FeatureSource(model, head, cached=cached)
     train, validation, made_from = fixed_texts(context, model, stop_ids(model, context.corpus.tokenizer))

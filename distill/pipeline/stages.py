@@ -125,7 +125,7 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
         return StageResult(record, source=source_folder(settings.model))
     offset = ("target", "initial").index(stage)
     if isinstance(settings, InitialDraftSettings) and settings.kind == "cut":
-        model = cut(load_model(context.run.target), settings.layers)
+        model = cut(load_model(context.run.target, device="cpu", dtype="float32"), settings.layers)
     else:  # a draft with as many ids as the target's embedding can be served without padding
         target = None if stage == "target" else AutoConfig.from_pretrained(context.run.target).get_text_config()
         vocab = len(tokenizer) if target is None else int(target.vocab_size)

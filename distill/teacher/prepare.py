@@ -65,7 +65,7 @@ def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> 
         share: Of the examples whose responses the draft will write itself.
     """
     folder = context.run.work / "signals"
-    model = load_model(context.run.target, dtype=context.settings.target.dtype)
+    model = load_model(context.run.target, device="cpu", dtype=context.settings.target.dtype)
     check_head(model, LMHead(model))
     ends = stop_ids(model, context.corpus.tokenizer)
     train, validation, key = fixed_texts(context, model, ends)
@@ -92,7 +92,7 @@ def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> 
     if objective.selection is not None:
         record = context.run.record("reference")
         assert record is not None
-        reference = load_model(context.run.path("reference"), dtype="float32").to(context.device)
+        reference = load_model(context.run.path("reference"), device=context.device, dtype="float32")
         if not all_own:
             path = folder / f"reference_{ranking.name}.npy"
             made_from = fingerprint(key, record.fingerprint, vars(ranking))

@@ -14,7 +14,7 @@ from decode.commands.generate import run, start
 from decode.commands.settings import GenerateSettings
 from decode.core.errors import UserError
 from decode.models.open import load_model
-from decode.models.text import Detokenizer, encode_prompt, marked, stop_at
+from decode.models.text import Detokenizer, chat_ids, marked, prompt_ids, stop_at
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_spaces_of_sentencepiece_like_tokenizers_survive_streaming():
 
 @pytest.mark.parametrize("method", ["autoregressive", "vanilla", "hf-constant"])
 def test_a_stop_string_ends_the_text_where_transformers_ends_it(folder, method):
-    tokenizer, target = make_tokenizer(), load_model(folder / "target")
+    tokenizer, target = make_tokenizer(), load_model(folder / "target", device="cpu", dtype="float32")
     whole = start(settings_for(folder, ignore_eos=True, max_new_tokens=40), "Tom has 3 apples")
     for _ in whole.pieces:
         pass
@@ -144,7 +144,7 @@ def test_chat_puts_the_prompt_into_the_template(folder):
     generation = start(settings_for(folder, chat=True), "Hi")
     assert make_tokenizer().decode(generation.prompt) == "[user]Hi\n[assistant]"
     with pytest.raises(UserError, match="no chat template"):
-        encode_prompt(make_tokenizer(), "Hi", chat=True)
+        chat_ids(make_tokenizer(), [{"role": "user", "content": "Hi"}])
 
 
 @pytest.mark.parametrize(
@@ -158,13 +158,13 @@ def test_chat_puts_the_prompt_into_the_template(folder):
         ({"method": "adaptix"}, "trigrams build"),
         ({"method": "generate"}, "only for comparison"),
         ({"target": None}, "--target is missing"),
-        ({"dtype": "f32"}, "choose one of float32"),
+        ({"dtype": "f32"}, "choose auto or one of float32"),
         ({"draft_length": 0}, "draft_length is 0"),
         ({"top_p": 0.0}, "top_p is 0.0"),
     ],
 )
 def test_mistakes_are_told_before_any_model_is_loaded(folder, monkeypatch, changes, message):
-    monkeypatch.setattr("decode.commands.setup.load_model", lambda *args, **extra: pytest.fail("loaded a model"))
+    monkeypatch.setattr("decode.models.open.load_model", lambda *args, **extra: pytest.fail("loaded a model"))
     with pytest.raises(UserError, match=message):
         start(settings_for(folder, **changes), "Hi")
 
@@ -194,8 +194,8 @@ def test_marks_put_rejected_tokens_before_their_correction():
 
 def test_a_prompt_gets_no_end_token_and_may_not_be_empty():
     tokenizer = make_tokenizer()
-    ids = encode_prompt(tokenizer, TEXT)
+    ids = prompt_ids(tokenizer, TEXT)
     assert ids[-1] != tokenizer.eos_token_id
     assert tokenizer.decode(ids) == TEXT
     with pytest.raises(UserError, match="the prompt is empty"):
-        encode_prompt(tokenizer, "")
+        prompt_ids(tokenizer, "")

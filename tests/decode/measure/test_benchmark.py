@@ -15,8 +15,8 @@ from pairs import make_pair, make_suite, make_tokenizer
 from rich.console import Console
 
 from decode.commands.bench import Checkpoint, choose_methods, draft_names
+from decode.commands.checks import open_suites
 from decode.commands.settings import BenchSettings
-from decode.commands.setup import open_suites
 from decode.core.errors import UserError
 from decode.core.options import MethodOptions
 from decode.measure.benchmark import COLUMNS, Benchmark, run_benchmark
@@ -24,7 +24,7 @@ from decode.measure.cost import CostModel
 from decode.measure.entries import BenchEntry, EntryRun, plan
 from decode.measure.session import BenchOptions, Session
 from decode.measure.statistics import Record, TimedText, identical_share, median_interval, paired_ratios, plain
-from decode.models.text import encode_prompt
+from decode.models.text import chat_ids, prompt_ids
 from decode.report.tables import ratios, table, write_report
 
 METHODS = [
@@ -191,7 +191,7 @@ def test_the_models_generation_configs_survive_the_peers(models, bench):
 def test_texts_have_equal_lengths_when_eos_is_ignored(models):
     target = copy.deepcopy(models[0])
     tokenizer, suite = make_tokenizer(), make_suite(2)
-    ids = encode_prompt(tokenizer, suite.prompts[0].text)
+    ids = prompt_ids(tokenizer, suite.prompts[0].text)
     with torch.inference_mode():
         fourth = target.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)[0, -1].item()
     target.generation_config.eos_token_id = fourth
@@ -316,8 +316,9 @@ def test_turns_of_a_chat_follow_the_targets_own_answers(models):
     assert tokenizer.decode(first.ids) == "[user]Hello\n[assistant]"
     answer = session.text(session.answer(first.ids, session.options.warp))
     assert tokenizer.decode(second.ids).endswith("[user]And then?\n[assistant]")
-    assert first.ids == encode_prompt(tokenizer, "Hello", chat=True)
-    assert second.ids == encode_prompt(tokenizer, "And then?", chat=True, history=[("Hello", answer)])
+    assert first.ids == chat_ids(tokenizer, [{"role": "user", "content": "Hello"}])
+    said = [("user", "Hello"), ("assistant", answer), ("user", "And then?")]
+    assert second.ids == chat_ids(tokenizer, [{"role": role, "content": text} for role, text in said])
 
 
 def test_prompts_that_cannot_fit_are_refused_with_the_numbers(models):

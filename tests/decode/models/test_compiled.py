@@ -12,8 +12,8 @@ from families import RUNNER_PATHS, VOCAB
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.commands.checks import check_models
 from decode.commands.settings import GenerateSettings
-from decode.commands.setup import check_models
 from decode.core.errors import UserError
 from decode.core.options import MethodOptions
 from decode.core.proposal import Draft
@@ -153,7 +153,9 @@ def test_modes_that_cannot_work_here_are_refused_with_the_cure(monkeypatch: pyte
 
     refused("choose one of none, default, reduce-overhead", "cuda-graphs")
     refused("device cpu; take default", "reduce-overhead")
-    refused("cpu and cuda only", device="mps")
+    refused("which has no float64", device="mps")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
     refused("pip install triton", "reduce-overhead", "cuda:0")

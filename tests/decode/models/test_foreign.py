@@ -16,7 +16,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from decode import loop
 from decode.commands import generate, profile
 from decode.commands.settings import GenerateSettings, ProfileSettings
-from decode.commands.setup import open_draft
 from decode.core.errors import UserError
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
@@ -34,6 +33,7 @@ from decode.models import vocabulary
 from decode.models.eagle.runner import open_draft_runner
 from decode.models.foreign import ForeignDraft, ForeignRunner
 from decode.models.huggingface import open_runner
+from decode.models.open import open_draft
 from decode.models.vocabulary import Intersection, Vocabulary
 
 TOLERANCE = 1e-12
@@ -289,14 +289,13 @@ def test_a_tokenizer_that_differs_is_refused_with_the_option_that_allows_it(fold
 
 
 def test_one_vocabulary_needs_no_intersection(folder, target) -> None:
-    settings = settings_for(folder)
-    same = open_draft(str(folder / "target"), settings, target, make_tokenizer())
+    same = open_draft(folder / "target", target, make_tokenizer(), vocabulary="intersection")
     assert isinstance(same, PreTrainedModel)
-    assert isinstance(open_draft(str(folder / "draft"), settings, target, make_tokenizer()), ForeignDraft)
+    assert isinstance(open_draft(folder / "draft", target, make_tokenizer(), vocabulary="intersection"), ForeignDraft)
 
 
 def test_bench_compares_it_and_leaves_it_out_of_transformers_own_methods(folder, target) -> None:
-    draft = open_draft(str(folder / "draft"), settings_for(folder), target, make_tokenizer())
+    draft = open_draft(folder / "draft", target, make_tokenizer(), vocabulary="intersection")
     entries = plan(["vanilla", "adasd", "eagle", "generate-assistant"], {"d": draft}, [0.0, 1.0])
     assert {c.method for c in entries} == {"vanilla", "adasd"}
     options = BenchOptions(16, 1, costs=False, threads=1)

@@ -6,9 +6,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from decode.core.errors import UserError
+from decode.models.text import continuation_ids, prompt_ids
 from distill.data import IGNORE, prompt_part, train_tokenizer
 from distill.data.label_masks import check_masks, render, show
-from distill.data.tokenize import chat_examples, encode_continuations, encode_prompts, pair_examples, text_examples
+from distill.data.tokenize import chat_examples, pair_examples, text_examples
 
 TEXTS = ["How many pens are there?\nThere are 2+2 = <<2+2=4>>4 pens.\n#### 4", "user assistant says hello again"] * 9
 TEMPLATE = (
@@ -76,8 +77,8 @@ def metaspace(special):
 
 def test_responses_get_no_space_of_their_own_from_sentencepiece():
     tokenizer = metaspace("<s> $A")
-    assert tokenizer.convert_ids_to_tokens(encode_prompts(tokenizer, ["a b"])[0]) == ["<s>", "▁", "a", "▁", "b"]
-    assert [tokenizer.convert_ids_to_tokens(ids) for ids in encode_continuations(tokenizer, ["ab", " c"])] == [
+    assert tokenizer.convert_ids_to_tokens(prompt_ids(tokenizer, "a b")) == ["<s>", "▁", "a", "▁", "b"]
+    assert [tokenizer.convert_ids_to_tokens(ids) for ids in continuation_ids(tokenizer, ["ab", " c"])] == [
         ["a", "b"],
         ["▁", "c"],
     ]
@@ -85,7 +86,7 @@ def test_responses_get_no_space_of_their_own_from_sentencepiece():
 
 def test_an_end_token_that_a_tokenizer_adds_is_taken_off_prompts():
     tokenizer = metaspace("<s> $A </s>")
-    assert tokenizer.convert_ids_to_tokens(encode_prompts(tokenizer, ["ab"])[0]) == ["<s>", "▁", "a", "b"]
+    assert tokenizer.convert_ids_to_tokens(prompt_ids(tokenizer, "ab")) == ["<s>", "▁", "a", "b"]
     (example,) = pair_examples(tokenizer, [("ab", "c")])
     assert tokenizer.convert_ids_to_tokens(example.input_ids) == ["<s>", "▁", "a", "b", "c", "</s>"]
 

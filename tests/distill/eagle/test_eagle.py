@@ -64,7 +64,7 @@ def run(request, tmp_path_factory):  # type: ignore[no-untyped-def]
 
 def rows_and_source(settings, run, head):  # type: ignore[no-untyped-def]
     made, _ = bench(settings)
-    target = load_model(run.target)
+    target = load_model(run.target, device="cpu", dtype="float32")
     return replace(made.examples, signals={}, tokens={}), FeatureSource(target, head, cached=False), target
 
 
@@ -115,7 +115,10 @@ def test_the_ablation_measures_heads_seed_by_seed(run) -> None:
     content = json.loads((folder / "ablation.json").read_text())
     assert [(row["name"], row["seeds"]) for row in content["variants"]] == [("eagle", 2), ("eagle-adaspec", 2)]
     assert content["verdict"].startswith("EAGLE + AdaSPEC − EAGLE: ")
-    target, texts = load_model(run[1].target), Meter(bench(settings)[0], 32).texts["sampled"]
+    target, texts = (
+        load_model(run[1].target, device="cpu", dtype="float32"),
+        Meter(bench(settings)[0], 32).texts["sampled"],
+    )
     heads = [load_head(RunDir(folder).path(f"eagle-seed{seed}"), target) for seed in (3, 4)]
     alphas = [offline_alpha(target, head, texts, Warp(1.0)).mean for head in heads]
     assert content["variants"][0]["offline_alpha"] == pytest.approx(sum(alphas) / 2)
@@ -175,7 +178,7 @@ def test_a_target_of_another_run_is_taken_over(run, tmp_path: Path) -> None:
 def test_the_exported_head_decodes_like_the_trained_one(run, tmp_path: Path) -> None:
     settings, folder = run
     out = export_head(folder.draft, folder.target, tmp_path / "head", {}, ExportSettings(draft_length=3))
-    target = load_model(folder.target)
+    target = load_model(folder.target, device="cpu", dtype="float32")
     runner = open_runner(target)
     texts = []
     for path in (folder.draft, out):

@@ -1,4 +1,4 @@
-"""From settings to models, prompts and stores, with everything refused that can be before anything is loaded."""
+"""Settings checked before anything is loaded, and turned into what decoding takes: warp, options, stores, suites."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.commands.settings import MethodSettings, ModelSettings, SamplingSettings, required
 from decode.core.errors import UserError, unknown
@@ -17,10 +15,7 @@ from decode.measure.entries import split_spec
 from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS
 from decode.models.compiled import check_compile
-from decode.models.eagle.files import is_head, load_head
-from decode.models.foreign import DraftModel, ForeignDraft
-from decode.models.open import DTYPES, check_tokenizers, load_model, load_tokenizer
-from decode.models.vocabulary import Intersection, Vocabulary
+from decode.models.open import choose_device, choose_dtype
 from decode.prompts.suites import Suite, load_suite
 
 STORES = {"rest": "datastore", "adaptix": "trigrams", "adaptix-best-first": "trigrams"}
@@ -67,76 +62,14 @@ def _check_name(kind: str, name: str, known: list[str]) -> None:
 def check_models(settings: ModelSettings) -> None:
     """Refuse what can be told from the settings alone."""
     required(settings, "target")
-    if settings.dtype not in DTYPES:
-        raise UserError(f"dtype is {settings.dtype!r}; choose one of {', '.join(DTYPES)}")
+    device = choose_device(settings.device)
+    choose_dtype(settings.dtype, device)
     if settings.compile != "none":
-        check_compile(settings.compile, settings.device)
+        check_compile(settings.compile, str(device))
         if settings.device_map is not None:
             raise UserError("a model that is compiled has to be on one device; give --device, or leave compile at none")
     if settings.draft_vocabulary not in ("same", "intersection"):
         raise UserError(f"draft_vocabulary is {settings.draft_vocabulary!r}; choose same or intersection")
-
-
-def open_target(settings: ModelSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target and its tokenizer."""
-    name = str(settings.target)
-    tokenizer = load_tokenizer(name, trust_remote_code=settings.trust_remote_code)
-    return _model(name, settings, settings.device_map), tokenizer
-
-
-def open_draft(
-    name: str, settings: ModelSettings, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> DraftModel:
-    """A draft model, after its tokenizer has been compared with the target's; or a feature head of this target.
-
-    With ``draft_vocabulary: intersection`` a tokenizer that differs makes it a `ForeignDraft`.
-
-    Raises:
-        UserError: it cannot be read, its token ids mean other strings, or the vocabularies have too little in common.
-    """
-    if is_head(name):
-        return load_head(name, target)
-    try:
-        own = load_tokenizer(name, trust_remote_code=settings.trust_remote_code)
-    except UserError:
-        own = None  # a folder without a tokenizer promises nothing; the model's own error says whether it exists
-    foreign = own is not None and not _same(tokenizer, own, settings)
-    model = _model(name, settings, None)
-    known = _outputs(model)
-    if own is not None and foreign:
-        mine = Vocabulary(tokenizer, _outputs(target), "target")
-        return ForeignDraft(model, Intersection(mine, Vocabulary(own, known, "draft")))
-    if own is None and known < 0.9 * len(tokenizer):
-        raise UserError(
-            f"the draft {name!r} knows {known} tokens and brings no tokenizer, the target's tokenizer has "
-            f"{len(tokenizer)}; use a draft of the same model family"
-        )
-    return model
-
-
-def _same(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, settings: ModelSettings) -> bool:
-    """Whether the tokenizers agree; where they do not, the settings have to allow it."""
-    try:
-        check_tokenizers(target, draft)
-    except UserError as error:
-        if settings.draft_vocabulary == "intersection":
-            return False
-        raise UserError(f"{error}; or decode with the tokens that both have: --draft-vocabulary intersection") from None
-    return True
-
-
-def _outputs(model: PreTrainedModel) -> int:
-    return int(model.get_output_embeddings().weight.shape[0])
-
-
-def _model(name: str, settings: ModelSettings, device_map: str | None) -> PreTrainedModel:
-    return load_model(
-        name,
-        dtype=settings.dtype,
-        device=settings.device,
-        device_map=device_map,
-        trust_remote_code=settings.trust_remote_code,
-    )
 
 
 def make_warp(settings: SamplingSettings, temperature: float = 0.0) -> Warp:
@@ -172,3 +105,14 @@ def open_suites(specs: Sequence[str], **options: Any) -> list[Suite]:
         dataclasses.replace(load_suite(spec, **options), name=name if short.count(name) == 1 else spec)
         for spec, name in zip(specs, short)
     ]
+
+
+def model_options(settings: ModelSettings) -> dict[str, Any]:
+    """The keywords of `decode.models.open.open_target` that settings hold."""
+    names = ("device", "dtype", "device_map", "trust_remote_code")
+    return {name: getattr(settings, name) for name in names}
+
+
+def draft_options(settings: ModelSettings) -> dict[str, Any]:
+    """The keywords of `decode.models.open.open_draft` that settings hold."""
+    return {"vocabulary": settings.draft_vocabulary, "trust_remote_code": settings.trust_remote_code}
