@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.core.device import synchronize
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.stopping import Confidence, StopRule, token_probability
@@ -23,7 +24,6 @@ from decode.drafters.early_exit import EarlyExitDrafter
 from decode.loop import System, decode
 from decode.measure.cost import CostModel
 from decode.measure.forward_timer import time_forwards
-from decode.measure.machine import synchronize
 from decode.methods import MethodInputs, build
 from decode.models.partial import Part, PartialRunner
 from decode.models.structure import decoder_layers

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from decode.measure.machine import synchronize
+from decode.core.device import synchronize
 from decode.models.foreign import ForeignRunner
 from decode.models.huggingface import Runner
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from decode.measure.machine import synchronize
+from decode.core.device import synchronize
 from decode.models.huggingface import Runner
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 
+from decode.core.device import synchronize
 from decode.core.errors import UserError
 from decode.models.huggingface import Runner
 
@@ -51,12 +52,6 @@ def _cpu_name() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that a clock read on the host means something."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @torch.inference_mode()

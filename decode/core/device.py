@@ -1,0 +1,11 @@
+"""Waiting for an accelerator, so that clocks mean something."""
+
+from __future__ import annotations
+
+import torch
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a clock read on the host means something."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
