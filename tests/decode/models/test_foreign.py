@@ -303,7 +303,7 @@ def test_bench_compares_it_and_leaves_it_out_of_transformers_own_methods(folder,
     rows = [row for row in bench.rows if row["method"] == "vanilla"]
     assert [row["identical_to_target"] for row in rows] == [True, None]
     assert all(row["alpha"] > 0 for row in rows)
-    assert bench.vocabularies["toy"].startswith("d: the draft shares")
+    assert bench.session.vocabularies["toy"].startswith("d: the draft shares")
 
 
 def test_profile_measures_the_alpha_of_the_shared_tokens(folder, capsys) -> None:
