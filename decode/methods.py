@@ -198,6 +198,17 @@ def _probed(kind: str) -> MakeStop:
     return make
 
 
+def _cost_optimal(inputs: MethodInputs) -> StopRule:
+    """The costs are fixed before decoding, so that a seed gives one text."""
+    c, layers = inputs.options.cost_ratio, inputs.options.exit_layer
+    if c is None and inputs.draft is not None:
+        c = inputs.draft.weight_bytes / inputs.target.weight_bytes
+    elif c is None:
+        c = layers / int(inputs.target.config.num_hidden_layers) if layers else 0.25
+    threshold = CostOptimal(c, inputs.options.verify_growth)
+    return StopRule(inputs.window(20), token_probability, product=True, threshold=threshold)
+
+
 STOPS: dict[str, MakeStop] = {
     "length": lambda inputs: StopRule(inputs.window(5)),
     "copy": lambda inputs: StopRule(inputs.window(10)),
@@ -207,9 +218,7 @@ STOPS: dict[str, MakeStop] = {
     "draft-verify": _controlled(product=False, default=0.6),
     "product": _controlled(product=True, default=0.8),
     "entropy": lambda inputs: StopRule(inputs.window(20), negative_entropy, threshold=MeanOfRejected()),
-    "cost-optimal": lambda inputs: StopRule(
-        inputs.window(20), token_probability, product=True, threshold=CostOptimal()
-    ),
+    "cost-optimal": _cost_optimal,
 }
 
 PROBE_STOPS: dict[str, MakeStop] = {kind: _probed(kind) for kind in ("probe", "confidence-probe")}

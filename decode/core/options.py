@@ -18,6 +18,11 @@ class MethodOptions:
     """Start of an adaptive confidence threshold (Draft & Verify 0.6, AdaSPEED 0.8, Hugging Face 0.4)."""
     target_acceptance: float | None = None
     """Acceptance rate that Draft & Verify's and AdaSPEED's controller steers to (0.9)."""
+    cost_ratio: float | None = None
+    """Cost-optimal stopping: c, the time of a drafted token in one-token target forwards (python -m decode profile
+    measures it); null: the weights that the draft reads for a token over those that the target reads."""
+    verify_growth: float = 0.0
+    """Cost-optimal stopping: growth of the target's forward by one more token, in one-token target forwards."""
     fuzzy_threshold: float = 0.4
     """Fuzzy: largest Jensen–Shannon divergence (nats) between target and draft at which a token is kept."""
     typical_epsilon: float = 0.09

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,9 @@ from transformers.generation.logits_process import (
 )
 
 from decode.core.errors import UserError
+
+COLDEST = 1e-3
+"""The smallest temperature that is not 0."""
 
 
 @dataclass
@@ -43,7 +47,10 @@ class Warp:
 
     def __post_init__(self) -> None:
         limits = {
-            "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
+            "temperature": (
+                self.temperature == 0 or COLDEST <= self.temperature < math.inf,
+                f"0 (greedy) or at least {COLDEST:g}: below, logits divided by it overflow",
+            ),
             "top_k": (self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),

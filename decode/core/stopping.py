@@ -24,16 +24,18 @@ class Step:
     """One drafted token as a stop rule sees it.
 
     Attributes:
-        probs: the warped distribution ``[vocab]`` the token was drawn from.
+        probs: the warped probabilities ``[vocab]`` that the token is drawn from.
         token: the token (0-d long), or None before it is drawn.
         logits: the unwarped logits ``[vocab]``.
         hidden: the hidden state ``[width]`` that produced them.
+        greedy: decoding is greedy, so that `probs` is one-hot and says nothing of confidence.
     """
 
     probs: Tensor
     token: Tensor | None
     logits: Tensor
     hidden: Tensor
+    greedy: bool = False
 
 
 Confidence = Callable[[Step], float]
@@ -48,8 +50,7 @@ def token_probability(step: Step) -> float:
 def warped_token_probability(step: Step) -> float:
     """q(x) after warping; greedy decoding has nothing to warp and uses the unwarped one (Hugging Face)."""
     assert step.token is not None
-    value = step.probs[step.token].item()
-    return value if value < 1.0 else token_probability(step)
+    return token_probability(step) if step.greedy else step.probs[step.token].item()
 
 
 def max_probability(step: Step) -> float:
@@ -62,8 +63,7 @@ def negative_entropy(step: Step) -> float:
 
     Greedy decoding takes the unwarped distribution, since a one-hot one has no entropy.
     """
-    value = -entropy(step.probs).item()
-    return value if value < 0 else -entropy(step.logits.float().softmax(-1)).item()
+    return -entropy(step.logits.float().softmax(-1) if step.greedy else step.probs).item()
 
 
 @dataclass

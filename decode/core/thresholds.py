@@ -129,61 +129,59 @@ class Roc(Threshold):
 
 @dataclass
 class CostOptimal(Threshold):
-    """Ours: one more token pays while P(all accepted) > R·(t_draft + Δt_verify).
+    """Ours: one more token pays while P(all accepted) > R·(c + Δv).
 
-    R is the running rate of tokens per second, t_draft the time of a drafted token, Δt_verify the growth of
-    verification with one more token: renewal-reward optimality, with all three measured online, so there is nothing
-    to tune. Confidence is first calibrated to acceptance by counting in bins.
+    c is the cost of a drafted token, Δv the growth of the target's forward by one more token, both in one-token target
+    forwards; R = Σ(m + 1) / Σ(1 + k·(c + Δv)) is the running rate of tokens, so that the threshold is the one of
+    renewal-reward optimality. The costs are given and stay as they are: a text depends on its seed, not on the load of
+    the machine. Confidence is first calibrated to acceptance by counting in bins.
 
     Attributes:
-        decay: weight of the past in the running averages.
+        cost_ratio: c.
+        verify_growth: Δv.
+        decay: weight of the past in the running rate.
         prior: pseudo-counts that a bin starts with at its own confidence.
+        bins: of confidences, equally wide.
+        memory: tokens that a bin counts before all its counts are halved, so that it follows a long session.
     """
 
+    cost_ratio: float = 0.1
+    verify_growth: float = 0.0
     decay: float = 0.9
     prior: float = 8.0
     bins: int = 20
+    memory: int = 1024
     value: float = field(init=False)
     table: list[list[float]] = field(init=False, repr=False)
     time: float = field(init=False, repr=False)
     tokens: float = field(init=False, repr=False)
-    draft_time: float = field(init=False, repr=False)
-    draft_tokens: float = field(init=False, repr=False)
-    fit: list[float] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.reset()
 
     def calibrate(self, confidence: float) -> float:
         """Estimated acceptance probability at this confidence."""
-        hits, seen = self.table[min(self.bins - 1, int(confidence * self.bins))]
+        hits, seen = self._bin(confidence)
         return (hits + self.prior * confidence) / (seen + self.prior)
 
+    def _bin(self, confidence: float) -> list[float]:
+        return self.table[min(self.bins - 1, int(confidence * self.bins))]
+
     def observe(self, round: Round, confidence: list[float]) -> None:
-        """Update the calibration, the rate and the two costs."""
+        """Update the calibration and the rate."""
         for i, value in enumerate(confidence[: round.tested]):
-            cell = self.table[min(self.bins - 1, int(value * self.bins))]
+            cell = self._bin(value)
             cell[0] += i < round.accepted
             cell[1] += 1
-        draft, verify = round.seconds
-        if draft + verify <= 0:
-            return
-        keep, k = self.decay, round.drafted
-        self.time = keep * self.time + draft + verify
-        self.tokens = keep * self.tokens + round.accepted + 1
-        self.draft_time = keep * self.draft_time + draft
-        self.draft_tokens = keep * self.draft_tokens + k
-        for i, x in enumerate((1.0, k, k * k, verify, k * verify)):
-            self.fit[i] = keep * self.fit[i] + x
-        n, sx, sxx, sy, sxy = self.fit
-        spread = n * sxx - sx * sx
-        slope = max(0.0, (n * sxy - sx * sy) / spread) if spread > 1e-9 else 0.0
-        if self.draft_tokens > 0:
-            self.value = self.tokens / self.time * (self.draft_time / self.draft_tokens + slope)
+            if cell[1] >= self.memory:
+                cell[:] = cell[0] / 2, cell[1] / 2
+        token = self.cost_ratio + self.verify_growth
+        self.time = self.decay * self.time + 1 + round.drafted * token
+        self.tokens = self.decay * self.tokens + round.accepted + 1
+        self.value = self.tokens / self.time * token
 
     def reset(self) -> None:
-        """Back to the start."""
-        self.value = 0.3
+        """Back to the start: the rate of decoding without a draft."""
+        self.value = self.cost_ratio + self.verify_growth
         self.table = [[0.0, 0.0] for _ in range(self.bins)]
-        self.time = self.tokens = self.draft_time = self.draft_tokens = 0.0
-        self.fit = [0.0] * 5
+        self.time = self.tokens = 0.0

@@ -1,7 +1,8 @@
-"""Acceptance probes as decoding uses them: a linear map from the exit's hidden state to the chance of acceptance.
+"""Acceptance probes: a linear map from the exit's hidden state to the probability that the drafted token is accepted.
 
-`python -m probes` trains them. A folder holds ``probes.safetensors`` (weights) and ``probes.json``: the model's
-fingerprint, for each probe its kind, label, layer, calibration and metrics, and the settings that were fastest.
+`python -m probes` trains them. A folder holds their weights (``probes.safetensors``) and ``probes.json``: a sample of
+the weights of the model they are for, for each probe its kind, label, layer, calibration and metrics, and the settings
+that were fastest.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ KINDS = ("probe", "confidence-probe")
 """`probe` sees the hidden state alone (AdaSPEED); `confidence-probe` also the exit's `confidence_features`."""
 FEATURES = ("log_probability", "entropy", "margin")
 LEAST = -30.0
-"""Smallest log-probability (and negative margin) that is told apart."""
+"""Smallest log-probability, and negative of the largest margin, that a feature can take."""
+SAMPLES = 4
+"""Values kept of each weight of the model that probes belong to."""
 
 
 def confidence_features(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -50,7 +53,7 @@ def confidence_features(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass
 class AcceptanceProbe:
-    """sigmoid((w·h + u·features + b) / T): the chance that the token drafted from this state is accepted.
+    """sigmoid((w·h + u·features + b) / T): the probability that the token drafted from this state is accepted.
 
     Attributes:
         layer: layers that ran before the state.
@@ -104,14 +107,25 @@ class AcceptanceProbe:
         return self.weight
 
 
-def fingerprint(model: PreTrainedModel) -> str:
-    """A hash of the model's shape and of a sample of every weight, rounded so that the dtype does not matter."""
+def weight_sample(model: PreTrainedModel) -> dict[str, Any]:
+    """What tells one model from another: a hash of its weights' names and shapes, and a few values of each."""
     digest = hashlib.sha256()
+    values: list[float] = []
     for name, weight in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
         flat = weight.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // 16)][:16].to(torch.bfloat16).view(torch.int16).tolist()
-        digest.update(f"{name} {tuple(weight.shape)} {sample}".encode())
-    return digest.hexdigest()[:32]
+        values += flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].tolist()
+    return {"shapes": digest.hexdigest()[:32], "values": values}
+
+
+def same_weights(one: Any, other: Any) -> bool:
+    """Whether two `weight_sample`s are of one model; float32, float16 and bfloat16 copies of it count as the same."""
+    if not (isinstance(one, dict) and isinstance(other, dict)) or one.get("shapes") != other.get("shapes"):
+        return False
+    # bfloat16 rounds by a share of up to 2^-9, float16 below its normal numbers by up to 3e-8
+    return all(
+        abs(a - b) <= 2**-8 * max(abs(a), abs(b)) + 1e-7 for a, b in zip(one["values"], other["values"], strict=True)
+    )
 
 
 def save_probes(
@@ -135,11 +149,12 @@ def save_probes(
         {"label": p.label, "kind": p.kind, "layer": p.layer, "temperature": p.temperature, "metrics": p.metrics}
         for p in probes
     ]
-    note = {"model": fingerprint(model), "class": type(model).__name__, "features": FEATURES, "best": dict(best or {})}
+    note = {"model": weight_sample(model), "class": type(model).__name__, "features": FEATURES}
+    note |= {"best": dict(best or {}), "probes": described}
     temporary = folder / f".tmp-{os.getpid()}"
     for name, write in (
         ("probes.safetensors", lambda path: save_file(tensors, path)),
-        ("probes.json", lambda path: path.write_text(json.dumps(note | {"probes": described}, indent=1) + "\n")),
+        ("probes.json", lambda path: path.write_text(json.dumps(note, indent=1) + "\n")),
     ):
         try:
             write(temporary)
@@ -181,7 +196,7 @@ def load_probe(
         UserError: no probes there, probes of another model, or none for this layer, kind and label.
     """
     note = describe_probes(folder)
-    if note["model"] != fingerprint(model):
+    if not same_weights(note["model"], weight_sample(model)):
         raise UserError(
             f"the probes in {str(folder)!r} were trained on another model (a {note['class']} with other weights); "
             "train probes for this one with python -m probes"

@@ -53,19 +53,19 @@ class ModelDrafter(Drafter):
         probs: list[Tensor] = []
         logits: list[Tensor] = []
         hidden: list[Tensor] = []
-        watch, prefixed = stop.confidence is not None, self.warp.needs_prefix
+        greedy, prefixed, watch = self.warp.greedy, self.warp.needs_prefix, stop.confidence is not None
         # what follows the end of the text is never used; where nobody waits for the token anyway, looking is free
         reads_tokens = bool(self.stop_ids) and (watch or runner.device.type == "cpu")
-        at_once = self.warp.greedy and not watch and not prefixed
+        at_once = greedy and not watch and not prefixed
         for _ in range(limit):
             row = runner.read(feed, head=1)
             if self.padded:
                 row = self._fit(row)
-            if at_once:  # a one-hot distribution's draw is its argmax: all distributions are made together at the end
+            if at_once:  # a draw from one-hot weights is their argmax: all of them are made together at the end
                 feed = argmax(row)
             else:
                 q = self.warp(row, [ids + [int(t) for t in tokens]] if prefixed else None)
-                if watch and stop.before(Step(q[0], None, row[0], runner.hidden[-1])):
+                if watch and stop.before(Step(q[0], None, row[0], runner.hidden[-1], greedy)):
                     break
                 feed = rng.draw(q[0]).view(1)
                 probs.append(q)
@@ -74,7 +74,7 @@ class ModelDrafter(Drafter):
                 logits.append(row)
             if watch:
                 hidden.append(runner.hidden[-1:])
-                if stop.after(Step(q[0], feed[0], row[0], runner.hidden[-1])):
+                if stop.after(Step(q[0], feed[0], row[0], runner.hidden[-1], greedy)):
                     break
             if reads_tokens and int(feed) in self.stop_ids:
                 break

@@ -91,8 +91,8 @@ def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 TYPES: dict[str, type] = {
-    "draft_length": int, "threshold": float, "target_acceptance": float, "exit_layer": int, "probes": str,
-    "texts": int,
+    "draft_length": int, "threshold": float, "cost_ratio": float, "target_acceptance": float,
+    "exit_layer": int, "probes": str, "texts": int,
 }  # fmt: skip
 """Types of the options that are null where they are left open."""
 

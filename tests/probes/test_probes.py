@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 from pathlib import Path
 
@@ -19,9 +21,10 @@ from decode.drafters.acceptance_probe import (
     AcceptanceProbe,
     advised,
     confidence_features,
-    fingerprint,
     load_probe,
+    same_weights,
     save_probes,
+    weight_sample,
 )
 from decode.loop import System, decode, rounds
 from decode.methods import MethodInputs, build
@@ -267,10 +270,19 @@ def test_probes_of_another_model_layer_or_nothing_are_refused(tiny, folder: Path
         build("adaspeed-probe", MethodInputs(open_runner(model), Warp()))
 
 
-def test_the_fingerprint_knows_the_weights_and_not_the_dtype(tiny) -> None:
+@pytest.mark.parametrize("dtypes", list(itertools.permutations((torch.float32, torch.float16, torch.bfloat16), 2)))
+def test_probes_know_their_model_in_every_precision_and_no_other(tiny, dtypes) -> None:
+    """Rounding twice, to float16 and then to bfloat16, may end elsewhere than rounding once."""
     model = model_of(tiny)
-    assert fingerprint(model) == fingerprint(model_of(tiny, dtype=torch.bfloat16))
-    assert fingerprint(model) != fingerprint(model_of(tiny, seed=2))
+    one, other = (weight_sample(copy.deepcopy(model).to(dtype)) for dtype in dtypes)
+    assert same_weights(one, other)
+    assert same_weights(one, json.loads(json.dumps(other)))
+    assert not same_weights(one, weight_sample(model_of(tiny, seed=2)))
+    assert not same_weights(one, "a fingerprint of an earlier version")
+    trained = copy.deepcopy(model)
+    with torch.no_grad():
+        trained.get_input_embeddings().weight.mul_(1.02)
+    assert not same_weights(one, weight_sample(trained))
 
 
 @pytest.mark.parametrize("method", ["adaspeed-probe", "confidence-probe", "adaspeed"])

@@ -167,6 +167,11 @@ class ScriptedRunner(Runner):
         self.hidden = torch.empty(0)
 
     @property
+    def weight_bytes(self) -> int:
+        """In proportion to the cost of a token."""
+        return int(1000 * self.cost)
+
+    @property
     def length(self) -> int:  # type: ignore[override]
         """Positions held."""
         return len(self.held)

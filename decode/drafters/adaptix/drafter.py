@@ -43,6 +43,8 @@ class TrigramDrafter(Drafter):
         gain: weight added to a recent n-gram; 0 turns learning off.
         ceiling: the weight that learning stops at.
         recent: tokens of the text whose n-grams are learned each time.
+        memory: contexts whose learned weights are kept, those met last.
+        widest: successors that a context keeps while it learns; the lightest leaves first.
         seed: of the search's own generator, which restarts with every text and never touches the decoder's.
     """
 
@@ -56,6 +58,8 @@ class TrigramDrafter(Drafter):
     gain: float = 0.04
     ceiling: float = 3.0
     recent: int = 16
+    memory: int = 1 << 16
+    widest: int = 64
     seed: int = 0
     _learned: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict, init=False, repr=False)
     _random: Random = field(default_factory=Random, init=False, repr=False)
@@ -116,15 +120,18 @@ class TrigramDrafter(Drafter):
             context, token = self.table.context(window[end - size : end]), window[end]
             if context is None or token >> self.table.bits:
                 continue
-            if context not in self._learned:
-                tokens, weights = self.table.successors(context)
-                self._learned[context] = (tokens.copy(), weights.copy())
-            tokens, weights = self._learned[context]
+            tokens, weights = self._learned.pop(context, None) or tuple(map(list, self.table.successors(context)))
+            self._learned[context] = tokens, weights  # the latest at the end
             if token not in tokens:
+                if len(tokens) >= self.widest:
+                    lightest = weights.index(min(weights))
+                    del tokens[lightest], weights[lightest]
                 tokens.append(token)
                 weights.append(0.0)
             at = tokens.index(token)
             weights[at] = min(self.ceiling, weights[at] + self.gain)
+        while len(self._learned) > self.memory:
+            del self._learned[next(iter(self._learned))]
 
 
 def open_adaptix(

@@ -151,6 +151,8 @@ def test_ties_at_the_edge_of_top_k_are_cut_as_in_transformers() -> None:
     [
         {"temperature": -0.1},
         {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": 1e-40},
         {"top_k": -1},
         {"top_p": 0.0},
         {"top_p": 1.1},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 
 import pytest
 import torch
@@ -23,9 +24,11 @@ from decode.core.stopping import (
     token_probability,
     warped_token_probability,
 )
+from decode.core.target import Target
 from decode.core.thresholds import CostOptimal, Fixed, MeanOfRejected, Roc, TargetAcceptance, Threshold
 from decode.core.trace import Round
 from decode.drafters.draft_model import ModelDrafter
+from decode.loop import decode
 from decode.methods import METHODS, STOPS, MethodInputs, build
 
 
@@ -36,8 +39,8 @@ def chain_round(drafted: int, accepted: int, seconds: tuple[float, float] = (0.0
 
 def step(*logits: float, token: int = 0, warp: Warp | None = None) -> Step:
     row = torch.tensor(logits)
-    probs = (warp or Warp(temperature=1.0))(row[None])[0]
-    return Step(probs, torch.tensor(token), row, torch.empty(0))
+    warp = warp or Warp(temperature=1.0)
+    return Step(warp(row[None])[0], torch.tensor(token), row, torch.empty(0), warp.greedy)
 
 
 def log(*probabilities: float) -> list[float]:
@@ -62,6 +65,14 @@ def test_confidences_read_what_their_papers_say() -> None:
     greedy = step(*log(0.5, 0.25, 0.25), token=0, warp=Warp())
     assert warped_token_probability(greedy) == pytest.approx(0.5)
     assert negative_entropy(greedy) == pytest.approx(-1.5)
+
+
+def test_a_surer_token_never_reads_as_less_confident_when_top_p_leaves_one_token() -> None:
+    """A nucleus of one token has the warped probability 1 and entropy 0, above every nucleus of two."""
+    nucleus = Warp(temperature=1.0, top_p=0.8)
+    one, two = step(*log(0.81, 0.1, 0.09), warp=nucleus), step(*log(0.79, 0.11, 0.1), warp=nucleus)
+    assert warped_token_probability(one) == 1.0 > warped_token_probability(two) > 0.85
+    assert negative_entropy(one) == 0.0 > negative_entropy(two) > -0.6
 
 
 def drafted_by(stop: StopRule, *probabilities: float) -> int:
@@ -193,27 +204,57 @@ def test_hugging_faces_heuristic_schedule_grows_by_two_and_shrinks_by_one() -> N
 
 
 def test_the_cost_optimal_threshold_is_the_rate_times_the_price_of_a_token() -> None:
-    controller = CostOptimal(decay=1.0)
-    total = tokens = 0.0
+    controller = CostOptimal(cost_ratio=0.2, verify_growth=0.1, decay=1.0)
+    assert controller.value == pytest.approx(0.3)  # plain decoding: one token a forward
+    cost = tokens = 0.0
     for drafted, accepted in [(1, 1), (3, 1), (5, 5), (2, 0), (4, 2)]:
-        draft, verify = 0.2 * drafted, 1.0 + 0.1 * drafted
-        controller.observe(chain_round(drafted, accepted, (draft, verify)), [0.5] * drafted)
-        total += draft + verify
+        controller.observe(chain_round(drafted, accepted, (random.random(), random.random())), [0.5] * drafted)
+        cost += 1 + 0.3 * drafted
         tokens += accepted + 1
-    assert controller.value == pytest.approx(tokens / total * (0.2 + 0.1), abs=1e-12)
+        assert controller.value == pytest.approx(tokens / cost * 0.3, abs=1e-12)
     controller.reset()
-    assert controller.value == 0.3
-    controller.observe(chain_round(0, 0, (0.0, 1.0)), [])
-    assert controller.value == 0.3  # nothing was drafted, so its price is unknown
+    assert controller.value == pytest.approx(0.3)
 
 
 def test_the_cost_optimal_rule_forgets_old_rounds() -> None:
-    controller = CostOptimal(decay=0.5)
-    for _ in range(40):
-        controller.observe(chain_round(2, 0, (10.0, 10.0)), [0.5, 0.5])
-    for _ in range(40):
-        controller.observe(chain_round(2, 1, (0.2, 1.0)), [0.5, 0.5])
-    assert controller.value == pytest.approx(2 / 1.2 * 0.1, rel=1e-6)
+    controller = CostOptimal(cost_ratio=0.1, decay=0.5, memory=200)
+    for rounds, accepted in ((400, 0), (400, 2)):
+        for _ in range(rounds):
+            controller.observe(chain_round(2, accepted), [0.5, 0.5])
+    assert controller.value == pytest.approx(3 / 1.2 * 0.1, rel=1e-6)
+    assert controller.calibrate(0.5) > 0.9
+    assert max(seen for _, seen in controller.table) < 200
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.004])
+def test_a_seed_gives_the_same_text_whatever_the_machines_speed(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft slowed down at random moments drafts as before."""
+
+    def text(slow: bool) -> list[int]:
+        inputs = parts()
+        read = inputs.draft.read
+        moments = random.Random(1)
+
+        def delayed(*args, **options):  # type: ignore[no-untyped-def]
+            time.sleep(moments.choice((0.0, seconds)))
+            return read(*args, **options)
+
+        if slow:
+            monkeypatch.setattr(inputs.draft, "read", delayed)
+        system = build("cost-optimal", inputs)
+        return decode(Target(inputs.target), system, inputs.warp, [1, 2], max_new_tokens=60, rng=TorchRng(3)).ids
+
+    assert text(slow=True) == text(slow=False)
+
+
+def test_cost_optimal_takes_its_costs_from_options_or_from_the_weights_that_are_read() -> None:
+    given = STOPS["cost-optimal"](parts(cost_ratio=0.2, verify_growth=0.05)).threshold
+    assert (given.cost_ratio, given.verify_growth) == (0.2, 0.05)  # type: ignore[attr-defined]
+    inputs = parts()
+    inputs.draft.cost = 0.25
+    assert STOPS["cost-optimal"](inputs).threshold.cost_ratio == 0.25  # type: ignore[attr-defined]
 
 
 def test_cost_optimal_confidence_is_calibrated_by_counting() -> None:

@@ -112,6 +112,17 @@ def test_learned_weights_outlive_the_text_until_reset(tmp_path):
     assert len(drafter.propose([1, 2], STOP, 5, RNG)) == 0
 
 
+def test_what_a_long_session_learns_is_bounded(tmp_path):
+    drafter = TrigramDrafter(opened(tmp_path, [[1, 2, 3], [0, 5, 1]]), memory=10, widest=4)
+    text = random.Random(0).choices(range(6), k=3000)
+    for end in range(16, len(text)):
+        drafter._learn(text[:end])
+    assert len(drafter._learned) == 10
+    assert all(len(tokens) == len(weights) <= 4 for tokens, weights in drafter._learned.values())
+    latest = drafter.table.context(text[end - 3 : end - 1])
+    assert text[end - 1] in drafter.successors(latest)[0]
+
+
 def test_resetting_a_system_forgets_what_its_drafter_learned(tmp_path):
     drafter = TrigramDrafter(opened(tmp_path, [[1, 2, 3], [1, 2, 4]]))
     system = System("adaptix", drafter, StopRule())
