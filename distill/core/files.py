@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from decode.core.errors import UserError
 from distill.core import ranks
 
@@ -33,6 +35,18 @@ def write_safely(path: Path, write: Callable[[Path], None]) -> None:
 def write_json(path: Path, value: object) -> None:
     """Writes JSON safely."""
     write_safely(path, lambda file: void(file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")))
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes a tokenizer's files under the class name that transformers 4, and engines built on it, know too."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if config.get("tokenizer_class") == "TokenizersBackend":  # transformers 5's name for the same class
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        for name in ("backend", "is_local", "local_files_only"):
+            config.pop(name, None)
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def void(_: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any
@@ -49,7 +49,8 @@ def speculation_profile(profile: Mapping[str, Any], length: int) -> dict[str, An
 
     Both conventions of acceptance by position are given: conditional (position i accepted, given that all before
     it were) and marginal (positions up to i all accepted). Lengths count the target's own token, so a round that
-    accepts m drafted tokens has length m + 1.
+    accepts m drafted tokens has length m + 1; the mean is 1 + Σ of the marginal rates, and the histogram is theirs
+    over the measured rounds.
 
     Args:
         profile: `acceptance_by_position`, the rows of `decode.core.trace.Trace.acceptance_by_position` of drafts of
@@ -78,15 +79,15 @@ def speculation_profile(profile: Mapping[str, Any], length: int) -> dict[str, An
         reason = "acceptance was measured at another draft length" if rows else "acceptance was not measured"
         return result | {"vectors_unavailable_reason": reason}
     conditional = [row["conditional"] or 0.0 for row in rows]
-    # kept[m]: rounds that accepted at least m tokens. At the end of a text drafts are shorter, so the product of
-    # the conditional rates, not kept[m] / rounds, is the rate at full length.
-    kept = [rows[0]["tested"], *(round(rate * row["tested"]) for rate, row in zip(conditional, rows))]
-    counts = [a - b for a, b in pairwise([*kept, 0])]
+    # At the end of a text drafts are shorter, so rates at full length are products of the conditional ones.
+    marginal = list(accumulate(conditional, mul))
+    rounds = rows[0]["tested"]
+    kept = [rounds, *(round(rate * rounds) for rate in marginal), 0]
     return result | {
         "conditional_accept_rates": [round(rate, 6) for rate in conditional],
-        "marginal_accept_rates": [round(rate, 6) for rate in accumulate(conditional, mul)],
-        "mean_accept_length": round(sum((m + 1) * n for m, n in enumerate(counts)) / kept[0], 6),
-        "acceptance_length_histogram": {str(m + 1): n for m, n in enumerate(counts)},
+        "marginal_accept_rates": [round(rate, 6) for rate in marginal],
+        "mean_accept_length": round(1 + sum(marginal), 6),
+        "acceptance_length_histogram": {str(m + 1): a - b for m, (a, b) in enumerate(pairwise(kept))},
     }
 
 
@@ -97,6 +98,7 @@ def model_card(
     folder: str,
     length: int,
     trained_vocabulary: int,
+    notes: Sequence[str] = (),
 ) -> str:
     """The README.md of an exported draft: what it is, what was measured, how to use it.
 
@@ -110,6 +112,7 @@ def model_card(
         folder: the export's folder, for the commands.
         length: drafted tokens per round.
         trained_vocabulary: vocabulary size before padding or cutting.
+        notes: further ones of this pair; empty ones are left out.
     """
     text = model.config.get_text_config()
     parameters = sum(weight.numel() for weight in model.parameters())
@@ -127,7 +130,7 @@ def model_card(
         "## Use",
         usage(target, folder, length),
         "## Notes",
-        _notes(text.vocab_size, trained_vocabulary, length),
+        _notes(text.vocab_size, trained_vocabulary, notes),
     ]
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
@@ -202,12 +205,20 @@ ROWS = (
 
 def measurements(profile: Mapping[str, Any]) -> str:
     """The numbers with their formulas, as a Markdown table."""
-    lines = ["| number | value | formula |", "| --- | ---: | --- |"]
+    lines = ["| number | value | T | formula |", "| --- | ---: | --- | --- |"]
     for key, name, formula in ROWS:
         value = profile.get(key)
         if isinstance(value, int | float):
-            lines.append(f"| {name} | {value:.3f}{_spread(profile, key)} | {formula} |")
+            lines.append(f"| {name} | {value:.3f}{_spread(profile, key)} | {_temperature(profile, key)} | {formula} |")
     return "\n".join(lines) if len(lines) > 2 else "Nothing was measured before this export."
+
+
+def _temperature(profile: Mapping[str, Any], key: str) -> str:
+    """Temperature at which a number was measured; nothing for costs, which have none."""
+    if key in ("cost_ratio", "break_even_alpha"):
+        return ""
+    known = 1.0 if key == "offline_alpha" else (profile.get("conditions") or {}).get("temperature")
+    return "" if known is None else f"{known:g}"
 
 
 def _spread(profile: Mapping[str, Any], key: str) -> str:
@@ -219,8 +230,9 @@ def _spread(profile: Mapping[str, Any], key: str) -> str:
 
 
 def conditions(profile: Mapping[str, Any]) -> str:
-    """Under what the numbers were measured."""
-    known = {key.replace("_", " "): v for key, v in (profile.get("conditions") or {}).items() if v is not None}
+    """Under what the numbers were measured, but for the temperature, which stands beside each."""
+    stated = (profile.get("conditions") or {}).items()
+    known = {key.replace("_", " "): v for key, v in stated if v is not None and key != "temperature"}
     if not known:
         return ""
     values = "; ".join(f"{key}: {value}" for key, value in known.items())
@@ -241,8 +253,9 @@ def summary(profile: Mapping[str, Any], length: int) -> str:
     return f"Measured: **{speedup:.2f} times** the speed of decoding without a draft{same}, at draft length {length}."
 
 
-def _notes(size: int, trained: int, length: int) -> str:
+def _notes(size: int, trained: int, more: Sequence[str]) -> str:
     notes = [
+        *filter(None, more),
         "`speculation_profile.json` holds the acceptance rates by position: conditional and marginal.",
         "vLLM drafts greedily unless `draft_sample_method` says otherwise, so above temperature 0 it accepts "
         "p(argmax q) of the tokens rather than Σ min(p, q).",

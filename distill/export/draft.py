@@ -28,6 +28,7 @@ from transformers import (
 from decode.core.errors import UserError
 from decode.models.open import check_tokenizers
 from distill.config.export import ExportSettings
+from distill.core.files import save_tokenizer
 from distill.export.card import model_card, speculation_profile
 
 # vLLM reads a speculative method from these parts of the draft's path, even when the method is given.
@@ -77,7 +78,8 @@ def export_draft(
     tokenizer = AutoTokenizer.from_pretrained(target_dir, **options)
     if any((draft_dir / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         check_same_tokenizer(tokenizer, AutoTokenizer.from_pretrained(draft_dir, **options))
-    vocabulary = AutoConfig.from_pretrained(target_dir, **options).get_text_config().vocab_size
+    target = AutoConfig.from_pretrained(target_dir, **options)
+    vocabulary = target.get_text_config().vocab_size
 
     # The number format is set at loading: model.to() would round the rope frequencies as well.
     dtype = "auto" if settings.dtype == "keep" else getattr(torch, settings.dtype)
@@ -85,6 +87,7 @@ def export_draft(
     probe = _probe_ids(min(vocabulary, model.config.get_text_config().vocab_size), model.config)
     source = _logits(model, probe)
     trained_vocabulary = fit_vocabulary(model, vocabulary)
+    notes = [fit_context(model.config.get_text_config(), target.get_text_config()), engine_note(target)]
     target_generation = _generation_config(target_dir, options)
 
     out_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -105,10 +108,10 @@ def export_draft(
             setattr(model.config, key, getattr(target_generation, key))
         model.save_pretrained(partial, max_shard_size="1TB")
         add_legacy_fields(partial / "config.json")
-        tokenizer.save_pretrained(partial)
+        save_tokenizer(tokenizer, partial)
         measured = speculation_profile(profile, length)
         (partial / "speculation_profile.json").write_text(json.dumps(measured, indent=2) + "\n")
-        card = model_card(profile, model, str(target_dir), str(out_dir), length, trained_vocabulary)
+        card = model_card(profile, model, str(target_dir), str(out_dir), length, trained_vocabulary, notes)
         (partial / "README.md").write_text(card, encoding="utf-8")
         _check_reload(partial, model.config, probe, source, options)
         swap(partial, out_dir)
@@ -181,6 +184,36 @@ def fit_vocabulary(model: PreTrainedModel, size: int) -> int:
         if size > old and getattr(head, "bias", None) is not None:
             head.bias[old:] = NEVER
     return old
+
+
+def fit_context(draft: PreTrainedConfig, target: PreTrainedConfig) -> str:
+    """Lets a draft read texts as long as its target's, in place; returns a note for the card, or nothing.
+
+    SGLang refuses a draft of a shorter context. Rotary positions go on beyond those of the training; learned ones,
+    and rotary ones that are scaled by the context's length, cannot be extended.
+    """
+    own, wanted = (getattr(config, "max_position_embeddings", None) for config in (draft, target))
+    if not own or not wanted or own >= wanted:
+        return ""
+    rope = dict(getattr(draft, "rope_parameters", None) or {})
+    kinds = {rope.get("rope_type", "default")} if "rope_theta" in rope else {r.get("rope_type") for r in rope.values()}
+    if not rope or not kinds <= {"default", "linear", "llama3"}:
+        return (
+            f"The draft's context of {own:,} tokens is shorter than the target's of {wanted:,} and cannot be extended: "
+            "SGLang needs SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, and vLLM takes the shorter one for both."
+        )
+    draft.max_position_embeddings = wanted
+    return (
+        f"`max_position_embeddings` is the target's ({wanted:,}), as SGLang demands; the draft was made for texts of "
+        f"{own:,} tokens, beyond which its acceptance is not known."
+    )
+
+
+def engine_note(target: PreTrainedConfig) -> str:
+    """What to know of the engines' support for a target, or nothing."""
+    if target.model_type != "gpt_neox":
+        return ""
+    return "vLLM and SGLang run GPT-NeoX through their transformers back ends only, which are slower than their own."
 
 
 def add_legacy_fields(path: Path) -> None:

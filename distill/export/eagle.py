@@ -23,8 +23,9 @@ from decode.models.eagle.files import load_head, save_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import load_model
 from distill.config.export import ExportSettings
+from distill.core.files import save_tokenizer
 from distill.export.card import speculation_profile
-from distill.export.draft import add_legacy_fields, draft_length, swap
+from distill.export.draft import add_legacy_fields, draft_length, engine_note, swap
 from distill.export.eagle_card import head_card
 
 LAYER = (
@@ -34,11 +35,12 @@ LAYER = (
 REQUIRED: dict[int, tuple[str, ...]] = {
     1: ("fc.weight", "fc.bias", *(f"layers.0.{name}" for name in LAYER)),
     3: (
-        "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "midlayer.hidden_norm.weight",
+        "fc.weight", "norm.weight", "lm_head.weight", "midlayer.hidden_norm.weight",
         "midlayer.input_layernorm.weight", *(f"midlayer.{name}" for name in LAYER),
     ),
 }  # fmt: skip
-"""Tensors that the engines look for."""
+"""Tensors that the engines look for; EAGLE-3 has `TABLES` too if it drafts only some of the target's tokens."""
+TABLES = ("d2t", "t2d")
 FIELDS = (
     "architectures", "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
     "num_hidden_layers", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "hidden_act",
@@ -85,7 +87,7 @@ def export_head(
         measured = speculation_profile(profile, length) | {"method": "eagle3" if head.version == 3 else "eagle"}
         (partial / "speculation_profile.json").write_text(json.dumps(measured, indent=2) + "\n")
         layers = int(target.config.get_text_config().num_hidden_layers)
-        card = head_card(profile, head, str(target_dir), str(out_dir), length, layers)
+        card = head_card(profile, head, str(target_dir), str(out_dir), length, layers, engine_note(target.config))
         (partial / "README.md").write_text(card, encoding="utf-8")
         check_files(partial)
         again = load_head(partial, target)
@@ -106,6 +108,7 @@ def write_head(
     config.num_assistant_tokens = length
     config.dtype = str(dtype).removeprefix("torch.")
     if version == 3:
+        vars(config).pop("bias", None)  # heads trained by earlier versions have it
         taps = list(head.taps)
         config.eagle_config = {"use_aux_hidden_state": True}
         # vLLM numbers the states that enter a layer, SGLang the layers that they leave
@@ -113,7 +116,7 @@ def write_head(
         config.eagle_config["eagle_aux_hidden_state_layer_ids"] = [tap - 1 for tap in taps]
     save_head(head.to(dtype), folder)
     add_legacy_fields(folder / "config.json")
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
 
 
 def check_files(folder: Path) -> None:
@@ -131,6 +134,8 @@ def check_files(folder: Path) -> None:
         d2t = file.get_tensor("d2t") if "d2t" in shapes else torch.empty(0)
         t2d = file.get_tensor("t2d") if "t2d" in shapes else torch.empty(0)
     lacking += [name for name in REQUIRED[version] if name not in shapes]
+    reduced = version == 3 and not lacking and config["draft_vocab_size"] < config["vocab_size"]
+    lacking += [name for name in TABLES if reduced and name not in shapes]
     if lacking:
         raise RuntimeError(f"The exported head lacks {', '.join(lacking)}.")
     width, d = config["hidden_size"], config["head_dim"]
@@ -140,13 +145,34 @@ def check_files(folder: Path) -> None:
         f"{layer}.self_attn.q_proj.weight": (config["num_attention_heads"] * d, (2 if version == 3 else 1) * width),
     }
     if version == 3:
-        expected |= {"lm_head.weight": (config["draft_vocab_size"], width), "t2d": (config["vocab_size"],)}
+        expected["lm_head.weight"] = (config["draft_vocab_size"], width)
+        _check_version_3(config, [] if reduced else [name for name in TABLES if name in shapes])
+    if reduced:
+        expected["t2d"] = (config["vocab_size"],)
         ids = torch.arange(len(d2t)) + d2t
         if d2t.dtype != torch.int64 or t2d.dtype != torch.bool or not torch.equal(t2d.nonzero()[:, 0], ids):
             raise RuntimeError("The exported head's d2t (int64 offsets) and t2d (bool mask) name different tokens.")
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise RuntimeError(f"The exported head's {name} is {shapes[name]}; the engines want {shape}.")
+
+
+def _check_version_3(config: Mapping[str, Any], tables: list[str]) -> None:
+    """Refuses what vLLM and SGLang would fill with random values, or do not load.
+
+    Raises:
+        RuntimeError: naming it.
+    """
+    if config.get("bias"):
+        raise RuntimeError("The exported EAGLE-3 head has bias set: engines would make biases that no tensor fills.")
+    if tables:
+        raise RuntimeError(
+            f"The exported head drafts every token of the target and holds {', '.join(tables)}, for which vLLM makes "
+            "no parameter then."
+        )
+    captured = config.get("eagle_aux_hidden_state_layer_ids") or []
+    if len(captured) != 3 or len(set(captured)) != 3:
+        raise RuntimeError(f"The exported head captures the layers {captured}; engines expect three different ones.")
 
 
 def check_head_path(out_dir: str | Path, version: int) -> None:

@@ -26,7 +26,9 @@ def head_commands(target: str, head: str, length: int, version: int) -> list[tup
     return found
 
 
-def head_card(profile: Mapping[str, Any], head: FeatureHead, target: str, folder: str, length: int, layers: int) -> str:
+def head_card(
+    profile: Mapping[str, Any], head: FeatureHead, target: str, folder: str, length: int, layers: int, note: str = ""
+) -> str:
     """The README.md of an exported head.
 
     Args:
@@ -36,6 +38,7 @@ def head_card(profile: Mapping[str, Any], head: FeatureHead, target: str, folder
         folder: the export's folder, for the commands.
         length: drafted tokens per round.
         layers: of the target.
+        note: a further one; empty: none.
     """
     parameters, config = sum(p.numel() for p in head.parameters()), head.config
     kind = "EAGLE-3" if head.version == 3 else "EAGLE-1"
@@ -52,15 +55,19 @@ def head_card(profile: Mapping[str, Any], head: FeatureHead, target: str, folder
         *(f"{title}:\n\n```{language}\n{lines}\n```" for title, language, lines in
           head_commands(target, folder, length, head.version)),
     ]  # fmt: skip
+    notes = []
     if head.version == 3:
-        notes = [
-            f"It drafts {config.draft_vocab_size:,} of the {config.vocab_size:,} tokens (`d2t` holds offsets, `t2d` "
-            "the mask); the others are left to the target.",
-        ]
+        notes = ["It drafts every token of the target, so that it needs neither `d2t` nor `t2d`."]
+        if head.draft_ids() is not None:
+            notes = [
+                f"It drafts {config.draft_vocab_size:,} of the {config.vocab_size:,} tokens (`d2t` holds offsets, "
+                "`t2d` the mask); the others are left to the target.",
+            ]
         if head.taps != default_taps(layers):
             notes.append(
                 f"It reads the states that enter layers {', '.join(map(str, head.taps))}; an engine that does not read "
                 "`eagle_aux_hidden_state_layer_ids` would take others."
             )
+    if notes := [*notes, *filter(None, [note])]:
         parts += ["## Notes", "\n".join(f"- {note}" for note in notes)]
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"

@@ -24,6 +24,7 @@ from decode.models.tiny import family_of
 from decode.prompts.presets import PRESETS
 from distill.config.responses import ResponseSettings
 from distill.config.settings import Architecture, ModelSettings, Settings, TrainingSettings
+from distill.core.files import save_tokenizer
 from distill.data import DataSettings, load_corpus
 from distill.models.loading import build_model
 
@@ -126,7 +127,7 @@ def _save(shape: Architecture, tokenizer: PreTrainedTokenizerBase, folder: Path)
         ) from error
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     return str(folder)
 
 

@@ -25,6 +25,7 @@ from distill.config.settings import (
     TargetSettings,
     TrainingSettings,
 )
+from distill.core.files import save_tokenizer
 from distill.core.run_dir import StageRecord, account_of
 from distill.data.batch_schedule import Schedule
 from distill.data.stage_context import StageContext
@@ -67,7 +68,7 @@ class StageResult:
             save_head(self.model, folder)
         else:
             self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        save_tokenizer(self.tokenizer, folder)
 
 
 @dataclass

@@ -15,14 +15,26 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from decode.core.errors import UserError
 from decode.models.eagle.head import VERSIONS, FeatureHead
 
+VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Fields of config.json by which heads of other projects differ from the published EAGLE-3."""
+
 SHARED = "embed_tokens.weight"
 """The target's embedding, which files may repeat."""
 
 
 def default_taps(layers: int) -> tuple[int, int, int]:
-    """EAGLE-3's low, middle and high states: those that enter layers 2, L/2 and L − 3, as the engines take them."""
-    low, middle, high = sorted([min(2, layers - 1), layers // 2, max(layers - 3, 1)])
-    return low, middle, high
+    """EAGLE-3's low, middle and high states: those that enter layers 2, L/2 and L − 3, as the engines take them.
+
+    Targets in which these are not three different ones get the first, the middle and the last state between layers.
+
+    Raises:
+        UserError: a target of one layer.
+    """
+    if layers < 2:
+        raise UserError(f"EAGLE-3 reads three different hidden states, and a target of {layers} layer has only two")
+    if layers > 6:
+        return 2, layers // 2, layers - 3
+    return (1, layers // 2, layers - 1) if layers > 3 else (0, 1, 2)
 
 
 def head_config(
@@ -59,7 +71,9 @@ def head_config(
         )
     taps = (layers,) if version == 1 else tuple(taps or default_taps(layers))
     if not all(0 <= tap <= layers for tap in taps) or list(taps) != sorted(taps):
-        raise UserError(f"feature layers are {list(taps)}; wanted ascending numbers from 0 to {layers}")
+        raise UserError(f"feature layers are {list(taps)}; expected ascending numbers from 0 to {layers}")
+    if version == 3 and len(set(taps)) != 3:
+        raise UserError(f"feature layers are {list(taps)}; EAGLE-3 reads three different ones")
     rope = getattr(target, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     name = next(name for name, number in VERSIONS.items() if number == version)
@@ -82,7 +96,7 @@ def head_config(
         eos_token_id=getattr(target, "eos_token_id", None),
         pad_token_id=getattr(target, "pad_token_id", None),
         taps=list(taps),
-        bias=True,
+        **({"bias": True} if version == 1 else {}),  # of fc; in EAGLE-3 no layer has one, and engines would make some
     )
 
 
@@ -96,9 +110,14 @@ def is_head(folder: str | Path) -> bool:
 
 
 def save_head(head: FeatureHead, folder: str | Path) -> None:
-    """config.json and model.safetensors into an existing folder."""
+    """config.json and model.safetensors into an existing folder.
+
+    The vocabulary's tables d2t and t2d are written only where the head drafts some of the target's tokens: vLLM makes
+    no parameter for them where the vocabularies are equal.
+    """
     folder = Path(folder)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    tables = () if head.draft_ids() is not None else ("d2t", "t2d")
+    state = {n: tensor.detach().cpu().contiguous() for n, tensor in head.state_dict().items() if n not in tables}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(head.config.to_dict(), indent=2, default=str) + "\n")
 
@@ -126,7 +145,10 @@ def load_head(folder: str | Path, target: PreTrainedModel | None = None) -> Feat
         weight = state.pop(SHARED)
         head.embed_tokens = nn.Embedding.from_pretrained(weight)
     missing, unknown = head.load_state_dict(state, strict=False)
-    missing = [name for name in missing if name not in ("d2t", "t2d", SHARED)]
+    ids = head.draft_ids()
+    if ids is not None and "d2t" in state:
+        head.set_vocabulary(ids)  # files may leave out t2d, which follows from d2t
+    missing = [name for name in missing if name not in ("t2d", SHARED) and (name != "d2t" or ids is not None)]
     if missing or unknown:
         raise UserError(
             f"{folder} does not hold what its config.json names: missing {missing[:4] or 'nothing'}, unknown "
@@ -147,8 +169,10 @@ def _config_of(fields: dict[str, Any], target: PreTrainedModel | None, folder: P
     version = VERSIONS.get((fields.get("architectures") or [""])[0])
     if version is None:
         raise UserError(f"{folder} holds no feature head: its architecture is {fields.get('architectures')}")
-    if fields.get("norm_before_residual"):
-        raise UserError(f"{folder} has norm_before_residual, a variant of EAGLE-3 that is not supported")
+    if variants := [name for name in VARIANTS if fields.get(name)]:
+        raise UserError(
+            f"{folder} has {', '.join(variants)} set in its config.json, variants of EAGLE-3 that are not supported"
+        )
     width = int(fields["hidden_size"])
     fields = dict(fields)
     fields["head_dim"] = fields.get("head_dim") or width // int(fields["num_attention_heads"])

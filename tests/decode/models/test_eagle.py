@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from enumeration import Experiment
 from families import VOCAB, WIDTH, in_double
 from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
@@ -22,7 +24,7 @@ from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter
 from decode.loop import System, decode
 from decode.measure.acceptance_offline import offline_alpha, response_logits
 from decode.methods import MethodInputs, build
-from decode.models.eagle.files import head_config, is_head, load_head, save_head
+from decode.models.eagle.files import default_taps, head_config, is_head, load_head, save_head
 from decode.models.eagle.head import FeatureHead, head_logits
 from decode.models.eagle.runner import HeadRunner
 from decode.models.huggingface import Runner, open_runner
@@ -255,3 +257,37 @@ def test_methods_say_which_kind_of_draft_they_want(tiny) -> None:
     assert isinstance(
         build("vanilla", MethodInputs(runner, GREEDY, as_runner(tiny("llama"), 1))).drafter, FeatureDrafter
     )
+
+
+def test_three_different_states_are_captured_whatever_the_depth() -> None:
+    for layers in range(2, 40):
+        taps = default_taps(layers)
+        assert list(taps) == sorted(set(taps))
+        assert 0 <= taps[0] < taps[2] <= layers
+    assert default_taps(32) == (2, 16, 29)
+    assert default_taps(4) == (1, 2, 3)
+    with pytest.raises(UserError, match="1 layer"):
+        default_taps(1)
+
+
+@pytest.mark.parametrize("field", ["norm_output", "fc_norm", "norm_before_fc"])
+def test_variants_of_other_projects_are_refused_by_name(field: str, tiny, tmp_path) -> None:
+    head = make_head(tiny("llama"), 3)
+    save_head(head, tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {field: True}))
+    with pytest.raises(UserError, match=field):
+        load_head(tmp_path)
+
+
+def test_a_reduced_vocabulary_needs_its_table_and_the_mask_follows_from_it(tiny, tmp_path) -> None:
+    head = make_head(tiny("llama"), 3)
+    save_head(head, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    mask = state.pop("t2d")
+    save_file(state, tmp_path / "model.safetensors")
+    assert load_head(tmp_path, tiny("llama")).t2d.equal(mask)
+    del state["d2t"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="d2t"):
+        load_head(tmp_path, tiny("llama"))

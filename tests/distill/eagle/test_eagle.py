@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_run import bench, killed, run_tiny, tiny_settings
 
 from decode.commands.command_line import parse
@@ -32,7 +32,7 @@ from decode.models.open import load_model
 from distill.__main__ import FOREIGN
 from distill.config.eagle import EagleSettings
 from distill.config.export import ExportSettings
-from distill.config.settings import AdaSpecSettings, ComparisonSettings, Settings
+from distill.config.settings import AdaSpecSettings, ComparisonSettings, Settings, TrainingSettings
 from distill.core.run_dir import RunDir
 from distill.data.token_dataset import TokenDataset
 from distill.eagle.drafting_steps import drafting_steps
@@ -40,7 +40,7 @@ from distill.eagle.features import STATES, FeatureSource
 from distill.experiments.ablate import AblateSettings, Meter, ablate
 from distill.export.eagle import check_files, check_head_path, export_head
 from distill.pipeline.feature_heads import frequent
-from distill.pipeline.runner import run_of
+from distill.pipeline.runner import run_of, run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
@@ -202,6 +202,28 @@ def test_the_exported_head_decodes_like_the_trained_one(run, tmp_path: Path) -> 
         assert (state["d2t"].dtype, state["t2d"].dtype) == (torch.int64, torch.bool)
         assert state["midlayer.self_attn.q_proj.weight"].shape[1] == 2 * config["hidden_size"]
     assert "Measured" in (out / "README.md").read_text()
+
+
+def test_a_head_over_the_whole_vocabulary_is_exported_as_engines_load_it(tmp_path: Path) -> None:
+    settings = head_settings(tmp_path, "eagle3")
+    settings.target.training = settings.initial.training = TrainingSettings(steps=1, batch_size=4)
+    settings.eagle.draft_vocab = None
+    made, _ = bench(settings)
+    assert run_stages(made, ("target", "initial")) == ["target", "initial"]
+    folder = made.run
+    out = export_head(folder.path("initial"), folder.target, tmp_path / "head", {}, ExportSettings(draft_length=3))
+    state, config = load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
+    assert {"d2t", "t2d"}.isdisjoint(state)
+    assert "bias" not in config
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert json.loads((out / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+    head = load_head(out, load_model(folder.target))
+    assert head.draft_ids() is None
+    for name, tensors in (("bias", {}), ("d2t, t2d", {"d2t": head.d2t, "t2d": head.t2d})):
+        (out / "config.json").write_text(json.dumps(config | ({} if tensors else {"bias": True})))
+        save_file(state | tensors, out / "model.safetensors")
+        with pytest.raises(RuntimeError, match=name):
+            check_files(out)
 
 
 def test_an_incomplete_export_is_noticed(run, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     GenerationConfig,
     GPTNeoXConfig,
     LlamaConfig,
@@ -51,8 +52,8 @@ def tokenizer(words: list[str] = WORDS) -> PreTrainedTokenizerFast:
 
 def config(family: str, vocabulary: int, **more):
     shape = {"vocab_size": vocabulary, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
-    shape |= {"intermediate_size": 32, "max_position_embeddings": 96, "eos_token_id": 1}
-    return {"llama": LlamaConfig, "gpt_neox": GPTNeoXConfig, "phi": PhiConfig}[family](**shape, **more)
+    shape |= {"intermediate_size": 32, "max_position_embeddings": 96, "eos_token_id": 1} | more
+    return {"llama": LlamaConfig, "gpt_neox": GPTNeoXConfig, "phi": PhiConfig}[family](**shape)
 
 
 def make(folder: Path, family: str, vocabulary: int, words: list[str] = WORDS, **more) -> PreTrainedModel:
@@ -287,8 +288,8 @@ def test_the_profile_gives_conditional_and_marginal_rates_of_the_same_rounds():
     # 100 rounds; 90 accepted at least one token, 70 at least two and three; 20 texts ended before the fourth.
     assert profile["conditional_accept_rates"] == [0.9, round(70 / 90, 6), 1.0, 0.8]
     assert profile["marginal_accept_rates"] == [0.9, 0.7, 0.7, 0.56]
-    assert profile["acceptance_length_histogram"] == {"1": 10, "2": 20, "3": 0, "4": 30, "5": 40}
-    assert profile["mean_accept_length"] == 3.7
+    assert profile["acceptance_length_histogram"] == {"1": 10, "2": 20, "3": 0, "4": 14, "5": 56}
+    assert profile["mean_accept_length"] == 3.86
     assert profile["measured"] is True
     assert profile["measurement_conditions"]["dataset"] == "arithmetic"
 
@@ -343,3 +344,34 @@ def test_the_card_of_a_pair_that_cannot_win_says_so(tmp_path):
     assert "did not gain speed" in (folder / "README.md").read_text()
     generation = json.loads((folder / "generation_config.json").read_text())
     assert generation["num_assistant_tokens"] == 1
+
+
+def test_the_tokenizer_bears_a_class_name_that_older_engines_know(tmp_path):
+    folder = run_export(tmp_path)
+    fields = json.loads((folder / "tokenizer_config.json").read_text())
+    assert fields["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert AutoTokenizer.from_pretrained(folder)("Tom")["input_ids"] == tokenizer()("Tom")["input_ids"]
+
+
+def test_the_exported_context_is_the_targets_where_positions_are_rotary(tmp_path):
+    folder = run_export(tmp_path, max_position_embeddings=48)
+    assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 96
+    assert "48 tokens" in (folder / "README.md").read_text()
+
+
+def test_the_card_names_the_engines_support_of_the_family(tmp_path):
+    assert "transformers back ends" in (run_export(tmp_path, "gpt_neox") / "README.md").read_text()
+
+
+def test_every_number_of_the_card_has_its_own_temperature(tmp_path):
+    card = (run_export(tmp_path) / "README.md").read_text()
+    temperature = {line.split("|")[1].strip(): line.split("|")[3].strip() for line in card.splitlines() if "|" in line}
+    assert temperature["acceptance rate α, offline"] == "1"
+    assert temperature["speedup"] == "0"
+    assert "temperature: 0" not in card
+
+
+def test_the_mean_length_is_one_plus_the_sum_of_the_marginal_rates():
+    profile = speculation_profile(PROFILE, 4)
+    assert profile["mean_accept_length"] == pytest.approx(1 + sum(profile["marginal_accept_rates"]), abs=1e-5)
+    assert sum(profile["acceptance_length_histogram"].values()) == 100
