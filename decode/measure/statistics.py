@@ -123,6 +123,30 @@ def identical_share(record: Record, reference: Record) -> float:
     return statistics.fmean(same) if same else math.nan
 
 
+def differing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of lossless rows whose greedy texts are not all `model.generate`'s; transformers' own are left out."""
+    wrong = (r for r in rows if r["lossless"] and not r["peer"] and r.get("identical_to_target") is False)
+    return list(dict.fromkeys(r["name"] for r in wrong))
+
+
+def fastest_lossless(rows: Sequence[Mapping[str, Any]], temperature: float | None = None) -> Mapping[str, Any] | None:
+    """The fastest method that drafts and that no text shows not to be lossless; at one temperature, if it is given.
+
+    A method whose greedy texts differ from `model.generate`'s is not named, whatever its rule promises; none is where
+    the loop without a draft differs too, for then the forward itself is another model's.
+    """
+    wrong = differing(rows)
+    if any(r["method"] == "autoregressive" and r["name"] in wrong for r in rows):
+        return None
+    drafting = (r for r in rows if r["lossless"] and not r["peer"] and r["method"] != "autoregressive")
+    drafting = (r for r in drafting if temperature in (None, r["temperature"]))
+    return max((r for r in drafting if r.get("speedup") and r["name"] not in wrong), key=_speedup, default=None)
+
+
+def _speedup(row: Mapping[str, Any]) -> float:
+    return float(row["speedup"])
+
+
 def speeds(record: Record, of: Mapping[str, Record], seed: int) -> dict[str, Any]:
     """The timing columns of a row, against the methods of the same block that serve as baselines."""
     row: dict[str, Any] = {"tokens_per_second": record.tokens_per_second()}

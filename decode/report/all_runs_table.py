@@ -5,11 +5,12 @@ from __future__ import annotations
 import html
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from decode.measure.statistics import differing
 from decode.report.figures import speed
 from decode.report.markup import Badge, Column, cell_text, formulas, present, text
 from decode.report.read_runs import Comparison
@@ -34,8 +35,12 @@ ERRORS = {"alpha": "alpha_se", "accuracy": "accuracy_se"}
 """Columns that show a standard error beside the value."""
 
 
-def fastest(rows: Iterable[Row], lossless: bool) -> Row | None:
-    """The fastest method that does more than decode token by token."""
+def fastest(rows: Sequence[Row], lossless: bool) -> Row | None:
+    """The fastest method that does more than decode token by token; a lossless one whose texts differ is not named."""
+    wrong = differing(rows)
+    if lossless and any(r["method"] == "autoregressive" and r["name"] in wrong for r in rows):
+        return None
+    rows = [r for r in rows if r["name"] not in wrong]
     found = [r for r in rows if bool(r["lossless"]) is lossless and r["method"] not in ("autoregressive", "generate")]
     return max((r for r in found if r.get("speedup")), key=speed, default=None)
 

@@ -15,8 +15,9 @@ from decode.core.files import write_text
 from decode.core.trace import FORMULAS
 from decode.measure import machine
 from decode.measure.benchmark import Benchmark, Block
+from decode.measure.statistics import differing, fastest_lossless
 from decode.report import plots
-from decode.report.figures import figures, speed, spread
+from decode.report.figures import figures, spread
 from decode.report.page import LOSSLESS, RELAXED, Badge, Column, Page, Tile
 
 Row = Mapping[str, Any]
@@ -121,12 +122,15 @@ def ratios(rows: Sequence[Row]) -> list[str]:
     for where in dict.fromkeys((row["suite"], row["temperature"]) for row in rows):
         block = [row for row in rows if (row["suite"], row["temperature"]) == where and row.get("speedup")]
         plain = next((r for r in block if r["method"] == "autoregressive"), None)
-        best = _best(block)
+        # sampled texts cannot be compared, so that greedy ones judge their methods
+        best, wrong = fastest_lossless([r for r in rows if r["suite"] == where[0]], where[1]), differing(block)
         parts = []
         if plain is not None and plain.get("speedup_vs_generate"):
             parts.append(f"without a draft {plain['speedup_vs_generate']:.2f} × model.generate")
         if best is not None:
             parts.append(f"fastest lossless method {best['name']}: {_against(best)}")
+        if wrong:
+            parts.append(f"not model.generate's texts, though lossless in exact arithmetic: {', '.join(wrong)}")
         if parts:
             mode = "greedy" if where[1] == 0 else f"temperature {where[1]:g}"
             lines.append(f"{where[0]}, {mode}: " + "; ".join(parts))
@@ -216,7 +220,7 @@ def page(content: Mapping[str, Any]) -> Page:
 
 
 def _tiles(rows: Sequence[Row]) -> list[Tile]:
-    best = _best(rows)
+    best = fastest_lossless(rows)
     if best is None:
         return []
     where = f"{best['name']}, {best['suite']}, " + ("greedy" if best["temperature"] == 0 else "sampled")
@@ -229,12 +233,6 @@ def _tiles(rows: Sequence[Row]) -> list[Tile]:
         told, note = f"{sum(checked)} of {len(checked)}", "lossless methods against model.generate"
         tiles.append(Tile("greedy texts identical", told, note, "good" if all(checked) else "bad"))
     return tiles
-
-
-def _best(rows: Sequence[Row]) -> Row | None:
-    """The fastest lossless method that drafts."""
-    drafting = [r for r in rows if r["lossless"] and not r["peer"] and r["method"] != "autoregressive"]
-    return max((r for r in drafting if r.get("speedup")), key=speed, default=None)
 
 
 def _block(made: Page, where: tuple[str, float], rows: Sequence[Row], details: Sequence[Row], note: str) -> None:

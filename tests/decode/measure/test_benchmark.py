@@ -23,7 +23,15 @@ from decode.measure.benchmark import COLUMNS, Benchmark, run_benchmark
 from decode.measure.cost import CostModel
 from decode.measure.entries import BenchEntry, EntryRun, plan
 from decode.measure.session import BenchOptions, Session
-from decode.measure.statistics import Record, TimedText, identical_share, median_interval, paired_ratios, plain
+from decode.measure.statistics import (
+    Record,
+    TimedText,
+    fastest_lossless,
+    identical_share,
+    median_interval,
+    paired_ratios,
+    plain,
+)
 from decode.models.text import chat_ids, prompt_ids
 from decode.report.tables import ratios, table, write_report
 
@@ -442,6 +450,24 @@ def test_the_ratios_name_the_fastest_lossless_method(bench):
     assert len(told) == 2
     assert told[0].startswith("toy, greedy: without a draft ")
     assert "× generate(assistant_model=…)" in told[0]
+
+
+def test_no_method_is_called_the_fastest_lossless_one_if_its_texts_are_not_the_targets(bench):
+    rows = [dict(row) for row in bench.rows]
+    best = fastest_lossless(rows)
+    assert best["name"] in ("vanilla", "prompt-lookup")
+    for row in rows:
+        if row["name"] == best["name"] and row["temperature"] == 0:
+            row["identical_to_target"] = False
+    other = fastest_lossless(rows)
+    assert other["name"] == ({"vanilla", "prompt-lookup"} - {best["name"]}).pop()
+    assert fastest_lossless(rows, 1.0)["name"] == other["name"]  # sampled texts tell nothing: the greedy ones do
+    assert f"not model.generate's texts, though lossless in exact arithmetic: {best['name']}" in ratios(rows)[0]
+    for row in rows:
+        if row["method"] == "autoregressive" and row["temperature"] == 0:
+            row["identical_to_target"] = False
+    assert fastest_lossless(rows) is None
+    assert not any("fastest lossless" in line for line in ratios(rows))
 
 
 def test_methods_may_carry_options_of_their_own(models):
