@@ -139,7 +139,7 @@ def rounds(
     clock = time.perf_counter
     began = clock()
     target.runner.reserve(end)
-    target.runner.taps = drafter.captured_layers
+    target.runner.captured_layers = drafter.captured_layers
     target.prefill(ids[:-1])
     drafter.stop_ids = stop_ids
     drafter.start(ids)

@@ -17,6 +17,7 @@ from decode.core.acceptance import AcceptanceRule, Ears, Exact, Fuzzy, JensenSha
 from decode.core.drafter import Drafter, NoDrafter
 from decode.core.errors import UserError, unknown
 from decode.core.options import MethodOptions
+from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule, negative_entropy, token_probability, warped_token_probability
 from decode.core.thresholds import CostOptimal, Fixed, MeanOfRejected, Roc, TargetAcceptance
@@ -25,8 +26,8 @@ from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter, head_of
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.loop import System
 from decode.models.eagle.runner import HeadRunner
-from decode.models.huggingface import Runner
-from decode.models.partial import Part, early_exit, separate_copy, walkable
+from decode.models.fast import self_speculating
+from decode.models.layer_subset import LayerSubset
 
 
 @dataclass
@@ -115,25 +116,25 @@ def exit_layer(inputs: MethodInputs) -> int:
     """The exit layer asked for, or a quarter of the model's layers."""
     if inputs.options.exit_layer is not None:
         return inputs.options.exit_layer
-    return max(1, round(walkable(inputs.target).depth / 4))
+    return max(1, round(self_speculating(inputs.target).depth / 4))
 
 
 def _early_exit(inputs: MethodInputs) -> Drafter:
-    runner = walkable(inputs.target)
-    return EarlyExitDrafter(runner, inputs.warp, early_exit(runner, exit_layer(inputs)))
+    runner = self_speculating(inputs.target)
+    return EarlyExitDrafter(runner, inputs.warp, LayerSubset.early_exit(runner.depth, exit_layer(inputs)))
 
 
 def _separate(inputs: MethodInputs) -> Drafter:
-    runner = walkable(inputs.target)
-    return ModelDrafter(separate_copy(runner, exit_layer(inputs)), inputs.warp, runner.vocab_size)
+    runner = self_speculating(inputs.target)
+    return ModelDrafter(runner.first_layers(exit_layer(inputs)), inputs.warp, runner.vocab_size)
 
 
 def _layer_subset(inputs: MethodInputs) -> Drafter:
     options = inputs.options
     if not options.skip_attention and not options.skip_mlp:
         return _early_exit(inputs)
-    runner = walkable(inputs.target)
-    part = Part.skipping(runner.depth, options.skip_attention, options.skip_mlp)
+    runner = self_speculating(inputs.target)
+    part = LayerSubset.skipping(runner.depth, options.skip_attention, options.skip_mlp)
     return EarlyExitDrafter(runner, inputs.warp, part)
 
 

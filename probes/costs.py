@@ -25,7 +25,8 @@ from decode.loop import System, decode
 from decode.measure.cost import CostModel
 from decode.measure.forward_timer import time_forwards
 from decode.methods import MethodInputs, build
-from decode.models.partial import Part, PartialRunner
+from decode.models.fast import FastRunner
+from decode.models.layer_subset import LayerSubset
 from decode.models.structure import decoder_layers
 
 WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25)
@@ -59,7 +60,7 @@ def of_weights(model: PreTrainedModel, exits: Sequence[int]) -> Costs:
 
 @torch.inference_mode()
 def measure(
-    runner: PartialRunner,
+    runner: FastRunner,
     exits: Sequence[int],
     probes: dict[str, AcceptanceProbe],
     warp: Warp,
@@ -134,14 +135,14 @@ def _smooth(times: dict[tuple[int, int], float], exits: Sequence[int]) -> dict[t
 
 
 def _draft_and_verify(
-    runner: PartialRunner, layer: int, n: int, warp: Warp, tokens: Tensor, context: int
+    runner: FastRunner, layer: int, n: int, warp: Warp, tokens: Tensor, context: int
 ) -> tuple[list[float], float, float]:
     """Seconds of each early read of n − 1 tokens, of the read of n that takes them up, and of warping its rows."""
-    clock, part = time.perf_counter, Part(layer)
+    clock, subset = time.perf_counter, LayerSubset(layer)
     draft = []
     for i in range(n - 1):
         began = clock()
-        runner.read_part(tokens[i : i + 1], part)
+        runner.read_subset(tokens[i : i + 1], subset)
         synchronize(runner.device)
         draft.append(clock() - began)
     began = clock()
@@ -157,11 +158,11 @@ def _draft_and_verify(
 
 
 def _confidences(
-    runner: PartialRunner, layer: int, probes: dict[str, AcceptanceProbe], warp: Warp, tokens: Tensor, context: int
+    runner: FastRunner, layer: int, probes: dict[str, AcceptanceProbe], warp: Warp, tokens: Tensor, context: int
 ) -> dict[str, float]:
     """Seconds of a drafted token under each stop rule, bookkeeping included."""
     rules: dict[str, Confidence | None] = {"length": None, "token": token_probability, **probes}
-    drafter = EarlyExitDrafter(runner, warp, Part(layer))
+    drafter = EarlyExitDrafter(runner, warp, LayerSubset(layer))
     rng = TorchRng(0, runner.device)
     chance = rng.for_greedy() if warp.greedy else rng
     spent: dict[str, list[float]] = {name: [] for name in rules}
@@ -182,7 +183,7 @@ def _confidences(
 
 
 def _bookkeeping(
-    runner: PartialRunner, layer: int, warp: Warp, prompts: Sequence[list[int]], max_new_tokens: int
+    runner: FastRunner, layer: int, warp: Warp, prompts: Sequence[list[int]], max_new_tokens: int
 ) -> tuple[float, float]:
     """Seconds of a plain step, and those outside the forwards of a round that drafts one token."""
 
@@ -200,5 +201,5 @@ def _bookkeeping(
         return statistics.median(spent)
 
     plain = build("autoregressive", MethodInputs(runner, warp))
-    drafted = System("one", EarlyExitDrafter(runner, warp, Part(layer)), StopRule(1))
+    drafted = System("one", EarlyExitDrafter(runner, warp, LayerSubset(layer)), StopRule(1))
     return seconds(plain, forwards=True), seconds(drafted, forwards=False)

@@ -10,7 +10,7 @@ from decode.drafters.acceptance_probe import KINDS, AcceptanceProbe
 from decode.drafters.layer_search import search
 from decode.measure.cost import CostModel, measure_cost
 from decode.methods import SELF_SPECULATIVE
-from decode.models.partial import PartialRunner
+from decode.models.fast import FastRunner
 from decode.prompts.presets import PRESETS
 from decode.prompts.scorers import SCORERS
 from decode.prompts.suites import Prompt, Suite
@@ -26,7 +26,7 @@ gets without tuning. Which one their baseline had they do not say."""
 
 
 def choose(
-    lab: Lab, mode: Mode, probes: list[AcceptanceProbe], runner: PartialRunner, prompts: dict[str, list[list[int]]]
+    lab: Lab, mode: Mode, probes: list[AcceptanceProbe], runner: FastRunner, prompts: dict[str, list[list[int]]]
 ) -> tuple[list[Choice], list[Choice], dict[str, Any]]:
     """Predicted speedups of all settings, on the held-out texts that chose nothing but penalties.
 
@@ -75,7 +75,7 @@ def _cost_row(cost: CostModel) -> dict[str, Any]:
     }
 
 
-def find_subset(lab: Lab, mode: Mode, runner: PartialRunner, costs: dict[str, Any]) -> dict[str, Any]:
+def find_subset(lab: Lab, mode: Mode, runner: FastRunner, costs: dict[str, Any]) -> dict[str, Any]:
     """Draft & Verify's skip sets with the best predicted speedup."""
     count = lab.settings.probes.subset_prompts
     if not count:

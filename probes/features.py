@@ -13,7 +13,7 @@ from decode.core.acceptance import pick, ratio
 from decode.core.errors import UserError
 from decode.core.sampling import Warp
 from decode.drafters.acceptance_probe import confidence_features
-from decode.models.structure import check_walk, final_norm
+from decode.models.structure import check_structure, final_norm
 from distill.models.lm_head import LMHead
 from probes.texts import Text
 
@@ -61,7 +61,7 @@ def exit_layers(model: PreTrainedModel, wanted: Sequence[int] = ()) -> list[int]
     Raises:
         UserError: a layer outside the model, or layers that cannot be reached.
     """
-    check_walk(model)
+    check_structure(model)
     depth = int(model.config.get_text_config().num_hidden_layers)
     outside = [layer for layer in wanted if not 1 <= layer < depth]
     if outside:

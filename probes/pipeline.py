@@ -15,9 +15,9 @@ from decode.core.sampling import Warp
 from decode.drafters.acceptance_probe import save_probes
 from decode.measure import machine
 from decode.measure.statistics import plain
-from decode.models.huggingface import open_runner
+from decode.models.open_runner import open_runner
 from decode.models.open import load_model
-from decode.models.partial import PartialRunner, cache_bytes
+from decode.models.fast import FastRunner
 from distill.core.files import write_json
 from distill.core.run_dir import RunDir
 from distill.data.stage_context import StageContext
@@ -104,7 +104,7 @@ def _experiment(lab: Lab) -> dict[str, Any]:
     table: list[dict[str, Any]] = []
     subset: dict[str, Any] = {}
     costs: dict[str, Any] = {}
-    if isinstance(runner, PartialRunner):
+    if isinstance(runner, FastRunner):
         lab.console.print(f"  {machine.set_threads(runner, settings.threads)[1]}", highlight=False)
         for mode in modes:
             choices[mode.name], elsewhere[mode.name], costs[mode.name] = choose(lab, mode, probes, runner, prompts)
@@ -140,7 +140,7 @@ def _experiment(lab: Lab) -> dict[str, Any]:
                 "costs": costs,
                 "subset": subset,
                 "scikit_learn": check,
-                "cache_bytes_per_token": cache_bytes(runner, runner.depth) if isinstance(runner, PartialRunner) else 0,
+                "cache_bytes_per_token": cache_bytes(runner, runner.depth) if isinstance(runner, FastRunner) else 0,
                 "machine": machine.describe(lab.model.device),
                 "seconds": lab.seconds,
             },

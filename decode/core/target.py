@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from decode.core.proposal import Draft
-from decode.models.huggingface import Runner
+from decode.core.runner import Runner
 
 
 class Target:

@@ -10,9 +10,9 @@ from torch import Tensor
 from decode.core.drafter import Drafter
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
+from decode.core.runner import Runner
 from decode.core.sampling import Warp, argmax, one_hot
 from decode.core.stopping import Step, StopRule
-from decode.models.huggingface import Runner
 
 
 class ModelDrafter(Drafter):

@@ -8,12 +8,12 @@ from torch import Tensor
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
+from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule
 from decode.core.trace import Round
 from decode.drafters.draft_model import ModelDrafter
 from decode.models.eagle.runner import HeadRunner
-from decode.models.huggingface import Runner
 
 
 def head_of(draft: Runner | None) -> HeadRunner:
@@ -50,7 +50,7 @@ class FeatureDrafter(ModelDrafter):
     @property
     def captured_layers(self) -> tuple[int, ...]:
         """Which of the target's hidden states are the feature."""
-        return self.runner.taps
+        return self.runner.feature_head.captured_layers
 
     def start(self, ids: list[int]) -> None:
         """Pair the prompt's tokens with the features that the target's prefill left."""

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from decode.core.sampling import Warp
 from decode.drafters.draft_model import ModelDrafter
-from decode.models.partial import Part, PartialRunner, PartReader
+from decode.models.fast import FastRunner, LayerSubsetRunner
+from decode.models.layer_subset import LayerSubset
 
 
 class EarlyExitDrafter(ModelDrafter):
-    """Drafts with a part of the target's layers and the model's own final norm and head.
+    """Drafts with a subset of the target's layers and the model's own final norm and head.
 
     The target has to use the same runner: what the draft computed in the shared layers is taken up by verification,
     and the target's own rollback is the draft's. Stop rules see the hidden state that the head saw at the exit.
 
     Attributes:
-        part: the sub-layers that run; `Part(E)` exits after layer E.
+        subset: the sub-layers that run; `LayerSubset(E)` exits after layer E.
     """
 
-    def __init__(self, runner: PartialRunner, warp: Warp, part: Part, *, keep_logits: bool = False) -> None:
-        super().__init__(PartReader(runner, part), warp, runner.vocab_size, keep_logits=keep_logits)
-        self.part = part
+    def __init__(self, runner: FastRunner, warp: Warp, subset: LayerSubset, *, keep_logits: bool = False) -> None:
+        super().__init__(LayerSubsetRunner(runner, subset), warp, runner.vocab_size, keep_logits=keep_logits)
+        self.subset = subset
 
     def start(self, ids: list[int]) -> None:
         """The target has read the prompt for both."""

@@ -16,7 +16,8 @@ from torch import Tensor
 from decode.core.sampling import Warp
 from decode.measure.acceptance_offline import overlap
 from decode.measure.cost import replayed_speedup
-from decode.models.partial import Part, PartialRunner
+from decode.models.fast import FastRunner
+from decode.models.layer_subset import LayerSubset
 
 Text = tuple[list[int], int]
 """Token ids, and how many of them are the prompt."""
@@ -46,7 +47,7 @@ class Subset:
 
 
 @torch.inference_mode()
-def target_rows(runner: PartialRunner, texts: Sequence[Text], warp: Warp) -> list[Tensor]:
+def target_rows(runner: FastRunner, texts: Sequence[Text], warp: Warp) -> list[Tensor]:
     """The target's distribution ``[response, vocab]`` at every response position of each text."""
     rows = []
     for ids, start in texts:
@@ -59,17 +60,17 @@ def target_rows(runner: PartialRunner, texts: Sequence[Text], warp: Warp) -> lis
 
 @torch.inference_mode()
 def acceptance(
-    runner: PartialRunner, part: Part, texts: Sequence[Text], rows: Sequence[Tensor], warp: Warp
+    runner: FastRunner, subset: LayerSubset, texts: Sequence[Text], rows: Sequence[Tensor], warp: Warp
 ) -> list[list[float]]:
-    """Σ min(p, q) at every response position of each text, for a draft that runs `part`.
+    """Σ min(p, q) at every response position of each text, for a draft that runs `subset`.
 
-    A text is read whole by the part, so behind the first skipped sub-layer the draft attends to its own states of
+    A text is read whole by the subset, so behind the first skipped sub-layer the draft attends to its own states of
     the text; in decoding it attends to the target's, which are better.
     """
     found = []
     for (ids, start), p in zip(texts, rows):
         runner.truncate(0)
-        logits = runner.read_part(torch.tensor(ids, device=runner.device), part)[start - 1 : -1]
+        logits = runner.read_subset(torch.tensor(ids, device=runner.device), subset)[start - 1 : -1]
         q = warp(logits, [ids[:i] for i in range(start, len(ids))] if warp.needs_prefix else None)
         found.append(overlap(p, q).tolist())
     runner.truncate(0)
@@ -77,7 +78,7 @@ def acceptance(
 
 
 def search(
-    runner: PartialRunner,
+    runner: FastRunner,
     texts: Sequence[Text],
     warp: Warp,
     *,
@@ -106,11 +107,11 @@ def search(
     rows = target_rows(runner, texts, warp)
 
     def judge(skip: frozenset[Sublayer]) -> Subset:
-        part = _part(runner.depth, skip)
-        accept = acceptance(runner, part, texts, rows, warp)
-        c = fixed + (1 - fixed) * part.sublayers / total
+        subset = _subset(runner.depth, skip)
+        accept = acceptance(runner, subset, texts, rows, warp)
+        c = fixed + (1 - fixed) * subset.sublayers / total
         # the shared layers are not run again for what the draft has read
-        saved = (1 - fixed) * part.shared / runner.depth
+        saved = (1 - fixed) * subset.shared / runner.depth
         speeds = {
             k: replayed_speedup(accept, k, c, lambda n: verify_cost(n) - saved * (verify_cost(n) - verify_cost(1)))
             for k in range(1, longest + 1)
@@ -135,7 +136,7 @@ def search(
     return best
 
 
-def _part(layers: int, skip: frozenset[Sublayer]) -> Part:
-    return Part.skipping(
+def _subset(layers: int, skip: frozenset[Sublayer]) -> LayerSubset:
+    return LayerSubset.skipping(
         layers, [i for what, i in skip if what == "attention"], [i for what, i in skip if what == "mlp"]
     )

@@ -20,7 +20,7 @@ import torch
 
 from decode.core.device import synchronize
 from decode.models.foreign import ForeignRunner
-from decode.models.huggingface import Runner
+from decode.core.runner import Runner
 
 LONGEST = 15
 """Draft lengths are compared up to here: v is measured for 1 to 16 tokens."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from decode.core.device import synchronize
-from decode.models.huggingface import Runner
+from decode.core.runner import Runner
 
 
 class ForwardTimer:
@@ -36,7 +36,7 @@ def time_forwards(*runners: Runner) -> Iterator[ForwardTimer]:
 
         return call
 
-    ways = ("read", "read_part", "read_level")
+    ways = ("read", "read_subset", "read_level")
     reads = [(runner, name) for runner in different for name in ways if hasattr(runner, name)]
     for runner, name in reads:
         vars(runner)[name] = timed(getattr(runner, name), runner.device)

@@ -14,7 +14,7 @@ import transformers
 
 from decode.core.device import synchronize
 from decode.core.errors import UserError
-from decode.models.huggingface import Runner
+from decode.core.runner import Runner
 
 SLOW = 0.05
 """Seconds of a one-token forward above which more threads always pay, and measuring that would take long."""

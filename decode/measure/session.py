@@ -17,9 +17,10 @@ from decode.loop import decode
 from decode.measure import machine
 from decode.measure.cost import LONGEST, CostMeter, CostModel
 from decode.methods import MethodInputs, build
-from decode.models.eagle.runner import open_draft_runner
+from decode.models.open_runner import open_draft_runner
 from decode.models.foreign import DraftModel, ForeignDraft
-from decode.models.huggingface import Runner, open_runner
+from decode.core.runner import Runner
+from decode.models.open_runner import open_runner
 from decode.models.open import stop_ids
 from decode.models.text import Detokenizer, Message, chat_ids, prompt_ids
 from decode.prompts.suites import Prompt, Suite

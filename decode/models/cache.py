@@ -44,8 +44,8 @@ class RollbackLayer(CacheLayerMixin):
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def _grow(self, wanted: int) -> None:
-        extra = max(wanted, 2 * self.keys.shape[2]) - self.keys.shape[2]
+    def _grow(self, needed: int) -> None:
+        extra = max(needed, self.capacity, 2 * self.keys.shape[2]) - self.keys.shape[2]
         shape = (*self.keys.shape[:2], extra)
         self.keys = torch.cat([self.keys, self.keys.new_empty(*shape, self.keys.shape[3])], 2)
         self.values = torch.cat([self.values, self.values.new_empty(*shape, self.values.shape[3])], 2)
@@ -95,3 +95,8 @@ class RollbackCache(Cache):
         """See `RollbackLayer.keep`."""
         for layer in self.layers:
             layer.keep(base, slots)
+
+    def reserve(self, capacity: int) -> None:
+        """Allocate for so many positions when a layer is first written or next grows."""
+        for layer in self.layers:
+            layer.capacity = max(layer.capacity, capacity)

@@ -17,20 +17,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
-from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
-from decode.core.proposal import Draft
-from decode.models.fast import supports
-from decode.models.huggingface import LARGEST, Runner, difference
-from decode.models.partial import FAMILIES, PartialRunner
+from decode.models.fast_forward import FastForward
 
 MODES = ("none", "default", "reduce-overhead")
 """``none``, or the mode of torch.compile; ``reduce-overhead`` replays CUDA graphs."""
 WIDTHS = (1, 2, 4, 8, 16, 32)
 """Tokens of a compiled forward."""
-ROOM = 1024
+INITIAL_CAPACITY = 1024
 """Positions that the cache begins with, unless the model's context is shorter."""
 
 
@@ -65,116 +60,85 @@ def check_compile(mode: str, device: str) -> None:
         raise UserError(f"compile is {mode!r}, which on cuda needs triton; pip install triton, or leave it at none")
 
 
-def open_compiled(model: PreTrainedModel, mode: str) -> Runner:
-    """A runner that compiles, after it has reproduced the model's logits on a few tokens.
+class CompiledChain:
+    """Reads short chains with `FastForward`'s layers and cache by graphs of fixed shapes.
 
-    Raises:
-        UserError: the model is of another family than the fast forward's, its logits are not reproduced, or the
-            compiler fails.
+    A width is compiled when it is first read, again once the cache has grown.
+
+    Args:
+        forward: layers and cache; it shall grow to powers of two, since every capacity is compiled for.
+        mode: of torch.compile.
+        limit: positions of the model's context.
+
+    Attributes:
+        widest: longest chain it reads.
     """
-    name = f"{type(model).__name__} ({model.config.model_type})"
-    if not supports(model):
-        raise UserError(
-            f"{name} cannot be compiled here: only {', '.join(FAMILIES)} on one device, with plain weights; leave "
-            "compile at none"
-        )
-    check_compile(mode, str(model.device))
-    runner = CompiledRunner(model, mode)
-    try:
-        gap = difference(model, runner)
-    except TorchDynamoException as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"torch.compile failed for {name}: {reason}; leave compile at none") from error
-    if gap >= LARGEST.get(model.dtype, 0.1):
-        raise UserError(f"compiled, {name} differs from itself by {gap:.2g} in its logits; leave compile at none")
-    return runner
 
+    widest = WIDTHS[-1]
 
-class CompiledRunner(PartialRunner):
-    """See the module's docstring. A width is compiled when it is first read, again once the cache has grown."""
-
-    def __init__(self, model: Any, mode: str = "default") -> None:
-        self.mode = mode
-        super().__init__(model)
-
-    def _open(self) -> None:
-        super()._open()
-        limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
+    def __init__(self, forward: FastForward, mode: str, limit: int) -> None:
+        self.forward, self.device, self.dtype = forward, forward.device, forward.dtype
+        option = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
         # every runner and every size of its cache has its own graphs of each width
-        setattr(torch._dynamo.config, limit, max(256, getattr(torch._dynamo.config, limit)))
-        self._compiled = torch.compile(self._step, mode=self.mode, dynamic=False, fullgraph=True)
-        for tensor in _tensors([self.layers, self.final_norm, self.embedding, self.head, self.head_bias]):
+        setattr(torch._dynamo.config, option, max(256, getattr(torch._dynamo.config, option)))
+        self._compiled = torch.compile(self._step, mode=mode, dynamic=False, fullgraph=True)
+        for tensor in _tensors([forward.weights, *forward.layers]):
             torch._dynamo.mark_static_address(tensor)
+        forward.reserve(min(INITIAL_CAPACITY, limit))
+        self._cache: Tensor | None = None
 
-    def _tunes(self) -> bool:
-        return False  # a compiler has no complex numbers, and lays weights out itself
-
-    def reserve(self, capacity: int) -> None:
-        """See `Runner.reserve`; in powers of two, since every capacity is compiled for."""
-        if capacity <= self.capacity:
-            return
-        capacity = max(capacity, min(ROOM, self.limit))
-        super().reserve(1 << (capacity - 1).bit_length())
-        self._slabs = [self.kv[i] for i in range(len(self.layers))]
-        for tensor in (*self._slabs, self.turns):
-            torch._dynamo.mark_static_address(tensor)
-
-    def _forward(self, tokens: Tensor, tree: Draft | None, head: int | None) -> Tensor:
+    def __call__(self, tokens: Tensor, start: int, head: int | None) -> tuple[Tensor, Tensor]:
+        """Logits and last hidden states of the last `head` rows (None: all) of a chain of at most `widest` tokens."""
         n = tokens.shape[0]
-        width = next((w for w in WIDTHS if w >= n), 0)
-        if not width or tree is not None or self.taps or self.ahead or head == 0:
-            return super()._forward(tokens, tree, head)
-        self.reserve(self.length + width)
+        width = next(w for w in WIDTHS if w >= n)
+        self.forward.reserve(start + width)
+        if self._cache is not self.forward.cache:
+            self._cache = self.forward.cache
+            self._layers = list(self._cache.unbind(0))
+            for tensor in (*self._layers, self.forward.rotary_factors):
+                torch._dynamo.mark_static_address(tensor)
         if self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
-        start = torch.full((1,), self.length, device=self.device)
-        logits, hidden = self._compiled(F.pad(tokens, (0, width - n)), start)
+        at = torch.full((1,), start, device=self.device)
+        logits, hidden = self._compiled(F.pad(tokens, (0, width - n)), at)
         first = 0 if head is None else max(0, n - head)
         if self.device.type == "cuda":  # the next replay of the graph writes there again
             logits, hidden = logits[:n].clone(), hidden[:n].clone()
-        self.hidden = hidden[first:n]
-        return logits[first:n]
+        return logits[first:n], hidden[first:n]
 
     def _step(self, tokens: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and last hidden states of a chain.
+        """Logits and last hidden states of a padded chain.
 
         Args:
             tokens: long ``[width]``.
             start: long ``[1]``, the cache slot of the first; a tensor, so that no value is compiled in.
         """
+        forward, heads = self.forward, self.forward.shape.kv_heads
         at = start + torch.arange(tokens.shape[0], device=self.device)
-        slots = torch.arange(self.capacity, device=self.device)
+        slots = torch.arange(forward.capacity, device=self.device)
         seen = slots[None] <= at[:, None]
-        if self.window is not None:
-            seen = seen & (at[:, None] - slots[None] < self.window)
+        if forward.weights.window is not None:
+            seen = seen & (at[:, None] - slots[None] < forward.weights.window)
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill(~seen, -torch.inf)
-        mask = mask.repeat(self.shape.heads // self.shape.kv_heads, 1)
-        x = self.embedding.index_select(0, tokens)
-        x = self.run_layers(x, 0, len(self.layers), at, self.turns.index_select(0, at), mask)
-        hidden = self.final_norm(x)
-        return F.linear(hidden, self.head, self.head_bias), hidden
-
-    def _room(self, first: int, last: int, start: Any, n: int) -> list[tuple[Any, Tensor, Tensor]]:
-        """As the fast runner's; positions instead of a first slot stand for the whole cache."""
-        if not isinstance(start, Tensor):
-            return super()._room(first, last, start, n)
-        heads = self.shape.kv_heads
-        return [(_Slots(kv, start), kv[:, :heads], kv[:, heads:]) for kv in self._slabs[first:last]]
+        mask = mask.repeat(forward.shape.heads // heads, 1)
+        rotary = forward.rotary_factors.index_select(0, at)
+        layers = [(_SlotsAt(layer, at), layer[:, :heads], layer[:, heads:]) for layer in self._layers]
+        return forward.project(forward.run_layers(forward.embed(tokens), 0, len(layers), layers, rotary, mask))
 
 
-class _Slots:
+class _SlotsAt:
     """Cache slots at positions that are known when the graph runs, written as a view of them would be."""
 
-    def __init__(self, kv: Tensor, at: Tensor) -> None:
-        self.kv, self.at = kv, at
+    def __init__(self, cache: Tensor, at: Tensor) -> None:
+        self.cache, self.at = cache, at
 
     def copy_(self, states: Tensor) -> None:
-        self.kv.index_copy_(2, self.at, states)
+        self.cache.index_copy_(2, self.at, states)
 
 
-def _tensors(part: Any) -> list[Tensor]:
-    """All tensors that parts of a model hold."""
-    if isinstance(part, Tensor):
-        return [part]
-    inner = part if isinstance(part, list) else list(getattr(part, "__dict__", {}).values())
+def _tensors(holder: Any) -> list[Tensor]:
+    """All tensors in an object's attributes, or in a list of objects."""
+    if isinstance(holder, Tensor):
+        return [holder]
+    inner = holder if isinstance(holder, list) else list(getattr(holder, "__dict__", {}).values())
     return [tensor for one in inner for tensor in _tensors(one)]

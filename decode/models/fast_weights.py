@@ -2,24 +2,31 @@
 
 Two layouts. `tuned` weights are copies for the CPU: scales of RMS norms folded into the projection behind them, and
 rows of q and k sorted so that rotation is one multiplication of complex numbers. Where a copy would cost too much, or
-numbers are too narrow for complex arithmetic, the weights stay the model's own.
+numbers are too narrow for complex arithmetic, the layout stays the model's own. Projections of one input are fused into
+one weight: a copy, or for models of more than `COPIED` bytes the model's own memory, of which its parameters become
+views (they keep their values, and can be trained and saved).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
 COLUMNS = 1 << 15
 """Smallest weight (elements) that is laid out column by column."""
 COPIED = 1 << 30
 """Most bytes of a model whose weights are copied."""
 WIDE = (torch.float32, torch.float64)
+
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = (*LLAMA_LIKE, "phi", "gpt_neox")
+"""What the hand-written forward knows."""
 
 Function = Callable[[Tensor], Tensor]
 
@@ -35,6 +42,7 @@ class Shape:
         rotated: leading elements of a head that positions rotate.
         interleaved: whether q, k and v stand together for each head (GPT-NeoX).
         tuned: whether weights are copies for the CPU.
+        in_place: whether projections are fused in the model's own memory (see `fuse`).
     """
 
     heads: int
@@ -43,6 +51,7 @@ class Shape:
     rotated: int
     interleaved: bool = False
     tuned: bool = False
+    in_place: bool = False
 
 
 @dataclass
@@ -79,13 +88,18 @@ def tunable(model: nn.Module) -> bool:
     return small and all(p.device.type == "cpu" and p.dtype in WIDE for p in weights)
 
 
-def fuse(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """One weight and bias for several projections of the same input; the originals become views of it."""
-    with torch.inference_mode(False):  # the model's own weights from now on: it may yet be trained
+def fuse(linears: Sequence[nn.Linear], *, in_place: bool) -> tuple[Tensor, Tensor | None]:
+    """One weight and bias for several projections of the same input.
+
+    Args:
+        linears: the projections, of one input.
+        in_place: make the originals views of the result, so that the weights are not held twice; else leave them.
+    """
+    with torch.inference_mode(False):  # in place they are the model's own weights, which may yet be trained
         weight = torch.cat([m.weight.detach() for m in linears])
         bias = None if linears[0].bias is None else torch.cat([m.bias.detach() for m in linears])
     start = 0
-    for m in linears:
+    for m in linears if in_place else ():
         end = start + m.out_features
         m.weight.data = weight[start:end]
         if bias is not None:
@@ -185,10 +199,83 @@ def _pairs(shape: Shape, heads: Tensor) -> Tensor:
     return torch.cat([turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2), rest], -1)
 
 
+@dataclass
+class Weights:
+    """What the hand-written forward reads of a model.
+
+    Attributes:
+        shape: of its attention.
+        layers: the decoder layers.
+        activation: of the MLP.
+        gated: whether the MLP multiplies the activated gate with a second projection.
+        parallel: whether attention and MLP read the same state.
+        window: tokens that attention sees, or None for all.
+        embedding: ``[vocab, hidden]``.
+        final_norm: before the output head.
+        head: ``[vocab, hidden]``.
+        head_bias: ``[vocab]``.
+    """
+
+    shape: Shape
+    layers: list[Layer]
+    activation: Function
+    gated: bool
+    parallel: bool
+    window: int | None
+    embedding: Tensor
+    final_norm: Function
+    head: Tensor
+    head_bias: Tensor | None
+
+
+def model_weights(model: Any, rotated: int, *, tuned: bool) -> Weights:
+    """The weights of a causal language model of one of `FAMILIES`.
+
+    Args:
+        model: the model.
+        rotated: leading elements of a head that positions rotate.
+        tuned: copy them into the layout for CPUs.
+    """
+    config, base = model.config.get_text_config(), model.base_model
+    kind, heads = config.model_type, config.num_attention_heads
+    kv_heads = heads if kind == "gpt_neox" else getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    large = not tuned and sum(p.numel() * p.element_size() for p in model.parameters()) > COPIED
+    shape = Shape(heads, kv_heads, width, rotated, kind == "gpt_neox", tuned and width % 2 == 0, in_place=large)
+    gated, mlp = kind in LLAMA_LIKE, base.layers[0].mlp
+    act = mlp.act_fn if gated else mlp.act if kind == "gpt_neox" else mlp.activation_fn
+    final = base.final_layer_norm if kind == "gpt_neox" else base.final_layernorm if kind == "phi" else base.norm
+    head = model.get_output_embeddings()
+    layer_types = getattr(config, "layer_types", None)
+    slides = "sliding_attention" in layer_types if layer_types else kind == "mistral"
+    return Weights(
+        shape,
+        [decoder_layer(kind, block, shape) for block in base.layers],
+        # the function costs half of the module's call
+        F.silu if isinstance(act, nn.SiLU | SiLUActivation) else act,
+        gated=gated,
+        parallel=kind == "phi" or getattr(config, "use_parallel_residual", False),
+        window=config.sliding_window if slides else None,
+        embedding=model.get_input_embeddings().weight,
+        final_norm=norm(final),
+        head=by_columns(head.weight) if shape.tuned else head.weight,
+        head_bias=head.bias,
+    )
+
+
+def decoder_layer(kind: str, block: Any, shape: Shape) -> Layer:
+    """One layer of a family of `FAMILIES`."""
+    if kind == "gpt_neox":
+        return neox_layer(block, shape)
+    if kind == "phi":
+        return phi_layer(block, shape)
+    return llama_layer(block.self_attn, block.mlp, block.input_layernorm, block.post_attention_layernorm, shape)
+
+
 def llama_layer(attention: Any, mlp: Any, norm1: Any, norm2: Any, shape: Shape) -> Layer:
     """A gated layer; without `norm1`, what it reads is normed already."""
-    qkv, qkv_bias = fuse(attention.q_proj, attention.k_proj, attention.v_proj)
-    up, up_bias = fuse(mlp.gate_proj, mlp.up_proj)
+    qkv, qkv_bias = fuse([attention.q_proj, attention.k_proj, attention.v_proj], in_place=shape.in_place)
+    up, up_bias = fuse([mlp.gate_proj, mlp.up_proj], in_place=shape.in_place)
     first, qkv = (lambda x: x, qkv) if norm1 is None else _behind(norm1, qkv, shape)
     second, up = _behind(norm2, up, shape)
     qkv, qkv_bias = _sorted_rows(shape, qkv, qkv_bias)
@@ -216,7 +303,9 @@ def neox_layer(block: Any, shape: Shape) -> Layer:
 def phi_layer(block: Any, shape: Shape) -> Layer:
     """A layer of Phi, whose attention and MLP read the same."""
     attention, mlp = block.self_attn, block.mlp
-    qkv, qkv_bias = _sorted_rows(shape, *fuse(attention.q_proj, attention.k_proj, attention.v_proj))
+    qkv, qkv_bias = _sorted_rows(
+        shape, *fuse([attention.q_proj, attention.k_proj, attention.v_proj], in_place=shape.in_place)
+    )
     first, up = norm(block.input_layernorm), mlp.fc1
     return _laid_out(first, None, qkv, qkv_bias, attention.dense, up.weight, up.bias, mlp.fc2, shape, None)
 

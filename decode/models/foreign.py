@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from decode.core.proposal import Draft
+from decode.core.runner import Runner
 from decode.models.eagle.head import FeatureHead
-from decode.models.huggingface import Runner
 from decode.models.vocabulary import Intersection
 
 
@@ -51,10 +51,10 @@ class ForeignRunner(Runner):
     """
 
     def __init__(self, runner: Runner, vocabulary: Intersection) -> None:
+        size = vocabulary.target.size
+        super().__init__(runner.name, device=runner.device, dtype=runner.dtype, vocab_size=size, limit=runner.limit)
         self.inner, self.vocabulary = runner, vocabulary
-        self.model, self.config, self.device, self.dtype = runner.model, runner.config, runner.device, runner.dtype
-        self.vocab_size, self.limit = vocabulary.target.size, runner.limit
-        self.hidden = runner.hidden
+        self.tree_refusal = "a draft of another vocabulary reads chains only"
         self._ends: list[int] = []  # positions of the cache that the text takes up to each token
 
     @property
@@ -63,7 +63,7 @@ class ForeignRunner(Runner):
         return self.inner.weight_bytes
 
     @property
-    def length(self) -> int:  # type: ignore[override]
+    def length(self) -> int:
         """Tokens of the target that have been read."""
         return len(self._ends)
 
@@ -78,7 +78,7 @@ class ForeignRunner(Runner):
 
     def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
         """See `Runner.read`: a row follows the last of a token's translations."""
-        assert tree is None, "a foreign draft reads chains only"
+        assert tree is None, self.tree_refusal
         pieces = [self.vocabulary.translate(token) for token in tokens.tolist()]
         feed = torch.tensor([i for piece in pieces for i in piece], dtype=torch.long, device=self.device)
         ends = list(accumulate(map(len, pieces)))

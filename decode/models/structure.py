@@ -47,7 +47,7 @@ def _stack(model: PreTrainedModel) -> tuple[Any, nn.ModuleList]:
 
 
 @torch.no_grad()
-def check_walk(model: PreTrainedModel) -> None:
+def check_structure(model: PreTrainedModel) -> None:
     """Make sure that an exit behind the last layer would be the model itself: final norm of its output.
 
     Raises:

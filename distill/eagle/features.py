@@ -31,21 +31,22 @@ class FeatureSource:
         cached: whether batches carry the states.
 
     Attributes:
-        taps: hidden states that are kept: the feature's, then the last one (for EAGLE-1 they are the same).
+        captured_layers: hidden states that are kept: the feature's, then the last one (for EAGLE-1 they are one).
     """
 
     def __init__(self, model: PreTrainedModel, head: FeatureHead, *, cached: bool) -> None:
         model.eval().requires_grad_(False)
         self.embedding, self.head = model.get_input_embeddings(), LMHead(model)
         last = int(model.config.get_text_config().num_hidden_layers)
-        self.taps = tuple(dict.fromkeys([*head.taps, last])) if head.version == 1 else (*head.taps, last)
+        feature = head.captured_layers
+        self.captured_layers = tuple(dict.fromkeys([*feature, last])) if head.version == 1 else (*feature, last)
         self.feature_width, self.width = head.feature_width, int(head.config.hidden_size)
         self.model = None if cached else model
 
     @property
     def state_width(self) -> int:
         """Values kept a token."""
-        return len(self.taps) * self.width
+        return len(self.captured_layers) * self.width
 
     def to(self, device: torch.device) -> None:
         """Moves the weights there."""
@@ -67,7 +68,7 @@ class FeatureSource:
     def compute(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
         """The states ``[batch, time, state width]`` by a forward pass."""
         found = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
-        return torch.cat([found[tap] for tap in self.taps], -1)
+        return torch.cat([found[layer] for layer in self.captured_layers], -1)
 
 
 def keep_states(

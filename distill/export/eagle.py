@@ -109,11 +109,11 @@ def write_head(
     config.dtype = str(dtype).removeprefix("torch.")
     if version == 3:
         vars(config).pop("bias", None)  # heads trained by earlier versions have it
-        taps = list(head.taps)
+        captured_layers = list(head.captured_layers)
         config.eagle_config = {"use_aux_hidden_state": True}
         # vLLM numbers the states that enter a layer, SGLang the layers that they leave
-        config.eagle_aux_hidden_state_layer_ids = taps
-        config.eagle_config["eagle_aux_hidden_state_layer_ids"] = [tap - 1 for tap in taps]
+        config.eagle_aux_hidden_state_layer_ids = captured_layers
+        config.eagle_config["eagle_aux_hidden_state_layer_ids"] = [tap - 1 for tap in captured_layers]
     save_head(head.to(dtype), folder)
     add_legacy_fields(folder / "config.json")
     save_tokenizer(tokenizer, folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from decode.models.eagle.files import default_taps
+from decode.models.eagle.files import default_captured_layers
 from decode.models.eagle.head import FeatureHead
 from distill.export.card import FRONT_MATTER, conditions, measurements, summary
 
@@ -63,9 +63,9 @@ def head_card(
                 f"It drafts {config.draft_vocab_size:,} of the {config.vocab_size:,} tokens (`d2t` holds offsets, "
                 "`t2d` the mask); the others are left to the target.",
             ]
-        if head.taps != default_taps(layers):
+        if head.captured_layers != default_captured_layers(layers):
             notes.append(
-                f"It reads the states that enter layers {', '.join(map(str, head.taps))}; an engine that does not read "
+                f"It reads the states that enter layers {', '.join(map(str, head.captured_layers))}; an engine that does not read "
                 "`eagle_aux_hidden_state_layer_ids` would take others."
             )
     if notes := [*notes, *filter(None, [note])]:

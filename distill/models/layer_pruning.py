@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.core.errors import UserError
-from decode.models.structure import check_walk, decoder_layers
+from decode.models.structure import check_structure, decoder_layers
 
 
 def kept_layers(layers: int | list[int], total: int) -> list[int]:
@@ -44,7 +44,7 @@ def cut(target: PreTrainedModel, layers: int | list[int]) -> PreTrainedModel:
     Raises:
         UserError: the layers cannot be reached, or `layers` do not fit.
     """
-    check_walk(target)
+    check_structure(target)
     stack = decoder_layers(target)
     kept = kept_layers(layers, len(stack))
     config = copy.deepcopy(target.config)

@@ -1,4 +1,4 @@
-"""The LayerSkip training recipe (arXiv 2404.16710): layer dropout and an early-exit loss, on any walkable decoder.
+"""The LayerSkip training recipe (arXiv 2404.16710): layer dropout and an early-exit loss, on any decoder.
 
 Hooks on the layers drop them for single samples and keep the states of the exits whose turn it is, so the model's own
 forward is used as it is. The rotational curriculum with one exit a step costs one more head per step.
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
-from decode.models.structure import check_walk, decoder_layers, final_norm, state_of
+from decode.models.structure import check_structure, decoder_layers, final_norm, state_of
 from distill.config.models import LayerSkipSettings
 
 
@@ -71,7 +71,7 @@ class LayerSkip:
     """
 
     def __init__(self, model: PreTrainedModel, settings: LayerSkipSettings, steps: int, *, scratch: bool) -> None:
-        check_walk(model)
+        check_structure(model)
         self.settings, self.steps, self.scratch = settings, steps, scratch
         layers = decoder_layers(model)
         self.count = len(layers)

@@ -37,7 +37,7 @@ def initial(context: StageContext, key: str) -> StageResult:
         heads=settings.heads,
         kv_heads=settings.kv_heads,
         draft_vocab=settings.draft_vocab,
-        taps=tuple(settings.layers) or None,
+        captured_layers=tuple(settings.layers) or None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(context.settings.seed)
@@ -97,7 +97,7 @@ def _signals(
     check_head(model, LMHead(model))
     source = FeatureSource(model, head, cached=cached)
     train, validation, made_from = fixed_texts(context, model, stop_ids(model, context.corpus.tokenizer))
-    key = [made_from, list(source.taps)]
+    key = [made_from, list(source.captured_layers)]
     size, limit = (
         (len(train.ids) + len(validation.ids)) * source.state_width * 4 / 1e9,
         settings.reference.signal_limit_gb,

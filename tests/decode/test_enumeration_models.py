@@ -13,13 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.core.drafter import Drafter
+from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule, negative_entropy, token_probability
 from decode.core.thresholds import Fixed, MeanOfRejected
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System
-from decode.models.huggingface import Runner
-from decode.models.partial import PartialRunner
+from decode.models.fast import fast_runner
+from decode.models.huggingface import HuggingFaceRunner
 
 TOLERANCE = 1e-12
 VOCAB = 8
@@ -44,14 +45,14 @@ def experiment(model: PreTrainedModel, runner: Runner, *, tokens: int = 4, warp:
 
 
 CASES = [
-    ("llama", PartialRunner),
-    ("llama", Runner),
-    ("mistral", PartialRunner),
-    ("mistral", Runner),
-    ("gpt_neox", PartialRunner),
-    ("gpt_neox", Runner),
-    ("gpt2", Runner),
-    ("gemma2", Runner),
+    ("llama", fast_runner),
+    ("llama", HuggingFaceRunner),
+    ("mistral", fast_runner),
+    ("mistral", HuggingFaceRunner),
+    ("gpt_neox", fast_runner),
+    ("gpt_neox", HuggingFaceRunner),
+    ("gpt2", HuggingFaceRunner),
+    ("gemma2", HuggingFaceRunner),
 ]
 IDS = [f"{family}-{runner.__name__}" for family, runner in CASES]
 
@@ -86,13 +87,13 @@ def test_trees_are_lossless_through_real_caches(family: str, runner: type[Runner
 def test_adaptive_stop_rules_are_lossless_through_real_caches(family: str, double) -> None:
     target = double(family)
     draft = resembling(target, 0.2)
-    there = experiment(target, PartialRunner(target), tokens=4)
+    there = experiment(target, fast_runner(target), tokens=4)
     stop = StopRule(20, negative_entropy, threshold=MeanOfRejected())
-    assert there.bias(System("entropy", ModelDrafter(PartialRunner(draft), WARP, VOCAB), stop)) < TOLERANCE
+    assert there.bias(System("entropy", ModelDrafter(fast_runner(draft), WARP, VOCAB), stop)) < TOLERANCE
     warp = Warp(temperature=0.8, top_p=0.7, repetition_penalty=1.6)
-    there = experiment(target, PartialRunner(target), tokens=3, warp=warp)
+    there = experiment(target, fast_runner(target), tokens=3, warp=warp)
     stop = StopRule(5, token_probability, product=True, threshold=Fixed(0.3))
-    assert there.bias(System("product", ModelDrafter(PartialRunner(draft), warp, VOCAB), stop)) < TOLERANCE
+    assert there.bias(System("product", ModelDrafter(fast_runner(draft), warp, VOCAB), stop)) < TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[],
 
 @pytest.mark.parametrize("name", ["prompt-lookup", "rest", "adaptix", "adaptix-best-first", "lookahead"])
 def test_drafts_from_texts_are_lossless_through_real_caches(name: str, drafters, double) -> None:
-    for family, runner in (("llama", PartialRunner), ("gpt2", Runner)):
+    for family, runner in (("llama", fast_runner), ("gpt2", HuggingFaceRunner)):
         target = double(family)
         there = experiment(target, runner(target), tokens=5)
         assert there.bias(System(name, drafters[name](), StopRule())) < TOLERANCE

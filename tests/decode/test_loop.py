@@ -17,13 +17,14 @@ from decode.core.drafter import NoDrafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.rng import TorchRng
+from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule
 from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode, rounds
 from decode.models.fast import supports
-from decode.models.huggingface import Runner, open_runner
+from decode.models.open_runner import open_runner
 
 PROMPT = [3, 7, 1, 9, 3, 7]
 SAMPLE = Warp(temperature=1.0)

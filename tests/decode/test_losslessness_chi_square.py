@@ -19,7 +19,7 @@ from decode.core.target import Target
 from decode.core.thresholds import Fixed
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode
-from decode.models.huggingface import open_runner
+from decode.models.open_runner import open_runner
 
 
 def p_value(counts: Counter, distribution: Distribution) -> float:

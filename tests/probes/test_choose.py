@@ -11,7 +11,7 @@ from decode.core.target import Target
 from decode.loop import decode
 from decode.measure.cost import CostModel
 from decode.methods import MethodInputs, build
-from decode.models.partial import PartialRunner
+from decode.models.fast import fast_runner
 from decode.models.structure import decoder_layers
 from probes.benchmark import Candidate
 from probes.costs import Costs, measure, of_weights
@@ -39,7 +39,7 @@ def test_a_walk_stops_with_the_token_whose_confidence_falls_below() -> None:
 def test_walked_rounds_are_those_of_greedy_decoding(tiny) -> None:
     """At a fixed length a greedy text decides every round, so the walk is exact."""
     model = tiny("llama", num_hidden_layers=DEPTH)
-    runner = PartialRunner(model)
+    runner = fast_runner(model)
     prompt = [3, 1, 4]
     parts = MethodInputs(runner, Warp(), options=MethodOptions(exit_layer=3, draft_length=3))
     out = decode(Target(runner), build("layerskip", parts), Warp(), prompt, max_new_tokens=30)
@@ -78,7 +78,7 @@ def test_a_choice_becomes_options_of_the_method_table() -> None:
 
 
 def test_costs_are_in_steps_of_plain_decoding_and_deeper_exits_draft_dearer(tiny) -> None:
-    runner = PartialRunner(tiny("llama", num_hidden_layers=8, hidden_size=128))
+    runner = fast_runner(tiny("llama", num_hidden_layers=8, hidden_size=128))
     costs = measure(runner, [1, 7], {}, Warp(), [[3, 1, 4]], max_new_tokens=8, seconds=2.0)
     shallow, deep = costs.exits[1], costs.exits[7]
     assert 0 < shallow.cost_ratio < deep.cost_ratio < 1.5

@@ -28,7 +28,7 @@ from decode.drafters.acceptance_probe import (
 )
 from decode.loop import System, decode, rounds
 from decode.methods import MethodInputs, build
-from decode.models.huggingface import open_runner
+from decode.models.open_runner import open_runner
 from probes.features import Features, collect, exit_layers
 from probes.metrics import calibrate, judge, judge_exits, probability
 from probes.newton import EXTRA_PENALTY, Training, check_labels, train_probes
@@ -294,7 +294,7 @@ def test_probe_methods_decode_greedily_as_generate_does_and_take_advice(tiny, fo
     system: System = build(method, MethodInputs(runner, Warp(), options=given))
     assert decode(Target(runner), system, Warp(), PROMPTS[1], max_new_tokens=20).ids == wanted
     if method == "adaspeed-probe":
-        assert (system.drafter.part.shared, system.stop.window, system.stop.threshold.start) == (3, 4, 0.2)
+        assert (system.drafter.subset.shared, system.stop.window, system.stop.threshold.start) == (3, 4, 0.2)
 
 
 def test_a_draft_models_probe_stops_its_drafts(tiny, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.core.trace import Trace
 from decode.loop import System, decode
-from decode.models.huggingface import Runner
+from decode.core.runner import Runner
 
 Distribution = dict[tuple[int, ...], float]
 NEGLIGIBLE = 1e-17  # branches of less mass are rounding noise; ten thousand of them stay below the tolerance

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import System, decode
-from decode.models.huggingface import Runner
 
 GREEDY = Warp()
 PROMPTS = [[3, 7, 1, 9], [1, 2, 3, 1, 2, 3, 1, 2]]

@@ -60,12 +60,12 @@ class FeatureHead(nn.Module):
     """An EAGLE-1 or EAGLE-3 head; what it shares with the target (embedding, EAGLE-1's output head) is not in it.
 
     Args:
-        config: shape, `version` and `taps` (see `head_config`).
+        config: shape, `version` and `captured_layers` (see `head_config`).
 
     Attributes:
         version: 1 or 3.
-        taps: indices into the target's hidden states whose concatenation is the feature: i is the state that enters
-            layer i, and the number of layers stands for the last one, after the final norm.
+        captured_layers: indices into the target's hidden states whose concatenation is the feature: i is the state
+            that enters layer i, and the number of layers stands for the last one, after the final norm.
         embed_tokens: an embedding of the head's own, where its file brought one.
     """
 
@@ -76,7 +76,7 @@ class FeatureHead(nn.Module):
         super().__init__()
         self.config = config
         self.version = VERSIONS[config.architectures[0]]
-        self.taps: tuple[int, ...] = tuple(config.taps)
+        self.captured_layers: tuple[int, ...] = tuple(config.captured_layers)
         self.embed_tokens: nn.Embedding | None = None
         width = config.hidden_size
         self.rotary = LlamaRotaryEmbedding(config)
@@ -84,7 +84,7 @@ class FeatureHead(nn.Module):
             self.fc = nn.Linear(2 * width, width, bias=bool(getattr(config, "bias", True)))
             self.layers = nn.ModuleList([HeadLayer(config, 1)])
             return
-        self.fc = nn.Linear(len(self.taps) * config.target_hidden_size, width, bias=False)
+        self.fc = nn.Linear(len(self.captured_layers) * config.target_hidden_size, width, bias=False)
         self.midlayer = HeadLayer(config, 3)
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
@@ -99,7 +99,7 @@ class FeatureHead(nn.Module):
     @property
     def feature_width(self) -> int:
         """Width of the concatenated target states."""
-        return len(self.taps) * int(self.config.target_hidden_size)
+        return len(self.captured_layers) * int(self.config.target_hidden_size)
 
     def draft_ids(self) -> Tensor | None:
         """The target's ids of the head's logits, ``[draft vocab]``, or None if they are the same."""
@@ -149,8 +149,8 @@ class FeatureHead(nn.Module):
         a, d = layer.self_attn, self.config.head_dim
         q, k, v = (p(y).unflatten(-1, (-1, d)).transpose(1, 2) for p in (a.q_proj, a.k_proj, a.v_proj))
         groups = q.shape[1] // k.shape[1]
-        k, v = (z.repeat_interleave(groups, 1) for z in (k * cos + _turn(k) * sin, v))
-        x = x + a.o_proj(attend(q * cos + _turn(q) * sin, k, v).transpose(1, 2).flatten(2))
+        k, v = (z.repeat_interleave(groups, 1) for z in (k * cos + _rotate_half(k) * sin, v))
+        x = x + a.o_proj(attend(q * cos + _rotate_half(q) * sin, k, v).transpose(1, 2).flatten(2))
         m = layer.mlp
         z = layer.post_attention_layernorm(x)
         return x + m.down_proj(F.silu(m.gate_proj(z)) * m.up_proj(z))
@@ -182,7 +182,7 @@ class _Chain:
         return weights[..., :time] @ self.values[0] + chain
 
 
-def _turn(x: Tensor) -> Tensor:
+def _rotate_half(x: Tensor) -> Tensor:
     """(a, b) -> (−b, a) of the two halves of the last dimension."""
     a, b = x.chunk(2, -1)
     return torch.cat([-b, a], -1)
@@ -222,7 +222,7 @@ def head_logits(head: FeatureHead, target: PreTrainedModel, ids: Sequence[int], 
     """  # noqa: E501
     tokens = torch.tensor([list(ids)], device=target.device)
     out = target(input_ids=tokens, use_cache=False, output_hidden_states=True, logits_to_keep=1)
-    features = torch.cat([out.hidden_states[tap] for tap in head.taps], -1)
+    features = torch.cat([out.hidden_states[layer] for layer in head.captured_layers], -1)
     embedding = head.embed_tokens or target.get_input_embeddings()
     *_, states = head.unroll(embedding(tokens[:, 1:]), features[:, :-1], depth)
     # state t of step s predicts token t + 1 + depth; position i of the text is wanted from `start` on

@@ -24,7 +24,7 @@ from decode.core.trace import Trace
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, rounds
 from decode.methods import MethodInputs, build
-from decode.models.huggingface import open_runner
+from decode.models.open_runner import open_runner
 
 PROMPT = [3, 7, 1, 9, 3, 7, 22, 3]
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}

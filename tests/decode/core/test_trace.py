@@ -16,7 +16,7 @@ from decode.core.target import Target
 from decode.core.trace import FORMULAS, Round, Trace
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode, rejected_tokens, who_wrote
-from decode.models.huggingface import open_runner
+from decode.models.open_runner import open_runner
 
 
 def make_round(tokens: list[int], parents: list[int], path: list[int], token: int = 9) -> Round:

@@ -17,8 +17,13 @@ from decode.core.thresholds import Fixed
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.loop import System, decode, rounds
 from decode.methods import MethodInputs, build
-from decode.models.huggingface import open_runner
-from decode.models.partial import FAMILIES, Part, PartialRunner, early_exit, separate_copy, walkable
+from decode.models.fast import FastRunner, fast_runner, self_speculating
+from decode.models.fast_forward import FastForward
+from decode.models.fast_forward import FastForward
+from decode.models.fast_forward import FastForward
+from decode.models.fast_weights import FAMILIES
+from decode.models.layer_subset import LayerSubset
+from decode.models.open_runner import open_runner
 
 WALKED = ["llama", "llama-mha", "llama-tied", "mistral", "qwen2", "qwen3", "phi", "gpt_neox", "gpt_neox-sequential"]
 DEPTH = 4
@@ -37,12 +42,12 @@ SUBSETS = {
 }
 
 
-def open_deep(tiny, family: str, **options) -> PartialRunner:
+def open_deep(tiny, family: str, **options) -> FastRunner:
     """Without `open_runner`'s comparison: transformers' norms compute in float32 even for float64 weights."""
-    return PartialRunner(tiny(family, num_hidden_layers=DEPTH, **options))
+    return fast_runner(tiny(family, num_hidden_layers=DEPTH, **options))
 
 
-def system_of(runner: PartialRunner, part: Part, stop: StopRule, warp: Warp) -> System:
+def system_of(runner: FastRunner, part: LayerSubset, stop: StopRule, warp: Warp) -> System:
     return System("self", EarlyExitDrafter(runner, warp, part), stop)
 
 
@@ -51,7 +56,7 @@ def test_greedy_text_is_that_of_generate_for_every_exit_and_subset(tiny, family:
     model = tiny(family, num_hidden_layers=DEPTH)
     runner = open_deep(tiny, family)
     wanted = model.generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False)[0].tolist()
-    parts = [Part(e) for e in range(1, DEPTH)] + [Part.skipping(DEPTH, *s) for s in SUBSETS.values()]
+    parts = [LayerSubset(e) for e in range(1, DEPTH)] + [LayerSubset.skipping(DEPTH, *s) for s in SUBSETS.values()]
     for part in parts:
         for stop in STOPS.values() if family == "llama" else [STOPS["product"]]:
             out = decode(Target(runner), system_of(runner, part, stop(), Warp()), Warp(), PROMPT, max_new_tokens=24)
@@ -65,7 +70,7 @@ def test_the_output_has_the_targets_distribution_for_every_exit_and_stop_rule(ti
     warp = Warp(temperature=1.3)
     runner = open_deep(tiny, "llama", vocab_size=3, dtype=torch.float64)
     experiment = Experiment(runner, warp, [0, 2, 1], tokens=3)
-    assert experiment.bias(system_of(runner, Part(exit_layer), STOPS[stop](), warp)) < 1e-12
+    assert experiment.bias(system_of(runner, LayerSubset(exit_layer), STOPS[stop](), warp)) < 1e-12
     assert max(experiment.drafted) > 0
 
 
@@ -75,13 +80,17 @@ def test_the_output_has_the_targets_distribution_for_layer_subsets(tiny, subset:
     warp = Warp(temperature=1.3)
     runner = open_deep(tiny, "gpt_neox", vocab_size=3, dtype=torch.float64)
     experiment = Experiment(runner, warp, [0, 2, 1], tokens=3)
-    part = Part.skipping(DEPTH, *SUBSETS[subset])
+    part = LayerSubset.skipping(DEPTH, *SUBSETS[subset])
     assert experiment.bias(system_of(runner, part, STOPS["token"](), warp)) < 1e-12
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "phi"])
-@pytest.mark.parametrize("part", [Part(1), Part(3), Part.skipping(DEPTH, [1], [2])], ids=["1", "3", "subset"])
-def test_the_cache_is_the_texts_after_every_round_and_gives_the_same_logits(tiny, family: str, part: Part) -> None:
+@pytest.mark.parametrize(
+    "part", [LayerSubset(1), LayerSubset(3), LayerSubset.skipping(DEPTH, [1], [2])], ids=["1", "3", "subset"]
+)
+def test_the_cache_is_the_texts_after_every_round_and_gives_the_same_logits(
+    tiny, family: str, part: LayerSubset
+) -> None:
     runner = open_deep(tiny, family)
     fresh = open_deep(tiny, family)
     warp = Warp(temperature=1.5)
@@ -90,7 +99,7 @@ def test_the_cache_is_the_texts_after_every_round_and_gives_the_same_logits(tiny
     for result, new in rounds(Target(runner), system, warp, PROMPT, max_new_tokens=30, rng=TorchRng(0)):
         ids += new
         lengths.add((result.drafted, result.accepted))
-        assert (runner.length, runner.ahead) == (len(ids) - 1, [])
+        assert (runner.length, runner.length_ahead) == (len(ids) - 1, 0)
         fresh.truncate(0)
         with torch.inference_mode():
             wanted = fresh.read(torch.tensor(ids))[-1]
@@ -103,14 +112,14 @@ def test_the_cache_is_the_texts_after_every_round_and_gives_the_same_logits(tiny
 def test_verification_runs_the_early_layers_for_one_token_only(tiny, monkeypatch) -> None:
     runner = open_deep(tiny, "llama")
     seen: list[tuple[int, int, int]] = []
-    run = PartialRunner.run_layers
+    run = FastForward.run_layers
 
     def spy(self, x, first, last, *rest):
         seen.append((len(x), first, last))
         return run(self, x, first, last, *rest)
 
-    monkeypatch.setattr(PartialRunner, "run_layers", spy)
-    next(iter(rounds(Target(runner), system_of(runner, Part(2), StopRule(3), Warp()), Warp(), PROMPT)))
+    monkeypatch.setattr(FastForward, "run_layers", spy)
+    next(iter(rounds(Target(runner), system_of(runner, LayerSubset(2), StopRule(3), Warp()), Warp(), PROMPT)))
     assert seen == [(7, 0, 4), (1, 0, 2), (1, 0, 2), (1, 0, 2), (1, 0, 2), (4, 2, 4)]
 
 
@@ -124,7 +133,9 @@ def test_the_stop_rule_sees_the_state_that_the_exits_head_saw(tiny) -> None:
         return 1.0
 
     draft = []
-    for result, _ in rounds(Target(runner), system_of(runner, Part(2), StopRule(3, watch), Warp()), Warp(), PROMPT):
+    for result, _ in rounds(
+        Target(runner), system_of(runner, LayerSubset(2), StopRule(3, watch), Warp()), Warp(), PROMPT
+    ):
         draft = result.draft.tokens.tolist()
         break
     with torch.no_grad():
@@ -141,7 +152,7 @@ def test_a_separate_cache_drafts_the_same_and_costs_memory(tiny) -> None:
         out = decode(Target(runner), build(method, parts), parts.warp, PROMPT, max_new_tokens=20, rng=TorchRng(5))
         texts.append((out.ids, out.trace.accepted))
     assert texts[0] == texts[1]
-    assert separate_copy(runner, 2).kv.shape[0] == 2
+    assert runner.first_layers(2).forward.cache.shape[0] == 2
 
 
 @pytest.mark.parametrize("method", ["layerskip", "draft-verify", "adaspeed"])
@@ -161,23 +172,23 @@ def test_methods_are_greedy_identical_through_the_table(tiny, method: str) -> No
 def test_an_exit_outside_the_model_is_refused_with_the_layers_there_are(tiny, layer: int) -> None:
     runner = open_deep(tiny, "llama")
     with pytest.raises(UserError, match=rf"exit_layer is {layer}; .* 1 to {DEPTH - 1}"):
-        early_exit(runner, layer)
+        LayerSubset.early_exit(runner.depth, layer)
     with pytest.raises(UserError, match="cannot be skipped"):
-        Part.skipping(DEPTH, [0, DEPTH], [])
+        LayerSubset.skipping(DEPTH, [0, DEPTH], [])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "codegen", "opt", "gemma2"])
 def test_families_whose_layers_cannot_be_walked_are_named(tiny, family: str) -> None:
     with pytest.raises(UserError, match=rf"\({family}\) cannot draft with its own layers.*{FAMILIES[0]}"):
         build("layerskip", MethodInputs(open_runner(tiny(family)), Warp()))
-    assert walkable(open_runner(tiny("llama", num_hidden_layers=DEPTH))).depth == DEPTH
+    assert self_speculating(open_runner(tiny("llama", num_hidden_layers=DEPTH))).depth == DEPTH
 
 
 def test_a_text_that_follows_an_abandoned_draft_is_read_afresh(tiny) -> None:
     runner = open_deep(tiny, "llama")
     with torch.inference_mode():
         runner.read(torch.tensor(PROMPT))
-        runner.read_part(torch.tensor([7]), Part(2))
+        runner.read_subset(torch.tensor([7]), LayerSubset(2))
         runner.truncate(len(PROMPT))
         seen = runner.read(torch.tensor([8]))
         runner.truncate(0)
@@ -192,7 +203,7 @@ def test_a_drafted_end_of_text_is_kept_and_ends_the_draft(tiny) -> None:
         Target(runner), build("autoregressive", MethodInputs(runner, Warp())), Warp(), PROMPT, max_new_tokens=24
     )
     end = plain.new_ids[10]
-    system = system_of(runner, Part(3), StopRule(12), Warp())
+    system = system_of(runner, LayerSubset(3), StopRule(12), Warp())
     out = decode(Target(runner), system, Warp(), PROMPT, max_new_tokens=24, stop_ids={end})
     assert out.new_ids == plain.new_ids[: plain.new_ids.index(end) + 1]
     for result, _ in rounds(Target(runner), system, Warp(), PROMPT, max_new_tokens=24, stop_ids={end}):

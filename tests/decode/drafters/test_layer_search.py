@@ -7,14 +7,15 @@ import torch
 
 from decode.core.sampling import Warp
 from decode.drafters.layer_search import acceptance, search, target_rows
-from decode.models.partial import Part, PartialRunner
+from decode.models.fast import FastRunner, fast_runner
+from decode.models.layer_subset import LayerSubset
 
 DEPTH = 4
 GREEDY = Warp()
 
 
 @pytest.fixture
-def runner(tiny) -> PartialRunner:
+def runner(tiny) -> FastRunner:
     """A model whose layers 1 and 2 do nothing: their output projections are zero."""
     from families import build_tiny
 
@@ -23,24 +24,24 @@ def runner(tiny) -> PartialRunner:
         for i in (1, 2):
             model.model.layers[i].self_attn.o_proj.weight.zero_()
             model.model.layers[i].mlp.down_proj.weight.zero_()
-    return PartialRunner(model)
+    return fast_runner(model)
 
 
 TEXTS = [([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], 3), ([2, 7, 1, 8, 2, 8, 1, 8], 2)]
 
 
-def test_the_whole_model_accepts_itself_and_idle_layers_cost_nothing(runner: PartialRunner) -> None:
+def test_the_whole_model_accepts_itself_and_idle_layers_cost_nothing(runner: FastRunner) -> None:
     rows = target_rows(runner, TEXTS, GREEDY)
     assert [len(r) for r in rows] == [8, 6]
     for skip in ([], [1], [1, 2]):
-        found = acceptance(runner, Part.skipping(DEPTH, skip, skip), TEXTS, rows, GREEDY)
+        found = acceptance(runner, LayerSubset.skipping(DEPTH, skip, skip), TEXTS, rows, GREEDY)
         assert found == [[1.0] * 8, [1.0] * 6]
     assert runner.length == 0
-    worse = acceptance(runner, Part.skipping(DEPTH, [0], [0]), TEXTS, rows, GREEDY)
+    worse = acceptance(runner, LayerSubset.skipping(DEPTH, [0], [0]), TEXTS, rows, GREEDY)
     assert sum(map(sum, worse)) < 14
 
 
-def test_the_search_skips_the_idle_sublayers_first_and_predicts_a_gain(runner: PartialRunner) -> None:
+def test_the_search_skips_the_idle_sublayers_first_and_predicts_a_gain(runner: FastRunner) -> None:
     seen: list[tuple[int, float]] = []
     found = search(runner, TEXTS, GREEDY, verify_cost=lambda n: 1 + 0.02 * (n - 1), progress=lambda *s: seen.append(s))
     assert {("attention", 1), ("mlp", 1), ("attention", 2), ("mlp", 2)} <= found.skip
@@ -49,6 +50,6 @@ def test_the_search_skips_the_idle_sublayers_first_and_predicts_a_gain(runner: P
     assert found.speedup == max(s for _, s in seen)
 
 
-def test_nothing_is_skipped_where_drafting_cannot_pay(runner: PartialRunner) -> None:
+def test_nothing_is_skipped_where_drafting_cannot_pay(runner: FastRunner) -> None:
     found = search(runner, TEXTS[1:], GREEDY, verify_cost=lambda n: 3.0 * n, fixed=0.9, longest=3)
     assert found.speedup < 1

@@ -28,7 +28,7 @@ from decode.measure.cost import (
 )
 from decode.measure.forward_timer import time_forwards
 from decode.methods import MethodInputs, build
-from decode.models.huggingface import open_runner
+from decode.models.open_runner import open_runner
 
 
 def flat(n: float) -> float:

@@ -23,9 +23,11 @@ from decode.core.target import Target
 from decode.loop import decode
 from decode.methods import MethodInputs, build
 from decode.models import compiled
-from decode.models.compiled import CompiledRunner, check_compile, open_compiled
-from decode.models.huggingface import open_runner
-from decode.models.partial import Part
+from decode.models import open_runner as open_runner_module
+from decode.models.compiled import check_compile
+from decode.models.fast import FastRunner, fast_runner
+from decode.models.layer_subset import LayerSubset
+from decode.models.open_runner import open_runner
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
 PROMPT = TEXT[:6]
@@ -39,7 +41,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     def plain(step, **options):  # type: ignore[no-untyped-def]
         def call(tokens: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-            calls.append((len(tokens), step.__self__.capacity))
+            calls.append((len(tokens), step.__self__.forward.capacity))
             return step(tokens, start)
 
         return call
@@ -82,9 +84,9 @@ def test_fixed_shapes_give_the_models_own_logits(family: str, tiny, eager) -> No
 
 @torch.inference_mode()
 def test_a_cache_that_grows_keeps_the_text_and_doubles(tiny, eager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "ROOM", 8)
+    monkeypatch.setattr(compiled, "INITIAL_CAPACITY", 8)
     model = tiny("mistral", max_position_embeddings=512)
-    runner = CompiledRunner(model)
+    runner = fast_runner(model, compile="default")
     ids = (torch.arange(300) * 7919) % VOCAB
     wanted = logits_of(model, ids.tolist())
     seen = [runner.read(ids[:100]), runner.read(ids[100:120]), runner.read(ids[120:250])]
@@ -112,17 +114,17 @@ def test_texts_are_those_of_the_plain_path(method: str, temperature: float, tiny
 @torch.inference_mode()
 def test_what_is_not_a_chain_takes_the_plain_forward_on_the_same_cache(tiny, eager) -> None:
     model, ids = tiny("llama", num_hidden_layers=4), torch.tensor(TEXT)
-    runner = CompiledRunner(model)
+    runner = fast_runner(model, compile="default")
     wanted = logits_of(model, TEXT)
     runner.read(ids[:5])
     eager.clear()
-    runner.read_part(ids[5:6], Part(2))
+    runner.read_subset(ids[5:6], LayerSubset(2))
     assert close(runner.read(ids[5:7]), wanted[5:7])
-    runner.taps = (1, 4)
+    runner.captured_layers = (1, 4)
     assert close(runner.read(ids[7:9]), wanted[7:9])
     assert runner.features.shape == (2, 2 * model.config.hidden_size)
     assert not eager
-    runner.taps = ()
+    runner.captured_layers = ()
     assert close(runner.read(ids[9:]), wanted[9:])
     assert eager == [(2, 256)]
 
@@ -141,7 +143,8 @@ def test_a_compiled_pair_writes_the_text_of_the_plain_one(tiny, monkeypatch: pyt
         parts = MethodInputs(target, Warp(), draft, options=MethodOptions(draft_length=3))
         out = decode(Target(target), build("vanilla", parts), parts.warp, PROMPT, max_new_tokens=20)
         texts.append(out.ids)
-    assert isinstance(target, CompiledRunner)
+    assert isinstance(target, FastRunner)
+    assert target.compile == "default"
     assert texts[0] == texts[1]
     assert texts[0] == models[0].generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=20)[0].tolist()
 
@@ -171,7 +174,7 @@ def test_modes_that_cannot_work_here_are_refused_with_the_cure(monkeypatch: pyte
 
 def test_models_that_cannot_be_compiled_are_refused(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"GPT2LMHeadModel \(gpt2\) cannot be compiled here: only llama"):
-        open_compiled(tiny("gpt2"), "default")
+        open_runner(tiny("gpt2"), compile="default")
 
     def broken(step, **options):  # type: ignore[no-untyped-def]
         def call(*args: object) -> None:
@@ -181,7 +184,7 @@ def test_models_that_cannot_be_compiled_are_refused(tiny, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch, "compile", broken)
     with pytest.raises(UserError, match=r"torch\.compile failed for Llama.* \(llama\): no such operator; leave"):
-        open_compiled(tiny("llama"), "default")
-    monkeypatch.setattr(compiled, "difference", lambda model, runner: 0.5)
+        open_runner(tiny("llama"), compile="default")
+    monkeypatch.setattr(open_runner_module, "difference", lambda model, runner: 0.5)
     with pytest.raises(UserError, match=r"differs from itself by 0\.5"):
-        open_compiled(tiny("llama"), "default")
+        open_runner(tiny("llama"), compile="default")

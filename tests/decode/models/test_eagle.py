@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from decode.core.options import MethodOptions
 from decode.core.rng import TorchRng
+from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule, negative_entropy
 from decode.core.target import Target
@@ -24,11 +25,14 @@ from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter
 from decode.loop import System, decode
 from decode.measure.acceptance_offline import offline_alpha, response_logits
 from decode.methods import MethodInputs, build
-from decode.models.eagle.files import default_taps, head_config, is_head, load_head, save_head
+from decode.models.eagle.files import default_captured_layers, head_config, is_head, load_head, save_head
 from decode.models.eagle.head import FeatureHead, head_logits
 from decode.models.eagle.runner import HeadRunner
-from decode.models.huggingface import Runner, open_runner
-from decode.models.partial import PartialRunner
+from decode.models.fast import fast_runner
+from decode.models.huggingface import HuggingFaceRunner
+from decode.models.huggingface import HuggingFaceRunner
+from decode.models.huggingface import HuggingFaceRunner
+from decode.models.open_runner import open_runner
 
 FAMILIES = ["llama", "qwen3", "gpt_neox", "gpt2"]
 SMALL = 8
@@ -59,7 +63,7 @@ def as_runner(target: PreTrainedModel, version: int) -> HeadRunner:
 def test_the_target_keeps_the_states_asked_for_whatever_rows_the_head_reads(family: str, fast: bool, tiny) -> None:
     model = tiny(family)
     runner = open_runner(model, fast=fast)
-    runner.taps = (0, 1, 2)
+    runner.captured_layers = (0, 1, 2)
     ids = torch.tensor(PROMPTS[1])
     with torch.inference_mode():
         wanted = model(input_ids=ids[None], output_hidden_states=True).hidden_states
@@ -78,7 +82,7 @@ def test_the_fast_forward_drafts_what_teacher_forcing_says(family: str, version:
     runner, ids = as_runner(target, version), PROMPTS[1] + [5, 6, 2, 7]
     start = len(PROMPTS[1])
     source = open_runner(target)
-    source.taps = runner.taps
+    source.captured_layers = runner.feature_head.captured_layers
     with torch.inference_mode():
         source.read(torch.tensor(ids[: start - 1]), head=0)
         runner.settle(source.features)
@@ -86,7 +90,7 @@ def test_the_fast_forward_drafts_what_teacher_forcing_says(family: str, version:
         rows = [runner.read(torch.tensor([ids[start - 1]]), head=1)]  # the pending token, with a true feature
         rows += [runner.read(torch.tensor([token]), head=1) for token in ids[start:-1]]  # the head's own states
     for depth, row in enumerate(rows, 1):
-        wanted = head_logits(runner.model, target, ids[: start + depth], start + depth - 1, depth)
+        wanted = head_logits(runner.feature_head, target, ids[: start + depth], start + depth - 1, depth)
         torch.testing.assert_close(row, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -95,7 +99,7 @@ def test_a_level_of_a_tree_gives_each_path_what_its_chain_would(version: int, ti
     target = tiny("llama")
     runner, ids = as_runner(target, version), PROMPTS[0]
     source = open_runner(target)
-    source.taps = runner.taps
+    source.captured_layers = runner.feature_head.captured_layers
     paths = [[4, 5], [4, 6], [9, 5]]
 
     def begin() -> None:
@@ -155,7 +159,7 @@ def test_accepted_tokens_leave_the_head_with_the_targets_features(tiny) -> None:
         def propose(self, ids, stop, max_depth, rng):  # type: ignore[no-untyped-def]
             draft = super().propose(ids, stop, max_depth, rng)
             if len(draft):
-                fresh = head_logits(head.model, target, [*ids, 0], len(ids))[0]
+                fresh = head_logits(head.feature_head, target, [*ids, 0], len(ids))[0]
                 assert int(fresh.argmax()) == int(draft.tokens[0])
                 true = text[len(ids) : len(ids) + len(ids) % 4]
                 draft.tokens[: len(true)] = torch.tensor(true, dtype=torch.long)
@@ -171,8 +175,10 @@ def test_accepted_tokens_leave_the_head_with_the_targets_features(tiny) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 3])
-@pytest.mark.parametrize(("family", "make"), [("llama", PartialRunner), ("qwen3", PartialRunner), ("gpt_neox", Runner)])
-def test_feature_heads_are_lossless(family: str, make: type[Runner], version: int, tiny) -> None:
+@pytest.mark.parametrize(
+    ("family", "make"), [("llama", fast_runner), ("qwen3", fast_runner), ("gpt_neox", HuggingFaceRunner)]
+)
+def test_feature_heads_are_lossless(family: str, make: Callable[..., Runner], version: int, tiny) -> None:
     target = in_double(tiny(family, vocab_size=SMALL, dtype=torch.float64))
     warp = Warp(temperature=1.3, top_k=2)
 
@@ -196,7 +202,7 @@ def test_a_tree_is_the_most_probable_nodes_and_holds_the_chain(tiny) -> None:
     for name, width, nodes in (("chain", 1, 60), ("tree", 4, 12), ("bigger", 4, 40)):
         drafter = FeatureTreeDrafter(head, runner, GREEDY, width=width, nodes=nodes)
         runner.truncate(0)
-        runner.taps = drafter.captured_layers
+        runner.captured_layers = drafter.captured_layers
         with torch.inference_mode():
             runner.read(torch.tensor(PROMPTS[0][:-1]), head=0)
             drafter.start(PROMPTS[0])
@@ -261,13 +267,13 @@ def test_methods_say_which_kind_of_draft_they_want(tiny) -> None:
 
 def test_three_different_states_are_captured_whatever_the_depth() -> None:
     for layers in range(2, 40):
-        taps = default_taps(layers)
-        assert list(taps) == sorted(set(taps))
-        assert 0 <= taps[0] < taps[2] <= layers
-    assert default_taps(32) == (2, 16, 29)
-    assert default_taps(4) == (1, 2, 3)
+        captured_layers = default_captured_layers(layers)
+        assert list(captured_layers) == sorted(set(captured_layers))
+        assert 0 <= captured_layers[0] < captured_layers[2] <= layers
+    assert default_captured_layers(32) == (2, 16, 29)
+    assert default_captured_layers(4) == (1, 2, 3)
     with pytest.raises(UserError, match="1 layer"):
-        default_taps(1)
+        default_captured_layers(1)
 
 
 @pytest.mark.parametrize("field", ["norm_output", "fc_norm", "norm_before_fc"])

@@ -30,9 +30,9 @@ from decode.measure.entries import plan
 from decode.measure.session import BenchOptions
 from decode.methods import STOPS, MethodInputs
 from decode.models import vocabulary
-from decode.models.eagle.runner import open_draft_runner
+from decode.models.open_runner import open_draft_runner
 from decode.models.foreign import ForeignDraft, ForeignRunner
-from decode.models.huggingface import open_runner
+from decode.models.open_runner import open_runner
 from decode.models.open import open_draft
 from decode.models.vocabulary import Intersection, Vocabulary
 

@@ -17,7 +17,9 @@ from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.target import Target
 from decode.models import fast as fast_module
-from decode.models.huggingface import Runner, open_runner, tree_mask
+from decode.models import fast_weights
+from decode.models.huggingface import HuggingFaceRunner, tree_mask
+from decode.models.open_runner import open_runner
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
 IDS = [f"{family}-{'fast' if fast else 'ordinary'}" for family, fast in RUNNER_PATHS]
@@ -64,7 +66,7 @@ def test_the_models_own_weights_serve_as_well_as_copies_made_for_the_processor(
     tuned = open_runner(model)
     monkeypatch.setattr(fast_module, "tunable", lambda model: False)
     plain = open_runner(model)
-    assert (tuned.shape.tuned, plain.shape.tuned) == (True, False)
+    assert (tuned.forward.shape.tuned, plain.forward.shape.tuned) == (True, False)
     ids, tree = torch.tensor(TEXT), random_tree(1)
     with torch.inference_mode():
         for runner in (tuned, plain):
@@ -163,9 +165,9 @@ def test_the_fast_forward_is_given_up_where_it_does_not_reproduce_the_model(
     tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = copy.deepcopy(tiny("llama"))
-    monkeypatch.setattr(fast_module, "norm", lambda module: torch.tanh)
+    monkeypatch.setattr(fast_weights, "norm", lambda module: torch.tanh)
     with pytest.warns(UserWarning, match="differs from LlamaForCausalLM"):
-        assert type(open_runner(model)) is Runner
+        assert type(open_runner(model)) is HuggingFaceRunner
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-tied", "phi", "gpt_neox", "gpt2"])
@@ -217,7 +219,7 @@ def test_a_text_begins_clean_after_an_interrupted_forward(tiny, monkeypatch: pyt
 
 def test_several_runners_share_a_model_without_touching_each_other(tiny) -> None:
     model = tiny("gpt2")
-    one, two = Runner(model), Runner(model)
+    one, two = HuggingFaceRunner(model), HuggingFaceRunner(model)
     with torch.inference_mode():
         one.read(torch.tensor(TEXT))
         hidden = one.hidden.clone()

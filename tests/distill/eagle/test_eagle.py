@@ -27,8 +27,8 @@ from decode.methods import MethodInputs, build
 from decode.models.eagle.files import head_config, load_head
 from decode.models.eagle.head import FeatureHead, head_logits
 from decode.models.eagle.runner import HeadRunner
-from decode.models.huggingface import open_runner
 from decode.models.open import load_model
+from decode.models.open_runner import open_runner
 from distill.__main__ import FOREIGN
 from distill.config.eagle import EagleSettings
 from distill.config.export import ExportSettings

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from decode.core.errors import UserError
-from decode.models.structure import check_walk, decoder_layers, final_norm
+from decode.models.structure import check_structure, decoder_layers, final_norm
 from distill.config.models import LayerSkipSettings
 from distill.config.settings import Settings, TrainingSettings
 from distill.data.token_dataset import label_mask
@@ -200,7 +200,7 @@ def test_models_without_an_exit_are_refused(build) -> None:
     with pytest.raises(UserError, match=r"LlamaForCausalLM \(llama\) cannot be reached: no norm"):
         final_norm(model)
     for family in ("llama", "gpt2", "phi"):
-        check_walk(build(family))
+        check_structure(build(family))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,87 @@
+"""What the loop and the drafters need of a model: read tokens, roll back, keep one path of a tree."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decode.core.proposal import Draft
+
+
+class Runner(ABC):
+    """A causal language model over a key-value cache of one text that rolls back in O(1).
+
+    Implementations are in `decode.models`; they set `hidden` (and `features`) in `read`.
+
+    Attributes:
+        name: of the model, for messages: class and architecture.
+        device: where it computes.
+        dtype: of its weights and states.
+        vocab_size: ids that it reads, and columns of its logits.
+        limit: positions of its context.
+        tree_refusal: why it cannot read token trees; empty where it can.
+        captured_layers: hidden states to keep of all rows read, for drafters that build on them: i is the state that
+            enters layer i, the number of layers the last one, after the final norm.
+        hidden: last hidden states ``[n, width]`` of the latest read, as the output head sees them.
+        features: the captured states of the latest read, side by side ``[n, captured layers · width]``.
+    """
+
+    def __init__(self, name: str, *, device: torch.device, dtype: torch.dtype, vocab_size: int, limit: int) -> None:
+        self.name, self.device, self.dtype = name, device, dtype
+        self.vocab_size, self.limit = vocab_size, limit
+        self.tree_refusal = ""
+        self.captured_layers: tuple[int, ...] = ()
+        self.hidden = torch.empty(0)
+        self.features = torch.empty(0)
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Positions held in the cache."""
+
+    @abstractmethod
+    def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
+        """Append tokens to the cache.
+
+        Args:
+            tokens: long ``[n]``; with a tree, the pending token followed by the tree's nodes.
+            tree: gives positions (by depth) and mask (by ancestry) where the tokens are no chain.
+            head: for how many of the last rows logits are computed; None for all, 0 for none.
+
+        Returns:
+            Logits ``[n or head, vocab]``.
+        """
+
+    @abstractmethod
+    def truncate(self, length: int) -> None:
+        """Hold the first `length` positions only (no effect if fewer are held)."""
+
+    def keep(self, base: int, slots: list[int]) -> None:
+        """Keep the first `base` positions and then those at `slots` (ascending), dropping the rest."""
+        if slots != list(range(base, base + len(slots))):
+            self.gather(base, slots)
+        self.truncate(base + len(slots))
+
+    def gather(self, base: int, slots: list[int]) -> None:
+        """Move the cache entries at `slots` (ascending) to `base` and the slots behind it; only trees need it."""
+        raise NotImplementedError(f"{self.name} reads no trees")
+
+    def reserve(self, capacity: int) -> None:  # noqa: B027 (a cache that needs no preparation is fine)
+        """Allocate for `capacity` positions up front, so that nothing grows on the way."""
+
+    def room(self, ids: Sequence[int]) -> int:
+        """How many tokens fit behind this text, whose first `length` tokens are held; negative if it does not fit."""
+        return self.limit - len(ids)
+
+    @property
+    def supports_trees(self) -> bool:
+        """Whether `read` takes token trees."""
+        return not self.tree_refusal
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that reading one token takes; 0 where that is unknown."""
+        return 0

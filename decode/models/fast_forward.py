@@ -1,0 +1,222 @@
+"""The forward of Llama-like models, Phi and GPT-NeoX without per-call overhead.
+
+Same arithmetic as transformers' modelling code, a few dozen operations a layer less: one projection for q, k and v,
+rotation in place, one preallocated cache for all layers, masks made once a call. On CPUs the weights are laid out anew
+for it (`decode.models.fast_weights`). `decode.models.fast.FastRunner` makes a `Runner` of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decode.core.proposal import Draft
+from decode.models.fast_weights import Layer, Weights
+from decode.models.huggingface import tree_mask
+
+CacheSlots = tuple[Any, Tensor, Tensor]
+"""Of one layer: cache ``[1, 2 kv_heads, n, width]`` of the new tokens (anything with ``copy_``), and all keys and all
+values ``[1, kv_heads, m, width]``, the new ones among them."""
+
+
+class FastForward:
+    """Decoder layers over a cache of their own. Rows are tokens of one text: states are ``[n, hidden]``.
+
+    Args:
+        weights: of the model.
+        rotary: the model's own module that gives cos and sin of positions.
+        powers_of_two: let the cache grow to powers of two only.
+
+    Attributes:
+        cache: ``[layers, 1, 2 kv_heads, capacity, width]``, keys before values.
+        capacity: positions of the cache.
+        rotary_factors: by position: complex factors of a whole row of q, k and v (tuned), or cos and ∓sin, stacked.
+    """
+
+    def __init__(self, weights: Weights, rotary: Any, *, powers_of_two: bool = False) -> None:
+        self.weights, self.shape, self.layers = weights, weights.shape, weights.layers
+        self.gated, self.parallel, self.activation = weights.gated, weights.parallel, weights.activation
+        self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
+        self.rotary, self.powers_of_two = rotary, powers_of_two
+        self._new_cache()
+
+    def first_layers(self, count: int) -> FastForward:
+        """The first layers with the final norm and the head, over a cache of their own; weights are shared."""
+        fewer = copy.copy(self)
+        fewer.layers = self.layers[:count]
+        fewer._new_cache()
+        return fewer
+
+    @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+    # -- the cache and what depends on positions -------------------------------------------------------------------
+
+    def _new_cache(self) -> None:
+        size = (len(self.layers), 1, 2 * self.shape.kv_heads, 0, self.shape.width)
+        self.cache, self.capacity = torch.zeros(size, dtype=self.dtype, device=self.device), 0
+        self.reserve(256)
+
+    def reserve(self, capacity: int) -> None:
+        """Allocate for `capacity` positions, keeping what is held."""
+        if capacity <= self.capacity:
+            return
+        capacity = max(capacity, 2 * self.capacity)
+        if self.powers_of_two:
+            capacity = 1 << (capacity - 1).bit_length()
+        grown = self.cache.new_zeros(*self.cache.shape[:3], capacity, self.shape.width)
+        grown[:, :, :, : self.capacity] = self.cache
+        heads = self.shape.kv_heads
+        self.cache = grown
+        self._views = [(layer, layer[:, :heads], layer[:, heads:]) for layer in grown.unbind(0)]
+        self.rotary_factors = self._rotary_factors(capacity)
+        self.capacity = capacity
+
+    def gather(self, base: int, slots: Tensor) -> None:
+        """Move the cache entries at `slots` (ascending) to `base` and the slots behind it."""
+        self.cache[:, :, :, base : base + len(slots)] = self.cache.index_select(3, slots)
+
+    def _rotary_factors(self, positions: int) -> Tensor:
+        (cos, sin), shape = cos_and_sin(self.rotary, positions, self.dtype, self.device), self.shape
+        half = shape.rotated // 2
+        if not shape.tuned:
+            return torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)], 1)
+        rotation = torch.complex(cos[:, :half], sin[:, :half]).contiguous()
+        whole = rotation.new_ones(positions, shape.heads + 2 * shape.kv_heads, shape.width // 2)
+        whole[:, : -shape.kv_heads, :half] = rotation[:, None]
+        return whole.flatten(1)
+
+    def _mask(self, n: int, tree: Draft | None, past: int) -> Tensor | None:
+        """Additive mask ``[groups · n, past + n]``, or None where every query may see every key."""
+        window = self.weights.window
+        outside = window is not None and past + n > window
+        if tree is not None:
+            allowed = tree_mask(tree, past).to(self.device)
+            depth = past + torch.tensor([0, *tree.depths()], device=self.device)
+        elif n == 1 and not outside:
+            return None
+        else:
+            allowed = torch.ones(n, past + n, dtype=torch.bool, device=self.device).tril_(past)
+            depth = torch.arange(past, past + n, device=self.device)
+        if window is not None and outside:
+            position = torch.cat([torch.arange(past, device=self.device), depth])
+            allowed &= depth[:, None] - position[None] < window
+        return self.grouped(torch.zeros(allowed.shape, dtype=self.dtype, device=self.device), ~allowed)
+
+    def grouped(self, mask: Tensor, hidden: Tensor) -> Tensor:
+        """The additive mask ``[n, m]`` with −inf where `hidden`, repeated for the query heads of a key head."""
+        mask = mask.masked_fill_(hidden, -torch.inf)
+        groups = self.shape.heads // self.shape.kv_heads
+        return mask.repeat(groups, 1) if groups > 1 else mask
+
+    def place(self, n: int, tree: Draft | None, start: int) -> tuple[Tensor, Tensor | None]:
+        """Rotary factors and mask of n tokens whose first cache slot is `start`; reserves it."""
+        self.reserve(start + n)
+        if tree is None:
+            return self.rotary_factors.narrow(0, start, n), self._mask(n, tree, start)
+        at = start + torch.tensor([0, *tree.depths()], device=self.device)
+        return self.rotary_factors.index_select(0, at), self._mask(n, tree, start)
+
+    def slots(self, first: int, last: int, start: int, n: int) -> list[CacheSlots]:
+        """Of layers ``[first, last)``, for n tokens whose first cache slot is `start`."""
+        end, heads = start + n, self.shape.kv_heads
+        if last - first < 4:  # views one by one, or all at once: whichever are fewer operations
+            views = self._views[first:last]
+            return [(layer.narrow(2, start, n), k.narrow(2, 0, end), v.narrow(2, 0, end)) for layer, k, v in views]
+        layers = self.cache[first:last]
+        new, seen = layers.narrow(3, start, n), layers.narrow(3, 0, end)
+        return list(zip(new.unbind(0), seen.narrow(2, 0, heads).unbind(0), seen.narrow(2, heads, heads).unbind(0)))
+
+    # -- the layers ------------------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Input states of token ids."""
+        return self.weights.embedding.index_select(0, tokens)
+
+    def run(self, x: Tensor, first: int, last: int, start: int, rotary: Tensor, mask: Tensor | None) -> Tensor:
+        """Layers ``[first, last)`` on the states of tokens whose first cache slot is `start` (see `place`)."""
+        return self.run_layers(x, first, last, self.slots(first, last, start, x.shape[0]), rotary, mask)
+
+    def run_layers(
+        self, x: Tensor, first: int, last: int, slots: list[CacheSlots], rotary: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Layers ``[first, last)`` on the states of tokens in these slots."""
+        for layer, slot in zip(self.layers[first:last], slots):
+            y = layer.norm1(x)
+            a = add_projected(x, self.attention(layer, y, rotary, mask, slot), layer.out, layer.out_bias)
+            z = y if layer.norm2 is None else layer.norm2(x if self.parallel else a)
+            x = add_projected(a, self.mlp(layer, z), layer.down, layer.down_bias)
+        return x
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of states behind any layer by the final norm and the output head, and what the head read."""
+        hidden = self.weights.final_norm(x)
+        return F.linear(hidden, self.weights.head, self.weights.head_bias), hidden
+
+    def mlp(self, layer: Layer, z: Tensor) -> Tensor:
+        """The MLP before its projection down."""
+        u = F.linear(z, layer.up, layer.up_bias)
+        if not self.gated:
+            return self.activation(u)
+        gate, up = u.chunk(2, -1)
+        return self.activation(gate) * up
+
+    def attention(self, layer: Layer, y: Tensor, rotary: Tensor, mask: Tensor | None, slot: CacheSlots) -> Tensor:
+        """Attention before its projection, ``[n, heads · width]``; keys and values are stored in the slot.
+
+        Args:
+            layer: its weights.
+            y: normed states ``[n, hidden]``.
+            rotary: rotary factors of the tokens.
+            mask: additive, see `place`.
+            slot: the layer's.
+        """
+        shape, n, (new, k, v) = self.shape, y.shape[0], slot
+        heads, kv_heads, d = shape.heads, shape.kv_heads, shape.width
+        rows = self._rotated(layer, F.linear(y, layer.qkv, layer.qkv_bias), rotary)
+        new.copy_(rows.narrow(1, heads, 2 * kv_heads))
+        q = rows.narrow(1, 0, heads)
+        if heads == kv_heads:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            return out.transpose(1, 2).reshape(n, -1)
+        # grouped heads: the group becomes rows of its key head, so that keys are never repeated
+        out = F.scaled_dot_product_attention(q.reshape(1, kv_heads, -1, d), k, v, attn_mask=mask)
+        return out.view(kv_heads, -1, n, d).permute(2, 0, 1, 3).reshape(n, -1)
+
+    def _rotated(self, layer: Layer, qkv: Tensor, rotary: Tensor) -> Tensor:
+        """Heads of q, k and v ``[1, heads + 2 kv_heads, n, width]``, the first two rotated to their positions."""
+        shape, n = self.shape, qkv.shape[0]
+        rotating = shape.heads + shape.kv_heads
+        if shape.interleaved and not shape.tuned:
+            rows = qkv.view(1, n, shape.heads, 3, shape.width).permute(0, 3, 2, 1, 4).flatten(1, 2)
+        else:
+            rows = qkv.view(1, n, -1, shape.width).transpose(1, 2)
+        if layer.qk_norm is not None:
+            qk = rows.narrow(1, 0, rotating)
+            qk.copy_(layer.qk_norm(qk))
+        if shape.tuned:
+            qkv.view(rotary.dtype).mul_(rotary)
+            return rows
+        part = rows[:, :rotating, :, : shape.rotated]
+        rolled = part.roll(shape.rotated // 2, -1)
+        part.mul_(rotary[:, 0]).add_(rolled.mul_(rotary[:, 1]))
+        return rows
+
+
+def add_projected(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x + y·W + b in as few operations as it takes, W transposed."""
+    x = torch.addmm(x, y, weight)
+    return x if bias is None else x.add_(bias)
+
+
+def cos_and_sin(rotary: Any, positions: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of a model's own rotation at the first positions, ``[positions, rotated]``."""
+    at = torch.arange(positions, device=device)[None]
+    cos, sin = rotary(torch.empty(0, dtype=dtype, device=device), position_ids=at)
+    return cos[0], sin[0]
