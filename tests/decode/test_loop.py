@@ -24,6 +24,7 @@ from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode, rounds
 from decode.models.fast import supports
+from decode.models.huggingface import HuggingFaceRunner
 from decode.models.open_runner import open_runner
 
 PROMPT = [3, 7, 1, 9, 3, 7]
@@ -207,7 +208,7 @@ def test_a_model_with_a_weight_that_is_not_a_number_is_an_error(family: str, tin
     with torch.no_grad():
         model.get_input_embeddings().weight[4] = math.nan
     with pytest.raises(UserError, match="after 2 tokens"):
-        decode(Target(Runner(model)), System("", NoDrafter(), StopRule()), Warp(), [1, 4])
+        decode(Target(HuggingFaceRunner(model)), System("", NoDrafter(), StopRule()), Warp(), [1, 4])
 
 
 def test_every_token_knows_its_author_and_what_was_rejected_in_its_place() -> None:
