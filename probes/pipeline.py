@@ -15,9 +15,9 @@ from decode.core.sampling import Warp
 from decode.drafters.acceptance_probe import save_probes
 from decode.measure import machine
 from decode.measure.statistics import plain
-from decode.models.open_runner import open_runner
-from decode.models.open import load_model
 from decode.models.fast import FastRunner
+from decode.models.open import load_model
+from decode.models.open_runner import open_runner
 from distill.core.files import write_json
 from distill.core.run_dir import RunDir
 from distill.data.stage_context import StageContext
@@ -140,7 +140,7 @@ def _experiment(lab: Lab) -> dict[str, Any]:
                 "costs": costs,
                 "subset": subset,
                 "scikit_learn": check,
-                "cache_bytes_per_token": cache_bytes(runner, runner.depth) if isinstance(runner, FastRunner) else 0,
+                "cache_bytes_per_token": runner.cache_bytes_per_token if isinstance(runner, FastRunner) else 0,
                 "machine": machine.describe(lab.model.device),
                 "seconds": lab.seconds,
             },

@@ -33,10 +33,9 @@ from decode.measure import machine
 from decode.measure.entries import exported_length
 from decode.measure.statistics import plain
 from decode.methods import METHODS, MethodInputs, build, is_lossless
-from decode.models.open_runner import open_draft_runner
 from decode.models.foreign import ForeignDraft
-from decode.models.open_runner import open_runner
 from decode.models.open import open_draft, open_target, placement, stop_ids
+from decode.models.open_runner import open_draft_runner, open_runner
 from decode.models.text import Detokenizer, chat_ids, marked, prompt_ids, stop_at
 
 STYLES = {

@@ -11,17 +11,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
 from decode.core.rng import TorchRng
+from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
 from decode.measure import machine
 from decode.measure.cost import LONGEST, CostMeter, CostModel
 from decode.methods import MethodInputs, build
-from decode.models.open_runner import open_draft_runner
 from decode.models.foreign import DraftModel, ForeignDraft
-from decode.core.runner import Runner
-from decode.models.open_runner import open_runner
 from decode.models.open import stop_ids
+from decode.models.open_runner import open_draft_runner, open_runner
 from decode.models.text import Detokenizer, Message, chat_ids, prompt_ids
 from decode.prompts.suites import Prompt, Suite
 

@@ -32,6 +32,7 @@ from decode.models.fast import fast_runner
 from decode.models.huggingface import HuggingFaceRunner
 from decode.models.huggingface import HuggingFaceRunner
 from decode.models.huggingface import HuggingFaceRunner
+from decode.models.huggingface import HuggingFaceRunner
 from decode.models.open_runner import open_runner
 
 FAMILIES = ["llama", "qwen3", "gpt_neox", "gpt2"]

@@ -30,10 +30,9 @@ from decode.measure.entries import plan
 from decode.measure.session import BenchOptions
 from decode.methods import STOPS, MethodInputs
 from decode.models import vocabulary
-from decode.models.open_runner import open_draft_runner
 from decode.models.foreign import ForeignDraft, ForeignRunner
-from decode.models.open_runner import open_runner
 from decode.models.open import open_draft
+from decode.models.open_runner import open_draft_runner, open_runner
 from decode.models.vocabulary import Intersection, Vocabulary
 
 TOLERANCE = 1e-12
