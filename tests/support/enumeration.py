@@ -14,11 +14,11 @@ from torch import Tensor
 
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
+from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.core.trace import Trace
 from decode.loop import System, decode
-from decode.core.runner import Runner
 
 Distribution = dict[tuple[int, ...], float]
 NEGLIGIBLE = 1e-17  # branches of less mass are rounding noise; ten thousand of them stay below the tolerance

@@ -19,9 +19,6 @@ from decode.loop import System, decode, rounds
 from decode.methods import MethodInputs, build
 from decode.models.fast import FastRunner, fast_runner, self_speculating
 from decode.models.fast_forward import FastForward
-from decode.models.fast_forward import FastForward
-from decode.models.fast_forward import FastForward
-from decode.models.fast_forward import FastForward
 from decode.models.fast_weights import FAMILIES
 from decode.models.layer_subset import LayerSubset
 from decode.models.open_runner import open_runner

@@ -30,9 +30,6 @@ from decode.models.eagle.head import FeatureHead, head_logits
 from decode.models.eagle.runner import HeadRunner
 from decode.models.fast import fast_runner
 from decode.models.huggingface import HuggingFaceRunner
-from decode.models.huggingface import HuggingFaceRunner
-from decode.models.huggingface import HuggingFaceRunner
-from decode.models.huggingface import HuggingFaceRunner
 from decode.models.open_runner import open_runner
 
 FAMILIES = ["llama", "qwen3", "gpt_neox", "gpt2"]
