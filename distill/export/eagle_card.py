@@ -64,8 +64,9 @@ def head_card(
                 "`t2d` the mask); the others are left to the target.",
             ]
         if head.captured_layers != default_captured_layers(layers):
+            captured = ", ".join(map(str, head.captured_layers))
             notes.append(
-                f"It reads the states that enter layers {', '.join(map(str, head.captured_layers))}; an engine that does not read "
+                f"It reads the states that enter layers {captured}; an engine that does not read "
                 "`eagle_aux_hidden_state_layer_ids` would take others."
             )
     if notes := [*notes, *filter(None, [note])]:

@@ -159,12 +159,9 @@ class ScriptedRunner(Runner):
         clock: Clock | None = None,
         cost: float = 1.0,
     ) -> None:
-        self.logits, self.vocab_size, self.limit = logits, vocab, limit
-        self.clock, self.cost = clock or Clock(), cost
-        self.device, self.dtype = torch.device("cpu"), torch.float64
-        self.model = self.config = None
+        super().__init__("a table", device=torch.device("cpu"), dtype=torch.float64, vocab_size=vocab, limit=limit)
+        self.logits, self.clock, self.cost = logits, clock or Clock(), cost
         self.held: list[int] = []
-        self.hidden = torch.empty(0)
 
     @property
     def weight_bytes(self) -> int:
@@ -172,12 +169,9 @@ class ScriptedRunner(Runner):
         return int(1000 * self.cost)
 
     @property
-    def length(self) -> int:  # type: ignore[override]
+    def length(self) -> int:
         """Positions held."""
         return len(self.held)
-
-    def reserve(self, capacity: int) -> None:
-        """A table needs no room."""
 
     def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
         """See `Runner.read`; a token costs `cost` plus a tenth of it for every further one."""

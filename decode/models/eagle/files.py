@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ SHARED = "embed_tokens.weight"
 """The target's embedding, which files may repeat."""
 
 
-def default_taps(layers: int) -> tuple[int, int, int]:
+def default_captured_layers(layers: int) -> tuple[int, int, int]:
     """EAGLE-3's low, middle and high states: those that enter layers 2, L/2 and L − 3, as the engines take them.
 
     Targets in which these are not three different ones get the first, the middle and the last state between layers.
@@ -45,7 +46,7 @@ def head_config(
     heads: int | None = None,
     kv_heads: int | None = None,
     draft_vocab: int | None = None,
-    taps: tuple[int, ...] | None = None,
+    captured_layers: tuple[int, ...] | None = None,
 ) -> LlamaConfig:
     """The configuration of a head for a target; what is None is the target's.
 
@@ -56,7 +57,7 @@ def head_config(
         heads: attention heads.
         kv_heads: key and value heads.
         draft_vocab: tokens that EAGLE-3 can draft.
-        taps: EAGLE-3's feature layers (see `FeatureHead`).
+        captured_layers: EAGLE-3's feature layers (see `FeatureHead`).
 
     Raises:
         UserError: sizes that do not fit.
@@ -69,11 +70,11 @@ def head_config(
             f"a feature head of {heads} heads and {kv_heads} key-value heads does not fit the target's width {width}: "
             "heads have to divide it into even parts, and key-value heads to divide heads"
         )
-    taps = (layers,) if version == 1 else tuple(taps or default_taps(layers))
-    if not all(0 <= tap <= layers for tap in taps) or list(taps) != sorted(taps):
-        raise UserError(f"feature layers are {list(taps)}; expected ascending numbers from 0 to {layers}")
-    if version == 3 and len(set(taps)) != 3:
-        raise UserError(f"feature layers are {list(taps)}; EAGLE-3 reads three different ones")
+    captured_layers = (layers,) if version == 1 else tuple(captured_layers or default_captured_layers(layers))
+    if not all(0 <= layer <= layers for layer in captured_layers) or list(captured_layers) != sorted(captured_layers):
+        raise UserError(f"captured layers are {list(captured_layers)}; expected ascending numbers from 0 to {layers}")
+    if version == 3 and len(set(captured_layers)) != 3:
+        raise UserError(f"captured layers are {list(captured_layers)}; EAGLE-3 reads three different ones")
     rope = getattr(target, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     name = next(name for name, number in VERSIONS.items() if number == version)
@@ -95,12 +96,12 @@ def head_config(
         bos_token_id=getattr(target, "bos_token_id", None),
         eos_token_id=getattr(target, "eos_token_id", None),
         pad_token_id=getattr(target, "pad_token_id", None),
-        taps=list(taps),
+        captured_layers=list(captured_layers),
         **({"bias": True} if version == 1 else {}),  # of fc; in EAGLE-3 no layer has one, and engines would make some
     )
 
 
-def is_head(folder: str | Path) -> bool:
+def is_head(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder's config.json says that it holds a feature head."""
     try:
         fields = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
@@ -122,7 +123,7 @@ def save_head(head: FeatureHead, folder: str | Path) -> None:
     (folder / "config.json").write_text(json.dumps(head.config.to_dict(), indent=2, default=str) + "\n")
 
 
-def load_head(folder: str | Path, target: PreTrainedModel | None = None) -> FeatureHead:
+def load_head(folder: str | os.PathLike[str], target: PreTrainedModel | None = None) -> FeatureHead:
     """A head from its folder, ours or a published one in safetensors.
 
     Args:
@@ -179,10 +180,10 @@ def _config_of(fields: dict[str, Any], target: PreTrainedModel | None, folder: P
     fields["target_hidden_size"] = fields.get("target_hidden_size") or width
     if fields["target_hidden_size"] != width:
         raise UserError(f"{folder} is {width} wide for a target of {fields['target_hidden_size']}; the same is wanted")
-    if "taps" not in fields:  # the engines' names for it
-        fields["taps"] = fields.get("eagle_aux_hidden_state_layer_ids")
+    names = ("captured_layers", "taps", "eagle_aux_hidden_state_layer_ids")  # ours, our former one, the engines'
+    fields["captured_layers"] = next((fields[name] for name in names if fields.get(name)), None)
     if target is None:
-        if not fields["taps"]:
+        if not fields["captured_layers"]:
             raise UserError(f"{folder} does not name its feature layers; load it together with its target")
         return LlamaConfig(**fields)
     shape = target.config.get_text_config()
@@ -192,5 +193,6 @@ def _config_of(fields: dict[str, Any], target: PreTrainedModel | None, folder: P
             f"width {shape.hidden_size} and {shape.vocab_size} tokens"
         )
     layers = int(shape.num_hidden_layers)
-    fields["taps"] = [layers] if version == 1 else list(fields["taps"] or default_taps(layers))
+    captured = fields["captured_layers"] or default_captured_layers(layers)
+    fields["captured_layers"] = [layers] if version == 1 else list(captured)
     return LlamaConfig(**fields)
