@@ -2,150 +2,115 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
+import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from decode.commands import settings as s
-from decode.commands.arguments import tidy
-from decode.commands.command_line import parse, run_main, take_flag
-from decode.commands.configs import configured
+from decode.commands.command_line import parse, take_flag
+from decode.commands.exit_status import run_main
+from decode.commands.settings import (
+    BenchSettings,
+    GenerateSettings,
+    PaperSettings,
+    ProfileSettings,
+    ReportSettings,
+    StoreSettings,
+    bench_settings,
+)
 from decode.core.errors import UserError, unknown
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its settings, what the help says, and where its code is (imported only when it runs)."""
+    """A subcommand.
+
+    Attributes:
+        settings: the dataclass of its options.
+        about: what the help says above the options.
+        examples: what the help says below them.
+        run: the function that gets the settings, as ``module:name``, imported only when the command runs.
+        positional: the option that values without a name belong to.
+    """
 
     settings: type
     about: str
     examples: str
-    run: Callable[[Any], None]
-
-
-def _generate(settings: s.GenerateSettings) -> None:
-    from decode.commands.generate import run
-
-    run(settings)
-
-
-def _bench(settings: s.BenchSettings) -> None:
-    from decode.commands.bench import run
-
-    run(settings)
-
-
-def _dry_bench(settings: s.BenchSettings) -> None:
-    from decode.commands.bench import run
-    from decode.commands.bench_dry_run import shrink
-
-    run(shrink(settings))
-
-
-def _profile(settings: s.ProfileSettings) -> None:
-    from decode.commands.profile import run
-
-    run(settings)
-
-
-def _datastore(settings: s.StoreSettings) -> None:
-    from decode.commands.datastore import build_datastore
-
-    build_datastore(settings)
-
-
-def _trigrams(settings: s.StoreSettings) -> None:
-    from decode.commands.datastore import build_trigrams
-
-    build_trigrams(settings)
-
-
-def _paper(settings: s.PaperSettings) -> None:
-    from decode.papers.command import run
-
-    run(settings)
-
-
-def _report(settings: s.ReportSettings) -> None:
-    from decode.report.all_runs import write_overview
-
-    write_overview(settings.runs, settings.output)
+    run: str
+    positional: str | None = None
 
 
 COMMANDS = {
     "generate": Command(
-        s.GenerateSettings,
+        GenerateSettings,
         "Stream a text from a target, with any decoding method.",
-        """
+        """\
   python -m decode generate --target runs/quickstart/target --draft runs/quickstart/draft \\
       --prompt "Tom has 3 apples and buys 4 more. How many apples does he have?" --show
   python -m decode generate --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --method adasd --temperature 0.7 \\
       --chat --prompt "Why is the sky blue?"
   cat prompt.txt | python -m decode generate --target runs/quickstart/target --method prompt-lookup --json""",
-        _generate,
+        "decode.commands.generate:run",
     ),
     "bench": Command(
-        s.BenchSettings,
+        BenchSettings,
         "Compare decoding methods with each other and with transformers: speed, acceptance, quality. Every prompt is "
         "given to all methods in turn; the table, report.json and an HTML page carry medians of paired ratios with "
         "bootstrap intervals. A run that was stopped goes on where it was. --dry-run does all of it in "
         "miniature, with tiny random models of the same families and no network, to find mistakes first. Grids of "
         "settings are swept by W&B: configs/sweeps/decode.yaml.",
-        """
+        """\
   python -m decode bench --config configs/quickstart.yaml
   python -m decode bench --target T --draft D --methods vanilla,adasd,ears --suite gsm8k=test.jsonl --temperatures 0,1
   python -m decode bench --target T --draft before=A after=B --methods vanilla --draft-lengths 3,5,7 --limit 50""",
-        _bench,
+        "decode.commands.bench:run",
     ),
     "report": Command(
-        s.ReportSettings,
+        ReportSettings,
         "One page for all runs: methods side by side with filters for suite, temperature and run, plots, and sample "
         "texts coloured by who wrote each token. One file, no server, nothing loaded from elsewhere.",
-        """
+        """\
   python -m decode report runs/*
   python -m decode report runs/quickstart runs/bench --output methods.html""",
-        _report,
+        "decode.report.all_runs:write_overview",
+        positional="runs",
     ),
     "paper": Command(
-        s.PaperSettings,
+        PaperSettings,
         "A paper's tables, ours beside theirs, and whether the orderings that it claims hold here, with their errors: "
         "adasd, adaptix, ears, adaspeed or adaspec. --scale quickstart uses the models of `make distill` and `make "
         "probe` on a CPU, gpu-small trains a pair of 39 M and 2 M parameters on one GPU first, full takes the paper's "
         "own models from the Hub. --dry-run does all of it in miniature, with tiny random models and no network.",
-        """
+        """\
   python -m decode paper adasd --scale quickstart
   python -m decode paper adaptix --limit 4
   python -m decode paper ears --scale full --only qwen3-32b --dry-run""",
-        _paper,
+        "decode.papers.command:run",
+        positional="paper",
     ),
     "profile": Command(
-        s.ProfileSettings,
+        ProfileSettings,
         "Can this draft make this target faster on this machine? Measures c (a draft forward), v(n) (an n-token target "
         "forward), bookkeeping and offline alpha, and predicts the speedup of every draft length.",
-        """
+        """\
   python -m decode profile --target runs/quickstart/target --draft runs/quickstart/draft
   python -m decode profile --target T --draft D --suite gsm8k=test.jsonl --temperature 1 --json""",
-        _profile,
+        "decode.commands.profile:run",
     ),
     "datastore build": Command(
-        s.StoreSettings,
+        StoreSettings,
         "Build REST's datastore (a suffix array over token ids) from texts. The folder also gets the tri-gram table.",
-        """
+        """\
   python -m decode datastore build --tokenizer runs/quickstart/target --input train.jsonl notes.txt --output stores/own
   python -m decode datastore build --tokenizer runs/quickstart/target --input arithmetic --output stores/arithmetic""",
-        _datastore,
+        "decode.commands.datastore:build_datastore",
     ),
     "trigrams build": Command(
-        s.StoreSettings,
+        StoreSettings,
         "Build Adaptix's n-gram table from texts.",
-        """
+        """\
   python -m decode trigrams build --tokenizer runs/quickstart/target --input train.jsonl --output stores/own""",
-        _trigrams,
+        "decode.commands.datastore:build_trigrams",
     ),
 }
 
@@ -153,39 +118,21 @@ COMMANDS = {
 def _overview() -> str:
     lines = ["usage: python -m decode COMMAND [options]", "", "commands:"]
     lines += [f"  {name:<16} {command.about.split('. ')[0].rstrip('.')}." for name, command in COMMANDS.items()]
-    lines += [f"  {'methods':<16} List the decoding methods with their parts.", ""]
+    lines += [f"  {'methods':<16} List the decoding methods with their components.", ""]
     lines.append("python -m decode COMMAND --help lists a command's options with their defaults and examples.")
     return "\n".join(lines)
 
 
-def _methods() -> None:
+def _list_methods() -> None:
     from rich.console import Console
     from rich.table import Table
 
     from decode.methods import METHODS, is_lossless
 
-    table = Table("method", "who drafts", "when drafting stops", "what is kept", "output", box=None, pad_edge=False)
-    for name, parts in METHODS.items():
-        table.add_row(name, *parts, "[green]lossless" if is_lossless(name) else "[yellow]relaxed")
+    table = Table("method", "drafter", "stop rule", "acceptance rule", "output", box=None, pad_edge=False)
+    for name, components in METHODS.items():
+        table.add_row(name, *components, "[green]lossless" if is_lossless(name) else "[yellow]relaxed")
     Console().print(table)
-
-
-def _help(name: str, command: Command) -> None:
-    """The parser's help with hyphens in the options, followed by examples."""
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-        parse(command.settings, ["--help"], prog=f"python -m decode {name}", description=command.about)
-    hyphens = re.sub(r"--[a-z]\w*", lambda match: match[0].replace("_", "-"), shown.getvalue())
-    hyphens = re.sub(r", --[a-z-]+\+ \[ITEM,...\]", "", hyphens)
-    hyphens = re.sub(r"usage: .*?\n\n", f"usage: python -m decode {name} [options]\n\n", hyphens, count=1, flags=re.S)
-    print(hyphens.rstrip() + f"\n\nexamples:{command.examples}")
-
-
-def _bench_settings(argv: list[str], config: str | None) -> s.BenchSettings:
-    if config is not None:
-        return configured(argv, Path(config))
-    tidied = tidy(argv, s.BenchSettings)
-    return parse(s.BenchSettings, tidied, prog="python -m decode bench", description=COMMANDS["bench"].about)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -200,30 +147,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> None:
     name, rest = argv[0], argv[1:]
     if name in ("datastore", "trigrams"):
-        name += f" {rest[0]}" if rest and not rest[0].startswith("-") else " build"
-        rest = rest[1:] if rest and not rest[0].startswith("-") else rest
+        has_verb = rest and not rest[0].startswith("-")
+        name, rest = f"{name} {rest[0] if has_verb else 'build'}", rest[1:] if has_verb else rest
     if name == "methods":
-        _methods()
-        return
+        return _list_methods()
     if name not in COMMANDS:
         raise UserError(unknown("command", name, [*COMMANDS, "methods"]))
-    if name == "paper" and rest and not rest[0].startswith("-"):
-        rest = ["--paper", *rest]
     command = COMMANDS[name]
-    dry_run = name == "bench" and take_flag(rest, "--dry-run")
-    if "-h" in rest or "--help" in rest:
-        _help(name, command)
-        return
     if name == "bench":
-        configs = [after for item, after in zip(rest, [*rest[1:], ""]) if item == "--config"]
-        configs += [item.partition("=")[2] for item in rest if item.startswith("--config=")]
-        config = configs[-1] if configs else None
-        (_dry_bench if dry_run else command.run)(_bench_settings(rest, config))
-        return
-    if name == "report":  # its runs need no option
-        rest = rest if not rest or rest[0].startswith("--") else ["--runs", *rest]
-    tidied = tidy(rest, command.settings)
-    command.run(parse(command.settings, tidied, prog=f"python -m decode {name}", description=command.about))
+        dry_run = take_flag(rest, "--dry-run")
+        settings = bench_settings(rest, command.about, command.examples)
+        if dry_run:
+            from decode.commands.bench_dry_run import shrink
+
+            settings = shrink(settings)
+    else:
+        settings = parse(
+            command.settings,
+            rest,
+            prog=f"python -m decode {name}",
+            description=command.about,
+            examples=command.examples,
+            positional=command.positional,
+        )
+    run = pkgutil.resolve_name(command.run)
+    run(**vars(settings)) if name == "report" else run(settings)
 
 
 if __name__ == "__main__":

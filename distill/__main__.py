@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from decode.commands.command_line import parse, run_main, take_flag
+from decode.commands.command_line import parse, take_flag
+from decode.commands.exit_status import run_main
 
 DESCRIPTION = """Trains a draft model for a target: target -> initial draft -> reference (DistillSpec) -> draft
 (AdaSPEC), measures all drafts and exports the last, under <output_dir>/<name>/. Stages whose inputs have not changed

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from decode.commands.command_line import parse, run_main, take_flag
+from decode.commands.command_line import parse, take_flag
+from decode.commands.exit_status import run_main
 
 DESCRIPTION = """Trains linear probes that predict, at every layer of a run's target, whether the token drafted there
 will be accepted; chooses exit layer, stop rule and threshold by predicted speedup; confirms the best by real runs; and

@@ -31,9 +31,10 @@ from decode.commands.datastore import read_corpus, write_stores
 from decode.commands.settings import BenchSettings
 from decode.core.errors import UserError
 from decode.core.files import write_text
+from decode.core.options import split_spec
 from decode.drafters.corpus_files import join_documents
 from decode.measure.benchmark import Benchmark, Block
-from decode.measure.entries import BenchEntry, plan, split_spec
+from decode.measure.entries import BenchEntry, plan
 from decode.measure.session import BenchOptions, Session
 from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE, smaller_store

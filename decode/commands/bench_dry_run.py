@@ -23,8 +23,8 @@ from transformers.utils import logging as hf_logging
 from decode.commands.bench import draft_names
 from decode.commands.checks import check_models
 from decode.commands.settings import BenchSettings
+from decode.core.options import split_spec
 from decode.drafters.acceptance_probe import FEATURES, KINDS, AcceptanceProbe, save_probes
-from decode.measure.entries import split_spec
 from decode.methods import PROBED, SELF_SPECULATIVE
 from decode.models.tiny import config_for, family_of
 from decode.prompts.arithmetic import problems

@@ -9,9 +9,8 @@ from typing import Any
 
 from decode.commands.settings import MethodSettings, ModelSettings, SamplingSettings, required
 from decode.core.errors import UserError, unknown
-from decode.core.options import MethodOptions
+from decode.core.options import MethodOptions, split_spec
 from decode.core.sampling import Warp
-from decode.measure.entries import split_spec
 from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS
 from decode.models.compiled import check_compile
@@ -78,12 +77,8 @@ def make_warp(settings: SamplingSettings, temperature: float = 0.0) -> Warp:
 
 
 def method_options(settings: MethodSettings) -> MethodOptions:
-    """The options that were given; all others keep the paper's values."""
-    names = {f.name for f in dataclasses.fields(MethodOptions)}
-    given: dict[str, Any] = {n: v for n, v in vars(settings).items() if n in names and v is not None}
-    if given.get("draft_length", 1) < 1:
-        raise UserError(f"draft_length is {given['draft_length']}; give at least 1, or choose --method autoregressive")
-    return MethodOptions(**given)
+    """The options of the method alone, without those of models and sampling."""
+    return MethodOptions(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(MethodOptions)})
 
 
 def store_folders(settings: MethodSettings) -> tuple[Path | None, Path | None]:

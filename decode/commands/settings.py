@@ -1,17 +1,22 @@
 """Settings of ``python -m decode``: one dataclass a command; the texts below each key are its help."""
 
-from __future__ import annotations
-
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat, PositiveInt, restricted_number_type
+
+from decode.commands.command_line import config_paths, parse, read_config
 from decode.core.errors import UserError
+from decode.core.options import Checked, MethodOptions, NgramOrder, Seed, Temperature
+
+Share = restricted_number_type("Share", float, [(">", 0), ("<=", 1)])
 
 
 @dataclass
-class ModelSettings:
+class ModelSettings(Checked):
     """Which models, and where they run."""
 
     target: str | None = None
@@ -33,48 +38,20 @@ class ModelSettings:
     """torch.compile for target and draft, with a cache of fixed size: none, default, or reduce-overhead, which replays
     CUDA graphs. For GPUs; on CPUs the plain forward is faster. Each length of input is compiled when it first occurs,
     which takes seconds to minutes; drafts by the target's own layers and feature heads stay as they are."""
-    threads: int | None = None
+    threads: PositiveInt | None = None
     """Threads of torch; null measures one against all and takes the faster (small models are fastest on one)."""
 
 
 @dataclass
-class MethodSettings:
-    """What a method leaves open; null takes the paper's value."""
+class MethodSettings(MethodOptions):
+    """Which stop rule and acceptance rule, and what retrieval drafts from."""
 
-    draft_length: int | None = None
-    """Tokens drafted a round, or the window of an adaptive stop rule; null: what the draft was exported with (fixed
-    lengths only), else 5, AdaSD and Hugging Face 20, Draft & Verify and AdaSPEED 12, prompt lookup 10."""
     stop_rule: str | None = None
     """Another stop rule than the method's own: length, hf-dynamic, hf-constant, hf-heuristic, draft-verify, product,
     entropy, cost-optimal."""
     rule: str | None = None
     """Another acceptance rule than the method's own: exact, ears, adasd, adasd-a, adasd-b, adasd-c, fuzzy, typical.
     All but exact are relaxed: the output is no longer distributed as the target's."""
-    beta: float | None = None
-    """EARS: tolerance β(1 − max p), default 0.1; 0 is the exact rule."""
-    threshold: float | None = None
-    """Start of an adaptive confidence threshold; null: Draft & Verify 0.6, AdaSPEED 0.8, Hugging Face 0.4."""
-    target_acceptance: float | None = None
-    """Acceptance rate that Draft & Verify's and AdaSPEED's controllers steer to, default 0.9."""
-    fuzzy_threshold: float | None = None
-    """Fuzzy: largest Jensen–Shannon divergence (nats) at which a token is kept, default 0.4."""
-    typical_epsilon: float | None = None
-    """Typical acceptance: a token above this probability is always kept, default 0.09."""
-    typical_delta: float | None = None
-    """Typical acceptance: factor of exp(−entropy), default 0.3."""
-    exit_layer: int | None = None
-    """Self-speculation (layerskip, adaspeed, ...): layers that the draft runs; null: what --probes advises, else a
-    quarter of the model's."""
-    skip_attention: list[int] = field(default_factory=list)
-    """draft-verify: layers whose attention the draft skips; without any, it exits early."""
-    skip_mlp: list[int] = field(default_factory=list)
-    """draft-verify: layers whose MLP the draft skips."""
-    tree_width: int | None = None
-    """eagle-tree: nodes expanded at each level, and children tried of each; null: EAGLE-2's 10."""
-    tree_nodes: int | None = None
-    """eagle-tree: nodes of the drafted tree, as deep as the draft length; null: EAGLE-2's 60."""
-    probes: str | None = None
-    """Folder of acceptance probes, made by `python -m probes`: runs/<name>/probes, or its draft/ for draft-probe."""
     datastore: str | None = None
     """Folder made by `python -m decode datastore build`, for rest."""
     trigrams: str | None = None
@@ -82,16 +59,16 @@ class MethodSettings:
 
 
 @dataclass
-class SamplingSettings:
+class SamplingSettings(Checked):
     """How tokens are drawn, the same for target and draft."""
 
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Keep the k most probable tokens; 0 keeps all."""
-    top_p: float = 1.0
+    top_p: Share = 1.0
     """Keep the smallest set of tokens whose probability reaches this."""
-    min_p: float = 0.0
+    min_p: ClosedUnitInterval = 0.0
     """Keep tokens at least this fraction as probable as the most probable one."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: PositiveFloat = 1.0
     """Above 1, tokens already in the text become less likely."""
 
 
@@ -107,11 +84,11 @@ class GenerateSettings(SamplingSettings, MethodSettings, ModelSettings):
     """Text to continue; null reads standard input."""
     chat: bool = False
     """Put the prompt into the tokenizer's chat template."""
-    max_new_tokens: int = 256
+    max_new_tokens: PositiveInt = 256
     """Most tokens to generate."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    seed: int | None = None
+    temperature: Temperature = 0.0
+    """0 is greedy; the smallest other value is 0.001."""
+    seed: Seed | None = None
     """Of sampling; null draws one, and prints it with --json."""
     stop: list[str] = field(default_factory=list)
     """Strings that end the text once it contains one; the string stays."""
@@ -120,7 +97,12 @@ class GenerateSettings(SamplingSettings, MethodSettings, ModelSettings):
     show: bool = False
     """Colour accepted, rejected and corrected tokens, and print the statistics of the rounds with their formulas."""
     json: bool = False
-    """Print one JSON object instead of text: text, ids, metrics, who wrote each token."""
+    """Print one JSON object instead of text: text, ids, metrics, who wrote each token, why it ended."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "" in self.stop:
+            raise UserError("stop holds an empty text, which every text contains; give the words that end the text")
 
 
 @dataclass
@@ -134,36 +116,36 @@ class BenchSettings(SamplingSettings, MethodSettings, ModelSettings):
     own, NAME:option=value:...: ears:beta=0.2, adaptix:order=2, adaspeed:exit_layer=4, vanilla:draft_length=5."""
     peers: bool = True
     """Also run transformers' own generation: plain, with the draft as assistant, with prompt lookup."""
-    draft_lengths: list[int] = field(default_factory=list)
+    draft_lengths: list[PositiveInt] = field(default_factory=list)
     """Run the fixed-length methods once with each of these."""
     suite: list[str] = field(default_factory=lambda: ["arithmetic"])
     """Prompts: arithmetic, gsm8k, humaneval, mbpp, mmlu, alpaca, mt_bench, spec_bench, cnn_dailymail, xsum, open, or
     prompts=PATH; NAME=PATH reads a local file, arithmetic:2 is a difficulty, spec_bench:qa a category."""
     split: str = "test"
     """Split of suites that have several."""
-    limit: int | None = 20
+    limit: PositiveInt | None = 20
     """Prompts of each suite, a sample chosen by the seed; null takes all."""
-    temperatures: list[float] = field(default_factory=lambda: [0.0])
-    """0 is greedy."""
-    max_new_tokens: int = 128
+    temperatures: list[Temperature] = field(default_factory=lambda: [0.0])
+    """0 is greedy; the smallest other value is 0.001."""
+    max_new_tokens: PositiveInt = 128
     """Most tokens of each text."""
-    repeats: int = 3
+    repeats: PositiveInt = 3
     """Times each prompt is given to each method; medians are taken."""
     ignore_eos: bool = False
     """Generate max_new_tokens always, so that all texts are equally long. Speed ratios of relaxed and sampled methods
     are then over equal lengths; accuracy means nothing."""
     chat: bool = False
     """Put prompts into the chat template; later turns follow the target's own greedy answers."""
-    seed: int = 0
+    seed: Seed = 0
     """Of prompts, sampling and the bootstrap."""
     corpus: list[str] = field(default_factory=list)
     """Text or .jsonl files, or suites (their training split), from which the stores of rest and adaptix are built
     where none is given."""
-    corpus_texts: int = 20_000
+    corpus_texts: PositiveInt = 20_000
     """Texts taken from each suite of the corpus."""
-    cost_turns: int = 24
+    cost_turns: PositiveInt = 24
     """Measurements of c and v(n), spread over the prompts of each suite."""
-    samples: int = 1
+    samples: NonNegativeInt = 1
     """Prompts of each suite whose texts are kept in the report, with marks on who wrote each token."""
     allow_code_execution: bool = False
     """Run generated programs to score humaneval and mbpp, each in a limited process."""
@@ -181,24 +163,24 @@ class ProfileSettings(SamplingSettings, ModelSettings):
     """Prompts that α is measured on; see `python -m decode bench --help`."""
     split: str = "test"
     """Split of suites that have several."""
-    limit: int | None = 16
+    limit: PositiveInt | None = 16
     """Prompts of each suite."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    max_new_tokens: int = 128
+    temperature: Temperature = 0.0
+    """0 is greedy; the smallest other value is 0.001."""
+    max_new_tokens: PositiveInt = 128
     """Most tokens of each text that the target writes for measuring α."""
-    longest: int = 15
+    longest: PositiveInt = 15
     """Longest draft to predict."""
     chat: bool = False
     """Put prompts into the chat template."""
-    seed: int = 0
+    seed: Seed = 0
     """Of prompts and sampling."""
     json: bool = False
     """Print one JSON object."""
 
 
 @dataclass
-class StoreSettings:
+class StoreSettings(Checked):
     """Settings of python -m decode datastore build and python -m decode trigrams build."""
 
     tokenizer: str | None = None
@@ -207,9 +189,9 @@ class StoreSettings:
     """Text or .jsonl files, or suites such as arithmetic and gsm8k=PATH (prompt and answer of the training split)."""
     output: str | None = None
     """Folder to write to. Required."""
-    texts: int = 20_000
+    texts: PositiveInt = 20_000
     """Texts taken from each suite."""
-    order: int = 3
+    order: NgramOrder = 3
     """Trigrams only: n of the n-grams, 2 to 4."""
     trust_remote_code: bool = False
     """Run the Python code that a hub repository brings."""
@@ -226,7 +208,7 @@ class ReportSettings:
 
 
 @dataclass
-class PaperSettings:
+class PaperSettings(Checked):
     """Settings of python -m decode paper."""
 
     paper: str | None = None
@@ -239,9 +221,9 @@ class PaperSettings:
     """Where the papers' configurations lie."""
     only: list[str] = field(default_factory=list)
     """At full scale: these configurations alone, by their files' names without .yaml."""
-    limit: int | None = None
+    limit: PositiveInt | None = None
     """Prompts of each suite; null: as in the configuration."""
-    repeats: int | None = None
+    repeats: PositiveInt | None = None
     """Times each prompt is given to each method; null: as in the configuration."""
     again: bool = False
     """Measure anew what was measured with the same settings and weights."""
@@ -251,16 +233,34 @@ class PaperSettings:
     """Everything in miniature: tiny random models of the same families, few prompts, no network."""
 
 
-@dataclass
-class BenchFile:
-    """A configuration as ``bench`` reads it: the sections of other commands are skipped."""
+def bench_settings(argv: Sequence[str], description: str = "", examples: str = "") -> BenchSettings:
+    """Settings of ``bench``: the section ``bench`` of a configuration, and what follows from its other sections.
 
-    bench: BenchSettings = field(default_factory=BenchSettings)
-    """See `python -m decode bench --help`."""
-    name: str = "run"
-    """The run whose target and draft are measured."""
-    output_dir: str = "runs"
-    """Where runs lie."""
+    A configuration names the run whose target and draft are measured, and the data they were made for.
+
+    Raises:
+        UserError: a file that is missing or not valid, or an unknown key.
+    """
+    settings = parse(
+        BenchSettings,
+        argv,
+        prog="python -m decode bench",
+        description=description,
+        examples=examples,
+        section="bench",
+    )
+    if not (paths := config_paths(argv)):
+        return settings
+    content = read_config(paths)
+    run = Path(content.get("output_dir", "runs")) / content.get("name", "run")
+    given = any(item.startswith("--suite") for item in argv) or "suite" in (content.get("bench") or {})
+    if not given:
+        settings.suite = default_suites(content.get("data"))
+    settings.target = settings.target or str(run / "target")
+    if not settings.draft and (run / "draft").is_dir():
+        settings.draft = [str(run / "draft")]
+    settings.output = settings.output or str(run)
+    return settings
 
 
 def required(settings: Any, *names: str) -> None:

@@ -1,51 +1,169 @@
-"""The options that decoding methods leave open, stated once: for Python, the command line and configurations."""
+"""The options that decoding methods leave open: one statement for Python, the command line and configurations.
 
-from __future__ import annotations
+`MethodOptions` is what a method gets; the settings of ``generate`` and ``bench`` extend it, and a benchmark's method
+may carry options of its own, ``ears:beta=0.2`` (`split_spec`). Ranges stand in the types and hold however an instance
+is made. This module loads neither torch nor transformers, so that ``--help`` answers at once. Annotations are types,
+not strings: the parser reads those of classes that other modules extend.
+"""
 
-from dataclasses import dataclass, field
+import re
+import typing
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any
+
+from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse.typing import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OpenUnitInterval,
+    PositiveFloat,
+    PositiveInt,
+    restricted_number_type,
+)
+
+from decode.core.errors import UserError, unknown
+
+NgramOrder = restricted_number_type("NgramOrder", int, [(">=", 2), ("<=", 4)])
+Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**32)])
+"""What random number generators of Python, NumPy and torch all take."""
+Temperature = restricted_number_type("Temperature", float, [("==", 0), (">=", 0.001)], join="or")
+"""0 is greedy. Below 0.001, logits divided by it leave float32's range and the distribution is one-hot or NaN."""
+
+
+class Checked:
+    """Base of settings: numbers are checked against their constrained types on construction.
+
+    Raises:
+        UserError: naming the option, its value and the values allowed.
+    """
+
+    def __post_init__(self) -> None:
+        for name, (number, is_list) in _constrained(type(self)).items():
+            value = getattr(self, name)
+            if value is not None:
+                checked = [_number(name, item, number) for item in (value if is_list else [value])]
+                setattr(self, name, checked if is_list else checked[0])
+
+
+def _number(name: str, value: Any, number: Any) -> Any:
+    """The value as a plain int or float, if its constrained type takes it."""
+    try:
+        return number._type(number(value))
+    except (ValueError, TypeError, OverflowError):
+        raise UserError(f"{name} is {value!r}, expected {describe_type(number)}") from None
+
+
+def describe_type(number: Any) -> str:
+    """A constrained type in words, such as ``a whole number >=0 and <4294967296``."""
+    kind = "a whole number" if number._type is int else "a number"
+    return f"{kind} {number._expression.replace('v', '').replace('.0', '')}"
+
+
+@cache
+def _constrained(settings_class: type) -> dict[str, tuple[Any, bool]]:
+    """The fields with a constrained number type: that type, and whether the field is a list of them."""
+    found = {}
+    for name, hint in typing.get_type_hints(settings_class).items():
+        for kind in (hint, *typing.get_args(hint)):
+            if hasattr(kind, "_restrictions"):
+                found[name] = (kind, typing.get_origin(hint) is list)
+    return found
 
 
 @dataclass
-class MethodOptions:
+class MethodOptions(Checked):
     """What a method leaves open; null takes the paper's value."""
 
-    draft_length: int | None = None
-    """Tokens drafted a round, or the window of an adaptive stop rule (vanilla and EARS 5, AdaSD and Hugging Face 20,
-    Draft & Verify and AdaSPEED 12, prompt lookup 10)."""
-    beta: float = 0.1
+    draft_length: PositiveInt | None = None
+    """Tokens drafted a round, or the window of an adaptive stop rule; null: what the draft was exported with (fixed
+    lengths only), else 5, AdaSD and Hugging Face 20, Draft & Verify and AdaSPEED 12, prompt lookup 10."""
+    beta: NonNegativeFloat = 0.1
     """EARS: tolerance β(1 − max p); the paper uses 0.05 to 0.2, 0 is the exact rule."""
-    threshold: float | None = None
-    """Start of an adaptive confidence threshold (Draft & Verify 0.6, AdaSPEED 0.8, Hugging Face 0.4)."""
-    target_acceptance: float | None = None
-    """Acceptance rate that Draft & Verify's and AdaSPEED's controller steers to (0.9)."""
-    cost_ratio: float | None = None
+    threshold: ClosedUnitInterval | None = None
+    """Start of an adaptive confidence threshold; null: Draft & Verify 0.6, AdaSPEED 0.8, Hugging Face 0.4."""
+    target_acceptance: OpenUnitInterval | None = None
+    """Acceptance rate that Draft & Verify's and AdaSPEED's controllers steer to; null: 0.9."""
+    cost_ratio: PositiveFloat | None = None
     """Cost-optimal stopping: c, the time of a drafted token in one-token target forwards (python -m decode profile
     measures it); null: the weights that the draft reads for a token over those that the target reads."""
-    verify_growth: float = 0.0
+    verify_growth: NonNegativeFloat = 0.0
     """Cost-optimal stopping: growth of the target's forward by one more token, in one-token target forwards."""
-    fuzzy_threshold: float = 0.4
+    fuzzy_threshold: NonNegativeFloat = 0.4
     """Fuzzy: largest Jensen–Shannon divergence (nats) between target and draft at which a token is kept."""
-    typical_epsilon: float = 0.09
+    typical_epsilon: ClosedUnitInterval = 0.09
     """Typical acceptance: a token above this probability is always kept."""
-    typical_delta: float = 0.3
+    typical_delta: NonNegativeFloat = 0.3
     """Typical acceptance: factor of exp(−H(p))."""
-    exit_layer: int | None = None
-    """Self-speculation: layers that the draft runs (what the probes advise, else a quarter of the model's)."""
-    skip_attention: list[int] = field(default_factory=list)
+    exit_layer: PositiveInt | None = None
+    """Self-speculation (layerskip, adaspeed, ...): layers that the draft runs; null: what the probes advise, else a
+    quarter of the model's."""
+    skip_attention: list[NonNegativeInt] = field(default_factory=list)
     """Draft & Verify: layers whose attention the draft skips; without any, it exits early as AdaSPEED's does."""
-    skip_mlp: list[int] = field(default_factory=list)
+    skip_mlp: list[NonNegativeInt] = field(default_factory=list)
     """Draft & Verify: layers whose MLP the draft skips."""
-    tree_width: int = 10
+    tree_width: PositiveInt = 10
     """EAGLE-2: nodes expanded at each level of the tree, and children tried of each."""
-    tree_nodes: int = 60
+    tree_nodes: PositiveInt = 60
     """EAGLE-2: nodes of the drafted tree, the most probable ones; its depth is the draft length."""
     probes: str | None = None
-    """Folder of acceptance probes (python -m probes), which also advise the options that are left open."""
-    searches: int = 150
+    """Folder of acceptance probes, made by `python -m probes`: runs/<name>/probes, or its draft/ for draft-probe. They
+    also advise the options that are left open."""
+    searches: PositiveInt = 150
     """Adaptix: Monte Carlo iterations a round."""
     adaptive: bool = True
     """Adaptix: learn from the text; the paper's ablation does not."""
-    order: int = 3
+    order: NgramOrder = 3
     """Adaptix: n of the n-grams, 2 to 4."""
-    texts: int | None = None
+    texts: PositiveInt | None = None
     """Adaptix: use a table of so many texts of the benchmark's corpus only."""
+
+
+def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """A method as settings name it, ``NAME`` or ``NAME:option=value:...``, such as ``ears:beta=0.2``.
+
+    Returns:
+        The method, and the `MethodOptions` given for it alone.
+
+    Raises:
+        UserError: an unknown option, or a value that the option does not take.
+    """
+    method, *given = spec.split(":")
+    values = dict(item.partition("=")[::2] for item in given)
+    for key in values:
+        if key not in (known := [f.name for f in fields(MethodOptions)]):
+            raise UserError(f"{spec!r}: {unknown('option', key, known)}")
+    try:
+        parsed = MethodOptions(**vars(_parser().parse_args([f"--{key}={text}" for key, text in values.items()])))
+    except ArgumentError as error:
+        raise UserError(f"{spec!r}: {plain_message(str(error))}") from None
+    return method, {key: getattr(parsed, key) for key in values}
+
+
+@cache
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False, default_env=False)
+    parser.add_class_arguments(MethodOptions, None)
+    return parser
+
+
+def plain_message(message: str) -> str:
+    """A message of jsonargparse on one line, in words that need no knowledge of its types."""
+    message = re.sub(r"^Parser key \"([^\"]+)\":", r"'\1':", message.strip())
+    if "of the Union subtypes" in message:  # an optional value: what was wrong with it, without "Expected a NoneType"
+        tried = [line for line in re.findall(r"^\s*- (.*)", message, re.M) if "NoneType" not in line]
+        given = re.search(r"Given value: (.*)", message)
+        got = f". Got value: {given[1]}" if given and given[1] not in "; ".join(tried) else ""
+        message = message.partition("Does not validate")[0] + "; ".join(tried) + got
+    message = re.sub(
+        r"Not of type \w+: (\S+) does not conform to restriction (.*)", r"\1 is not allowed, expected \2", message
+    )
+    message = re.sub(r"\bv(?=[<=>])", "", message)
+    message = re.sub(
+        r"Not of type \w+: invalid literal for int\(\) with base 10: (.*)", r"\1 is not a whole number", message
+    )
+    message = re.sub(r"Not of type \w+: could not convert string to float: (.*)", r"\1 is not a number", message)
+    message = re.sub(r"<class '([\w.]+)'>", r"\1", message)
+    message = re.sub(r"typing\.(Literal|Optional|Union)", r"\1", message)
+    return re.sub(r"\s*\n\s*", " ", message)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedModel
 
 from decode.core.acceptance import JensenShannon
-from decode.core.errors import UserError, unknown
-from decode.core.options import MethodOptions
+from decode.core.options import MethodOptions, split_spec
 from decode.core.rng import TorchRng
 from decode.core.target import Target
 from decode.loop import Output, System, decode
@@ -63,38 +61,6 @@ class BenchEntry:
     def lossless(self) -> bool:
         """Whether the output's distribution is the target's."""
         return self.method in TRANSFORMERS_BASELINES or is_lossless(self.method, self.rule)
-
-
-def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """A method as settings name it, ``NAME`` or ``NAME:option=value:...``, such as ``ears:beta=0.2``.
-
-    Returns:
-        The method, and the `MethodOptions` given for it alone.
-
-    Raises:
-        UserError: an unknown option, or a value of another type than the option's.
-    """
-    import yaml
-
-    method, *given = spec.split(":")
-    known, options = {f.name: getattr(MethodOptions(), f.name) for f in fields(MethodOptions)}, {}
-    for item in given:
-        key, _, text = item.partition("=")
-        if key not in known:
-            raise UserError(f"{spec!r}: {unknown('option', key, known)}")
-        value = yaml.safe_load(text)
-        wanted = type(known[key]) if known[key] is not None else TYPES[key]
-        if not isinstance(value, wanted) and not (wanted is float and isinstance(value, int)):
-            raise UserError(f"{spec!r}: {key} is {text!r}, wanted a value of the type {wanted.__name__}")
-        options[key] = value
-    return method, options
-
-
-TYPES: dict[str, type] = {
-    "draft_length": int, "threshold": float, "cost_ratio": float, "target_acceptance": float,
-    "exit_layer": int, "probes": str, "texts": int,
-}  # fmt: skip
-"""Types of the options that are null where they are left open."""
 
 
 def with_baselines(entries: list[BenchEntry], temperature: float) -> list[BenchEntry]:

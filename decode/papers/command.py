@@ -16,8 +16,7 @@ from rich.table import Table as Grid
 
 from decode.commands import bench as compare
 from decode.commands.bench_dry_run import shrink
-from decode.commands.configs import configured
-from decode.commands.settings import BenchSettings, PaperSettings, required
+from decode.commands.settings import BenchSettings, PaperSettings, bench_settings, required
 from decode.core.errors import UserError, unknown
 from decode.core.files import write_text
 from decode.methods import PROBED
@@ -98,7 +97,7 @@ def _measure(path: Path, paper: Paper, given: PaperSettings, folder: Path, conso
 
 
 def _settings(path: Path, given: PaperSettings) -> BenchSettings:
-    settings = configured(["--config", str(path)], path)
+    settings = bench_settings(["--config", str(path)])
     settings.limit = given.limit or settings.limit
     settings.repeats = given.repeats or settings.repeats
     standard = RUNS.get(given.scale)

@@ -7,7 +7,8 @@ from typing import Literal
 
 import pytest
 
-from decode.commands.command_line import known_keys, parse, run_main, take_flag
+from decode.commands.command_line import known_keys, parse, take_flag
+from decode.commands.exit_status import run_main
 from decode.core.errors import UserError
 
 
@@ -110,11 +111,12 @@ def test_sections_of_other_commands_are_skipped_only_where_named(tmp_path: Path)
     [
         ("inner: {rate: fast}", (), r"c\.yaml: 'inner.rate': Expected a float"),
         ("inner: {kind: lion}", (), r"c\.yaml: 'inner.kind': Expected a Literal\['adam', 'sgd'\]. Got value: lion"),
-        ("inner: 3", (), r"'inner' is 3, wanted a section"),
+        ("inner: 3", (), r"'inner' is 3, expected a section"),
         ("", ("--inner.rate", "fast"), r"the command line: 'inner.rate': Expected a float"),
-        ("", ("--depth",), r"--depth: expected one argument"),
-        ("", ("stray",), r"stray"),
-        ("- 1\n- 2", (), r"holds a list, wanted one 'key: value' a line"),
+        ("depth: deep", (), r"c\.yaml: 'depth': Expected a int. Got value: deep"),
+        ("", ("--depth",), r"--depth needs a value"),
+        ("", ("stray",), r"unexpected argument 'stray'"),
+        ("- 1\n- 2", (), r"holds a list, expected one 'key: value' a line"),
         ("a: [1", (), r"is not valid YAML"),
     ],
 )
@@ -167,7 +169,7 @@ def test_take_flag_removes_the_switch() -> None:
     [
         (UserError("mend me"), 2, "error: mend me"),
         (KeyboardInterrupt(), 130, "stopped; run the same command again to continue"),
-        (OSError(errno.ENOSPC, "No space left on device", "/x/y"), 2, "the disk is full while writing /x/y"),
+        (OSError(errno.ENOSPC, "No space left on device", "/x/y"), 2, "/x/y cannot be written: the disk is full"),
     ],
 )
 def test_run_main_turns_foreseeable_ends_into_a_line(

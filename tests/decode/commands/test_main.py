@@ -11,9 +11,8 @@ import pytest
 from pairs import save_pair
 
 from decode.__main__ import COMMANDS, main
-from decode.commands.arguments import tidy
-from decode.commands.configs import configured
-from decode.commands.settings import BenchSettings, GenerateSettings, default_suites
+from decode.commands.command_line import parse
+from decode.commands.settings import GenerateSettings, bench_settings, default_suites
 
 ROOT = Path(__file__).parents[3]
 
@@ -54,28 +53,18 @@ def test_the_list_of_methods_tells_relaxed_ones(capsys):
 
 
 def test_options_may_be_typed_with_hyphens_switches_and_lists():
-    tidied = tidy(
+    settings = bench_settings(
         ["--target", "T", "--draft", "A", "b=B", "--methods", "vanilla,ears", "--temperatures", "0,1", "--no-peers",
          "--chat", "--max-new-tokens=5", "--suite", "arithmetic,gsm8k=x.jsonl", "--draft-lengths", "3", "5"],
-        BenchSettings,
     )  # fmt: skip
-    assert tidied == [
-        "--target=T",
-        "--peers=false",
-        "--chat=true",
-        "--max_new_tokens=5",
-        '--draft=["A", "b=B"]',
-        '--methods=["vanilla", "ears"]',
-        "--temperatures=[0,1]",
-        '--suite=["arithmetic", "gsm8k=x.jsonl"]',
-        "--draft_lengths=[3,5]",
-    ]
+    assert (settings.target, settings.peers, settings.chat, settings.max_new_tokens) == ("T", False, True, 5)
+    assert (settings.draft, settings.methods, settings.temperatures) == (["A", "b=B"], ["vanilla", "ears"], [0, 1])
+    assert (settings.suite, settings.draft_lengths) == (["arithmetic", "gsm8k=x.jsonl"], [3, 5])
 
 
 def test_prompts_and_stop_strings_are_taken_as_they_are():
-    tidied = tidy(["--prompt", "--really, yes", "--stop", "a, b", "\n\n", "--stop", "c"], GenerateSettings)
-    assert tidied == ["--prompt=--really, yes", '--stop=["a, b", "\\n\\n", "c"]']
-    assert tidy(["--stopp", "x"], GenerateSettings) == ["--stopp", "x"]
+    settings = parse(GenerateSettings, ["--prompt", "--really, yes", "--stop", "a, b", "\n\n", "--stop", "c"])
+    assert (settings.prompt, settings.stop) == ("--really, yes", ["a, b", "\n\n", "c"])
 
 
 def test_a_configuration_gives_bench_its_run_and_keeps_to_its_section(tmp_path):
@@ -85,13 +74,13 @@ def test_a_configuration_gives_bench_its_run_and_keeps_to_its_section(tmp_path):
         "target: {kind: scratch}\nbench: {methods: [vanilla], limit: 3}\n"
     )
     (tmp_path / "runs/toy/draft").mkdir(parents=True)
-    settings = configured(["--config", str(config), "--max-new-tokens", "9", "--limit", "4"], config)
+    settings = bench_settings(["--config", str(config), "--max-new-tokens", "9", "--limit", "4"])
     assert settings.target == f"{tmp_path}/runs/toy/target"
     assert settings.draft == [f"{tmp_path}/runs/toy/draft"]
     assert settings.output == f"{tmp_path}/runs/toy"
     assert settings.suite == ["arithmetic:2"]
     assert (settings.methods, settings.limit, settings.max_new_tokens) == (["vanilla"], 4, 9)
-    chosen = configured(["--config", str(config), "--suite", "open", "--draft", "other"], config)
+    chosen = bench_settings(["--config", str(config), "--suite", "open", "--draft", "other"])
     assert (chosen.suite, chosen.draft) == (["open"], ["other"])
 
 
@@ -117,7 +106,7 @@ def test_a_configuration_may_build_on_another(tmp_path):
     (tmp_path / "below" / "b.yaml").write_text("base: a.yaml\nname: b\nbench: {limit: 4}\n")
     top = tmp_path / "c.yaml"
     top.write_text("base: below/b.yaml\nbench: {methods: [adasd]}\n")
-    settings = configured(["--config", str(top)], top)
+    settings = bench_settings(["--config", str(top)])
     assert (settings.target, settings.limit, settings.methods) == ("T", 4, ["adasd"])
     assert (settings.suite, settings.output) == (["gsm8k"], "runs/b")
 
@@ -126,7 +115,7 @@ def test_mistakes_in_a_file_that_another_builds_on_are_told(tmp_path, capsys):
     (tmp_path / "a.yaml").write_text("base: b.yaml\nbench: {limt: 3}\n")
     (tmp_path / "b.yaml").write_text("base: a.yaml\n")
     assert main(["bench", "--config", str(tmp_path / "b.yaml")]) == 2
-    assert "'base' is 'b.yaml', wanted the path of another configuration file" in capsys.readouterr().err
+    assert "'base' is 'b.yaml', expected the path of another file" in capsys.readouterr().err
     (tmp_path / "b.yaml").write_text("base: none.yaml\n")
     assert main(["bench", "--config", str(tmp_path / "b.yaml")]) == 2
     assert "none.yaml" in capsys.readouterr().err
@@ -150,11 +139,12 @@ def test_the_suite_follows_the_training_data(tmp_path):
         (["generate", "--target", "no/such/folder", "--prompt", "x"], "there is no such folder"),
         (["bench", "--target", "t", "--methods", "vanila"], "did you mean 'vanilla'"),
         (["bench", "--target", "t", "--methods", "ears:bta=0.2"], "unknown option 'bta'; did you mean 'beta'"),
-        (["bench", "--target", "t", "--methods", "ears:beta=x"], "wanted a value of the type float"),
+        (["bench", "--target", "t", "--methods", "ears:beta=x"], "'x' is not a number"),
         (["bench", "--target", "t", "--methods", "lookahead", "--suite", "gsm"], "unknown suite 'gsm'"),
         (["bench", "--target", "t", "--methods", "rest"], "python -m decode datastore build"),
         (["bench"], "--target is missing"),
         (["profile", "--target", "t"], "--draft is missing"),
+        (["generate", "--target", "t", "--prompt", "x", "--draft-length"], "--draft-length needs a value"),
         (["datastore", "build", "--tokenizer", "t", "--output", "o"], "--input is missing"),
     ],
 )

@@ -19,9 +19,8 @@ from rich.console import Console
 
 from decode.commands import bench as compare
 from decode.commands.bench_dry_run import shrink as shrink_bench
-from decode.commands.command_line import merge, parse, read_layers
-from decode.commands.configs import configured
-from decode.commands.settings import BenchSettings
+from decode.commands.command_line import parse, read_config
+from decode.commands.settings import BenchSettings, bench_settings
 from decode.models.tiny import family_of
 from distill.__main__ import FOREIGN
 from distill.config.settings import Settings
@@ -38,22 +37,15 @@ CONFIGS = sorted(ROOT.rglob("*.yaml"))
 MACHINE = ("device", "dtype", "device_map", "threads", "name", "output", "output_dir")
 
 
-def content(path: Path) -> dict[str, Any]:
-    whole: dict[str, Any] = {}
-    for _, layer in read_layers(path):
-        whole = merge(whole, layer)
-    return whole
-
-
 @cache
 def load(path: Path) -> Settings | ProbesSettings | BenchSettings:
     """The settings of the command that the file is for."""
-    sections, argv = content(path), ["--config", str(path)]
+    sections, argv = read_config([path]), ["--config", str(path)]
     if "reference" in sections:
         return parse(Settings, argv, prog="distill", description="", foreign=FOREIGN)
     if "probes" in sections:
         return parse(ProbesSettings, argv, prog="probes", description="", foreign={"bench"})
-    return configured(argv, path)
+    return bench_settings(argv)
 
 
 def placed(path: Path, folder: Path) -> Settings | ProbesSettings | BenchSettings:
@@ -107,7 +99,7 @@ def test_every_file_is_read_and_belongs_to_a_command(path: Path) -> None:
 
 
 def test_runs_have_names_of_their_own() -> None:
-    names = [content(path)["name"] for path in CONFIGS]
+    names = [read_config([path])["name"] for path in CONFIGS]
     assert len(names) == len(set(names))
 
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from tiny_run import tiny_settings
 
-from decode.commands.command_line import run_main
+from decode.commands.exit_status import run_main
 from distill import __main__ as command
 from distill.config.settings import Settings
 

@@ -9,7 +9,7 @@ from wandb.sdk.launch.sweeps import utils
 
 from decode.commands.bench import sweep_summary
 from decode.commands.command_line import parse
-from decode.commands.configs import configured
+from decode.commands.settings import bench_settings
 from distill import __main__ as command
 from distill.config.settings import Settings
 from distill.tracking.logger import _summary
@@ -34,7 +34,7 @@ def test_the_benchmark_s_sweep_file_gives_commands_that_bench_accepts_and_names_
     flags = utils.create_sweep_command_args({"args": values})["args"]
     command = [part for part in content["command"] if part not in ("${env}", "${args}")]
     assert command[:4] == ["python", "-m", "${program}", "bench"]
-    settings = configured([*command[4:], *flags], Path("configs/quickstart.yaml"))
+    settings = bench_settings([*command[4:], *flags])
     assert (settings.draft_length, settings.beta, settings.methods, settings.peers) == (11, 0.2, ["ears"], False)
     plain = {"method": "autoregressive", "peer": False, "speedup": 1.0}
     drafted = {"method": "ears", "peer": False, "speedup": 0.9, "accuracy": None, "tv_spent": 0.0}
