@@ -40,12 +40,20 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     Raises:
         UserError: nothing is left to continue.
     """
-    start, ids = start_ids(tokenizer), plain_ids(tokenizer, [text])[0]
-    while start and ids[: len(start)] == start:
-        ids = ids[len(start) :]
-    if not start + ids:
+    (ids,) = batch_prompt_ids(tokenizer, [text])
+    if not ids:
         raise UserError("the prompt is empty, and the tokenizer has no start token; give some text")
-    return start + ids
+    return ids
+
+
+def batch_prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """`prompt_ids` of many texts; an empty one has no ids where the tokenizer has no start token."""
+    start, found = start_ids(tokenizer), []
+    for ids in plain_ids(tokenizer, texts):
+        while start and ids[: len(start)] == start:
+            ids = ids[len(start) :]
+        found.append(start + ids)
+    return found
 
 
 def chat_ids(
@@ -101,8 +109,8 @@ def render_chat(
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Ids of texts as they are, without start and end tokens."""
-    found = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    return [[int(i) for i in ids] for ids in found]
+    found: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    return found
 
 
 def continuation_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from decode.core.errors import UserError
 
@@ -36,8 +37,8 @@ class DataSettings:
     """pairs (prompt, response), chat (a list of messages), text (no prompt); auto: told by the columns."""
 
     prompt_template: str | None = None
-    """How a row becomes a prompt: a format string over its columns, such as '{question}\\n'; null: the preset's
-    template, or the usual column names."""
+    """How a row becomes a prompt: a format string over its columns, such as '{question}\\n' (there a line break, on the
+    command line too); null: the preset's template, or the usual column names."""
 
     response_template: str | None = None
     """How a row becomes a response, such as '{answer}'; null: as for prompt_template."""
@@ -47,11 +48,23 @@ class DataSettings:
 
     chat_template: str | None = None
     """Jinja template of chats, for models whose tokenizer has none; null: the tokenizer's."""
+
+    chat: Literal["auto"] | bool = "auto"
+    """Whether pairs are put into the chat template, as instruct models are served: the prompt is what the user says,
+    the response what the assistant answers. auto: where the target's tokenizer has a template. See --show-example."""
+
+    system: str | None = None
+    """System message of chats that have none, and of pairs in the chat template; null: what the template writes."""
+
+    template_args: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the chat template, such as {enable_thinking: false}."""
+
     text_column: str = "text"
     """Column of plain text."""
 
-    train_examples: int = 20_000
-    """Training examples at most (a sample chosen by the seed); arithmetic makes exactly as many."""
+    train_examples: int | Literal["all"] | None = 20_000
+    """Training examples at most (a sample chosen by the seed), all or null: every one; arithmetic makes exactly as
+    many."""
 
     validation_examples: int = 512
     """Validation examples at most: they choose the best checkpoint."""
@@ -81,14 +94,29 @@ class DataSettings:
     trust_remote_code: bool = False
     """Whether the tokenizer's repository may run its own Python code here."""
 
+    @property
+    def train_limit(self) -> int | None:
+        """Training examples at most; None: all."""
+        return self.train_examples if isinstance(self.train_examples, int) else None
+
+    def templates(self) -> tuple[str, str] | None:
+        """The templates of one's own; line breaks and tabs that a shell or YAML left as two characters are made one."""
+        if self.prompt_template is None or self.response_template is None:
+            return None
+        return _unescaped(self.prompt_template), _unescaped(self.response_template)
+
     def validate(self) -> None:
         """Checks every value that can be judged without reading data.
 
         Raises:
             UserError: naming the key, its value and what it may be.
         """
+        if self.train_limit is None and self.source == "arithmetic" and self.train_file is None:
+            raise UserError(
+                "data.train_examples is all, but arithmetic makes as many problems as are asked for: give a number"
+            )
         for key in ("train_examples", "validation_examples", "test_examples"):
-            if getattr(self, key) < 1:
+            if isinstance(getattr(self, key), int) and getattr(self, key) < 1:
                 raise UserError(f"data.{key} is {getattr(self, key)}: give at least 1")
         if self.max_length < 8:
             raise UserError(f"data.max_length is {self.max_length} tokens: give at least 8")
@@ -104,3 +132,8 @@ class DataSettings:
                 )
         if (self.prompt_template is None) != (self.response_template is None):
             raise UserError("data.prompt_template and data.response_template go together: give both or neither")
+
+
+def _unescaped(template: str) -> str:
+    """Line breaks and tabs in place of backslash n and backslash t; a doubled backslash is left alone."""
+    return re.sub(r"(?<!\\)\\([nt])", lambda found: "\n" if found[1] == "n" else "\t", template)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from random import Random
 from typing import Any
@@ -17,14 +17,16 @@ from datasets import Dataset, Features, List, Value
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
+from decode.models.open import load_tokenizer
 from decode.prompts.files import Row, quiet_datasets
 from distill.config.data import DataSettings
+from distill.data.chats import ChatFormat, chat_examples
 from distill.data.label_masks import check_masks, show
-from distill.data.sources import SPLITS, SourceRows, load_rows
-from distill.data.tokenize import IGNORE, Example, chat_examples, pair_examples, text_examples
+from distill.data.sources import SPLITS, LeftOut, SourceRows, load_rows
+from distill.data.tokenize import IGNORE, Example, UnusableRow, pair_examples, text_examples
 from distill.data.train_tokenizer import train_tokenizer
 
 PROGRESS_FROM = 2000
@@ -36,6 +38,7 @@ COLUMNS = Features(
         "labels": List(Value("int32")),
         "prompt": Value("string"),
         "response": Value("string"),
+        "messages": Value("string"),
     }
 )
 
@@ -45,8 +48,9 @@ class Corpus:
     """Examples of the three splits.
 
     Each split has the columns ``input_ids`` and ``labels`` (lists of equal length, not shifted, -100 where no loss
-    is taken), ``prompt`` and ``response`` (the texts). For plain text every token is a label, and ``prompt`` is the
-    first quarter of a block.
+    is taken), ``prompt`` and ``response`` (the texts), and ``messages``: JSON of the turns before the response where
+    the prompt is a chat, else empty. For plain text every token is a label, and ``prompt`` is the first quarter of a
+    block.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -57,6 +61,8 @@ class Corpus:
     """Hash of the settings, the tokenizer and every token id and label."""
     kind: str = "pairs"
     """pairs, chat or text."""
+    chat: bool = False
+    """Whether prompts are chats in the tokenizer's template."""
     notes: list[str] = field(default_factory=list)
     """What was left out and why, a sentence each."""
 
@@ -79,13 +85,14 @@ def load_corpus(settings: DataSettings, *, seed: int, tokenizer: PreTrainedToken
     tokenizer = tokenizer or _tokenizer(settings, rows.splits["train"], seed)
     if settings.chat_template is not None:
         tokenizer.chat_template = settings.chat_template
-    limits = (settings.train_examples, settings.validation_examples, settings.test_examples)
+    chat = _chat_format(settings, rows, tokenizer)
+    limits = (settings.train_limit, settings.validation_examples, settings.test_examples)
     splits = {}
     for split, limit in zip(SPLITS, limits, strict=True):
-        splits[split] = _dataset(rows, split, limit, settings, seed, tokenizer)
+        splits[split] = _dataset(rows, split, limit, settings, seed, tokenizer, chat)
         check_masks(splits[split], tokenizer, rows.kind)
     fingerprint = _fingerprint(settings, tokenizer, splits)
-    return Corpus(tokenizer, **splits, fingerprint=fingerprint, kind=rows.kind, notes=rows.notes)
+    return Corpus(tokenizer, **splits, fingerprint=fingerprint, kind=rows.kind, chat=chat is not None, notes=rows.notes)
 
 
 def collate(rows: Sequence[Mapping[str, Any]], pad_id: int) -> dict[str, Tensor]:
@@ -113,18 +120,12 @@ def show_example(corpus: Corpus, index: int = 0, split: str = "train", console: 
 
 def _tokenizer(settings: DataSettings, train: list[Row], seed: int) -> PreTrainedTokenizerBase:
     if settings.tokenizer is None:
-        sample = Random(seed).sample(train, min(len(train), settings.train_examples))
+        sample = Random(seed).sample(train, min(len(train), settings.train_limit or len(train)))
         return train_tokenizer(map(_all_text, sample), settings.tokenizer_vocab_size)
     try:
-        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            settings.tokenizer, trust_remote_code=settings.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"data.tokenizer: no tokenizer can be loaded from {settings.tokenizer!r}: {error}. Give a folder with a "
-            "tokenizer.json, or a Hub name"
-        ) from error
-    return loaded
+        return load_tokenizer(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
+    except UserError as error:
+        raise UserError(f"data.tokenizer: {error}") from error
 
 
 def _all_text(row: Row) -> str:
@@ -133,22 +134,51 @@ def _all_text(row: Row) -> str:
     return str(row["text"]) if "text" in row else row["prompt"] + row["response"]
 
 
+def _chat_format(settings: DataSettings, rows: SourceRows, tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
+    """How chats and pairs are rendered; None for what is not put into a chat template. Says so in the notes.
+
+    Raises:
+        UserError: a template is needed, and the tokenizer has none.
+    """
+    wanted = rows.kind == "chat" or (rows.kind == "pairs" and settings.chat is not False)
+    if not wanted or (rows.kind == "pairs" and settings.chat == "auto" and not tokenizer.chat_template):
+        return None
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"data: the tokenizer {tokenizer.name_or_path!r} has no chat template: choose an instruction-tuned model's "
+            "tokenizer, give data.chat_template, or kind pairs with data.chat false"
+        )
+    if rows.kind == "pairs":
+        rows.notes.append(
+            "pairs are put into the tokenizer's chat template, as the model is served (data.chat false leaves them "
+            "plain, --show-example shows one)"
+        )
+    return ChatFormat(tokenizer, settings.system, settings.template_args)
+
+
 def _dataset(
-    rows: SourceRows, split: str, limit: int, settings: DataSettings, seed: int, tokenizer: PreTrainedTokenizerBase
+    rows: SourceRows,
+    split: str,
+    limit: int | None,
+    settings: DataSettings,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatFormat | None,
 ) -> Dataset:
     """The examples of one split in the seed's order, up to ``limit``."""
     ordered = list(rows.splits[split])
     Random(f"{seed}/{split}").shuffle(ordered)
-    lost = {"dropped": 0, "cut": 0, "empty": 0}
-    made = _examples(rows.kind, ordered, settings, tokenizer)
-    fitting = (short for example in made if (short := _fit(example, settings, lost)) is not None)
+    left_out, several = LeftOut(), LeftOut()
+    made = _examples(rows.kind, ordered, settings, tokenizer, chat, left_out, several)
+    fitting = (short for number, example in made if (short := _fit(example, settings, left_out, number)) is not None)
+    total = min(limit or len(ordered), len(ordered))
     kept = track(
         islice(fitting, limit),
         f"tokenising {split}",
-        total=min(limit, len(ordered)),
+        total=total,
         console=Console(stderr=True),
         transient=True,
-        disable=limit < PROGRESS_FROM or not sys.stderr.isatty(),
+        disable=total < PROGRESS_FROM or not sys.stderr.isatty(),
     )
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
     for example in kept:
@@ -156,14 +186,8 @@ def _dataset(
         columns["labels"].append(np.asarray(example.labels, dtype=np.int32))
         columns["prompt"].append(example.prompt)
         columns["response"].append(example.response)
-    reasons = {
-        "dropped": f"longer than data.max_length ({settings.max_length} tokens) dropped",
-        "cut": f"longer than data.max_length ({settings.max_length} tokens) cut at the end",
-        "empty": "without a response dropped",
-    }
-    rows.notes += [
-        f"{split}: {count} example{'s' * (count > 1)} {reasons[how]}" for how, count in lost.items() if count
-    ]
+        columns["messages"].append(json.dumps(example.messages, ensure_ascii=False) if example.messages else "")
+    rows.notes += left_out.sentences(split) + several.sentences(split)
     if not columns["input_ids"]:
         raise UserError(
             f"data: no {split} example is left ({'; '.join(rows.notes) or 'the texts are too short'}): raise "
@@ -173,29 +197,53 @@ def _dataset(
 
 
 def _examples(
-    kind: str, rows: list[Row], settings: DataSettings, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[Example]:
+    kind: str,
+    rows: list[Row],
+    settings: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatFormat | None,
+    left_out: LeftOut,
+    several: LeftOut,
+) -> Iterator[tuple[int, Example]]:
+    """Examples with the numbers of their rows (of plain text, whose blocks span rows, the first's)."""
     if kind == "text":
-        return text_examples(tokenizer, (row["text"] for row in rows), settings.max_length)
-    if kind == "chat":
-        return (example for row in rows for example in chat_examples(tokenizer, row["messages"]))
-    return pair_examples(tokenizer, [(row["prompt"], row["response"]) for row in rows])
+        yield from ((1, block) for block in text_examples(tokenizer, (r["text"] for r in rows), settings.max_length))
+    elif chat is None:
+        pairs = pair_examples(tokenizer, [(row["prompt"], row["response"]) for row in rows])
+        yield from zip((row["number"] for row in rows), pairs, strict=True)
+    else:
+        for row in rows:
+            try:
+                found = chat_examples(chat, row.get("messages") or _as_chat(row), row.get("tools"))
+            except UnusableRow as error:
+                left_out.add(f"{error.reason} dropped", row["number"], error.detail)
+                continue
+            if len(found) > 1:
+                reason = "made into an example for each assistant's turn, because the template rewrites earlier turns"
+                several.add(reason, row["number"])
+            yield from ((row["number"], example) for example in found)
 
 
-def _fit(example: Example, settings: DataSettings, lost: dict[str, int]) -> Example | None:
-    """The example within ``max_length``, or None; ``lost`` counts what happened."""
-    if not example.response.strip():
-        lost["empty"] += 1
-        return None
+def _as_chat(row: Row) -> list[dict[str, Any]]:
+    """A pair as the chat that it stands for; what only separates prompt and response is left to the template."""
+    return [
+        {"role": "user", "content": row["prompt"].strip()},
+        {"role": "assistant", "content": row["response"].strip()},
+    ]
+
+
+def _fit(example: Example, settings: DataSettings, left_out: LeftOut, number: int) -> Example | None:
+    """The example within ``max_length``, or None; what happened is counted."""
     length = settings.max_length
     if len(example.input_ids) <= length:
         return example
     labels = example.labels[:length]
+    reason = f"longer than data.max_length ({length} tokens)"
     if settings.overlong == "drop" or all(label == IGNORE for label in labels):
-        lost["dropped"] += 1
+        left_out.add(f"{reason} dropped", number)
         return None
-    lost["cut"] += 1
-    return Example(example.input_ids[:length], labels, example.prompt, example.response)
+    left_out.add(f"{reason} cut at the end", number)
+    return replace(example, input_ids=example.input_ids[:length], labels=labels)
 
 
 def _fingerprint(settings: DataSettings, tokenizer: PreTrainedTokenizerBase, splits: dict[str, Dataset]) -> str:

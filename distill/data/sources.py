@@ -1,16 +1,19 @@
 """Rows of the three splits, from wherever the settings point, in one of three plain shapes.
 
-A row is ``{"prompt", "response"}`` (pairs), ``{"messages"}`` (chat) or ``{"text"}`` (text). Splits that a source
-lacks are split off its training rows by a hash of the prompt: deterministic, independent of the seed and of the
-order, and equal prompts stay together.
+A row is ``{"prompt", "response"}`` (pairs), ``{"messages", "tools"}`` (chat) or ``{"text"}`` (text), each with its
+``number`` in the source, from 1. Rows that cannot be brought into this shape are left out and counted (`LeftOut`).
+Splits that a source lacks are split off its training rows by a hash of the prompt: deterministic, independent of the
+seed and of the order, and equal prompts stay together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from decode.core.errors import UserError
@@ -18,6 +21,8 @@ from decode.prompts.arithmetic import problems
 from decode.prompts.files import READERS, Row, load_hub, read_rows
 from decode.prompts.presets import PRESETS, Preset, held_out
 from distill.config.data import DataSettings
+from distill.data.chats import clean_messages
+from distill.data.tokenize import UnusableRow
 
 SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
@@ -30,6 +35,26 @@ TEMPLATES = (
 """Prompt and response of rows with these columns, where no other template is given."""
 PASSAGE = 2000
 """Characters of a plain text file that go to one split together, at least (whole paragraphs)."""
+
+
+@dataclass
+class LeftOut:
+    """Rows of one split that were not used as they are, by reason: how many, and the first of them."""
+
+    reasons: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+
+    def add(self, reason: str, number: int, detail: str = "") -> None:
+        """Count a row: what is wrong with it, its number, what is particular to it."""
+        self.reasons.setdefault(reason, []).append((number, detail))
+
+    def sentences(self, split: str) -> list[str]:
+        """A sentence a reason."""
+        lines = []
+        for reason, rows in self.reasons.items():
+            number, detail = min(rows)
+            first = f"row {number}{f': {detail}' if detail else ''}"
+            lines.append(f"{split}: {len(rows)} row{'s' * (len(rows) > 1)} {reason} ({first})")
+        return lines
 
 
 @dataclass
@@ -48,14 +73,20 @@ def load_rows(settings: DataSettings, seed: int) -> SourceRows:
         UserError: no such source, missing columns, or a split without rows.
     """
     if settings.source == "arithmetic" and not _files(settings):
-        counts = (settings.train_examples, settings.validation_examples, settings.test_examples)
+        counts = (settings.train_limit or 0, settings.validation_examples, settings.test_examples)
         return SourceRows("pairs", {s: _arithmetic(seed, s, n, settings.difficulty) for s, n in zip(SPLITS, counts)})
     preset = PRESETS.get(settings.source)
     raw = _raw(settings, preset, seed)
     if not raw.get("train"):
         raise UserError(f"data.source {settings.source!r} has no training rows: give them with data.train_file")
-    kind, shape = _shape(settings, preset, raw["train"][0])
-    rows = SourceRows(kind, {split: [shape(row) for row in raw.get(split, [])] for split in SPLITS})
+    kind, shape = _first_shape(settings, preset, raw["train"])
+    rows = SourceRows(kind, {})
+    for split in SPLITS:
+        left_out = LeftOut()
+        rows.splits[split] = list(_shaped(raw.get(split, []), shape, left_out))
+        rows.notes += left_out.sentences(split)
+    if not rows.splits["train"]:
+        raise UserError(f"data: no training row of {settings.source!r} can be used ({'; '.join(rows.notes)})")
     _split_off(rows, settings.validation_fraction)
     _remove_shared(rows)
     for split in SPLITS:
@@ -74,9 +105,32 @@ def key_of(row: Row) -> str:
     return str(row["text"] if "text" in row else row["prompt"] or row["response"])
 
 
+def _shaped(raw: Iterable[Row], shape: Callable[[Row], Row], left_out: LeftOut) -> Iterator[Row]:
+    """Rows in their plain shape, with their numbers; the others are counted."""
+    for number, row in enumerate(raw, 1):
+        try:
+            plain = shape(row)
+            if any("\ud800" <= character <= "\udfff" for character in "".join(_texts(plain))):
+                raise UnusableRow("with half a character (a lone surrogate)")
+        except UnusableRow as error:
+            left_out.add(f"{error.reason} dropped", number, error.detail)
+        else:
+            yield plain | {"number": number}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a row, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)
+
+
 def _arithmetic(seed: int, split: str, count: int, difficulty: int) -> list[Row]:
     made = ({"question": p.question, "answer": p.solution} for p in problems(seed, split, count, difficulty))
-    return [_from_preset(PRESETS["arithmetic"])(row) for row in made]
+    shape = _from_preset(PRESETS["arithmetic"])
+    return [shape(row) | {"number": number} for number, row in enumerate(made, 1)]
 
 
 def _files(settings: DataSettings) -> dict[str, str]:
@@ -86,16 +140,17 @@ def _files(settings: DataSettings) -> dict[str, str]:
 
 def _raw(settings: DataSettings, preset: Preset | None, seed: int) -> dict[str, list[Row]]:
     """SourceRows as they are in the source, by split."""
-    files = _files(settings) or _local(settings.source)
-    if not files:
-        return _hub(settings, preset, seed)
-    found: dict[str, list[Row]] = {}
+    given = _files(settings)
+    own = {} if preset is not None and "train" in given else _local(settings.source)
+    files = own | given
+    found: dict[str, list[Row]] = {} if "train" in files else _hub(settings, preset, seed)
+    found |= {split: [] for split in files}
     for split, path in files.items():
         for row in _read(path, settings):
-            own = (
+            official = (
                 preset.split_of(row) if preset and split == "train" and not _has_columns_missing(preset, row) else None
             )
-            found.setdefault(own or split, []).append(row)
+            found.setdefault(official or split, []).append(row)
     return found
 
 
@@ -151,13 +206,14 @@ def _hub(settings: DataSettings, preset: Preset | None, seed: int) -> dict[str, 
     except UserError as error:
         known = f"a preset ({', '.join(PRESETS)}), a file, a folder or a Hub name"
         raise UserError(f"data.source {settings.source!r}: {error} (data.train_file); a source is {known}") from error
-    enough = 4 * (settings.train_examples + settings.validation_examples + settings.test_examples)
+    limit = settings.train_limit
+    enough = None if limit is None else 4 * (limit + settings.validation_examples + settings.test_examples)
     found = {}
     for split, names in SPLIT_NAMES.items():
         wanted = preset.splits.get(split) if preset else next((n for n in names if n in loaded), None)
         if wanted in loaded:
             rows = loaded[wanted]
-            chosen = rows.shuffle(seed=seed).select(range(enough)) if len(rows) > enough else rows
+            chosen = rows.shuffle(seed=seed).select(range(enough)) if enough and len(rows) > enough else rows
             found[split] = list(chosen)
     return found
 
@@ -166,10 +222,30 @@ def _has_columns_missing(preset: Preset, row: Row) -> list[str]:
     return [column for column in preset.columns if column not in row]
 
 
-def _shape(settings: DataSettings, preset: Preset | None, row: Row) -> tuple[str, Callable[[Row], Row]]:
+Shape = Callable[[Row], Row]
+"""Brings a row of a source into its plain shape."""
+
+
+def _first_shape(settings: DataSettings, preset: Preset | None, rows: Sequence[Row]) -> tuple[str, Shape]:
+    """`_shape` by the first of the leading rows whose columns say what they are; the first one's error otherwise."""
+    for row in rows[1:100]:
+        with contextlib.suppress(UserError):
+            return _shape(settings, preset, rows[0])
+        with contextlib.suppress(UserError):
+            return _shape(settings, preset, row)
+    return _shape(settings, preset, rows[0])
+
+
+def _shape(settings: DataSettings, preset: Preset | None, row: Row) -> tuple[str, Shape]:
     """The kind of the rows, and the function that brings one into its plain shape."""
-    if settings.prompt_template is not None and settings.response_template is not None:
-        return "pairs", _from_templates(settings.prompt_template, settings.response_template)
+    if (own := settings.templates()) is not None:
+        shape = _from_templates(*own)
+        if missing := [column for column in _columns(own) if column not in row]:
+            raise UserError(
+                f"data: the templates {own[0]!r} and {own[1]!r} need {', '.join(missing)}, a row has the columns "
+                f"{', '.join(row)}"
+            )
+        return "pairs", shape
     if preset is not None and settings.kind in ("auto", preset.kind):
         if missing := _has_columns_missing(preset, row):
             raise UserError(
@@ -177,21 +253,15 @@ def _shape(settings: DataSettings, preset: Preset | None, row: Row) -> tuple[str
                 f"{', '.join(missing)} is missing from {', '.join(row)}: give data.prompt_template and "
                 "data.response_template for other columns"
             )
-        if preset.kind == "chat":
-            return "chat", lambda r: {"messages": r[settings.messages_column]}
-        return "pairs", _from_preset(preset)
+        return ("chat", _from_chat(settings)) if preset.kind == "chat" else ("pairs", _from_preset(preset))
     return _guess(settings, row)
 
 
-SHAREGPT = {"human": "user", "gpt": "assistant"}
-"""ShareGPT's roles in the usual words."""
-
-
-def _guess(settings: DataSettings, row: Row) -> tuple[str, Callable[[Row], Row]]:
+def _guess(settings: DataSettings, row: Row) -> tuple[str, Shape]:
     """The shape of rows without a preset, told by their columns as far as ``kind`` leaves it open."""
     kind, messages, text = settings.kind, settings.messages_column, settings.text_column
     if kind in ("auto", "chat") and messages in row:
-        return "chat", lambda r: {"messages": _as_list(r[messages])}
+        return "chat", _from_chat(settings)
     if kind in ("auto", "pairs"):
         if {"instruction", "output"} <= row.keys():
             return "pairs", _from_preset(PRESETS["alpaca"])
@@ -199,7 +269,7 @@ def _guess(settings: DataSettings, row: Row) -> tuple[str, Callable[[Row], Row]]
             if {prompt.strip("{}\n"), response.strip("{}")} <= row.keys():
                 return "pairs", _from_templates(prompt, response)
     if kind in ("auto", "text") and text in row:
-        return "text", lambda r: {"text": str(r[text])}
+        return "text", lambda r: {"text": _text(r.get(text))}
     raise UserError(
         f"data.kind {kind!r} does not fit the columns {', '.join(map(repr, row))}: name the right one with "
         f"data.messages_column (now {messages!r}) or data.text_column (now {text!r}), or give data.prompt_template "
@@ -207,28 +277,62 @@ def _guess(settings: DataSettings, row: Row) -> tuple[str, Callable[[Row], Row]]
     )
 
 
-def _as_list(value: Any) -> list[dict[str, Any]]:
-    """Messages of a row; csv holds them as JSON text, ShareGPT names their fields otherwise and may begin halfway."""
-    messages = list(json.loads(value) if isinstance(value, str) else value)
-    if not messages or "from" not in messages[0]:
-        return messages
-    messages = [{"role": SHAREGPT.get(m["from"], m["from"]), "content": m["value"]} for m in messages]
-    return messages[1:] if messages[0]["role"] == "assistant" else messages
-
-
-def _from_preset(preset: Preset) -> Callable[[Row], Row]:
-    return lambda row: {"prompt": preset.prompt(row), "response": preset.response(row)}
-
-
-def _from_templates(prompt: str, response: str) -> Callable[[Row], Row]:
+def _from_chat(settings: DataSettings) -> Shape:
     def shape(row: Row) -> Row:
+        tools = row.get("tools")
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools)
+            except ValueError:
+                raise UnusableRow("whose tools are no JSON") from None
+        return {"messages": clean_messages(row.get(settings.messages_column)), "tools": tools or None}
+
+    return shape
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise UnusableRow("without text")
+    return value
+
+
+def _from_preset(preset: Preset) -> Shape:
+    return _pairs(preset.columns, preset.prompt, preset.response)
+
+
+def _from_templates(prompt: str, response: str) -> Shape:
+    return _pairs(_columns((prompt, response)), prompt.format_map, response.format_map)
+
+
+def _columns(templates: Iterable[str]) -> list[str]:
+    """The columns that format strings name as they are, not by an index or an attribute.
+
+    Raises:
+        UserError: braces that are no format string.
+    """
+    try:
+        names = [name for template in templates for _, name, _, _ in Formatter().parse(template)]
+    except ValueError as error:
+        raise UserError(f"data: a template cannot be read: {error}; double braces that are meant as such") from error
+    return [name for name in dict.fromkeys(names) if name and name.isidentifier()]
+
+
+def _pairs(columns: Sequence[str], prompt: Callable[[Row], str], response: Callable[[Row], str]) -> Shape:
+    """The shape of pairs whose texts are made of these columns, which have to hold texts or numbers."""
+
+    def shape(row: Row) -> Row:
+        for column in columns:
+            if row.get(column) is None:
+                raise UnusableRow(f"without a {column}")
         try:
-            return {"prompt": prompt.format_map(row), "response": response.format_map(row)}
-        except (KeyError, IndexError, ValueError) as error:
-            raise UserError(
-                f"data: the templates {prompt!r} and {response!r} do not fit a row with the columns "
-                f"{', '.join(row)}: {error}"
-            ) from error
+            pair = {"prompt": prompt(row), "response": response(row)}
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise UnusableRow("that do not fit the template", f"{type(error).__name__} {error}") from error
+        if not pair["response"].strip():
+            raise UnusableRow("without a response")
+        if not pair["prompt"].strip():
+            raise UnusableRow("without a prompt")
+        return pair
 
     return shape
 
@@ -250,6 +354,6 @@ def _remove_shared(rows: SourceRows) -> None:
     for split in ("validation", "train"):
         kept = [row for row in rows.splits[split] if key_of(row) not in seen]
         if lost := len(rows.splits[split]) - len(kept):
-            rows.notes.append(f"{split}: {lost} rows left out, because their prompts are in a later split too")
+            rows.notes.append(f"{split}: {lost} rows dropped, because their prompts are in a later split too")
         rows.splits[split] = kept
         seen |= {key_of(row) for row in kept}

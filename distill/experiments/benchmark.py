@@ -135,7 +135,7 @@ def _prepare(settings: TrainingBenchSettings, folder: Path, threads: int) -> tup
     run, names = RunDir(Path(settings.output_dir) / settings.name), ("target", "initial", "reference")
     trained = all(run.record(name) is not None for name in names)
     if not trained:
-        settings.data.train_examples = min(settings.data.train_examples or 1000, settings.reference.examples or 1000)
+        settings.data.train_examples = min(settings.data.train_limit or 1000, settings.reference.examples or 1000)
     corpus = load_corpus(settings.data, seed=settings.seed)
     vocab = len(corpus.tokenizer)
     for number, name in enumerate(names):

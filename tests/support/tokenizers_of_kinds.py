@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 OTHER = "A farm keeps 12 apples; how many more apples are there on the farm? Über 30 Maße voll, 日本."
@@ -54,3 +54,62 @@ def sentencepiece(text: str = OTHER, size: int = 90) -> PreTrainedTokenizerFast:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+# -- tokenizers with a start token, and chat templates -----------------------------------------------------------------
+
+CHAT_TEMPLATES = {
+    "plain": (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    ),
+    "writes the start token": (
+        "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}"
+        "{{ eos_token if m.role == 'assistant' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    ),
+    "strict": (
+        "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('turns must alternate') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    ),
+    "tools": (
+        "{% for t in tools or [] %}<tool>{{ t.function.name }}{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+        "{{ eos_token if m.role == 'assistant' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    ),
+    "thinking": (  # only answers after the last question keep what was thought; without thinking they show none
+        "{% set last = namespace(user=0) %}"
+        "{% for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>"
+        "{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}"
+        "{% if loop.index0 > last.user %}<think>{{ parts[0].split('<think>')[-1] if parts | length > 1 }}</think>"
+        "{% endif %}{{ parts[-1] }}{{ eos_token }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% if enable_thinking is false %}<think></think>{% endif %}"
+        "{% endif %}"
+    ),
+}
+"""Chat templates by what is particular to them."""
+
+
+def with_start(template: str | None = None, *, adds: bool = True, end: bool = False) -> PreTrainedTokenizerFast:
+    """A SentencePiece-like tokenizer of characters, in the ways of Llama, Mistral and Gemma.
+
+    Args:
+        template: a key of `CHAT_TEMPLATES`.
+        adds: put ``<s>`` before every text.
+        end: put ``</s>`` behind every text.
+    """
+    letters = "".join(chr(code) for code in range(33, 127)) + "\näöüßé’€"
+    vocab = {piece: i for i, piece in enumerate(["</s>", "<s>", "▁", *dict.fromkeys(letters)])}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="</s>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    core.decoder = decoders.Metaspace(prepend_scheme="first")
+    single = f"{'<s> ' * adds}$A{' </s>' * end}"
+    core.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<s>", 1), ("</s>", 0)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", bos_token="<s>")
+    if template is not None:
+        fast.chat_template = CHAT_TEMPLATES[template]
+    return fast

@@ -58,7 +58,7 @@ def prompts(corpus, split):
 
 def test_arithmetic_needs_neither_files_nor_a_tokenizer(corpus):
     assert [len(getattr(corpus, split)) for split in SPLITS] == [60, 15, 15]
-    assert corpus.train.column_names == ["input_ids", "labels", "prompt", "response"]
+    assert corpus.train.column_names == ["input_ids", "labels", "prompt", "response", "messages"]
     for row in corpus.train:
         assert len(row["input_ids"]) == len(row["labels"])
         assert corpus.tokenizer.decode(row["input_ids"]) == row["prompt"] + row["response"] + "<|endoftext|>"

@@ -8,8 +8,9 @@ from transformers import PreTrainedTokenizerFast
 from decode.core.errors import UserError
 from decode.models.text import continuation_ids, prompt_ids
 from distill.data import IGNORE, prompt_part, train_tokenizer
+from distill.data.chats import ChatFormat, chat_examples
 from distill.data.label_masks import check_masks, render, show
-from distill.data.tokenize import chat_examples, pair_examples, text_examples
+from distill.data.tokenize import pair_examples, text_examples
 
 TEXTS = ["How many pens are there?\nThere are 2+2 = <<2+2=4>>4 pens.\n#### 4", "user assistant says hello again"] * 9
 TEMPLATE = (
@@ -98,7 +99,7 @@ def test_a_tokenizer_without_an_end_token_is_refused():
 
 
 def test_a_chat_learns_every_assistant_turn_and_nothing_else(chatty):
-    (example,) = chat_examples(chatty, CHAT)
+    (example,) = chat_examples(ChatFormat(chatty), CHAT)
     assert learned(chatty, example) == ["hello to you<|endoftext|>", "There are 4.<|endoftext|>"]
     text = chatty.decode(example.input_ids)
     assert text.startswith("[system]be kind\n[user]hello\n[assistant]hello to you<|endoftext|>\n[user]how many?")
@@ -107,11 +108,11 @@ def test_a_chat_learns_every_assistant_turn_and_nothing_else(chatty):
 
 
 def test_a_chat_may_end_with_the_user(chatty):
-    (example,) = chat_examples(chatty, CHAT[:4])
+    (example,) = chat_examples(ChatFormat(chatty), CHAT[:4])
     assert learned(chatty, example) == ["hello to you<|endoftext|>"]
 
 
-def test_a_template_that_drops_earlier_reasoning_gives_an_example_a_turn(chatty):
+def test_a_template_that_drops_earlier_reasoning_gives_one_example_with_every_turn(chatty):
     """As templates of reasoning models do: only the last turn keeps its thoughts."""
     chatty.chat_template = (
         "{% for m in messages %}{{ '[' + m.role + ']' }}"
@@ -119,28 +120,38 @@ def test_a_template_that_drops_earlier_reasoning_gives_an_example_a_turn(chatty)
         "{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
     )
-    first, second = chat_examples(chatty, CHAT)
-    assert learned(chatty, first) == ["(thinks)hello to you<|endoftext|>"]
-    assert learned(chatty, second) == ["(thinks)There are 4.<|endoftext|>"]
-    assert "hello to you" in second.prompt
-    assert "(thinks)" not in second.prompt
+    (example,) = chat_examples(ChatFormat(chatty), CHAT)
+    assert learned(chatty, example) == ["hello to you<|endoftext|>", "(thinks)There are 4.<|endoftext|>"]
+    assert example.prompt == "[system]be kind[user]hello[assistant]"
+
+
+def test_turns_that_cannot_be_found_in_the_whole_chat_are_examples_of_their_own(chatty):
+    chatty.chat_template = (
+        "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}{{ '[' + m.role + ']' + m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+    )
+    first, second = chat_examples(ChatFormat(chatty), CHAT)
+    assert learned(chatty, first) == ["hello to you<|endoftext|>"]
+    assert learned(chatty, second) == ["There are 4.<|endoftext|>"]
+    assert [len(example.messages) for example in (first, second)] == [2, 4]
 
 
 def test_a_template_without_an_end_token_gets_one(chatty):
     chatty.chat_template = TEMPLATE.replace("eos_token", "''")
-    (example,) = chat_examples(chatty, CHAT)
+    (example,) = chat_examples(ChatFormat(chatty), CHAT)
     assert learned(chatty, example) == ["hello to you\n", "There are 4.\n<|endoftext|>"]
 
 
 def test_chats_that_cannot_be_masked_are_refused(chatty, tokenizer):
-    with pytest.raises(UserError, match="roles user"):
-        chat_examples(chatty, [{"role": "user", "content": "hello"}])
+    with pytest.raises(UserError, match="without an assistant's turn"):
+        chat_examples(ChatFormat(chatty), [{"role": "user", "content": "hello"}])
     chatty.chat_template = "{{ messages | length }}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
     with pytest.raises(UserError, match="does not continue its own generation prompt"):
-        chat_examples(chatty, CHAT)
+        chat_examples(ChatFormat(chatty), CHAT)
     chatty.chat_template = None
     with pytest.raises(UserError, match="no chat template"):
-        chat_examples(chatty, CHAT)
+        chat_examples(ChatFormat(chatty), CHAT)
 
 
 def test_plain_text_is_cut_into_blocks_that_are_learned_whole(tokenizer):
