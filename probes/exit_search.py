@@ -9,6 +9,7 @@ from typing import Any
 from decode.drafters.acceptance_probe import KINDS, AcceptanceProbe
 from decode.drafters.layer_search import search
 from decode.measure.cost import CostModel, measure_cost
+from decode.measure.predict import replayed_speedup
 from decode.methods import SELF_SPECULATIVE
 from decode.models.fast import FastRunner
 from decode.prompts.presets import PRESETS
@@ -85,7 +86,9 @@ def find_subset(lab: Lab, mode: Mode, runner: FastRunner, costs: dict[str, Any])
         some = next(iter(costs["exits"].values()))
         handling = some["per_token"] + costs["confidence"].get("token", 0.0)
         texts = [text for text in mode.texts["validation"] if len(text[0]) > text[1]][:count]
-        found = search(runner, texts, mode.warp, verify_cost=cost.v, fixed=min(0.5, handling + 0.05))
+        found = search(
+            runner, texts, mode.warp, speedup=replayed_speedup, verify_cost=cost.v, fixed=min(0.5, handling + 0.05)
+        )
     return {
         "skip_attention": found.layers("attention"),
         "skip_mlp": found.layers("mlp"),

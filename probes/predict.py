@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.measure.cost import speedup_of_rounds
+from decode.measure.predict import speedup_of_rounds
 from probes.costs import Costs
 
 METHODS = ("layerskip", "draft-verify", "adaspeed", "adaspeed-probe", "confidence-probe")

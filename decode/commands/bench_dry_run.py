@@ -48,9 +48,10 @@ def shrink(settings: BenchSettings, console: Console | None = None) -> BenchSett
     Raises:
         UserError: the settings are refused as they are.
     """
-    check_models(settings)
     console = console or Console()
     small = copy.deepcopy(settings)
+    small.device, small.device_map, small.dtype, small.trust_remote_code = "cpu", None, "float32", False
+    check_models(small)
     folder = Path(f"{settings.output or 'runs/bench'}-dry-run")
     shutil.rmtree(folder, ignore_errors=True)
     console.print(f"dry run of {settings.output or 'bench'}, in {folder}", highlight=False)
@@ -64,7 +65,6 @@ def shrink(settings: BenchSettings, console: Console | None = None) -> BenchSett
         small.corpus = ["arithmetic"]
     small.limit, small.repeats, small.max_new_tokens, small.threads, small.samples = 2, 1, 8, 1, 1
     small.draft_lengths, small.cost_turns = settings.draft_lengths[:2], 1
-    small.device, small.device_map, small.dtype, small.trust_remote_code = "cpu", None, "float32", False
     _make_models(small, folder, console)
     return small
 

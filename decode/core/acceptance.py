@@ -31,6 +31,12 @@ def ratio(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
     return (pick(p, x) / pick(q, x)).clamp(max=1.0)
 
 
+def overlap(p: Tensor, q: Tensor) -> Tensor:
+    """Σₓ min(p, q) ``[n]`` over the shared ids of ``p, q [n, vocab]``."""
+    shared = min(p.shape[-1], q.shape[-1])
+    return torch.minimum(p[:, :shared], q[:, :shared].to(p.device)).sum(-1)
+
+
 def js_distance(p: Tensor, q: Tensor) -> Tensor:
     """Jensen–Shannon distance √JSD in base 2 along the last axis; in [0, 1], a token of probability 0 adds 0."""
     m = (p + q) / 2

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decode.core.acceptance import overlap
 from decode.core.sampling import Warp
-from decode.measure.acceptance_offline import overlap
-from decode.measure.cost import replayed_speedup
 from decode.models.fast import FastRunner
 from decode.models.layer_subset import LayerSubset
 
@@ -23,6 +22,8 @@ Text = tuple[list[int], int]
 """Token ids, and how many of them are the prompt."""
 Sublayer = tuple[str, int]
 """``("attention", layer)`` or ``("mlp", layer)``."""
+Speedup = Callable[[Sequence[Sequence[float]], int, float, Callable[[int], float]], float]
+"""Of texts with these acceptances, at a draft length, with draft cost c and verification cost v(n)."""
 
 
 @dataclass
@@ -82,6 +83,7 @@ def search(
     texts: Sequence[Text],
     warp: Warp,
     *,
+    speedup: Speedup,
     verify_cost: Callable[[int], float],
     fixed: float = 0.1,
     longest: int = 12,
@@ -97,6 +99,7 @@ def search(
         runner: the target.
         texts: what it wrote.
         warp: decoding mode.
+        speedup: predicts it from acceptances, draft length, c and v (`decode.measure.predict.replayed_speedup`).
         verify_cost: v(n), an n-token target forward in one-token ones.
         fixed: share of a one-token forward that does not depend on the layers.
         longest: longest draft considered.
@@ -113,7 +116,7 @@ def search(
         # the shared layers are not run again for what the draft has read
         saved = (1 - fixed) * subset.shared / runner.depth
         speeds = {
-            k: replayed_speedup(accept, k, c, lambda n: verify_cost(n) - saved * (verify_cost(n) - verify_cost(1)))
+            k: speedup(accept, k, c, lambda n: verify_cost(n) - saved * (verify_cost(n) - verify_cost(1)))
             for k in range(1, longest + 1)
         }
         best = max(speeds, key=lambda k: speeds[k])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.core.acceptance import overlap
 from decode.core.estimate import clustered_ratio
 from decode.core.sampling import Warp
 from decode.models.eagle.head import FeatureHead, head_logits
@@ -73,12 +74,6 @@ def draft_logits(target: PreTrainedModel, draft: DraftModel, ids: Sequence[int],
     if isinstance(draft, FeatureHead):
         return head_logits(draft, target, ids, prompt_length)
     return response_logits(draft, ids, prompt_length)
-
-
-def overlap(p: Tensor, q: Tensor) -> Tensor:
-    """Σₓ min(p, q) ``[n]`` over the shared ids of ``p, q [n, vocab]``."""
-    shared = min(p.shape[-1], q.shape[-1])
-    return torch.minimum(p[:, :shared], q[:, :shared].to(p.device)).sum(-1)
 
 
 def offline_alpha(

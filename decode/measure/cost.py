@@ -1,18 +1,10 @@
-"""What a round costs, measured, and what speedup follows from it.
-
-Costs are in one-token target forwards: c of a draft forward, v(n) of an n-token target forward, o of the bookkeeping
-around them. With acceptance rate α, the same at every position, and draft length γ (Leviathan et al., 2211.17192,
-theorem 3.8, with the cost of verification made explicit):
-
-    tokens per round = (1 − α^(γ+1)) / (1 − α)
-    speedup          = tokens per round / (γ·c + v(γ+1) + o)
-"""
+"""Measured costs, in one-token target forwards: c of a draft forward, v(n) of an n-token target forward."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -179,122 +171,3 @@ def measure_cost(
 ) -> CostModel:
     """Costs of one pair, or of the target alone (see `CostMeter` and its `run`)."""
     return CostMeter(target, draft, widths=widths, context=context).run(repeats, seconds)
-
-
-# -- formulas ------------------------------------------------------------------------------------------------------
-
-
-def tokens_per_round(alpha: float, draft_length: int) -> float:
-    """(1 − α^(γ+1)) / (1 − α), which is γ + 1 at α = 1."""
-    return float(sum(alpha**i for i in range(draft_length + 1)))
-
-
-def predicted_speedup(alpha: float, draft_length: int, c: float, v: Callable[[int], float], o: float = 0.0) -> float:
-    """Speedup over one-token steps at a fixed draft length with acceptance α, the same at every position.
-
-    Args:
-        alpha: acceptance rate in [0, 1].
-        draft_length: γ.
-        c: a draft forward, in one-token target forwards.
-        v: cost of an n-token target forward, in the same unit.
-        o: bookkeeping of a round, in the same unit.
-    """
-    return tokens_per_round(alpha, draft_length) / (draft_length * c + v(draft_length + 1) + o)
-
-
-def speedup_of_rounds(
-    drafted: Sequence[int], accepted: Sequence[int], c: float, v: Callable[[int], float], o: float = 0.0
-) -> float:
-    """E[m + 1] / (c·E[k] + E[v(k + 1)] + o) over measured rounds, whatever ended their drafts."""
-    spent = sum(c * k + v(k + 1) + o for k in drafted)
-    return (sum(accepted) + len(accepted)) / spent if spent else float("nan")
-
-
-def replay(accept: Sequence[float], draft_length: int) -> tuple[float, dict[int, float]]:
-    """Expected rounds over a text whose position i is accepted with probability ``accept[i]`` once it is reached.
-
-    Greedy acceptances are 0 or 1, and the result is then exactly what decoding this text does: runs of easy tokens,
-    which one α for all positions does not see, are seen.
-
-    Returns:
-        The expected number of rounds, and the expected number of rounds that draft k tokens, for each k (fewer than
-        `draft_length` only where the text ends).
-    """
-    n = len(accept)
-    reach = [0.0] * (n + 1)  # probability that a round starts at this position
-    reach[0] = 1.0
-    lengths: dict[int, float] = {}
-    for s in range(n):
-        here = reach[s]
-        if not here:
-            continue
-        k = min(draft_length, n - s - 1)
-        lengths[k] = lengths.get(k, 0.0) + here
-        alive = here
-        for i in range(s, s + k):
-            reach[i + 1] += alive * (1 - accept[i])  # the correction is token i
-            alive *= accept[i]
-        reach[s + k + 1] += alive  # the bonus is token s + k
-    return sum(lengths.values()), lengths
-
-
-def replayed_speedup(
-    texts: Iterable[Sequence[float]], draft_length: int, c: float, v: Callable[[int], float], o: float = 0.0
-) -> float:
-    """Speedup at a fixed draft length over texts with known acceptances (`replay`)."""
-    tokens, spent = 0, 0.0
-    for accept in texts:
-        tokens += len(accept)
-        spent += sum(r * (c * k + v(k + 1) + o) for k, r in replay(accept, draft_length)[1].items())
-    return tokens / spent if spent else float("nan")
-
-
-def best_length(speedups: dict[int, float]) -> int:
-    """The draft length with the largest predicted speedup; 0 where no length reaches 1."""
-    length = max(speedups, key=lambda k: speedups[k], default=0)
-    return length if speedups and speedups[length] > 1 else 0
-
-
-def break_even(draft_length: int, c: float, v: Callable[[int], float], o: float = 0.0) -> float | None:
-    """The α from which a draft of this length gains, by bisection; None where even α = 1 does not."""
-    if predicted_speedup(1.0, draft_length, c, v, o) < 1:
-        return None
-    low, high = 0.0, 1.0
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        if predicted_speedup(middle, draft_length, c, v, o) >= 1:
-            high = middle
-        else:
-            low = middle
-    return high
-
-
-def verdict(alpha: float, cost: CostModel, speedups: dict[int, float]) -> str:
-    """One sentence: whether the pair can win on this machine, with what length, and what it hangs on.
-
-    Args:
-        alpha: offline acceptance rate.
-        cost: the pair's costs.
-        speedups: predicted speedup by draft length.
-    """
-    c, o = cost.cost_ratio + cost.draft_overhead, cost.overhead
-    best = best_length(speedups)
-    needed = {k: a for k in speedups if k and (a := break_even(k, c, cost.v, o)) is not None}
-    facts = f"α = {alpha:.3f}, c = {cost.cost_ratio:.3f}, v(2) = {cost.v(2):.2f}"
-    if best:
-        return (
-            f"this pair should gain a factor of {speedups[best]:.2f} on this machine with draft length {best} "
-            f"({facts}; it gains from α = {needed.get(best, 0.0):.2f} on)"
-        )
-    if not needed:
-        spare = 2 - cost.v(2) - o - cost.draft_overhead
-        cure = f"a draft with c below {spare:.2f} is needed" if spare > 0 else "no draft is small enough to change that"
-        return (
-            "this pair cannot win on this machine: drafting and verifying cost more than they could ever save, even if "
-            f"every token were accepted ({facts}); {cure}"
-        )
-    length = min(needed, key=lambda k: needed[k])
-    return (
-        f"this pair cannot win on this machine: the least acceptance that pays is α = {needed[length]:.2f}, at draft "
-        f"length {length} ({facts}); train the draft further, or take a smaller one"
-    )

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from decode.core.trace import Trace
-from decode.measure.cost import CostModel, speedup_of_rounds
+from decode.measure.cost import CostModel
+from decode.measure.predict import speedup_of_trace
 
 RESAMPLES = 2000
 GIVEN_DRAFT = "generate-assistant"
@@ -92,6 +93,28 @@ class Record:
         return sum(len(text.new_ids) for text in chosen) / seconds if seconds else math.nan
 
 
+def bootstrap(
+    values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], *, seed: int = 0, level: float = 0.95
+) -> tuple[float, float, float]:
+    """A statistic with its percentile bootstrap interval over resampled rows.
+
+    Args:
+        values: ``[n, ...]``, a row for each independent observation (a prompt).
+        statistic: ``[samples, n, ...]`` to ``[samples]``.
+        seed: of the resampling.
+        level: of the interval.
+
+    Returns:
+        The statistic of the values themselves, and the ends of its interval; NaN without values.
+    """
+    if not len(values):
+        return math.nan, math.nan, math.nan
+    picks = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
+    drawn = statistic(values[picks])
+    low, high = np.quantile(drawn[np.isfinite(drawn)], [(1 - level) / 2, (1 + level) / 2])
+    return float(statistic(values[None])[0]), float(low), float(high)
+
+
 def median_interval(values: Sequence[float], *, seed: int = 0, level: float = 0.95) -> tuple[float, float, float]:
     """Median and its percentile bootstrap interval over the values.
 
@@ -99,12 +122,8 @@ def median_interval(values: Sequence[float], *, seed: int = 0, level: float = 0.
         The median, and the ends of the interval, which always contains it; NaN without values.
     """
     known = np.array([v for v in values if math.isfinite(v)])
-    if not len(known):
-        return math.nan, math.nan, math.nan
-    picks = np.random.default_rng(seed).integers(len(known), size=(RESAMPLES, len(known)))
-    low, high = np.quantile(np.median(known[picks], axis=1), [(1 - level) / 2, (1 + level) / 2])
-    middle = float(np.median(known))
-    return middle, min(middle, float(low)), max(middle, float(high))
+    middle, low, high = bootstrap(known, lambda drawn: np.median(drawn, axis=1), seed=seed, level=level)
+    return middle, min(middle, low), max(middle, high)
 
 
 def paired_ratios(record: Record, base: Record, speed: str = "speed") -> list[float]:
@@ -175,15 +194,9 @@ def counts(record: Record, cost: CostModel | None, drafts_with_model: bool) -> d
     inside = [t.forward_seconds for t in texts if t.forward_seconds is not None]
     if len(inside) == len(texts) and row["total_seconds"]:
         row["bookkeeping_share"] = 1 - sum(inside) / row["total_seconds"]
-    drafted = sum(trace.drafted)
-    if cost is not None and drafted:
-        c = cost.cost_ratio
-        if not drafts_with_model:  # drafting without a model has no forward: its own time a token takes the place
-            c = sum(trace.draft_seconds) / drafted / cost.target_seconds
-        # what an end-of-text token cuts off a round's tokens was paid for, but is not text
-        kept = trace.tokens / (sum(trace.accepted) + trace.rounds)
-        row["predicted_speedup"] = kept * speedup_of_rounds(trace.drafted, trace.accepted, c, cost.v)
-    elif trace.rounds and not drafted:
+    if cost is not None:
+        row["predicted_speedup"] = speedup_of_trace(trace, cost, drafts_with_model=drafts_with_model)
+    elif trace.rounds and not sum(trace.drafted):
         row["predicted_speedup"] = 1.0
     return row
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from decode.measure.cost import CostModel
-from decode.measure.statistics import RESAMPLES, median_interval
+from decode.measure.statistics import bootstrap, median_interval
 
 Row = Mapping[str, Any]
 Verdict = Literal["held", "not held", "within error"]
@@ -131,7 +131,7 @@ class Results:
         bench = self.report["bench"]
         here = (row["name"], row["suite"], row["temperature"])
         extra: Row = next((d for d in bench["analysis"] if (d["name"], d["suite"], d["temperature"]) == here), {})
-        return Result(row, extra.get("prompts") or [], extra, _cost(bench["costs"], row))
+        return Result(row, extra.get("prompts") or [], extra, _cost(bench, row))
 
     def where(self, block: tuple[str, float]) -> str:
         """Suite, mode and size of the sample."""
@@ -154,12 +154,13 @@ def _millions(count: float) -> str:
     return f" ({count / 1e6:.1f} M)"
 
 
-def _cost(costs: Mapping[str, Row], row: Row) -> CostModel | None:
-    found = costs.get(row.get("draft") or "")
-    if found is None:
-        return None
-    verify = {int(n): float(v) for n, v in found["verify_cost"]}
-    return CostModel(found["cost_ratio"], verify, target_seconds=found["target_seconds"])
+def _cost(bench: Row, row: Row) -> CostModel | None:
+    """The costs that the row's prediction was computed from."""
+    blocks = (
+        b["costs"] for b in bench.get("blocks", ()) if all(b[key] == row[key] for key in ("suite", "temperature"))
+    )
+    found = next(blocks, bench["costs"]).get(row.get("draft") or "")
+    return CostModel.from_dict(found) if found else None
 
 
 # -- paired estimates --------------------------------------------------------------------------------------------------
@@ -192,15 +193,12 @@ def difference(a: Result | None, b: Result | None, of: Callable[[Row], tuple[flo
     if a is None or b is None or any(p.get("score") is None for p in a.prompts if of is score):
         return None
     pairs = np.array([[*of(x), *of(y)] for x, y in zip(a.prompts, b.prompts)])
-    return bootstrap(pairs, lambda sums: sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3])
 
+    def gap(drawn: np.ndarray) -> np.ndarray:
+        a_sum, a_count, b_sum, b_count = np.moveaxis(drawn.sum(1), -1, 0)
+        return np.asarray(a_sum / a_count - b_sum / b_count)
 
-def bootstrap(values: np.ndarray, of_sums: Callable[[np.ndarray], Any], seed: int = 0) -> Estimate:
-    """A function of the columns' sums ``[..., columns]``, with its percentile interval over resampled rows."""
-    picks = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
-    drawn = of_sums(values[picks].sum(1))
-    low, high = np.quantile(drawn[np.isfinite(drawn)], [0.025, 0.975])
-    return Estimate(float(of_sums(values.sum(0))), float(low), float(high), len(values))
+    return Estimate(*bootstrap(pairs, gap), len(pairs))
 
 
 # -- reasons -----------------------------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from decode.core.acceptance import overlap
 from decode.core.options import MethodOptions
 from decode.core.sampling import Warp
-from decode.measure.acceptance_offline import OfflineAlpha, overlap, response_logits
+from decode.measure.acceptance_offline import OfflineAlpha, response_logits
 from decode.measure.entries import BenchEntry
 from decode.models.eagle.files import load_head
 from decode.models.eagle.head import FeatureHead, head_logits

@@ -20,8 +20,9 @@ from decode.loop import decode
 from decode.measure import machine
 from decode.measure.acceptance_offline import OfflineAlpha, draft_logits, offline_alpha, paired, response_logits
 from decode.measure.benchmark import Benchmark
-from decode.measure.cost import CostModel, best_length, break_even, replayed_speedup, verdict
+from decode.measure.cost import CostModel
 from decode.measure.entries import BenchEntry
+from decode.measure.predict import best_length, break_even, speedups_by_length, verdict
 from decode.measure.session import BenchOptions, Session
 from decode.methods import MethodInputs, build
 from decode.models.eagle.head import FeatureHead
@@ -218,10 +219,7 @@ class Evaluation:
         self.session.measure_costs(items, [self.best], longest=max(self.settings.draft_lengths))
         cost: CostModel = self.session.costs[self.best]
         widest = max(cost.verify_cost)
-        predicted = {
-            name: {k: replayed_speedup(own.texts, k, cost.cost_ratio, cost.v, cost.overhead) for k in range(1, widest)}
-            for name, own in greedy.items()
-        }
+        predicted = {name: speedups_by_length(own, cost, widest - 1) for name, own in greedy.items()}
         alpha, speedups = greedy[self.best], predicted[self.best]
         needed = [b for k in speedups if (b := break_even(k, cost.cost_ratio, cost.v, cost.overhead)) is not None]
         return {

@@ -7,12 +7,13 @@ import json
 import pytest
 from pairs import make_pair, make_suite, make_tokenizer, save_pair
 
-from decode.commands.profile import measure, run
+from decode.commands.profile import run
 from decode.commands.settings import ProfileSettings
 from decode.core.errors import UserError
 from decode.core.sampling import Warp
 from decode.measure.acceptance_offline import offline_alpha
-from decode.measure.cost import predicted_speedup
+from decode.measure.predict import predicted_speedup
+from decode.measure.profile import profile_pair
 from decode.measure.session import BenchOptions, Session
 
 
@@ -30,7 +31,7 @@ def test_alpha_is_measured_on_the_targets_own_texts(models):
     bench = bench_of(models)
     items = bench.items(make_suite())
     warp = Warp(temperature=1.0)
-    found = measure(bench, "small", items, warp, longest=4)
+    found = profile_pair(bench, "small", items, warp, longest=4)
     texts = [(i.ids + bench.answer(i.ids, warp, seed), len(i.ids)) for seed, i in enumerate(items)]
     assert found.alpha.mean == pytest.approx(offline_alpha(*models, texts, warp).mean)
     assert 0 < found.alpha.mean < 1
@@ -38,7 +39,7 @@ def test_alpha_is_measured_on_the_targets_own_texts(models):
 
 def test_a_model_drafting_for_itself_is_always_accepted(models):
     bench = bench_of(models)
-    found = measure(bench, "self", bench.items(make_suite()), Warp(), longest=3)
+    found = profile_pair(bench, "self", bench.items(make_suite()), Warp(), longest=3)
     assert found.alpha.mean == 1
     for row in found.lengths:
         assert row["predicted_speedup"] == pytest.approx((row["draft_length"] + 1) / row["round_cost"])
@@ -46,7 +47,7 @@ def test_a_model_drafting_for_itself_is_always_accepted(models):
 
 def test_predictions_follow_from_the_measured_costs(models):
     bench = bench_of(models)
-    found = measure(bench, "small", bench.items(make_suite()), Warp(), longest=15)
+    found = profile_pair(bench, "small", bench.items(make_suite()), Warp(), longest=15)
     cost = found.cost
     assert [row["draft_length"] for row in found.lengths] == list(range(1, 16))
     for row in found.lengths:

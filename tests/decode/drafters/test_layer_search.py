@@ -7,6 +7,7 @@ import torch
 
 from decode.core.sampling import Warp
 from decode.drafters.layer_search import acceptance, search, target_rows
+from decode.measure.predict import replayed_speedup
 from decode.models.fast import FastRunner, fast_runner
 from decode.models.layer_subset import LayerSubset
 
@@ -43,7 +44,14 @@ def test_the_whole_model_accepts_itself_and_idle_layers_cost_nothing(runner: Fas
 
 def test_the_search_skips_the_idle_sublayers_first_and_predicts_a_gain(runner: FastRunner) -> None:
     seen: list[tuple[int, float]] = []
-    found = search(runner, TEXTS, GREEDY, verify_cost=lambda n: 1 + 0.02 * (n - 1), progress=lambda *s: seen.append(s))
+    found = search(
+        runner,
+        TEXTS,
+        GREEDY,
+        speedup=replayed_speedup,
+        verify_cost=lambda n: 1 + 0.02 * (n - 1),
+        progress=lambda *s: seen.append(s),
+    )
     assert {("attention", 1), ("mlp", 1), ("attention", 2), ("mlp", 2)} <= found.skip
     assert found.layers("mlp")[:1] == sorted(found.layers("mlp"))[:1]
     assert found.speedup > 1
@@ -51,5 +59,7 @@ def test_the_search_skips_the_idle_sublayers_first_and_predicts_a_gain(runner: F
 
 
 def test_nothing_is_skipped_where_drafting_cannot_pay(runner: FastRunner) -> None:
-    found = search(runner, TEXTS[1:], GREEDY, verify_cost=lambda n: 3.0 * n, fixed=0.9, longest=3)
+    found = search(
+        runner, TEXTS[1:], GREEDY, speedup=replayed_speedup, verify_cost=lambda n: 3.0 * n, fixed=0.9, longest=3
+    )
     assert found.speedup < 1

@@ -14,11 +14,11 @@ from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
 from decode.measure.acceptance_offline import offline_alpha
-from decode.measure.cost import (
-    CostModel,
+from decode.measure.cost import CostModel, measure_cost
+from decode.measure.forward_timer import time_forwards
+from decode.measure.predict import (
     best_length,
     break_even,
-    measure_cost,
     predicted_speedup,
     replay,
     replayed_speedup,
@@ -26,7 +26,6 @@ from decode.measure.cost import (
     tokens_per_round,
     verdict,
 )
-from decode.measure.forward_timer import time_forwards
 from decode.methods import MethodInputs, build
 from decode.models.open_runner import open_runner
 
