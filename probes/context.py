@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.core.sampling import Warp
+from decode.models.batched import draws_named, write_texts
 from decode.models.open import stop_ids
 from distill.data.stage_context import StageContext
 from distill.data.tokenize import prompt_part
-from probes.features import Features, collect
+from probes.features import Features, Text, collect
 from probes.settings import Settings
-from probes.texts import Text, write_texts
 
 
 @dataclass
@@ -78,12 +78,14 @@ def read_prompts(lab: Lab) -> dict[str, list[list[int]]]:
 def add_features(lab: Lab, mode: Mode, prompts: dict[str, list[list[int]]]) -> None:
     """Has the target write its texts, and reads them once."""
     settings, seed = lab.settings.probes, lab.settings.seed
+    limit = int(getattr(lab.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
     with lab.step("texts", f"{mode.name} texts of the target"):
         for i, (split, some) in enumerate(prompts.items()):
-            mode.texts[split] = write_texts(
-                lab.model, some, mode.warp, stop_ids=lab.stops, max_new_tokens=settings.max_new_tokens,
-                batch_size=settings.batch_size, seed=seed + i,
+            written = write_texts(
+                lab.model, some, mode.warp, budgets=[min(settings.max_new_tokens, limit - len(ids)) for ids in some],
+                stop_ids=lab.stops, draws=draws_named(seed + i), batch_size=settings.batch_size,
             )  # fmt: skip
+            mode.texts[split] = [([*ids, *text], len(ids)) for ids, text in zip(some, written)]
     with lab.step("features", f"{mode.name} texts read once, {len(lab.exits)} exits"):
         for i, (split, texts) in enumerate(mode.texts.items()):
             mode.features[split] = collect(

@@ -15,7 +15,9 @@ from decode.core.sampling import Warp
 from decode.drafters.acceptance_probe import confidence_features
 from decode.models.structure import check_structure, final_norm
 from distill.models.lm_head import LMHead
-from probes.texts import Text
+
+Text = tuple[list[int], int]
+"""Token ids, and how many of them are the prompt."""
 
 
 @dataclass

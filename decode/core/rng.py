@@ -69,6 +69,11 @@ class TorchRng:
             ).tolist()
         return self._ready.pop()
 
+    def row_uniforms(self, count: int) -> list[float]:
+        """The next numbers from [0, 1), as so many draws of one row each take them."""
+        options = {"generator": self.generator, "dtype": torch.float64, "device": self.generator.device}
+        return [torch.rand((1, 1), **options).item() for _ in range(count)]  # type: ignore[call-overload]
+
     def _inverse(self, weights: Tensor) -> Tensor:
         u = torch.rand((*weights.shape[:-1], 1), generator=self.generator, dtype=torch.float64, device=weights.device)
         return inverse(weights, u)

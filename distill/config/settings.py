@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+from jsonargparse.typing import PositiveInt
 
 from decode.core.errors import UserError
 from distill.config.data import DataSettings
@@ -58,6 +61,10 @@ class EvaluationSettings:
     """Draft lengths tried with the final draft."""
     repeats: int = 1
     """Times each speed is measured; the median counts."""
+    batch_size: PositiveInt = 32
+    """Test prompts that the target answers at a time, before anything is timed."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Number format of target and drafts while they are measured, on the trainer's device; null: target.dtype."""
     threads: int | None = 1
     """CPU threads while decoding one text; small models are faster with one. null: leave as it is."""
 

@@ -39,11 +39,11 @@ def histograms_of(texts: Iterable[Logits], bins: int = 40) -> dict[str, Any]:
     for p, drafts in texts:
         for name, q in drafts.items():
             shared = min(p.shape[-1], q.shape[-1])
-            values["margins"].setdefault(name, []).append(margins(p[:, :shared], q[:, :shared]))
+            values["margins"].setdefault(name, []).append(margins(p[:, :shared].float(), q[:, :shared].float()))
             values["kl"].setdefault(name, []).append(divergence(p[:, :shared], q[:, :shared]))
     found: dict[str, Any] = {}
     for kind, series in values.items():
-        flat = {name: torch.cat(parts).double().numpy() for name, parts in series.items()}
+        flat = {name: torch.cat(parts).double().cpu().numpy() for name, parts in series.items()}
         if not flat:
             continue
         pooled = np.concatenate(list(flat.values()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from decode.core.acceptance import overlap
@@ -11,7 +10,6 @@ from decode.core.options import MethodOptions
 from decode.core.sampling import Warp
 from decode.measure.acceptance_offline import OfflineAlpha, response_logits
 from decode.measure.entries import BenchEntry
-from decode.models.eagle.files import load_head
 from decode.models.eagle.head import FeatureHead, head_logits
 from distill.evaluation.evaluate import Evaluation, Text
 
@@ -21,9 +19,6 @@ DEPTHS = 5
 
 class HeadEvaluation(Evaluation):
     """See the module's docstring."""
-
-    def _load(self, path: Path) -> FeatureHead:
-        return load_head(path, self.target)
 
     def _whole(self, name: str) -> bool:
         head = self.models[name]

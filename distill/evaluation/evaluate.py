@@ -13,10 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.options import MethodOptions
-from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
-from decode.core.target import Target
-from decode.loop import decode
 from decode.measure import machine
 from decode.measure.acceptance_offline import OfflineAlpha, draft_logits, offline_alpha, paired, response_logits
 from decode.measure.benchmark import Benchmark
@@ -24,7 +21,8 @@ from decode.measure.cost import CostModel
 from decode.measure.entries import BenchEntry
 from decode.measure.predict import best_length, break_even, speedups_by_length, verdict
 from decode.measure.session import BenchOptions, Session
-from decode.methods import MethodInputs, build
+from decode.models.batched import draws_of_loop, write_texts
+from decode.models.eagle.files import is_head, load_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import load_model, stop_ids
 from decode.prompts.presets import PRESETS
@@ -33,7 +31,7 @@ from decode.prompts.suites import Prompt, Suite
 from distill.config.drafts import PLAIN
 from distill.config.settings import Settings
 from distill.core.run_dir import RunDir, account_of
-from distill.data import Corpus
+from distill.data import Corpus, prompt_part
 from distill.evaluation.analysis import histograms_of, lifts
 
 Text = tuple[list[int], int]
@@ -41,7 +39,11 @@ Text = tuple[list[int], int]
 
 
 def evaluate(
-    run: RunDir, settings: Settings, corpus: Corpus, evaluation: type[Evaluation] | None = None
+    run: RunDir,
+    settings: Settings,
+    corpus: Corpus,
+    device: torch.device,
+    evaluation: type[Evaluation] | None = None,
 ) -> dict[str, Any]:
     """Measure a run's drafts on the corpus's test prompts.
 
@@ -50,6 +52,7 @@ def evaluate(
             pairs, and ``adaspec`` is the one to be exported.
         settings: `evaluation` says how much is measured, `data.source` how answers are scored.
         corpus: gives the test prompts.
+        device: where everything is measured, in the number format `evaluation.dtype`.
         evaluation: how drafts of another kind are measured.
 
     Returns:
@@ -58,7 +61,7 @@ def evaluate(
     """
     threads = torch.get_num_threads()
     try:
-        return (evaluation or Evaluation)(run, settings, corpus).report()
+        return (evaluation or Evaluation)(run, settings, corpus, device).report()
     finally:
         torch.set_num_threads(threads)
 
@@ -66,11 +69,14 @@ def evaluate(
 class Evaluation:
     """The measurements of a run whose drafts are language models."""
 
-    def __init__(self, run: RunDir, full: Settings, corpus: Corpus) -> None:
+    def __init__(self, run: RunDir, full: Settings, corpus: Corpus, device: torch.device) -> None:
         settings, source, self.full = full.evaluation, full.data.source, full
         self.settings, self.seed, self.corpus, self.run = settings, full.seed, corpus, run
         self.tokenizer: PreTrainedTokenizerBase = corpus.tokenizer
-        self.target = load_model(run.target, device="cpu", dtype="float32")
+        self.device, self.dtype = device, settings.dtype or full.target.dtype
+        self.target = load_model(
+            run.target, device=device, dtype=self.dtype, trust_remote_code=full.target.trust_remote_code
+        )
         self.models = {name: self._load(path) for name, path in run.drafts.items()}
         self.comparisons = {c.name: c.method for c in full.comparisons}
         preset = PRESETS.get(source)
@@ -82,6 +88,7 @@ class Evaluation:
             Prompt(f"test/{i}", prompt, response)
             for i, (prompt, response) in enumerate(zip(rows["prompt"], rows["response"]))
         ]
+        self.prompt_ids = [prompt_part(ids, labels) for ids, labels in zip(rows["input_ids"], rows["labels"])]
         self.suite = Suite(source, self.prompts[: settings.decode_prompts], judge)
         options = BenchOptions(
             max_new_tokens=settings.max_new_tokens,
@@ -99,7 +106,11 @@ class Evaluation:
         return self.run.names["draft"]
 
     def _load(self, path: Path) -> PreTrainedModel | FeatureHead:
-        return load_model(path, device="cpu", dtype="float32")
+        if is_head(path):
+            return load_head(path, self.target)
+        return load_model(
+            path, device=self.device, dtype=self.dtype, trust_remote_code=self.full.initial.trust_remote_code
+        )
 
     def _whole(self, name: str) -> bool:
         """Whether a draft gives every token a probability, so that a divergence from it is finite."""
@@ -124,26 +135,28 @@ class Evaluation:
             "profile": profile,
             "analysis": extra["analysis"] | self._analysis(sampled),
             "samples": extra["samples"],
-            "machine": machine.describe(self.target.device),
+            "machine": machine.describe(self.target.device) | {"dtype": self.dtype},
         }
 
     # -- texts and acceptance --------------------------------------------------------------------------------------
 
     def _texts(self, temperature: float, count: int) -> list[Text]:
-        """What the target writes for the first `count` test prompts."""
-        warp, target = Warp(temperature), Target(self.session.runner)
-        alone = build("autoregressive", MethodInputs(self.session.runner, warp))
-        texts = []
+        """What the target writes for the first `count` test prompts, in batches."""
         name = "greedy texts of the target" if temperature == 0 else f"texts of the target, T = {temperature:g}"
-        for i, prompt in enumerate(self._track(self.prompts[:count], name)):
-            ids = self.tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
-            room = self.session.runner.limit - len(ids)
-            out = decode(
-                target, alone, warp, ids, max_new_tokens=min(self.settings.max_new_tokens, room),
-                stop_ids=self.stops, rng=TorchRng(self.seed + i, self.target.device),
-            )  # fmt: skip
-            texts.append((out.ids, len(ids)))
-        return texts
+        prompts = self.prompt_ids[:count]
+        bar = self.bar.add_task(name, total=len(prompts))
+        longest, limit = self.settings.max_new_tokens, self.session.runner.limit
+        texts = write_texts(
+            self.target,
+            prompts,
+            Warp(temperature),
+            budgets=[min(longest, limit - len(ids)) for ids in prompts],
+            stop_ids=self.stops,
+            draws=draws_of_loop(self.seed),
+            batch_size=self.settings.batch_size,
+            progress=lambda finished: self.bar.advance(bar, finished),
+        )
+        return [([*ids, *text], len(ids)) for ids, text in zip(prompts, texts)]
 
     def _track(self, items: Sequence[Any], name: str) -> Any:
         return self.bar.track(items, description=name)

@@ -129,7 +129,8 @@ class Meter:
 
     def __init__(self, bench: StageContext, batch_size: int) -> None:
         self.bench, self.folder = bench, bench.run.work / "ablation"
-        self.target = load_model(bench.run.target, device="cpu", dtype="float32")
+        self.dtype = bench.settings.evaluation.dtype or bench.settings.target.dtype
+        self.target = load_model(bench.run.target, device=bench.device, dtype=self.dtype)
         self.keys = {stage: key for stage, (key, _) in stage_fingerprints(bench.settings).items()}
         self.made_from: dict[str, str] = {}  # of each mode's texts
         self.texts = {mode: self._texts(mode, temperature, batch_size) for mode, temperature in MODES.items()}
@@ -166,7 +167,7 @@ class Meter:
             model = (
                 load_head(path, self.target)
                 if self.bench.settings.eagle.enabled
-                else load_model(path, device="cpu", dtype="float32")
+                else load_model(path, device=self.bench.device, dtype=self.dtype)
             )
             found = offline_alpha(self.target, model, texts, Warp(temperature))
             yield slice(None), np.concatenate([np.asarray(text) for text in found.texts])

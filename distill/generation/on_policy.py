@@ -7,22 +7,21 @@ a continued run trains on the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.core.sampling import Warp
+from decode.models.batched import uniform_draws, write_texts
 from distill.config.responses import ResponseSettings
 from distill.core import ranks
 from distill.data.batch_schedule import Schedule
 from distill.data.token_dataset import Picks, TokenDataset
-from distill.generation.batched import answer, chance
 from distill.generation.response_store import response_rows
 
 Place = tuple[int, int]
@@ -117,23 +116,18 @@ class OnPolicy:
         own = places[ranks.rank()]
         prompts = [self.prompts.prompt(example) for example in self._chosen(own)]
         budgets = [min(self.settings.max_new_tokens, self.limit - len(prompt)) for prompt in prompts]
-        uniforms = [chance(self.seed, 4, *place, count=max(0, b)) for place, b in zip(own, budgets)]
-        texts: list[list[int]] = [[] for _ in prompts]
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        with torch.random.fork_rng(devices=[]):
-            for batch in _chunks(order, self.settings.batch_size):
-                written = self._answer(
-                    [prompts[i] for i in batch], [budgets[i] for i in batch], [uniforms[i] for i in batch]
-                )
-                for i, text in zip(batch, written):
-                    texts[i] = text
-        return ranks.exchange(texts)
-
-    def _answer(
-        self, prompts: list[list[int]], budgets: list[int], uniforms: list[NDArray[np.float64]]
-    ) -> list[list[int]]:
         warp = Warp(self.settings.temperature, top_p=self.settings.top_p)
-        return answer(self.draft, prompts, budgets, uniforms, warp, self.stop_ids)
+        with torch.random.fork_rng(devices=[]):
+            texts = write_texts(
+                self.draft,
+                prompts,
+                warp,
+                budgets=budgets,
+                stop_ids=self.stop_ids,
+                draws=lambda i, count: uniform_draws(self.seed, 4, *own[i], count=count),
+                batch_size=self.settings.batch_size,
+            )
+        return ranks.exchange(texts)
 
     def _make_rows(self, places: list[list[Place]]) -> list[TokenDataset]:
         """Rows of every rank's texts; signals for this one's."""
@@ -143,7 +137,3 @@ class OnPolicy:
             made.append(response_rows(prompts, texts, self.stop_ids))
         self.add_signals(made[ranks.rank()])
         return made
-
-
-def _chunks(items: Sequence[int], size: int) -> list[Sequence[int]]:
-    return [items[start : start + size] for start in range(0, len(items), size)]

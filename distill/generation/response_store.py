@@ -17,12 +17,12 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.sampling import Warp
+from decode.models.batched import uniform_draws, write_texts
 from decode.models.text import continuation_ids, end_token
 from distill.config.responses import ResponseSettings
 from distill.core.files import void, write_json, write_safely
 from distill.data.token_dataset import TokenDataset
 from distill.data.tokenize import IGNORE
-from distill.generation.batched import answer, chance
 
 Answer = Callable[[Sequence["Job"], Collection[int]], Iterator["Response"]]
 """Answers jobs in any order, each as soon as it is finished: those of the given examples, and others if it likes."""
@@ -167,8 +167,14 @@ def answered_here(model: PreTrainedModel, settings: ResponseSettings, seed: int,
         for batch in batches(jobs, settings.batch_size):
             if not any(job.example in missing for job in batch):
                 continue
-            uniforms = [chance(seed, 0, job.example, count=job.budget) for job in batch]
-            texts = answer(model, [j.ids for j in batch], [j.budget for j in batch], uniforms, warp, stop_ids)
+            texts = write_texts(
+                model,
+                [job.ids for job in batch],
+                warp,
+                budgets=[job.budget for job in batch],
+                stop_ids=stop_ids,
+                draws=lambda i, count, batch=batch: uniform_draws(seed, 0, batch[i].example, count=count),  # type: ignore[misc]
+            )
             yield from (Response(job.example, text) for job, text in zip(batch, texts))
 
     return answers

@@ -154,10 +154,10 @@ def measure(context: StageContext) -> dict[str, Any]:
             console.print(f"  up to date: {run.folder / 'report.json'}", highlight=False)
             return report
         console.print("  the report or the export is not as it was written, and is made again", highlight=False)
-    started = time.monotonic()
+    started, kind = time.monotonic(), HeadEvaluation if settings.eagle.enabled else Evaluation
     report = {
         "name": settings.name,
-        **evaluate(run, settings, context.corpus, HeadEvaluation if settings.eagle.enabled else Evaluation),
+        **evaluate(run, settings, context.corpus, context.device, kind),
         "settings": asdict(settings),
         "commands": {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"},
     }
@@ -228,4 +228,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _dump(settings: Settings, path: Path) -> None:
     """All settings of the run as a configuration file."""
-    path.write_text(yaml.safe_dump(asdict(settings), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    values = json.loads(json.dumps(asdict(settings)))  # YAML knows no constrained types
+    path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")

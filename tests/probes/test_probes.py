@@ -28,11 +28,11 @@ from decode.drafters.acceptance_probe import (
 )
 from decode.loop import System, decode, rounds
 from decode.methods import MethodInputs, build
+from decode.models.batched import draws_named, write_texts
 from decode.models.open_runner import open_runner
 from probes.features import Features, collect, exit_layers
 from probes.metrics import calibrate, judge, judge_exits, probability
 from probes.newton import EXTRA_PENALTY, Training, check_labels, train_probes
-from probes.texts import write_texts
 
 DEPTH = 4
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7]]
@@ -59,16 +59,9 @@ def model_of(tiny, **options):
 # -- texts and features ------------------------------------------------------------------------------------------------
 
 
-def test_batched_greedy_texts_are_those_of_the_decoder(tiny) -> None:
-    model = model_of(tiny)
-    runner = open_runner(model)
-    texts = write_texts(model, PROMPTS, Warp(), stop_ids={7}, max_new_tokens=12, batch_size=2)
-    for (ids, start), prompt in zip(texts, PROMPTS):
-        system = build("autoregressive", MethodInputs(runner, Warp()))
-        wanted = decode(Target(runner), system, Warp(), prompt, max_new_tokens=12, stop_ids={7})
-        assert (ids, start) == (wanted.ids, len(prompt))
-    again = [write_texts(model, PROMPTS, SAMPLED, stop_ids={7}, max_new_tokens=9, seed=s) for s in (1, 1, 2)]
-    assert again[0] == again[1] != again[2]
+def texts_of(model, prompts, warp: Warp, length: int):
+    written = write_texts(model, prompts, warp, budgets=length, stop_ids=(), draws=draws_named(0))
+    return [([*ids, *text], len(ids)) for ids, text in zip(prompts, written)]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "phi", "gpt2", "gemma2", "codegen", "opt"])
@@ -89,7 +82,7 @@ def test_one_pass_sees_what_each_exit_would_draft(tiny, family: str) -> None:
 def test_features_are_those_that_decoding_shows_to_the_stop_rule(tiny) -> None:
     model = model_of(tiny)
     runner = open_runner(model)
-    text = write_texts(model, PROMPTS[:1], Warp(), stop_ids=(), max_new_tokens=6)
+    text = texts_of(model, PROMPTS[:1], Warp(), 6)
     found = collect(model, text, Warp(), exits=[2])
     seen = []
 
@@ -106,7 +99,7 @@ def test_features_are_those_that_decoding_shows_to_the_stop_rule(tiny) -> None:
 
 def test_sampled_labels_are_the_acceptance_probability_and_the_top_p_set(tiny) -> None:
     model = model_of(tiny)
-    texts = write_texts(model, PROMPTS, SAMPLED, stop_ids=(), max_new_tokens=20)
+    texts = texts_of(model, PROMPTS, SAMPLED, 20)
     found = collect(model, texts, SAMPLED, exits=[1, 3], positions=15)
     soft, top_p = found.labels["accept"], found.labels["top-p"]
     assert len(found) == 4 * 15
@@ -120,7 +113,7 @@ def test_sampled_labels_are_the_acceptance_probability_and_the_top_p_set(tiny) -
 
 def test_a_draft_model_is_the_only_exit_of_its_features(tiny) -> None:
     target, draft = model_of(tiny), tiny("llama", seed=5, hidden_size=16)
-    texts = write_texts(target, PROMPTS, Warp(), stop_ids=(), max_new_tokens=10)
+    texts = texts_of(target, PROMPTS, Warp(), 10)
     found = collect(target, texts, Warp(), draft=draft)
     assert (found.exits, found.width) == ([2], 16)
     itself = collect(target, texts, Warp(), draft=target)

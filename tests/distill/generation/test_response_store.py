@@ -6,17 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from tiny_run import bench, run_tiny, tiny_settings
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
-from decode.core.sampling import Warp
 from distill.config.responses import ResponseSettings
 from distill.data.token_dataset import label_mask
 from distill.data.tokenize import IGNORE
 from distill.data.train_tokenizer import train_tokenizer
-from distill.generation.batched import answer, chance
 from distill.generation.response_store import (
     Job,
     Response,
@@ -36,56 +33,6 @@ PROMPTS = [[5, 9, 3], [7], [2, 11, 13, 17, 19, 23, 4, 8], [30, 31]]
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
     return train_tokenizer(["Mia has 3 pens and 4 more pens"] * 2, 280)
-
-
-def written(model: PreTrainedModel, warp: Warp, *, budget: int = 12, stops: Collection[int] = ()) -> list[list[int]]:
-    uniforms = [chance(0, i, count=budget) for i in range(len(PROMPTS))]
-    return answer(model, PROMPTS, [budget] * len(PROMPTS), uniforms, warp, stops)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "codegen", "gpt2", "opt", "mistral", "phi"])
-def test_a_batch_of_prompts_is_answered_as_generate_answers_each_alone(tiny: Tiny, family: str) -> None:
-    model = tiny(family)
-    for prompt, got in zip(PROMPTS, written(model, Warp(0.0))):
-        ids = torch.tensor([prompt])
-        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-        assert got == wanted[0, len(prompt) :].tolist()
-
-
-def test_a_text_ends_at_its_stop_token_or_budget_and_the_others_go_on(tiny: Tiny) -> None:
-    model = tiny("llama")
-    free = written(model, Warp(0.0))
-    stop = free[0][4]
-    cut = written(model, Warp(0.0), stops={stop})
-    for whole, part in zip(free, cut):
-        end = whole.index(stop) + 1 if stop in whole else len(whole)
-        assert part == whole[:end]
-    uniforms = [chance(0, i, count=12) for i in range(4)]
-    short = answer(model, PROMPTS, [3, 0, 12, 1], uniforms, Warp(0.0), ())
-    assert short == [free[0][:3], [], free[2], free[3][:1]]
-
-
-def test_samples_follow_the_warped_distribution(tiny: Tiny) -> None:
-    model, warp = tiny("llama"), Warp(0.8, top_p=0.9)
-    ids = torch.tensor([PROMPTS[0]])
-    p = warp(model(ids).logits[0, -1:].detach())[0]
-    texts = answer(model, [PROMPTS[0]] * 4000, [1] * 4000, [chance(1, i, count=1) for i in range(4000)], warp, ())
-    share = np.bincount([text[0] for text in texts], minlength=len(p)) / 4000
-    assert not share[p.numpy() == 0].any()
-    assert 0.5 * np.abs(share - p.numpy()).sum() < 0.04
-
-
-def test_a_text_has_its_own_chance_and_the_model_is_left_as_it_was(tiny: Tiny) -> None:
-    model = tiny("llama")
-    model.train()
-    try:
-        together = written(model, Warp(1.0))
-        assert model.training
-        for i, prompt in enumerate(PROMPTS):
-            assert answer(model, [prompt], [12], [chance(0, i, count=12)], Warp(1.0), ()) == [together[i]]
-    finally:
-        model.eval()
-    assert len({tuple(text) for text in together}) == 4
 
 
 # -- labels -----------------------------------------------------------------------------------------------------------
