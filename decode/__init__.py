@@ -1,1 +1,45 @@
-"""The speculative decoder: one loop for every method, and its measurements."""
+"""The speculative decoder: one loop for every method, and its measurements.
+
+    from decode import load, generate, bench, profile
+
+    pair = load("runs/quickstart/target", "runs/quickstart/draft")
+    print(generate(pair, "Tom has 3 apples and buys 4 more.", method="adasd", temperature=0.7).text)
+    rows = bench(pair, ["vanilla", "prompt-lookup"], suite=["arithmetic"], limit=4)
+    print(profile(pair).verdict)
+
+The names are imported when they are first used, so that ``import decode`` itself loads neither torch nor transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from decode.commands.bench import bench as bench
+    from decode.commands.generate import Generation as Generation
+    from decode.commands.generate import generate as generate
+    from decode.commands.profile import profile as profile
+    from decode.core.errors import UserError as UserError
+    from decode.models.pair import Pair as Pair
+    from decode.models.pair import load as load
+
+__all__ = ["Generation", "Pair", "UserError", "bench", "generate", "load", "profile"]
+
+_HOMES = {
+    "Generation": "decode.commands.generate",
+    "Pair": "decode.models.pair",
+    "UserError": "decode.core.errors",
+    "bench": "decode.commands.bench",
+    "generate": "decode.commands.generate",
+    "load": "decode.models.pair",
+    "profile": "decode.commands.profile",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'decode' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

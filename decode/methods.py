@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -190,7 +191,7 @@ def _probed(kind: str) -> MakeStop:
 
         if inputs.options.probes is None:
             raise UserError(f"stopping on a {kind} needs one; train it with python -m probes, give --probes DIR")
-        drafting = inputs.draft if inputs.draft is not None else inputs.target
+        drafting: Any = inputs.draft if inputs.draft is not None else inputs.target
         layer = drafting.config.num_hidden_layers if inputs.draft is not None else exit_layer(inputs)
         labels = ("match",) if inputs.warp.greedy else ("accept", "top-p", "match")
         probe = load_probe(inputs.options.probes, drafting.model, layer, kind, labels)
@@ -205,7 +206,7 @@ def _cost_optimal(inputs: MethodInputs) -> StopRule:
     if c is None and inputs.draft is not None:
         c = inputs.draft.weight_bytes / inputs.target.weight_bytes
     elif c is None:
-        c = layers / int(inputs.target.config.num_hidden_layers) if layers else 0.25
+        c = layers / self_speculating(inputs.target).depth if layers else 0.25
     threshold = CostOptimal(c, inputs.options.verify_growth)
     return StopRule(inputs.window(20), token_probability, product=True, threshold=threshold)
 

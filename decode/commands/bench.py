@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +18,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.commands.checks import (
     STORES,
+    api_settings,
+    check_chat,
     check_methods,
     check_models,
-    draft_options,
     make_warp,
     method_options,
-    model_options,
     needs_draft,
+    open_pair,
     open_suites,
     store_folders,
 )
 from decode.commands.datastore import read_corpus, write_stores
+from decode.commands.exit_status import check_writable
 from decode.commands.settings import BenchSettings
 from decode.core.errors import UserError
 from decode.core.files import write_text
@@ -40,7 +43,9 @@ from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASE
 from decode.methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE, smaller_store
 from decode.models.eagle.files import is_head
 from decode.models.foreign import DraftModel
-from decode.models.open import open_draft, open_target
+from decode.models.open import load_tokenizer, open_draft
+from decode.models.pair import Pair
+from decode.prompts.suites import Suite
 from decode.report.tables import ratios, table, write_report
 
 
@@ -54,11 +59,21 @@ class Models:
 
 
 def open_models(settings: BenchSettings) -> Models:
-    """Load them."""
-    target, tokenizer = open_target(str(settings.target), **model_options(settings))
+    """Load them; the target's tokenizer first, since it alone can refuse the settings."""
+    check_chat(settings.chat, load_tokenizer(str(settings.target), trust_remote_code=settings.trust_remote_code))
+    pair = open_pair(settings)
     named = draft_names(settings.draft)
-    drafts = {name: open_draft(path, target, tokenizer, **draft_options(settings)) for name, path in named.items()}
-    return Models(target, tokenizer, drafts)
+    drafts = {
+        name: open_draft(
+            path,
+            pair.target,
+            pair.tokenizer,
+            vocabulary=settings.draft_vocabulary,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        for name, path in named.items()
+    }
+    return Models(pair.target, pair.tokenizer, drafts)
 
 
 def check(settings: BenchSettings) -> list[str]:
@@ -73,33 +88,63 @@ def check(settings: BenchSettings) -> list[str]:
     return methods
 
 
-def run(settings: BenchSettings, models: Models | None = None) -> None:
-    """Measure what the settings ask for; prints the table and writes the report, also after Ctrl-C.
+def bench(
+    pair: Pair, methods: Sequence[str] = (), suite: Sequence[str] = ("arithmetic",), **options: Any
+) -> list[dict[str, Any]]:
+    """Compare decoding methods on this machine; nothing is printed or written.
 
     Args:
-        settings: what to measure.
-        models: those of the settings, if they are open already.
+        pair: from `decode.load`.
+        methods: names that ``python -m decode methods`` lists, with options of their own such as ``ears:beta=0.2``;
+            none: all that the pair allows, and transformers' own generation.
+        suite: prompts, as ``--suite`` takes them.
+        options: any other option of ``python -m decode bench``, such as ``limit``, ``repeats`` or ``temperatures``.
+
+    Returns:
+        A row for each method and temperature, the fields those of ``methods`` in ``report.json``.
 
     Raises:
-        UserError: before anything is loaded, if something is unknown or missing.
-        KeyboardInterrupt: passed on, after what was measured has been printed and written.
+        UserError: an unknown method, suite or option, a value out of range, prompts that do not fit.
     """
-    console = Console()
-    console = console if console.is_terminal else Console(width=130)  # a file or pipe has no width of its own
-    methods = check(settings)
-    folder = Path(settings.output or "runs/bench")
-    suites = open_suites(
+    given = [f"draft={pair.draft_name}"] if pair.draft is not None else []
+    options = {"peers": not methods, "methods": list(methods), "suite": list(suite), "draft": given} | options
+    settings = api_settings(BenchSettings, pair, **options)
+    chosen, suites = check(settings), _suites(settings)
+    check_chat(settings.chat, pair.tokenizer)
+    drafts = {"draft": pair.draft} if pair.draft is not None else {}
+    with tempfile.TemporaryDirectory() as folder:
+        built = bench_options(settings, chosen, pair.tokenizer, Path(settings.output or folder))
+        benchmark = Benchmark(Session(pair.target, drafts, pair.tokenizer, built))
+        benchmark.run(suites, plan_entries(settings, chosen, drafts))
+    return benchmark.rows
+
+
+def _suites(settings: BenchSettings) -> list[Suite]:
+    return open_suites(
         settings.suite,
         limit=settings.limit,
         seed=settings.seed,
         split=settings.split,
         allow_code_execution=settings.allow_code_execution,
     )
-    models = models or open_models(settings)
+
+
+def run(settings: BenchSettings) -> None:
+    """Measure what the settings ask for; prints the table and writes the report, also after Ctrl-C.
+
+    Raises:
+        UserError: before anything is loaded, if something is unknown or missing, or results cannot be written.
+        KeyboardInterrupt: passed on, after what was measured has been printed and written.
+    """
+    console = Console()
+    console = console if console.is_terminal else Console(width=130)  # a file or pipe has no width of its own
+    methods, suites = check(settings), _suites(settings)
+    folder = check_writable(settings.output or "runs/bench")
+    models = open_models(settings)
     entries = plan_entries(settings, methods, models.drafts)
     options = bench_options(settings, methods, models.tokenizer, folder)
     session = Session(models.target, models.drafts, models.tokenizer, options)
-    bench = Benchmark(session)
+    benchmark = Benchmark(session)
     console.print(
         f"{session.threads}. {len(entries)} entries, {sum(len(s.prompts) for s in suites)} prompts", soft_wrap=True
     )
@@ -107,7 +152,7 @@ def run(settings: BenchSettings, models: Models | None = None) -> None:
     try:
         with _progress(console) as bar:
             task = bar.add_task("measuring", total=None)
-            bench.run(
+            benchmark.run(
                 suites,
                 entries,
                 lambda done, total, label: bar.update(task, completed=done, total=total, description=label),
@@ -115,18 +160,18 @@ def run(settings: BenchSettings, models: Models | None = None) -> None:
                 on_block=work.add,
             )
         work.clear()
-        log_to_wandb_sweep(bench.rows)
+        log_to_wandb_sweep(benchmark.rows)
     finally:  # an interrupt keeps what was measured
-        if bench.blocks:
+        if benchmark.blocks:
             more = (session.left_out, session.vocabularies)
             told = {s.name: [s.note, *(notes.get(s.name, "") for notes in more)] for s in suites}
             notes = {name: "; ".join(filter(None, parts)) for name, parts in told.items() if any(parts)}
-            files = write_report(bench, dataclasses.asdict(settings), folder, notes)
-            for block in bench.blocks:
+            files = write_report(benchmark, dataclasses.asdict(settings), folder, notes)
+            for block in benchmark.blocks:
                 console.print(table(block, console.width))
             for name, note in notes.items():
                 console.print(f"{name}: {note}", soft_wrap=True)
-            for line in ratios(bench.rows):
+            for line in ratios(benchmark.rows):
                 console.print(line, soft_wrap=True)
             console.print("wrote " + " and ".join(map(str, files)), soft_wrap=True)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from decode.commands.settings import MethodSettings, ModelSettings, SamplingSettings, required
 from decode.core.errors import UserError, unknown
@@ -15,8 +17,13 @@ from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASE
 from decode.methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS
 from decode.models.compiled import check_compile
 from decode.models.open import choose_device, choose_dtype
+from decode.models.pair import Pair, load
 from decode.prompts.suites import Suite, load_suite
 
+Settings = TypeVar("Settings", bound=ModelSettings)
+
+PLACED = {f.name for f in dataclasses.fields(ModelSettings)} - {"threads"}
+"""Settings that were decided when the models were opened."""
 STORES = {"rest": "datastore", "adaptix": "trigrams", "adaptix-best-first": "trigrams"}
 """Methods that read a file built beforehand."""
 
@@ -71,6 +78,12 @@ def check_models(settings: ModelSettings) -> None:
         raise UserError(f"draft_vocabulary is {settings.draft_vocabulary!r}; choose same or intersection")
 
 
+def check_chat(chat: bool, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse ``--chat`` where the tokenizer has no chat template, before anything is measured."""
+    if chat and not tokenizer.chat_template:
+        raise UserError("the target's tokenizer has no chat template; leave out --chat, or take an instruct model")
+
+
 def make_warp(settings: SamplingSettings, temperature: float = 0.0) -> Warp:
     """The sampling settings as one object."""
     return Warp(temperature, settings.top_k, settings.top_p, settings.min_p, settings.repetition_penalty)
@@ -102,12 +115,20 @@ def open_suites(specs: Sequence[str], **options: Any) -> list[Suite]:
     ]
 
 
-def model_options(settings: ModelSettings) -> dict[str, Any]:
-    """The keywords of `decode.models.open.open_target` that settings hold."""
-    names = ("device", "dtype", "device_map", "trust_remote_code")
-    return {name: getattr(settings, name) for name in names}
+def open_pair(settings: ModelSettings, draft: str | None = None) -> Pair:
+    """The target of the settings, and a draft for it."""
+    names = ("device", "dtype", "device_map", "trust_remote_code", "draft_vocabulary", "compile")
+    return load(str(settings.target), draft, **{name: getattr(settings, name) for name in names})
 
 
-def draft_options(settings: ModelSettings) -> dict[str, Any]:
-    """The keywords of `decode.models.open.open_draft` that settings hold."""
-    return {"vocabulary": settings.draft_vocabulary, "trust_remote_code": settings.trust_remote_code}
+def api_settings(settings_class: type[Settings], pair: Pair, **options: Any) -> Settings:
+    """Settings of a command for models that are open already.
+
+    Raises:
+        UserError: an unknown option, or a value out of range.
+    """
+    known = [f.name for f in dataclasses.fields(settings_class) if f.name not in PLACED]
+    for name in options:
+        if name not in known:
+            raise UserError(unknown("option", name, known))
+    return settings_class(target=pair.target_name or "the given model", compile=pair.compile, **options)

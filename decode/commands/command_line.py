@@ -260,7 +260,7 @@ def known_keys(settings_class: type, prefix: str = "") -> Iterator[str]:
     return (name for name, _ in _typed_keys(settings_class, prefix))
 
 
-def _typed_keys(settings_class: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _typed_keys(settings_class: type | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, hint in _hints(settings_class).items():
         yield prefix + name, hint
         inner, _ = _dataclass_in(hint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,13 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from decode.commands.checks import (
+    api_settings,
     check_methods,
     check_models,
-    draft_options,
     make_warp,
     method_options,
-    model_options,
     needs_draft,
+    open_pair,
     store_folders,
 )
 from decode.commands.settings import GenerateSettings
@@ -34,8 +34,8 @@ from decode.measure.entries import exported_length
 from decode.measure.statistics import plain
 from decode.methods import METHODS, MethodInputs, build, is_lossless
 from decode.models.foreign import ForeignDraft
-from decode.models.open import open_draft, open_target, placement, stop_ids
-from decode.models.open_runner import open_draft_runner, open_runner
+from decode.models.open import placement, stop_ids
+from decode.models.pair import Pair
 from decode.models.text import Detokenizer, chat_ids, marked, prompt_ids, stop_at
 
 STYLES = {
@@ -55,31 +55,47 @@ LEGEND = {
 }
 
 
+ENDS = {
+    "eos": "the end-of-text token",
+    "stop": "a stop string",
+    "length": "max_new_tokens",
+    "context": "the end of the model's context",
+}
+"""What ends a text."""
+
+
 @dataclass
 class Generation:
-    """A text being generated.
+    """A text, and how it came about.
 
     Attributes:
         prompt: token ids.
         method: the method's name.
         lossless: whether the output distribution is the target's.
         seed: of sampling.
-        pieces: rounds as marked text (`decode.models.text.marked`), to be iterated once.
+        pieces: rounds as marked text (`decode.models.text.marked`), to be iterated once while the text is generated.
         ids: tokens generated so far.
         trace: rounds so far.
         text: text so far.
         tokens: marked tokens so far.
+        finish_reason: a key of `ENDS`, once the text has ended.
     """
 
     prompt: list[int]
     method: str
     lossless: bool
     seed: int
-    pieces: Iterator[list[dict[str, str]]] = field(default_factory=lambda: iter(()))
+    pieces: Iterator[list[dict[str, str]]] = field(default_factory=lambda: iter(()), repr=False)
     ids: list[int] = field(default_factory=list)
-    trace: Trace = field(default_factory=Trace)
+    trace: Trace = field(default_factory=Trace, repr=False)
     text: str = ""
-    tokens: list[dict[str, str]] = field(default_factory=list)
+    tokens: list[dict[str, str]] = field(default_factory=list, repr=False)
+    finish_reason: str | None = None
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Acceptance, block efficiency and times; `decode.core.trace.FORMULAS` says how they are computed."""
+        return dict(plain(self.trace.metrics()))
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""
@@ -90,13 +106,59 @@ class Generation:
             "method": self.method,
             "lossless": self.lossless,
             "seed": self.seed,
-            "metrics": plain(self.trace.metrics()),
+            "finish_reason": self.finish_reason,
+            "metrics": self.metrics,
             "tokens": self.tokens,
         }
 
 
-def start(settings: GenerateSettings, prompt: str) -> Generation:
+def generate(
+    pair: Pair,
+    prompt: str,
+    method: str | None = None,
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int | None = 0,
+    **options: Any,
+) -> Generation:
+    """Generate one text.
+
+    Args:
+        pair: from `decode.load`.
+        prompt: the text to continue, or with ``chat=True`` the user's message.
+        method: a name that ``python -m decode methods`` lists; ``None``: vanilla with a draft, else autoregressive.
+        max_new_tokens: most tokens to generate.
+        temperature: 0 is greedy.
+        seed: of sampling; ``None`` draws one.
+        options: any other option of ``python -m decode generate``, such as ``top_p``, ``beta``, ``stop``.
+
+    Raises:
+        UserError: an unknown method or option, a value out of range, a prompt that cannot be decoded.
+    """
+    settings = api_settings(
+        GenerateSettings,
+        pair,
+        draft=pair.draft_name,
+        method=method,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        **options,
+    )
+    generation = start(settings, prompt, pair)
+    for _ in generation.pieces:
+        pass
+    return generation
+
+
+def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> Generation:
     """Load everything and make ready to generate; nothing is generated before ``pieces`` is read.
+
+    Args:
+        settings: of the command.
+        prompt: the text to continue.
+        pair: the models of the settings, if they are open already.
 
     Raises:
         UserError: an unknown or incomplete method, models that do not fit, a prompt that cannot be decoded.
@@ -107,38 +169,54 @@ def start(settings: GenerateSettings, prompt: str) -> Generation:
     if method not in METHODS:
         raise UserError(f"{method} is transformers' own and only for comparison in bench; choose another method")
     options, warp = method_options(settings), make_warp(settings, settings.temperature)
-    target, tokenizer = open_target(str(settings.target), **model_options(settings))
-    print(f"{settings.target} {placement(target)}", file=sys.stderr)
+    opened = pair is None
+    if pair is None:
+        pair = open_pair(settings, settings.draft if needs_draft(method) else None)
+        print(f"{settings.target} {placement(pair.target)}", file=sys.stderr)
+    if opened or settings.threads is not None:
+        machine.set_threads(pair.runner, settings.threads)
+    tokenizer = pair.tokenizer
     ids = chat_ids(tokenizer, [{"role": "user", "content": prompt}]) if settings.chat else prompt_ids(tokenizer, prompt)
     draft = None
     if needs_draft(method):
-        model = open_draft(str(settings.draft), target, tokenizer, **draft_options(settings))
-        if isinstance(model, ForeignDraft):
-            print(model.vocabulary.sentence(ids), file=sys.stderr)
-        if options.draft_length is None and (settings.stop_rule or METHODS[method][1]) == "length":
-            options.draft_length = exported_length(model)
-        draft = open_draft_runner(model, target, settings.compile)
-    runner = open_runner(target, compile=settings.compile)
-    machine.set_threads(runner, settings.threads)
-    datastore, trigrams = store_folders(settings)
-    parts = MethodInputs(runner, warp, draft, tokenizer, datastore, trigrams, options)
-    system = build(method, parts, stop=settings.stop_rule, rule=settings.rule)
+        if isinstance(pair.draft, ForeignDraft):
+            print(pair.draft.vocabulary.sentence(ids), file=sys.stderr)
+        if pair.draft and options.draft_length is None and (settings.stop_rule or METHODS[method][1]) == "length":
+            options.draft_length = exported_length(pair.draft)
+        draft = pair.draft_runner
+    inputs = MethodInputs(pair.runner, warp, draft, tokenizer, *store_folders(settings), options)
+    system = build(method, inputs, stop=settings.stop_rule, rule=settings.rule)
     seed = random.SystemRandom().randrange(1 << 31) if settings.seed is None else settings.seed
     generation = Generation(ids, method, is_lossless(method, settings.rule), seed)
+    ends = set() if settings.ignore_eos else stop_ids(pair.target, tokenizer)
     source = rounds(
-        Target(runner),
+        Target(pair.runner),
         system,
         warp,
         ids,
         max_new_tokens=settings.max_new_tokens,
-        stop_ids=set() if settings.ignore_eos else stop_ids(target, tokenizer),
-        rng=TorchRng(seed, runner.device),
+        stop_ids=ends,
+        rng=TorchRng(seed, pair.runner.device),
         trace=generation.trace,
     )
     alone = METHODS[method][0] == "none"
     cut = stop_at(source, ids, tokenizer, settings.stop)
-    generation.pieces = _pieces(generation, cut, Detokenizer(tokenizer), alone)
+    pieces = _pieces(generation, cut, Detokenizer(tokenizer), alone)
+    generation.pieces = _finish(generation, pieces, settings, ends)
     return generation
+
+
+def _finish(
+    generation: Generation, pieces: Iterator[list[dict[str, str]]], settings: GenerateSettings, ends: Collection[int]
+) -> Iterator[list[dict[str, str]]]:
+    """The pieces; after the last one, the generation says what ended it."""
+    yield from pieces
+    if generation.ids and generation.ids[-1] in ends:
+        generation.finish_reason = "eos"
+    elif any(stop in generation.text for stop in settings.stop):
+        generation.finish_reason = "stop"
+    else:
+        generation.finish_reason = "length" if len(generation.ids) >= settings.max_new_tokens else "context"
 
 
 def _pieces(
@@ -198,6 +276,10 @@ def run(settings: GenerateSettings) -> None:
             sys.stdout.flush()
     finally:
         sys.stdout.write("\n")
+        sys.stdout.flush()
+        if generation.finish_reason == "context":
+            used = len(generation.prompt) + len(generation.ids)
+            print(f"the text ends here because the model's context is full: {used} tokens", file=sys.stderr)
         if settings.show and generation.trace.rounds:
             statistics(generation, console)
 

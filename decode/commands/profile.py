@@ -4,27 +4,44 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from decode.commands.checks import check_models, draft_options, make_warp, model_options, open_suites
+from decode.commands.checks import api_settings, check_chat, check_models, make_warp, open_pair, open_suites
 from decode.commands.settings import ProfileSettings, required
 from decode.core.trace import FORMULAS
 from decode.measure import machine
 from decode.measure.profile import PairProfile, profile_pair
 from decode.measure.session import BenchOptions, Session
-from decode.models.open import open_draft, open_target
+from decode.models.pair import Pair
 
 
-def run(settings: ProfileSettings) -> None:
-    """Profile the pair of the settings and print what was found."""
+def profile(pair: Pair, suite: Sequence[str] = ("arithmetic",), **options: Any) -> PairProfile:
+    """Measure costs and acceptance of a pair on this machine, and predict the speedup of every draft length.
+
+    Args:
+        pair: from `decode.load`, with a draft.
+        suite: prompts that α is measured on, as ``--suite`` takes them.
+        options: any other option of ``python -m decode profile``, such as ``limit`` or ``temperature``.
+
+    Raises:
+        UserError: a pair without a draft, an unknown option, a value out of range, prompts that do not fit.
+    """
+    settings = api_settings(ProfileSettings, pair, draft=pair.draft_name, suite=list(suite), **options)
+    return _profile(settings, pair)[0]
+
+
+def _profile(settings: ProfileSettings, pair: Pair | None = None) -> tuple[PairProfile, Session]:
     check_models(settings)
     required(settings, "draft")
     warp = make_warp(settings, settings.temperature)
     suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
-    target, tokenizer = open_target(str(settings.target), **model_options(settings))
-    draft = open_draft(str(settings.draft), target, tokenizer, **draft_options(settings))
+    pair = pair or open_pair(settings, settings.draft)
+    check_chat(settings.chat, pair.tokenizer)
+    assert pair.draft is not None
     options = BenchOptions(
         max_new_tokens=settings.max_new_tokens,
         repeats=1,
@@ -34,16 +51,21 @@ def run(settings: ProfileSettings) -> None:
         threads=settings.threads,
         compile=settings.compile,
     )
-    session = Session(target, {"draft": draft}, tokenizer, options)
+    session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, options)
     with Console(stderr=True).status("measuring forwards and acceptance"):
         items = [item for suite in suites for item in session.items(suite)]
-        found = profile_pair(session, "draft", items, warp, longest=settings.longest)
+        return profile_pair(session, "draft", items, warp, longest=settings.longest), session
+
+
+def run(settings: ProfileSettings) -> None:
+    """Profile the pair of the settings and print what was found."""
+    found, session = _profile(settings)
     if settings.json:
         print(json.dumps(found.to_dict() | {"threads": session.threads}, ensure_ascii=False))
     else:
         show(found, session.threads)
-    for name, told in session.vocabularies.items():
-        print(f"{name}: {told}", file=sys.stderr)
+    for name, vocabulary in session.vocabularies.items():
+        print(f"{name}: {vocabulary}", file=sys.stderr)
 
 
 def show(found: PairProfile, threads: str) -> None:

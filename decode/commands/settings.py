@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat, PositiveInt, restricted_number_type
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat, PositiveInt
 
 from decode.commands.command_line import config_paths, parse, read_config
 from decode.core.errors import UserError
-from decode.core.options import Checked, MethodOptions, NgramOrder, Seed, Temperature
-
-Share = restricted_number_type("Share", float, [(">", 0), ("<=", 1)])
+from decode.core.options import Checked, MethodOptions, NgramOrder, Seed, Share, Temperature
 
 
 @dataclass

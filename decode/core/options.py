@@ -10,7 +10,7 @@ import re
 import typing
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentError, ArgumentParser
 from jsonargparse.typing import (
@@ -25,11 +25,18 @@ from jsonargparse.typing import (
 
 from decode.core.errors import UserError, unknown
 
-NgramOrder = restricted_number_type("NgramOrder", int, [(">=", 2), ("<=", 4)])
-Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**32)])
-"""What random number generators of Python, NumPy and torch all take."""
-Temperature = restricted_number_type("Temperature", float, [("==", 0), (">=", 0.001)], join="or")
-"""0 is greedy. Below 0.001, logits divided by it leave float32's range and the distribution is one-hot or NaN."""
+if TYPE_CHECKING:
+    NgramOrder = int
+    Seed = int
+    Share = float
+    Temperature = float
+else:
+    NgramOrder = restricted_number_type("NgramOrder", int, [(">=", 2), ("<=", 4)])
+    Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**32)])
+    """What random number generators of Python, NumPy and torch all take."""
+    Share = restricted_number_type("Share", float, [(">", 0), ("<=", 1)])
+    Temperature = restricted_number_type("Temperature", float, [("==", 0), (">=", 0.001)], join="or")
+    """0 is greedy. Below 0.001, logits divided by it leave float32's range and the distribution is one-hot or NaN."""
 
 
 class Checked:
@@ -40,7 +47,8 @@ class Checked:
     """
 
     def __post_init__(self) -> None:
-        for name, (number, is_list) in _constrained(type(self)).items():
+        settings_class: type = type(self)
+        for name, (number, is_list) in _constrained(settings_class).items():
             value = getattr(self, name)
             if value is not None:
                 checked = [_number(name, item, number) for item in (value if is_list else [value])]
@@ -58,7 +66,7 @@ def _number(name: str, value: Any, number: Any) -> Any:
 def describe_type(number: Any) -> str:
     """A constrained type in words, such as ``a whole number >=0 and <4294967296``."""
     kind = "a whole number" if number._type is int else "a number"
-    return f"{kind} {number._expression.replace('v', '').replace('.0', '')}"
+    return kind + " " + re.sub(r"\bv|\.0\b", "", number._expression)
 
 
 @cache

@@ -104,7 +104,17 @@ def test_greedy_text_is_the_targets_whatever_drafts(folder):
 def test_json_holds_text_ids_metrics_and_who_wrote_what(folder, capsys):
     run(settings_for(folder, json=True, temperature=1.0, seed=7))
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() == {"text", "ids", "prompt_ids", "method", "lossless", "seed", "metrics", "tokens"}
+    assert found.keys() == {
+        "text",
+        "ids",
+        "prompt_ids",
+        "method",
+        "lossless",
+        "seed",
+        "finish_reason",
+        "metrics",
+        "tokens",
+    }
     assert found["method"] == "vanilla"
     assert found["seed"] == 7
     assert found["text"] == Detokenizer(make_tokenizer()).text(found["ids"])
@@ -113,6 +123,23 @@ def test_json_holds_text_ids_metrics_and_who_wrote_what(folder, capsys):
     assert {"accepted", "rejected", "corrected"} <= {t["who"] for t in found["tokens"]}
     run(settings_for(folder, json=True, temperature=1.0, seed=7))
     assert json.loads(capsys.readouterr().out)["ids"] == found["ids"]
+
+
+def test_what_ended_the_text_is_said(folder, capsys):
+    def reason(**changes):
+        run(settings_for(folder, json=True, **changes))
+        return json.loads(capsys.readouterr().out)["finish_reason"]
+
+    assert reason(ignore_eos=True) == "length"
+    whole = start(settings_for(folder, ignore_eos=True), "Tom has 3 apples")
+    for _ in whole.pieces:
+        assert whole.finish_reason is None
+    clean = next(c for c in whole.text if c.isascii() and c.isprintable())
+    assert reason(ignore_eos=True, stop=[clean]) == "stop"
+    # the tiny models hold 256 positions
+    assert reason(ignore_eos=True, max_new_tokens=1000) == "context"
+    run(settings_for(folder, ignore_eos=True, max_new_tokens=1000))
+    assert "the model's context is full: 257 tokens" in capsys.readouterr().err
 
 
 def test_the_stream_is_the_text_and_show_adds_the_statistics(folder, capsys):
@@ -160,6 +187,17 @@ def test_chat_puts_the_prompt_into_the_template(folder):
         ({"target": None}, "--target is missing"),
         ({"dtype": "f32"}, "choose auto or one of float32"),
         ({"draft_length": 0}, "draft_length is 0"),
+        ({"beta": -1}, "beta is -1"),
+        ({"typical_epsilon": -1}, "typical_epsilon is -1"),
+        ({"threshold": 7}, "threshold is 7"),
+        ({"target_acceptance": -2}, "target_acceptance is -2"),
+        ({"threads": -1}, "threads is -1"),
+        ({"stop": ["a", ""]}, "empty text"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 10**30}, "seed is 1000"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": 1e-40}, "temperature is 1e-40"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"top_p": 0.0}, "top_p is 0.0"),
     ],
 )

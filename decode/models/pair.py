@@ -1,0 +1,83 @@
+"""A target with its tokenizer and its draft, opened once and used for any number of texts and measurements."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.core.runner import Runner
+from decode.models.foreign import DraftModel
+from decode.models.open import open_draft, open_target
+from decode.models.open_runner import open_draft_runner, open_runner
+
+
+@dataclass
+class Pair:
+    """A target and, where there is one, the draft model or feature head that drafts for it.
+
+    Attributes:
+        target: the target.
+        tokenizer: the target's.
+        draft: the draft.
+        target_name: the folder or Hub name that the target was loaded from.
+        draft_name: the draft's.
+        compile: see `decode.models.open_runner.open_runner`.
+    """
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    draft: DraftModel | None = None
+    target_name: str = ""
+    draft_name: str | None = None
+    compile: str = "none"
+
+    @cached_property
+    def runner(self) -> Runner:
+        """The target's forward with its cache."""
+        return open_runner(self.target, compile=self.compile)
+
+    @cached_property
+    def draft_runner(self) -> Runner | None:
+        """The draft's."""
+        return None if self.draft is None else open_draft_runner(self.draft, self.target, self.compile)
+
+
+def load(
+    target: str | os.PathLike[str],
+    draft: str | os.PathLike[str] | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
+    draft_vocabulary: str = "same",
+    compile: str = "none",
+) -> Pair:
+    """Open a target and, if given, a draft for it.
+
+    Args:
+        target: folder or Hub name.
+        draft: folder or Hub name of a draft model, or folder of a feature head; ``None`` for methods without one.
+        device: ``auto`` is the first GPU, without one the CPU.
+        dtype: ``auto`` is the checkpoint's on a GPU, float32 on a CPU.
+        device_map: passed to transformers, to spread the target over several devices.
+        trust_remote_code: run the Python code that a Hub repository brings.
+        draft_vocabulary: ``intersection`` takes a draft whose tokenizer differs from the target's; ``same`` refuses it.
+        compile: see `decode.models.open_runner.open_runner`.
+
+    Raises:
+        UserError: a model that cannot be read, or two that do not fit each other.
+    """
+    model, tokenizer = open_target(
+        target, device=device, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
+    )
+    pair = Pair(model, tokenizer, target_name=str(target), compile=compile)
+    if draft is not None:
+        pair.draft_name = str(draft)
+        pair.draft = open_draft(
+            draft, model, tokenizer, vocabulary=draft_vocabulary, trust_remote_code=trust_remote_code
+        )
+    return pair

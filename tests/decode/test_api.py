@@ -1,0 +1,88 @@
+"""The public names: `decode.load`, `generate`, `bench` and `profile`, as a program uses them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pairs import save_pair
+
+import decode
+from decode import Generation, Pair, UserError, bench, generate, load, profile
+
+PROMPT = "Tom has 3 apples"
+
+
+@pytest.fixture(scope="module")
+def pair(tiny, tmp_path_factory) -> Pair:
+    folder = save_pair(tmp_path_factory.mktemp("pair"), tiny)
+    return load(folder / "target", folder / "draft")
+
+
+def test_importing_the_package_loads_neither_torch_nor_transformers():
+    code = "import sys, decode; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
+
+
+def test_every_public_name_is_there_and_no_other(pair):
+    assert all(getattr(decode, name) for name in decode.__all__)
+    assert set(decode.__all__) <= set(dir(decode))
+    with pytest.raises(AttributeError, match="no attribute 'generat'"):
+        _ = decode.generat
+
+
+def test_greedy_texts_do_not_depend_on_the_method_and_runners_are_opened_once(pair):
+    runner = pair.runner
+    texts = [generate(pair, PROMPT, method, max_new_tokens=16) for method in (None, "autoregressive", "prompt-lookup")]
+    assert all(isinstance(text, Generation) for text in texts)
+    assert [text.method for text in texts] == ["vanilla", "autoregressive", "prompt-lookup"]
+    assert len({tuple(text.ids) for text in texts}) == 1
+    assert pair.runner is runner
+    assert texts[0].metrics["tokens"] == len(texts[0].ids)
+    assert texts[0].finish_reason in ("length", "eos")
+
+
+def test_sampling_follows_the_seed_and_options_are_those_of_the_command(pair):
+    def sample(**options):
+        return generate(pair, PROMPT, max_new_tokens=16, temperature=1.0, **options).ids
+
+    assert sample(seed=3) == sample(seed=3)
+    assert len({tuple(sample(seed=seed)) for seed in range(4)}) > 1
+    assert sample(seed=3, top_k=1) == generate(pair, PROMPT, max_new_tokens=16).ids
+    assert not generate(pair, PROMPT, "ears", beta=0.3, max_new_tokens=4).lossless
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "vanila"}, "did you mean 'vanilla'"),
+        ({"bta": 0.1}, "unknown option 'bta'; did you mean 'beta'"),
+        ({"device": "cuda"}, "unknown option 'device'"),
+        ({"beta": -1}, "beta is -1, expected a number >=0"),
+        ({"temperature": 1e-40}, "temperature is 1e-40, expected a number ==0 or >=0.001"),
+    ],
+)
+def test_mistakes_are_user_errors(pair, options, message):
+    with pytest.raises(UserError, match=message):
+        generate(pair, PROMPT, **options)
+
+
+def test_bench_returns_the_rows_of_the_report_and_writes_nothing(pair, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = bench(
+        pair, ["vanilla:draft_length=2"], ["open"], limit=1, repeats=1, max_new_tokens=6, cost_turns=1, threads=1
+    )
+    assert [row["name"] for row in rows] == ["autoregressive", "generate", "vanilla draft_length=2"]
+    assert all(row["identical_to_target"] for row in rows)
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().out == ""
+
+
+def test_profile_predicts_every_draft_length_and_needs_a_draft(pair):
+    found = profile(pair, ["open"], limit=1, max_new_tokens=8, longest=2, threads=1)
+    assert [row["draft_length"] for row in found.lengths] == [1, 2]
+    with pytest.raises(UserError, match="draft"):
+        profile(load(pair.target_name))
