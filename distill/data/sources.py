@@ -323,7 +323,7 @@ def _pairs(columns: Sequence[str], prompt: Callable[[Row], str], response: Calla
     def shape(row: Row) -> Row:
         for column in columns:
             if row.get(column) is None:
-                raise UnusableRow(f"without a {column}")
+                raise UnusableRow(f"without the column {column}")
         try:
             pair = {"prompt": prompt(row), "response": response(row)}
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:

@@ -1,0 +1,149 @@
+"""Rows as they occur in other people's data, each with the outcome that it must have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers_of_kinds import with_start
+
+from decode.core.errors import UserError
+from decode.models.text import start_ids
+from distill.config.data import DataSettings
+from distill.data import IGNORE, Corpus, load_corpus
+
+ROWS = [json.loads(line) for line in (Path(__file__).parent / "awkward_rows.jsonl").read_text().splitlines()]
+
+
+def learned(corpus: Corpus, row: dict[str, Any]) -> list[str]:
+    """The stretches of text that are labels."""
+    texts: list[list[int]] = []
+    before = IGNORE
+    for label in row["labels"]:
+        if label != IGNORE:
+            texts += [[]] if before == IGNORE else []
+            texts[-1].append(label)
+        before = label
+    return [corpus.tokenizer.decode(ids) for ids in texts]
+
+
+def load(tmp_path: Path, rows: list[dict[str, Any]], template: str | None, **settings: Any) -> Corpus:
+    """The corpus of these rows and of forty good ones behind them."""
+    chat = "messages" in rows[0]
+    turns = [[{"role": "user", "content": f"good {n}"}, {"role": "assistant", "content": "fine"}] for n in range(40)]
+    good = [{"messages": t} if chat else {"question": f"good {n}", "answer": "fine"} for n, t in enumerate(turns)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *good]))
+    given = DataSettings(source=str(path), validation_fraction=0.2, **settings)
+    return load_corpus(given, seed=0, tokenizer=with_start(template))
+
+
+def others(corpus: Corpus) -> list[dict[str, Any]]:
+    """The examples that are not made of the good rows."""
+    splits = (corpus.train, corpus.validation, corpus.test)
+    return [row for split in splits for row in split if "good" not in row["prompt"]]
+
+
+def test_there_are_at_least_forty_and_each_has_a_name_of_its_own() -> None:
+    assert len({case["name"] for case in ROWS}) == len(ROWS) >= 40
+
+
+@pytest.mark.parametrize("case", ROWS, ids=lambda case: case["name"])
+def test_a_row_has_the_outcome_that_it_must_have(case: dict[str, Any], tmp_path: Path) -> None:
+    corpus = load(tmp_path, [case["row"]], case["template"])
+    notes = [note for note in corpus.notes if "row 1" in note]
+    if case["outcome"] != "kept":
+        assert others(corpus) == []
+        assert len(notes) == 1
+        assert f"1 row {case['outcome']}" in notes[0]
+        return
+    assert notes == []
+    (example,) = others(corpus)
+    assert learned(corpus, example) == case["learned"]
+    assert example["input_ids"][:1] == start_ids(corpus.tokenizer)
+    assert example["input_ids"].count(1) == 1 + example["prompt"].count("<user><s>")
+    if "prompt" in case:
+        assert example["prompt"] == case["prompt"]
+
+
+def test_rows_are_counted_by_their_reason_with_the_first_ones_number(tmp_path: Path) -> None:
+    bad: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": f"bad {n}"}]} for n in range(3)]
+    notes = load(tmp_path, bad, "plain").notes
+    assert "train: 3 rows without an assistant's turn dropped (row 1)" in notes
+
+
+def test_a_file_of_rows_that_all_cannot_be_used_is_refused_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
+    with pytest.raises(UserError, match=r"no training row .* without an assistant's turn"):
+        load_corpus(DataSettings(source=str(path)), seed=0, tokenizer=with_start("plain"))
+
+
+PAIR = {"question": "1+1?", "answer": "2"}
+
+
+def test_pairs_are_put_into_the_chat_template_where_there_is_one(tmp_path: Path) -> None:
+    corpus = load(tmp_path, [PAIR], "plain")
+    (example,) = others(corpus)
+    assert corpus.chat
+    assert example["prompt"] == "<user>1+1?<assistant>"
+    assert json.loads(example["messages"]) == [{"role": "user", "content": "1+1?"}]
+    assert any("chat template" in note for note in corpus.notes)
+
+
+@pytest.mark.parametrize(("template", "chat"), [("plain", False), (None, "auto")])
+def test_pairs_stay_plain_without_a_template_or_by_the_setting(tmp_path: Path, template: str | None, chat: Any) -> None:
+    corpus = load(tmp_path, [PAIR], template, chat=chat)
+    assert [row["prompt"] for row in others(corpus)] == ["1+1?\n"]
+    assert [row["messages"] for row in others(corpus)] == [""]
+    assert corpus.notes == []
+
+
+def test_pairs_for_a_chat_template_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no chat template.*data\.chat_template"):
+        load(tmp_path, [PAIR], None, chat=True)
+
+
+def test_system_message_and_variables_of_the_template_are_settings(tmp_path: Path) -> None:
+    corpus = load(tmp_path, [PAIR], "thinking", system="Be brief", template_args={"enable_thinking": False})
+    (example,) = others(corpus)
+    assert example["prompt"] == "<system>Be brief<user>1+1?<assistant><think></think>"
+    assert [m["role"] for m in json.loads(example["messages"])] == ["system", "user"]
+
+
+def test_a_chat_that_a_template_rewrites_costs_its_tokens_once(tmp_path: Path) -> None:
+    turns = [{"role": role, "content": f"{n} {role}"} for n in range(6) for role in ("user", "assistant")]
+    corpus = load(tmp_path, [{"messages": turns}], "thinking")
+    (example,) = others(corpus)
+    assert learned(corpus, example) == [
+        *(f"{n} assistant</s>" for n in range(5)),
+        "<think></think>5 assistant</s>",
+    ]
+
+
+def test_a_local_file_goes_together_with_a_test_file(tmp_path: Path) -> None:
+    rows = [{"question": f"{n}?", "answer": str(n)} for n in range(60)]
+    train, test = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows[:50]))
+    test.write_text("".join(json.dumps(row) + "\n" for row in rows[50:]))
+    corpus = load_corpus(
+        DataSettings(source=str(train), test_file=str(test), validation_fraction=0.2), seed=0, tokenizer=with_start()
+    )
+    assert len(corpus.test) == 10
+    assert len(corpus.train) + len(corpus.validation) == 50
+
+
+@pytest.mark.parametrize("all_of_them", ["all", None])
+def test_all_training_rows_can_be_asked_for(tmp_path: Path, all_of_them: Any) -> None:
+    corpus = load(tmp_path, [PAIR], None, train_examples=all_of_them)
+    assert sum(len(split) for split in (corpus.train, corpus.validation, corpus.test)) == 41
+    with pytest.raises(UserError, match="give a number"):
+        load_corpus(DataSettings(train_examples=all_of_them), seed=0)
+
+
+def test_a_line_break_that_the_shell_left_as_two_characters_becomes_one(tmp_path: Path) -> None:
+    corpus = load(tmp_path, [PAIR], None, prompt_template=r"Q: {question}\nA:", response_template=r"\t{answer}")
+    (example,) = others(corpus)
+    assert (example["prompt"], example["response"]) == ("Q: 1+1?\nA:", "\t2")
