@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import copy
+import difflib
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 from decode.core.errors import UserError
+
+PROFILERS = ("simple", "advanced", "pytorch")
+
+OWN = {
+    "accelerator": "trainer.accelerator",
+    "accumulate_grad_batches": "trainer.accumulate",
+    "callbacks": "trainer.callbacks",
+    "devices": "trainer.devices",
+    "gradient_clip_val": "trainer.gradient_clip",
+    "log_every_n_steps": "trainer.log_every",
+    "logger": "tracker.kind",
+    "max_epochs": "the stage's training.epochs",
+    "max_steps": "the stage's training.steps",
+    "num_nodes": "trainer.num_nodes",
+    "plugins": "trainer.precision or trainer.strategy",
+    "precision": "trainer.precision",
+    "profiler": "trainer.profiler",
+    "strategy": "trainer.strategy",
+    "val_check_interval": "trainer.validate_every",
+}
+"""Arguments of Lightning's trainer that have settings of their own."""
 
 
 @dataclass
@@ -37,15 +60,36 @@ class TrainerSettings:
     gradient_clip: float = 1.0
     """Largest norm of the gradient; 0: not clipped."""
     validate_every: int = 100
-    """Steps between validations. Each is followed by a checkpoint, so this is what a kill costs at most. The best
-    validated weights are kept: largest alpha for drafts, smallest loss for models trained on next tokens."""
+    """Steps between validations. The best validated weights are kept: largest alpha for drafts, smallest loss for
+    models trained on next tokens."""
+    checkpoint_every: int | None = None
+    """Steps between the checkpoints that a killed run continues from, so what a kill costs at most; null: one after
+    every validation. The two newest are kept."""
     validation_examples: int = 128
     """Validation examples used for it."""
     log_every: int = 20
     """Steps between logged values. Reading a value waits for the device, so small models want it rare."""
+    callbacks: list[dict[str, Any]] = field(default_factory=list)
+    """Further Lightning callbacks of every stage, as in LightningCLI: [{class_path: EarlyStopping, init_args: {monitor:
+    validation_loss, patience: 3}}]. What can be monitored: validation_loss, validation_accuracy (next tokens),
+    validation_alpha, validation_agreement (distillation), loss."""
+    profiler: str | dict[str, Any] | None = None
+    """Lightning's profiler: simple, advanced, pytorch, or a class_path with init_args."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of lightning.Trainer, passed on as they are, such as {deterministic: true}."""
 
     def validate(self) -> None:
-        """Check counts."""
+        """Check counts, and that callbacks, profiler and further arguments can be made.
+
+        Raises:
+            UserError: Naming the key, the value seen and the values expected.
+        """
+        if self.checkpoint_every is not None and self.checkpoint_every < 1:
+            raise UserError(f"trainer.checkpoint_every is {self.checkpoint_every}, expected 1 or more, or null")
+        self.callback_instances()
+        self.profiler_instance()
+        if self.extra:
+            self._check_extra()
         for key in (
             "validate_every",
             "validation_examples",
@@ -57,6 +101,57 @@ class TrainerSettings:
                 raise UserError(f"trainer.{key} is {getattr(self, key)}, wanted 1 or more")
         if self.gradient_clip < 0:
             raise UserError(f"trainer.gradient_clip is {self.gradient_clip}, wanted 0 (off) or more")
+
+    def callback_instances(self) -> list[Any]:
+        """New instances of the callbacks: a stage must not see what another one left in them."""
+        if not self.callbacks:
+            return []
+        from lightning.pytorch.callbacks import Callback
+
+        return cast("list[Any]", _instances("trainer.callbacks", list[Callback], self.callbacks))
+
+    def profiler_instance(self) -> Any:
+        """The profiler, or its name, which Lightning's trainer knows."""
+        if not isinstance(self.profiler, dict):
+            if self.profiler not in (None, *PROFILERS):
+                raise UserError(
+                    f"trainer.profiler is {self.profiler!r}, expected {', '.join(PROFILERS)}, or a class_path with "
+                    "init_args"
+                )
+            return self.profiler
+        from lightning.pytorch.profilers import Profiler
+
+        return _instances("trainer.profiler", Profiler, self.profiler)
+
+    def _check_extra(self) -> None:
+        import inspect
+
+        from lightning import Trainer
+
+        known = set(inspect.signature(Trainer.__init__).parameters) - {"self"}
+        for key in self.extra:
+            if key in OWN:
+                raise UserError(f"trainer.extra.{key}: set {OWN[key]} instead")
+            if key not in known:
+                near = difflib.get_close_matches(key, known - OWN.keys(), 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise UserError(f"trainer.extra.{key} is no argument of lightning.Trainer{hint}")
+
+
+def _instances(where: str, kind: Any, value: Any) -> Any:
+    """Objects from ``class_path`` and ``init_args``, as LightningCLI makes them.
+
+    Raises:
+        UserError: No such class, or arguments that it does not take.
+    """
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=kind)
+    try:
+        return parser.instantiate_classes(parser.parse_object({"value": copy.deepcopy(value)})).value
+    except (ArgumentError, ValueError, TypeError, ImportError) as error:
+        raise UserError(f"{where} is {value}: {error}") from error
 
 
 @dataclass

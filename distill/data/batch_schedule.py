@@ -7,13 +7,12 @@ where it was, and every rank of a distributed run can name its own share.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from distill.data.step import Step
-from distill.data.token_dataset import Batch, Ints, Picks, TokenDataset, label_count, make_batch
+from distill.data.token_dataset import Batch, Ints, TokenDataset
 from distill.data.tokenize import IGNORE
 
 
@@ -61,52 +60,6 @@ class Schedule:
         first, last = start // n, (start + count - 1) // n
         epochs = [np.random.default_rng([self.seed, 0, epoch]).permutation(n) for epoch in range(first, last + 1)]
         return np.concatenate(epochs)[start - first * n :][:count]
-
-
-@dataclass(frozen=True)
-class TrainBatches:
-    """The batches of steps ``start`` to ``stop``, one rank's share of each; iterated once an epoch of Lightning's.
-
-    A step gives ``micros`` batches, between which gradients are summed up. Each carries its `Step`; with
-    ``look_ahead`` the first one carries all.
-
-    ``texts`` replaces examples of a step by ones that the draft has written. It may write with the weights of that
-    moment, so a batch must not be drawn before its step.
-    """
-
-    rows: TokenDataset
-    schedule: Schedule
-    pad_id: int
-    start: int
-    stop: int
-    rank: int = 0
-    world: int = 1
-    all_tokens: bool = False
-    texts: Callable[[int, Picks], Picks] | None = None
-    micros: int = 1
-    look_ahead: bool = False
-
-    def __len__(self) -> int:
-        return (self.stop - self.start) * self.micros
-
-    def __iter__(self) -> Iterator[Batch]:
-        for step in range(self.start, self.stop):
-            picks: Picks = [(self.rows, int(example)) for example in self.schedule.batch(step)]
-            if self.texts is not None:
-                picks = self.texts(step, picks)
-            yield from self._parts(picks)
-
-    def _parts(self, picks: Picks) -> Iterator[Batch]:
-        """This rank's micro-batches of a step."""
-        dealt = [picks[rank :: self.world][micro :: self.micros] for rank, micro in np.ndindex(self.world, self.micros)]
-        counts = np.zeros((len(dealt), max(map(len, dealt))), dtype=np.int64)
-        for row, part in enumerate(dealt):
-            counts[row, : len(part)] = [label_count(pick, all_tokens=self.all_tokens) for pick in part]
-        own = dealt[self.rank * self.micros : (self.rank + 1) * self.micros]
-        batches = [make_batch(part, self.pad_id, all_tokens=self.all_tokens) for part in own]
-        for micro, batch in enumerate(batches):
-            ahead = batches if self.look_ahead and micro == 0 else ()
-            yield batch | {"step": Step(counts, self.rank, self.world, micro, self.micros, ahead)}
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,11 @@ class Step:
         return int(self.counts.sum())
 
     @property
+    def responses(self) -> int:
+        """Examples of the step that have label tokens."""
+        return int((self.counts > 0).sum())
+
+    @property
     def weight(self) -> float:
         """What a mean over this part's label tokens is multiplied by, so that the average over parts is the step's."""
         return self.parts * int(self.counts[self.part].sum()) / max(1, self.tokens)

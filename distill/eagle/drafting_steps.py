@@ -14,6 +14,7 @@ from decode.models.eagle.head import FeatureHead
 from distill.data.batch_schedule import EvalBatches
 from distill.data.token_dataset import Batch, TokenDataset, label_mask
 from distill.eagle.features import FeatureSource, per_example
+from distill.models.precision import forward_precision, loss_precision
 from distill.teacher.signal_cache import Array, cached
 
 
@@ -63,13 +64,15 @@ def drafting_steps(
         place = mask.clone()
         place[:, :first] = False
         rows, true = states[:, : mask.shape[1] - first][place[:, first:]], last[place]
-        log_q = head.logits(rows, source.logits).float().log_softmax(-1)
-        with torch.no_grad():
+        with loss_precision(rows.device):
+            rows = rows.to(head.fc.weight.dtype)
+            log_q = head.logits(rows, source.logits).float().log_softmax(-1)
+        with torch.no_grad(), loss_precision(rows.device):
             whole = source.logits(true).float().log_softmax(-1)
             inside = whole if ids is None else whole[:, ids]
             best = whole.argmax(-1)
             drafted = log_q.argmax(-1) if ids is None else ids[log_q.argmax(-1)]
-            p = inside.softmax(-1)  # of the renormalised distribution
+            p = inside.softmax(-1)  # renormalised to the head's vocabulary
         yield StepRows(
             place,
             -(p * log_q).sum(-1),
@@ -83,21 +86,31 @@ def drafting_steps(
 
 
 def keep_reference(
-    head: FeatureHead, source: FeatureSource, rows: TokenDataset, steps: int, path: Path, fingerprint: str
+    head: FeatureHead,
+    source: FeatureSource,
+    rows: TokenDataset,
+    steps: int,
+    path: Path,
+    fingerprint: str,
+    precision: str = "32-true",
 ) -> Array:
-    """The reference head's cross-entropies at every token and drafting step, ``[tokens, steps]``, on disk."""
-    return cached(path, fingerprint, (len(rows.ids), steps), _reference_parts(head, source, rows, steps))
+    """The reference head's cross-entropies at every token and drafting step, ``[tokens, steps]``, on disk.
+
+    ``precision`` is the trainer's: the other head's side of ΔL is computed in it, so the reference's has to be.
+    """
+    return cached(path, fingerprint, (len(rows.ids), steps), _reference_parts(head, source, rows, steps, precision))
 
 
 @torch.inference_mode()
 def _reference_parts(
-    head: FeatureHead, source: FeatureSource, rows: TokenDataset, steps: int
+    head: FeatureHead, source: FeatureSource, rows: TokenDataset, steps: int, precision: str
 ) -> Iterator[tuple[slice, Array]]:
     device = next(head.parameters()).device
     source.to(device)
     for examples in EvalBatches(rows, 16, pad_id=0).indices():
         batch = {name: values.to(device) for name, values in rows.batch(examples, 0).items()}
         losses = torch.zeros(*batch["input_ids"].shape, steps, device=device)
-        for step, found in enumerate(drafting_steps(head.eval(), source, batch, steps)):
-            losses[..., step][found.place] = found.cross_entropy
+        with forward_precision(precision, device):
+            for step, found in enumerate(drafting_steps(head.eval(), source, batch, steps)):
+                losses[..., step][found.place] = found.cross_entropy
         yield from per_example(rows, examples, losses.cpu().numpy())

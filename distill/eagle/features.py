@@ -58,7 +58,11 @@ class FeatureSource:
     @torch.no_grad()
     def states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Features ``[batch, time, feature width]`` and last hidden states ``[batch, time, hidden]``."""
-        states = self.compute(self.model, batch["input_ids"]) if self.model is not None else batch[STATES]
+        if self.model is None:
+            states = batch[STATES]
+        else:
+            with torch.autocast(batch["input_ids"].device.type, enabled=False):  # the target's own format
+                states = self.compute(self.model, batch["input_ids"])
         return states[..., : self.feature_width], states[..., -self.width :]
 
     def logits(self, states: Tensor) -> Tensor:

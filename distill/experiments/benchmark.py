@@ -12,7 +12,7 @@ import json
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from distill.core.files import void, write_safely
 from distill.core.run_dir import RunDir
 from distill.data import load_corpus
 from distill.data.batch_schedule import Schedule
+from distill.data.datamodule import DistillDataModule
 from distill.data.token_dataset import TokenDataset
 from distill.experiments.benchmark_memory import SIDES, Memory, alone, loss_memory
 from distill.experiments.huggingface_trainer import trainer
@@ -43,7 +44,7 @@ from distill.pipeline.training_budget import plan_draft, plan_reference
 from distill.teacher import signal_cache as signals
 from distill.teacher.teacher import TargetSignal, TargetSource
 from distill.training.distillation import DistillModule
-from distill.training.trainer import Segments, fit
+from distill.training.trainer import fit
 
 WARM = 5
 """Steps that are not timed."""
@@ -222,12 +223,13 @@ def _train_here(job: Job) -> dict[str, Any]:
     prepared = time.perf_counter() - started
     module = DistillModule(
         draft.train(), job.training, job.steps, target=target, objective=Objective(selection=job.selection),
-        seed=job.seed, log_every=job.trainer.log_every,
+        seed=job.seed,
     )  # fmt: skip
     few = TokenDataset(rows.ids, rows.labels, rows.offsets[:5], rows.label_offsets[:5], rows.signals)
     clock = _Clock(module)
-    data = Segments(rows, few, _schedule(job), job.steps, job.steps, 0)
-    fit(module, data, job.trainer, folder / "work", name="bench", console=Console(quiet=True), callbacks=(clock,))
+    data = DistillDataModule(rows, few, _schedule(job), job.steps, 0)
+    settings = replace(job.trainer, validate_every=job.steps)
+    fit(module, data, settings, folder / "work", name="bench", console=Console(quiet=True), callbacks=(clock,))
     return _measured(job, clock.ends, clock.losses, memory.peak(), prepared)
 
 

@@ -88,6 +88,15 @@ class Divergence:
         return GRADIENTS[self.name](pair, self)
 
 
+def log_probs(logits: Tensor, vocab: int, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities of the first ``vocab`` ids ``[rows, vocab]``, in float32 (float64 stays).
+
+    Log-probabilities in half precision lose the differences that selection ranks by.
+    """
+    wide = logits[:, :vocab].to(torch.promote_types(logits.dtype, torch.float32))
+    return (wide if temperature == 1.0 else wide / temperature).log_softmax(-1)
+
+
 def forward_kl(pair: Pair, _: Divergence) -> Tensor:
     """KL(p‖q) = Σ p (log p - log q): q has to cover every token that the target may choose."""
     return (pair.p * (pair.log_p - pair.log_q)).sum(-1)

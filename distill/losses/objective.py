@@ -9,6 +9,7 @@ from torch import Tensor
 from distill.config.distillation import DistillSettings
 from distill.config.divergences import DivergenceName
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
+from distill.data.token_dataset import Batch
 from distill.losses.chunked_kl import LossRequest
 from distill.losses.divergences import Divergence
 from distill.losses.token_selection import Selection
@@ -51,8 +52,8 @@ class Objective:
         share = min(1.0, step / max(1, self.steps - 1))
         return replace(self.selection, k=self.k_start + share * (self.selection.k - self.k_start))
 
-    def task(self, step: int, batch: dict[str, Tensor], mask: Tensor, *, metrics: bool) -> LossRequest:
-        """What is wanted of a batch's rows.
+    def request(self, step: int, batch: Batch, mask: Tensor, *, metrics: bool) -> LossRequest:
+        """What to compute of a batch's rows.
 
         Args:
             step: Which optimiser step.
@@ -69,6 +70,7 @@ class Objective:
             lambda values: selection.choose(values - reference, sequence),
             None if self.ranking == loss else self.ranking,
             metrics,
+            selection.weights(sequence, batch["step"].responses if "step" in batch else None),
         )
 
 

@@ -22,8 +22,9 @@ class Selection:
         scope: ``microbatch`` ranks all label tokens of the batch together, as the official code does;
             ``sequence`` ranks within each example; ``global`` ranks those of the whole optimiser step, over all
             ranks and micro-batches (`distill.data.step` does, where there are several).
-        normalisation: ``paper`` divides by the selected tokens, the 1/(k·|y|) of the paper's objective;
-            ``official`` divides by all label tokens, as the official code does, a loss k times as large.
+        normalisation: ``paper`` divides by the step's selected tokens: their mean. ``response`` is the paper's
+            1/(k·|y|) for every response y, averaged over the step's responses. ``official`` divides by all label
+            tokens, as the official code does, a loss k times as large.
     """
 
     k: float = 0.4
@@ -55,7 +56,20 @@ class Selection:
 
     def divisor(self, selected: int, rows: int) -> int:
         """What the selected tokens' summed loss is divided by, from their number and that of all label tokens."""
-        return max(1, selected if self.normalisation == "paper" else rows)
+        return 1 if self.normalisation == "response" else max(1, selected if self.normalisation == "paper" else rows)
+
+    def weights(self, sequence: Tensor, responses: int | None = None) -> Tensor | None:
+        """Factors of the rows' losses in their sum, ``[rows]``: 1/(k·|y|·responses) of ``response``; else None, for 1.
+
+        Args:
+            sequence: Which example of the batch each row belongs to, ``[rows]``.
+            responses: Examples with labels in the whole optimiser step; None: those of the batch.
+        """
+        if self.normalisation != "response":
+            return None
+        lengths = torch.bincount(sequence)
+        count = int((lengths > 0).sum()) if responses is None else responses
+        return 1 / (self.k * lengths[sequence].float() * max(1, count))
 
 
 def top_share(values: Tensor, k: float) -> Tensor:

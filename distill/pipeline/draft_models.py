@@ -37,7 +37,6 @@ def begin(
         objective=objective,
         fused=full.trainer.fused_loss,
         seed=seed,
-        log_every=full.trainer.log_every,
     )
 
     def trained() -> PreTrainedModel:

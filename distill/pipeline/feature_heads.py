@@ -81,7 +81,6 @@ def begin(
         settings=settings.eagle,
         selection=selection,
         seed=seed,
-        log_every=settings.trainer.log_every,
     )
     parameters = sum(p.numel() for p in head.parameters())
     return Distillation(module, train, validation, parameters, lambda: head.eval().cpu())
@@ -112,12 +111,12 @@ def _signals(
             place = folder / f"{STATES}_{name}.npy"
             rows.tokens[STATES] = keep_states(source, model, rows, place, fingerprint(*key, name, len(rows)))
     if with_reference:
-        record, steps = run.record("reference"), settings.eagle.steps
+        record, steps, precision = run.record("reference"), settings.eagle.steps, settings.trainer.precision
         assert record is not None
         with context.console.status("  the reference's cross-entropies"):
             reference = load_head(run.path("reference")).to(context.device)
             place = folder / f"{REFERENCE}_head.npy"
             train.tokens[REFERENCE] = keep_reference(
-                reference, source, train, steps, place, fingerprint(*key, record.fingerprint, steps)
+                reference, source, train, steps, place, fingerprint(*key, record.fingerprint, steps), precision
             )
     return source, train, validation

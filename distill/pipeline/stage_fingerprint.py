@@ -28,6 +28,7 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
         "gradient_clip": trainer.gradient_clip,
         "validate_every": trainer.validate_every,
         "validation_examples": trainer.validation_examples,
+        **{key: value for key in ("extra", "callbacks") if (value := getattr(trainer, key))},
     }
     data = data_key(settings)
     keys: dict[str, Key] = {}

@@ -28,6 +28,7 @@ from distill.config.settings import (
 from distill.core.files import save_tokenizer
 from distill.core.run_dir import StageRecord, account_of
 from distill.data.batch_schedule import Schedule
+from distill.data.datamodule import DistillDataModule
 from distill.data.stage_context import StageContext
 from distill.data.token_dataset import TokenDataset
 from distill.generation.on_policy import OnPolicy
@@ -41,7 +42,7 @@ from distill.tracking.logger import for_stage
 from distill.training.base_module import TrainingModule
 from distill.training.causal_lm import CausalLMModule
 from distill.training.distillation import DistillModule, token_counts
-from distill.training.trainer import Segments, fit
+from distill.training.trainer import fit
 
 MOST_SELECTED = 100
 """Entries of the list of tokens that AdaSPEC selects most."""
@@ -139,7 +140,7 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
     adapted = add_adapter(model, settings.lora, full.seed) if settings.kind == "lora" else None
     rows = TokenDataset.of(context.corpus.train)
     plan = plan_reference(settings.training, len(rows))
-    module = CausalLMModule(model, settings.training, plan.steps, seed=full.seed, log_every=full.trainer.log_every)
+    module = CausalLMModule(model, settings.training, plan.steps, seed=full.seed)
     if isinstance(settings, TargetSettings) and settings.layerskip.enabled:
         module.layerskip = LayerSkip(model, settings.layerskip, plan.steps, scratch=settings.kind == "scratch")
     schedule = Schedule(rows.lengths, plan.batch_size, settings.training.length_bucket, full.seed * 10 + offset)
@@ -208,21 +209,19 @@ def _fit(
     """Trains; returns the learning curve and the seconds it took, those before an interruption included."""
     trainer, module = context.settings.trainer, data.module
     selection = module.objective.selection if isinstance(module, DistillModule) else None
-    segments = Segments(
+    batches = DistillDataModule(
         data.train,
         data.validation,
         schedule,
         plan.steps,
-        trainer.validate_every,
         context.pad_id,
         all_tokens=training.prompt_loss and isinstance(module, CausalLMModule),
         texts=own,
-        micros=trainer.accumulate,
         look_ahead=selection is not None and selection.scope == "global",  # all tokens of a step are needed at once
     )
     return fit(
         module,
-        segments,
+        batches,
         trainer,
         context.run.checkpoints(stage, key),
         name=stage,

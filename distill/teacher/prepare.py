@@ -21,6 +21,7 @@ from distill.generation.openai_client import answered_by_server
 from distill.generation.response_store import Answer, ResponseFile, answered_here, make_jobs, response_rows
 from distill.losses.objective import Objective
 from distill.models.lm_head import LMHead, check_head
+from distill.models.precision import weights_dtype
 from distill.teacher import signal_cache as signals
 from distill.teacher.teacher import TargetSignal, TargetSource
 
@@ -88,17 +89,19 @@ def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> 
                 highlight=False,
             )
     target = TargetSource(model, signal)
-    reference, ranking = None, objective.ranking
+    reference, ranking, precision = None, objective.ranking, context.settings.trainer.precision
     if objective.selection is not None:
         record = context.run.record("reference")
         assert record is not None
-        reference = load_model(context.run.path("reference"), device=context.device, dtype="float32")
+        dtype = weights_dtype(precision)  # the draft's side of the loss differences is computed in it, too
+        reference = load_model(context.run.path("reference"), device=context.device, dtype=dtype)
+        other = [] if precision == "32-true" else [precision]
         if not all_own:
             path = folder / f"reference_{ranking.name}.npy"
-            made_from = fingerprint(key, record.fingerprint, vars(ranking))
+            made_from = fingerprint(key, record.fingerprint, vars(ranking), *other)
             with context.console.status("  the reference's losses"):
                 train.signals["reference_loss"] = signals.reference_loss(
-                    reference, target, train, path, made_from, ranking
+                    reference, target, train, path, made_from, ranking, precision=precision
                 )
 
     if not share:  # the models leave memory here: nothing will be asked of them again
@@ -108,7 +111,9 @@ def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> 
         if signal.kind != "recompute":
             rows.signals[signal.name] = signals.target_signal_now(model, signal, rows)
         if reference is not None:
-            rows.signals["reference_loss"] = signals.reference_loss_now(reference, target, rows, ranking)
+            rows.signals["reference_loss"] = signals.reference_loss_now(
+                reference, target, rows, ranking, precision=precision
+            )
 
     return DistillData(target, train, validation, ends, add_signals, share)
 

@@ -34,6 +34,7 @@ from distill.data.token_dataset import TokenDataset, label_mask
 from distill.losses.chunked_kl import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
 from distill.models.lm_head import LMHead, last_hidden
+from distill.models.precision import forward_precision
 from distill.teacher.teacher import TargetSignal, TargetSource
 
 Array = NDArray[Any]
@@ -119,9 +120,13 @@ def reference_loss(
     fingerprint: str,
     divergence: Divergence | None = None,
     batch_size: int = 16,
+    precision: str = "32-true",
 ) -> Array:
-    """D(p, r) of the reference r at every label token, ``[label tokens]`` in float32; D is forward KL by default."""
-    parts = _loss_parts(reference, target, rows, divergence or Divergence(), batch_size)
+    """D(p, r) of the reference r at every label token, ``[label tokens]`` in float32; D is forward KL by default.
+
+    ``precision`` is the trainer's: the draft's side of ΔL is computed in it, so the reference's has to be.
+    """
+    parts = _loss_parts(reference, target, rows, divergence or Divergence(), batch_size, precision)
     return cached(path, fingerprint, (rows.label_count,), parts)
 
 
@@ -132,10 +137,15 @@ def target_signal_now(target: PreTrainedModel, signal: TargetSignal, rows: Token
 
 
 def reference_loss_now(
-    reference: PreTrainedModel, target: TargetSource, rows: TokenDataset, divergence: Divergence, batch_size: int = 16
+    reference: PreTrainedModel,
+    target: TargetSource,
+    rows: TokenDataset,
+    divergence: Divergence,
+    batch_size: int = 16,
+    precision: str = "32-true",
 ) -> Array:
     """As `reference_loss`, in memory; the target's signal is taken from the rows where it is kept."""
-    return _collected((rows.label_count,), _loss_parts(reference, target, rows, divergence, batch_size))
+    return _collected((rows.label_count,), _loss_parts(reference, target, rows, divergence, batch_size, precision))
 
 
 def _collected(shape: tuple[int, ...], parts: Iterator[tuple[slice, Array]], dtype: str = "float32") -> Array:
@@ -161,7 +171,12 @@ def _target_parts(
 
 @torch.inference_mode()
 def _loss_parts(
-    reference: PreTrainedModel, target: TargetSource, rows: TokenDataset, divergence: Divergence, batch_size: int
+    reference: PreTrainedModel,
+    target: TargetSource,
+    rows: TokenDataset,
+    divergence: Divergence,
+    batch_size: int,
+    precision: str,
 ) -> Iterator[tuple[slice, Array]]:
     reference.eval()
     head, device = LMHead(reference), reference.device
@@ -169,8 +184,9 @@ def _loss_parts(
     for examples in EvalBatches(rows, batch_size, pad_id=0).indices():
         batch = {name: values.to(device) for name, values in rows.batch(examples, 0).items()}
         mask = label_mask(batch["labels"])
-        hidden = last_hidden(reference, batch["input_ids"], mask)
-        found = fused_loss(hidden, head, target.rows(batch, mask), LossRequest(divergence, metrics=False))
+        with forward_precision(precision, device):
+            hidden = last_hidden(reference, batch["input_ids"], mask)
+            found = fused_loss(hidden, head, target.rows(batch, mask), LossRequest(divergence, metrics=False))
         _check(found.losses, "reference's losses", examples)
         yield from _scatter(rows, examples, found.losses.cpu().numpy())
 

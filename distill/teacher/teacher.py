@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from distill.config.distillation import DistillSettings, Signal
-from distill.losses.chunked_kl import RowIndex, TargetRows
-from distill.losses.rows import log_probs
+from distill.losses.chunked_kl import TargetRows
+from distill.losses.divergences import log_probs
+from distill.losses.head_gradients import RowIndex
 from distill.models.lm_head import LMHead, last_hidden
 
 
@@ -177,4 +178,5 @@ class TargetSource:
         """The label rows of a batch, ``mask [batch, time]`` being where they are."""
         if self.model is None:
             return self.signal.decode(batch[self.signal.name], self.head)
-        return HiddenRows(last_hidden(self.model, batch["input_ids"], mask), self.head)
+        with torch.autocast(mask.device.type, enabled=False):  # the target computes in its own format
+            return HiddenRows(last_hidden(self.model, batch["input_ids"], mask), self.head)

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from distill.data.token_dataset import Batch
-from distill.losses.rows import next_token_loss
+from distill.losses.next_token import next_token_hits, next_token_loss
 from distill.models.layerskip import LayerSkip
 from distill.training.base_module import TrainingModule
 
 
 class CausalLMModule(TrainingModule):
-    """Next-token training of targets and initial drafts; the best checkpoint has the smallest validation loss.
+    """Next-token training; the best checkpoint has the smallest validation loss.
 
     Attributes:
         layerskip: LayerSkip's recipe, where the model is trained with it.
@@ -20,30 +20,35 @@ class CausalLMModule(TrainingModule):
 
     layerskip: LayerSkip | None = None
 
-    def learn(self, batch: Batch) -> Tensor:
-        """Mean cross-entropy over the batch's labels, under LayerSkip together with that of the early exits."""
-        skip = self.layerskip
-        if skip is not None:
-            skip.begin(self.global_step)
-        logits, mask = self.rows(batch)
-        labels = batch["labels"].roll(-1, 1)[mask]
-        loss = next_token_loss(logits, labels)
-        weight = batch["step"].weight if "step" in batch else 1.0
-        if skip is None:
-            self.report(loss)
-            return loss * weight
-        total = skip.combine(loss, lambda rows: next_token_loss(self._head[0](rows), labels), mask)
-        self.report(total, last_layer_loss=loss.detach())
-        return total * weight
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss to train on, that of the last layer alone, and how many labels are the most probable token.
 
-    def judge(self, batch: Batch) -> None:
+        The first is the mean cross-entropy over the batch's labels; under LayerSkip together with that of the early
+        exits. The last is counted in evaluation only.
+        """
+        hidden, mask = self.hidden(batch)
+        head, labels = self._head[0], batch["labels"].roll(-1, 1)[mask]
+        loss = next_token_loss(hidden, head, labels)
+        total, hits = loss, labels.new_zeros(()) if self.training else next_token_hits(hidden, head, labels)
+        if self.layerskip is not None and self.training:
+            total = self.layerskip.combine(loss, lambda rows: next_token_loss(rows, head, labels), mask)
+        return total, loss, hits
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The batch's loss, weighted by its share of the step's labels."""
+        if self.layerskip is not None:
+            self.layerskip.begin(self.global_step)
+        total, last, _ = self(batch)
+        self.log_step(total, **({} if self.layerskip is None else {"last_layer_loss": last.detach()}))
+        weighted: Tensor = total * batch["step"].weight if "step" in batch else total
+        return weighted
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds up loss and top-1 hits."""
-        logits, mask = self.rows(batch)
-        labels = batch["labels"].roll(-1, 1)[mask]
-        count = torch.tensor(float(len(labels)), device=self.device)
-        self.add(next_token_loss(logits, labels) * count, (logits.argmax(-1) == labels).sum(), count)
+        _, loss, hits = self(batch)
+        count = torch.tensor(float((batch["labels"][:, 1:] != -100).sum()), device=self.device)
+        self.add_sums(loss * count, hits, count)
 
     def on_validation_epoch_end(self) -> None:
-        """Publishes loss and next-token accuracy."""
-        loss, accuracy = self.totals()
-        self.publish(loss=loss, accuracy=accuracy)
+        """Logs loss and next-token accuracy."""
+        self.log_means("loss", "accuracy")

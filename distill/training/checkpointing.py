@@ -1,24 +1,25 @@
-"""Checkpoints that a kill at any moment leaves sound: written aside, renamed, checked before they are used."""
+"""Checkpoints that a kill at any moment leaves sound: written aside, renamed, checked before they are used.
+
+A checkpoint is a zip file whose members carry CRC-32 sums, so one that was cut short or altered is recognised without
+a description beside it.
+"""
 
 from __future__ import annotations
 
-import json
-import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from decode.core.errors import UserError
 from distill.core import ranks
-from distill.core.files import checksum, write_json, write_safely
-from distill.training.base_module import TrainingModule
+from distill.core.files import write_safely
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
@@ -30,122 +31,157 @@ class SafeCheckpointIO(TorchCheckpointIO):
         write_safely(Path(path), lambda file: torch.save(checkpoint, file))
 
 
-class Keeper(Callback):
-    """After every validation: keep the weights if they are the best so far, and write a checkpoint.
+class _Movable(ModelCheckpoint):
+    """Keeps to the folder it is given, also where a checkpoint was written when the run's folder was elsewhere."""
 
-    A checkpoint ``step-N.ckpt`` counts once ``step-N.json`` stands beside it with its checksum, and the name and
-    checksum of the best weights at that time. Two checkpoints are kept, so that a damaged one costs one interval.
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state back, with every path in this folder."""
+        assert self.dirpath is not None
+        super().load_state_dict(_moved(state_dict, str(state_dict["dirpath"]), str(self.dirpath)))
+
+    def _should_remove_checkpoint(self, trainer: L.Trainer, previous: str, current: str) -> bool:
+        return previous != current  # Lightning keeps the one that a run was continued from for ever
+
+
+class ResumeCheckpoint(_Movable):
+    """Everything needed to go on, every so many steps and at the end; the two newest are kept.
+
+    Where a validation follows a step, the checkpoint follows the validation: a continued run has its result.
 
     Args:
-        folder: Where they go.
-        monitor: Name of the validation metric that decides.
-        mode: Whether larger or smaller is better.
-        note: Told when a damaged checkpoint is passed over.
-
-    Attributes:
-        history: Every validation's metrics with its step.
-        best: Value, step, file and checksum of the best weights.
+        folder: Where they go, as ``step-N.ckpt``.
+        every: Steps between them.
+        best: Keeps the best weights; files of it that a checkpoint here names are left until it is removed.
     """
 
-    def __init__(
-        self, folder: Path, monitor: str, mode: Literal["min", "max"], note: Callable[[str], None] = print
-    ) -> None:
-        self.folder, self.monitor, self.mode, self.note = folder, monitor, mode, note
-        self.history: list[dict[str, float]] = []
-        self.best: dict[str, Any] = {}
-        self._saved = -1  # step of the latest checkpoint
-        self._before, self._started = 0.0, time.monotonic()
+    def __init__(self, folder: Path, every: int, best: BestWeights) -> None:
+        super().__init__(
+            folder,
+            "step-{step:08d}",
+            monitor="step",
+            mode="max",
+            save_top_k=2,
+            auto_insert_metric_name=False,
+            every_n_train_steps=every,
+            enable_version_counter=False,
+        )
+        self.every, self.best = every, best
+        self.best_of: dict[str, str] = {}
+        best.keep = self.best_of.values
 
-    @property
-    def seconds(self) -> float:
-        """Time spent on the stage, over all starts."""
-        return self._before + time.monotonic() - self._started
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        """Saves after a whole step that no validation follows."""
+        batch = trainer.fit_loop.epoch_loop.batch_idx + 1
+        validated = trainer.is_last_batch or batch % trainer.val_check_batch == 0
+        if batch % trainer.accumulate_grad_batches == 0 and trainer.global_step % self.every == 0 and not validated:
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Saves after the validation of a step."""
+        if trainer.global_step % self.every == 0 or trainer.is_last_batch:
+            self._save(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of this."""
-        return {"history": self.history, "best": self.best, "seconds": self.seconds}
+        """With the best weights of each checkpoint's time."""
+        return super().state_dict() | {"best_of": self.best_of}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes it back."""
-        self.history, self.best = list(state_dict["history"]), dict(state_dict["best"])
-        self._before, self._saved = state_dict["seconds"], int(self.history[-1]["step"])
+        super().load_state_dict(state_dict)
+        self.best_of |= _moved(state_dict["best_of"], str(state_dict["dirpath"]), str(self.dirpath))
 
-    def latest(self) -> Path | None:
-        """The newest sound checkpoint; damaged ones are removed."""
-        candidates = sorted(self.folder.glob("step-*.ckpt"), reverse=True)
-        for path in candidates:
-            if self._sound(path):
-                self.note(f"continuing from step {int(path.stem.split('-')[1])}")
-                return path
-            self.note(f"{path.name} is damaged or incomplete and is not used")
-            if ranks.is_first():
-                path.unlink()
-                path.with_suffix(".json").unlink(missing_ok=True)
-        if candidates:
-            self.note("no sound checkpoint is left: the stage starts from its beginning")
-        return None
+    def _save(self, trainer: L.Trainer) -> None:
+        if not self._should_skip_saving_checkpoint(trainer):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Notes the metrics."""
-        assert isinstance(pl_module, TrainingModule)
-        self.history.append({"step": trainer.global_step, **pl_module.metrics})
+    def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
+        self.best_of[filepath] = self.best.best_model_path  # before saving: it is part of the state
+        super()._save_checkpoint(trainer, filepath)
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keeps the best weights, then writes the checkpoint that names them, then removes what is superseded."""
-        assert isinstance(pl_module, TrainingModule)
-        step = trainer.global_step
-        if step == self._saved:  # a continued run ends the segment of its checkpoint once more
-            return
-        self._saved, value = step, pl_module.metrics[self.monitor]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not self.best or (value > self.best["value"] if self.mode == "max" else value < self.best["value"]):
-            state = trainer.strategy.lightning_module_state_dict()
-            path = self.folder / f"best-{step:08d}.safetensors"
-            if trainer.is_global_zero:
-                write_safely(path, lambda file: save_file(_distinct(state), file))
-            crc = checksum(path) if trainer.is_global_zero else None  # all ranks decide alike, the first one writes
-            self.best = {"value": value, "step": step, "file": path.name, "crc32": crc}
-        path = self.folder / f"step-{step:08d}.ckpt"
-        trainer.save_checkpoint(path)
-        if trainer.is_global_zero:
-            write_json(path.with_suffix(".json"), {"crc32": checksum(path), "best": self.best})
-            self._prune()
+    def _remove_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
+        super()._remove_checkpoint(trainer, filepath)
+        weights = self.best_of.pop(filepath, "")
+        if weights and weights != self.best.best_model_path:
+            self.best._remove_checkpoint(trainer, weights)
 
-    def restore_best(self, model: nn.Module) -> None:
-        """Loads the best weights."""
-        if not self.best:
+
+class BestWeights(_Movable):
+    """The weights of the best validation, as ``best-N.ckpt``.
+
+    Args:
+        folder: Where they go.
+        monitor: The logged metric that decides.
+        mode: Whether larger or smaller is better.
+    """
+
+    keep: Callable[[], Any] = staticmethod(tuple)
+
+    def __init__(self, folder: Path, monitor: str, mode: Literal["min", "max"]) -> None:
+        super().__init__(
+            folder,
+            "best-{step:08d}",
+            monitor=monitor,
+            mode=mode,
+            save_weights_only=True,
+            auto_insert_metric_name=False,
+            save_on_train_epoch_end=False,
+            enable_version_counter=False,
+        )
+
+    def _remove_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
+        if filepath not in self.keep():
+            super()._remove_checkpoint(trainer, filepath)
+
+    def restore(self, model: nn.Module) -> None:
+        """Loads them.
+
+        Raises:
+            UserError: There was no validation.
+        """
+        if not self.best_model_path:
             raise UserError("the stage ended before its first validation, so there are no weights to keep")
-        weights = load_file(self.folder / self.best["file"])
-        result = model.load_state_dict(weights, strict=False)
-        if result.unexpected_keys:
-            raise RuntimeError(f"weights for unknown parameters: {result.unexpected_keys[:3]}")
-
-    def _sound(self, path: Path) -> bool:
-        try:
-            note = json.loads(path.with_suffix(".json").read_text())
-            best = self.folder / note["best"]["file"]
-            return checksum(path) == note["crc32"] and checksum(best) == note["best"]["crc32"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
-
-    def _prune(self) -> None:
-        kept = sorted(self.folder.glob("step-*.ckpt"))
-        for path in kept[:-2]:
-            path.with_suffix(".json").unlink(missing_ok=True)
-            path.unlink()
-        notes = [path.with_suffix(".json") for path in kept[-2:]]
-        named = {json.loads(note.read_text())["best"]["file"] for note in notes if note.exists()}
-        for path in self.folder.glob("best-*.safetensors"):
-            if path.name not in named:
-                path.unlink()
+        state = torch.load(self.best_model_path, map_location="cpu", weights_only=True)["state_dict"]
+        model.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
 
 
-def _distinct(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The model's weights without its prefix, each shared tensor (tied embeddings) once."""
-    seen: set[tuple[int, torch.Size]] = set()
-    weights = {}
-    for name, tensor in state.items():
-        if name.startswith("model.") and (key := (tensor.data_ptr(), tensor.shape)) not in seen:
-            seen.add(key)
-            weights[name.removeprefix("model.")] = tensor.detach().cpu().contiguous()
-    return weights
+def newest_sound(folder: Path, note: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint to go on from that is sound and whose best weights are; others are removed.
+
+    Args:
+        folder: Of the checkpoints.
+        note: Shows a line about what was found.
+    """
+    candidates = sorted(folder.glob("step-*.ckpt"), reverse=True)
+    for path in candidates:
+        if is_sound(path) and all(is_sound(folder / Path(best).name) for best in _best_named_in(path)):
+            note(f"continuing from step {int(path.stem.split('-')[1])}")
+            return path
+        note(f"{path.name} is damaged or incomplete and is not used")
+        if ranks.is_first():
+            path.unlink(missing_ok=True)
+    if candidates:
+        note("no sound checkpoint is left: the stage starts from its beginning")
+    return None
+
+
+def is_sound(path: Path) -> bool:
+    """Whether a checkpoint is whole and unaltered."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            return file.testzip() is None
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):
+        return False
+
+
+def _best_named_in(path: Path) -> list[str]:
+    """The best weights at the time of a checkpoint; none before the first validation."""
+    states = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["callbacks"].values()
+    named = [(Path(name).name, best) for state in states for name, best in state.get("best_of", {}).items()]
+    return [best for name, best in named if name == path.name and best]
+
+
+def _moved(value: Any, old: str, new: str) -> Any:
+    """The same with paths in another folder."""
+    if isinstance(value, dict):
+        return {_moved(key, old, new): _moved(item, old, new) for key, item in value.items()}
+    return new + value[len(old) :] if isinstance(value, str) and value.startswith(old) else value

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from distill.config.trainer import TrainingSettings
 from distill.data.step import Step
 from distill.data.token_dataset import Batch
-from distill.losses.chunked_kl import LossRequest, LossRows, can_fuse, fused_loss, plain_loss
+from distill.losses.chunked_kl import LossRequest, LossRows, fused_loss, plain_loss
+from distill.losses.head_gradients import can_fuse
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection, top_share
 from distill.teacher.teacher import TargetSource
@@ -30,7 +31,7 @@ class DistillModule(TrainingModule):
         fused: Compute the loss in chunks, without the logits of all rows (see `distill.losses.chunked_kl`).
     """
 
-    monitor = "alpha"
+    monitor = "validation_alpha"
     mode = "max"
 
     def __init__(
@@ -43,46 +44,75 @@ class DistillModule(TrainingModule):
         objective: Objective | None = None,
         fused: bool = True,
         seed: int = 0,
-        log_every: int = 20,
     ) -> None:
-        super().__init__(model, training, steps, seed=seed, log_every=log_every)
+        super().__init__(model, training, steps, seed=seed)
         self.target, self.objective = target, objective or Objective()
         self.compute = fused_loss if fused and can_fuse(self._head[0]) else plain_loss
         if self.objective.selection is not None:
             self.selected = torch.zeros(int(model.get_input_embeddings().num_embeddings), dtype=torch.long)
         self._chosen: list[Tensor] = []  # of every micro-batch of the step
 
-    def on_fit_start(self) -> None:
-        """Moves the frozen target, too, to this rank's device."""
-        super().on_fit_start()
-        self.target.to(self.device)
+    def setup(self, stage: str) -> None:
+        """Moves the frozen target, too, to this rank's device: before the first validation."""
+        self.target.to(self.trainer.strategy.root_device)
 
-    def loss_rows(self, batch: Batch, objective: Objective, *, metrics: bool) -> tuple[LossRows, Tensor]:
+    def forward(self, batch: Batch, objective: Objective, *, metrics: bool) -> tuple[LossRows, Tensor]:
         """The loss of a batch's label rows, and where they are, ``[batch, time]``."""
         hidden, mask = self.hidden(batch)
-        task = objective.task(self.global_step, batch, mask, metrics=metrics)
-        if (step := batch.get("step")) is not None and task.choose is not None and step.parts > 1:
-            task = self._among_all(task, objective, batch, mask, step)
-        return self.compute(hidden, self._head[0], self.target.rows(batch, mask), task), mask
+        request = objective.request(self.global_step, batch, mask, metrics=metrics)
+        if (step := batch.get("step")) is not None and request.choose is not None and step.parts > 1:
+            request = self._choose_in_step(request, objective, batch, mask, step)
+        return self.compute(hidden, self._head[0], self.target.rows(batch, mask), request), mask
 
-    def _among_all(
-        self, task: LossRequest, objective: Objective, batch: Batch, mask: Tensor, step: Step
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Divergence summed over the selected tokens and normalised by the whole step's (paper, training objective).
+
+        Gradients are averaged over the parts of a step, so each part's loss is its share times their number.
+        """
+        found, mask = self(batch, self.objective, metrics=self.logs_this_step)
+        step, selection = batch.get("step"), self.objective.selection_at(self.global_step)
+        rows = chosen = len(found.losses)
+        if selection is not None:
+            assert self.selected is not None
+            labels = batch["labels"].roll(-1, 1)[mask][found.chosen]
+            self.selected += torch.bincount(labels, minlength=len(self.selected))
+            chosen = len(labels)
+        parts = 1
+        if step is not None:
+            parts, rows = step.parts, step.tokens
+            chosen = rows if selection is None else selection.count(step.counts)
+        loss = found.total / (_divisor(selection, chosen, rows) / parts)
+        values = {} if found.alpha is None else {"alpha": found.alpha.mean(), "loss_all": found.losses.mean()}
+        return self.log_step(loss, **values)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Adds up divergence, alpha and top-1 agreement over all label tokens, whatever the selection."""
+        found, _ = self(batch, Objective(self.objective.divergence), metrics=True)
+        count = torch.tensor(float(len(found.losses)), device=self.device)
+        self.add_sums(found.losses.sum(), found.alpha.sum(), found.agreement.sum(), count)
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs divergence, alpha and agreement."""
+        self.log_means("loss", "alpha", "agreement")
+
+    def _choose_in_step(
+        self, request: LossRequest, objective: Objective, batch: Batch, mask: Tensor, step: Step
     ) -> LossRequest:
         """With scope ``global`` the choice among all parts of the step; other scopes look at one part only."""
         selection = objective.selection_at(self.global_step)
         assert selection is not None
         if selection.scope != "global":
-            return task
+            return request
         select = partial(top_share, k=selection.k)
         if step.micros == 1:
             reference, sequence = batch["reference_loss"], mask.nonzero()[:, 0]
-            return replace(task, choose=lambda values: step.choose([values - reference], [sequence], select)[0])
+            return replace(request, choose=lambda values: step.choose([values - reference], [sequence], select)[0])
         if step.micro == 0:
             deltas = [
                 self._deltas(self.transfer_batch_to_device(part, self.device, 0), objective) for part in step.ahead
             ]
             self._chosen = step.choose([d for d, _ in deltas], [sequence for _, sequence in deltas], select)
-        return replace(task, choose=lambda values: self._chosen[step.micro])
+        return replace(request, choose=lambda values: self._chosen[step.micro])
 
     @torch.no_grad()
     def _deltas(self, batch: Batch, objective: Objective) -> tuple[Tensor, Tensor]:
@@ -94,40 +124,9 @@ class DistillModule(TrainingModule):
             found.append(values - batch["reference_loss"])
             return values.new_empty(0, dtype=torch.long)
 
-        task = replace(objective.task(self.global_step, batch, mask, metrics=False), choose=note)
-        self.compute(hidden, self._head[0], self.target.rows(batch, mask), task)
+        request = replace(objective.request(self.global_step, batch, mask, metrics=False), choose=note)
+        self.compute(hidden, self._head[0], self.target.rows(batch, mask), request)
         return found[0], mask.nonzero()[:, 0]
-
-    def learn(self, batch: Batch) -> Tensor:
-        """Divergence summed over the selected tokens and normalised (paper, training objective)."""
-        found, mask = self.loss_rows(batch, self.objective, metrics=self.due)
-        step, selection = batch.get("step"), self.objective.selection_at(self.global_step)
-        rows, chosen = len(found.losses), len(found.losses)
-        if selection is not None:
-            assert found.chosen is not None
-            assert self.selected is not None
-            labels = batch["labels"].roll(-1, 1)[mask][found.chosen]
-            self.selected += torch.bincount(labels, minlength=len(self.selected))
-            chosen = len(labels)
-        values = {} if found.alpha is None else {"alpha": found.alpha.mean(), "loss_all": found.losses.mean()}
-        self.report(found.total / _divisor(selection, chosen, rows), **values)
-        if step is None:
-            return found.total / _divisor(selection, chosen, rows)
-        chosen = step.tokens if selection is None else selection.count(step.counts)
-        return found.total / (_divisor(selection, chosen, step.tokens) / step.parts)
-
-    def judge(self, batch: Batch) -> None:
-        """Adds up divergence, alpha and top-1 agreement over all label tokens, whatever the selection."""
-        found, _ = self.loss_rows(batch, Objective(self.objective.divergence), metrics=True)
-        assert found.alpha is not None
-        assert found.agreement is not None
-        count = torch.tensor(float(len(found.losses)), device=self.device)
-        self.add(found.losses.sum(), found.alpha.sum(), found.agreement.sum(), count)
-
-    def on_validation_epoch_end(self) -> None:
-        """Publishes divergence, alpha and agreement."""
-        divergence, alpha, agreement = self.totals()
-        self.publish(loss=divergence, alpha=alpha, agreement=agreement)
 
 
 def _divisor(selection: Selection | None, chosen: int, rows: int) -> int:

@@ -29,7 +29,7 @@ class EagleModule(TrainingModule):
 
     """
 
-    monitor = "alpha"
+    monitor = "validation_alpha"
     mode = "max"
     model: FeatureHead
 
@@ -43,19 +43,17 @@ class EagleModule(TrainingModule):
         settings: EagleSettings,
         selection: Selection | None = None,
         seed: int = 0,
-        log_every: int = 20,
     ) -> None:
-        super().__init__(model, training, steps, seed=seed, log_every=log_every)
+        super().__init__(model, training, steps, seed=seed)
         self.source, self.settings, self.selection = source, settings, selection
         if selection is not None:
             self.selected = torch.zeros(int(model.config.vocab_size), dtype=torch.long)
 
-    def on_fit_start(self) -> None:
-        """Moves the frozen target to this rank's device."""
-        super().on_fit_start()
-        self.source.to(self.device)
+    def setup(self, stage: str) -> None:
+        """Moves the frozen target to this rank's device: before the first validation."""
+        self.source.to(self.trainer.strategy.root_device)
 
-    def learn(self, batch: Batch) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Σ over drafting steps of decayⁱ · (feature weight · regression + cross-entropy weight · selected CE)."""
         settings = self.settings
         noise = settings.noise if self.model.version == 1 else 0.0
@@ -67,7 +65,7 @@ class EagleModule(TrainingModule):
                 loss = settings.ce_weight * loss + settings.feature_weight * regression
             total = total + settings.decay**step * loss
             alpha = found.alpha.mean() if not step else alpha
-        self.report(total, alpha=alpha)
+        self.log_step(total, alpha=alpha)
         return total * batch["step"].weight if "step" in batch else total
 
     def _cross_entropy(self, found: StepRows, batch: Batch, step: int) -> Tensor:
@@ -83,15 +81,16 @@ class EagleModule(TrainingModule):
             labels = batch["labels"].roll(-1, 1)[found.place][rows][chosen]
             assert self.selected is not None
             self.selected += torch.bincount(labels, minlength=len(self.selected))
-        return losses[chosen].sum() / self.selection.divisor(len(chosen), len(losses))
+        weights = self.selection.weights(sequence)
+        weighted = losses if weights is None else losses * weights
+        return weighted[chosen].sum() / self.selection.divisor(len(chosen), len(losses))
 
-    def judge(self, batch: Batch) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds up cross-entropy, alpha and top-1 agreement of the first drafted token over all label tokens."""
         found = next(drafting_steps(self.model, self.source, batch, 1))
         count = torch.tensor(float(len(found.alpha)), device=self.device)
-        self.add(found.cross_entropy.sum(), found.alpha.sum(), found.agreement.sum(), count)
+        self.add_sums(found.cross_entropy.sum(), found.alpha.sum(), found.agreement.sum(), count)
 
     def on_validation_epoch_end(self) -> None:
-        """Publishes loss, alpha and agreement."""
-        loss, alpha, agreement = self.totals()
-        self.publish(loss=loss, alpha=alpha, agreement=agreement)
+        """Logs loss, alpha and agreement."""
+        self.log_means("loss", "alpha", "agreement")

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ import distill.evaluation.eagle  # noqa: F401  (the pipeline loads it late; here
 from distill.config.settings import ComparisonSettings, Settings
 from distill.core.run_dir import RunDir
 from distill.pipeline import runner as pipeline
-from distill.training.trainer import StageProgress
+from distill.training.progress import ProgressLines
 
 HERE = Path(__file__).parent
 INTERVAL = 5
@@ -151,16 +152,16 @@ def watch(witness: Witness, *, measured: bool) -> None:
     before(pipeline, "export_draft", lambda *_, **__: witness.enter("export"))
     before(pipeline, "write_report", lambda *_: witness.enter("report"))
 
-    def started(progress: StageProgress, trainer: Any, module: Any) -> None:
+    def started(progress: ProgressLines, trainer: Any, module: Any) -> None:
         witness.enter(progress.name)
         witness.write(start=progress.name, step=trainer.global_step, steps=trainer.max_steps)
 
-    def stepped(progress: StageProgress, trainer: Any, module: Any, *_: Any) -> None:
+    def stepped(progress: ProgressLines, trainer: Any, module: Any, *_: Any) -> None:
         witness.write(stage=progress.name, step=trainer.global_step)
         witness.moment(f"step {trainer.global_step}")
 
-    before(StageProgress, "on_train_start", started)
-    before(StageProgress, "on_train_batch_end", stepped)
+    before(ProgressLines, "on_train_start", started)
+    before(ProgressLines, "on_train_batch_end", stepped)
     sys.addaudithook(witness.audit)
 
 
@@ -320,6 +321,12 @@ def alter(path: Path) -> None:
     middle = len(data) // 2
     if path.suffix == ".jsonl":  # of the token ids: beside them stands a text that nothing reads
         middle = data.index(b'"ids": [', middle)
+    if path.suffix == ".ckpt":  # of the largest tensor: between the members of the file lies padding
+        with zipfile.ZipFile(path) as file:
+            largest = max(file.infolist(), key=lambda member: member.file_size)
+        header = data[largest.header_offset : largest.header_offset + 30]
+        names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        middle = largest.header_offset + 30 + names + largest.file_size // 2
     if path.suffix in TEXTS:
         place = next(i for i in [*range(middle, len(data)), *range(middle)] if chr(data[i]).isdigit())
         data[place] = ord("1") if data[place] == ord("0") else data[place] - 1
@@ -360,10 +367,7 @@ VICTIMS = [
     Victim("weights of the target", "target/model.safetensors", says=WRITTEN),
     Victim("configuration of a stage", "initial/config.json", says=WRITTEN),
     Victim("note of a stage", "work/draft.json"),
-    Victim(
-        "note of the newest checkpoint", "work/checkpoints-draft/step-*.json", "draft", stop=True, says="is damaged"
-    ),
-    Victim("best weights so far", "work/checkpoints-draft/best-*.safetensors", "draft", stop=True, says="is damaged"),
+    Victim("best weights so far", "work/checkpoints-draft/best-*.ckpt", "draft", stop=True, says="is damaged"),
     Victim("fingerprint of checkpoints", "work/checkpoints-draft/fingerprint.json", "draft", stop=True),
     Victim("exported configuration", "export/config.json", says=WRITTEN),
     Victim("report", "report.json", says=WRITTEN),

@@ -28,7 +28,7 @@ from distill.config.tracker import TrackerSettings
 from distill.core.run_dir import RunDir
 from distill.data.stage_context import StageContext
 from distill.pipeline.runner import run_of, run_stages
-from distill.training.trainer import StageProgress
+from distill.training.progress import ProgressLines
 
 
 def tiny_settings(folder: Path, **changes: Any) -> Settings:
@@ -78,14 +78,14 @@ class Killed(Exception):
 @contextmanager
 def killed(stage: str, step: int) -> Iterator[None]:
     """Inside, training of the stage ends after the given step, as by a kill."""
-    original = StageProgress.on_train_batch_end
+    original = ProgressLines.on_train_batch_end
 
-    def end(self: StageProgress, trainer: Any, module: Any, *rest: Any) -> None:
+    def end(self: ProgressLines, trainer: Any, module: Any, *rest: Any) -> None:
         original(self, trainer, module, *rest)
         if self.name == stage and trainer.global_step == step:
             raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StageProgress, "on_train_batch_end", end)
+        patch.setattr(ProgressLines, "on_train_batch_end", end)
         with pytest.raises(Killed):
             yield

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from distill.data.batch_schedule import EvalBatches, Schedule, TrainBatches
+from distill.data.batch_schedule import EvalBatches, Schedule
+from distill.data.datamodule import TrainLoader
 from distill.data.token_dataset import TokenDataset, label_mask
 from distill.data.tokenize import IGNORE
 
@@ -70,12 +71,12 @@ def test_buckets_put_examples_of_like_length_together() -> None:
 def test_ranks_share_every_batch_without_overlap() -> None:
     rows = TokenDataset.of(dataset())
     schedule = Schedule(rows.lengths, batch_size=3, seed=0)
-    whole = list(TrainBatches(rows, schedule, 0, 0, 4))
-    shares = [list(TrainBatches(rows, schedule, 0, 0, 4, rank, 2)) for rank in range(2)]
+    whole = list(TrainLoader(rows, schedule, 4, 0))
+    shares = [list(TrainLoader(rows, schedule, 4, 0, rank, 2)) for rank in range(2)]
     for step in range(4):
         tokens = sorted(int(x) for share in shares for x in share[step]["input_ids"].flatten() if x)
         assert tokens == sorted(int(x) for x in whole[step]["input_ids"].flatten() if x)
-    assert [len(TrainBatches(rows, schedule, 0, 1, 4)), len(whole)] == [3, 4]
+    assert len(TrainLoader(rows, schedule, 4, 0)) == len(whole) == 4
 
 
 def test_evaluation_sees_every_example_once() -> None:

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import distill.losses.chunked_kl
-from distill.losses.chunked_kl import LossRequest, LossRows, can_fuse, chunk_rows, fused_loss, plain_loss
+from distill.losses.chunked_kl import LossRequest, LossRows, fused_loss, plain_loss
 from distill.losses.divergences import LOSSES, Divergence
+from distill.losses.head_gradients import can_fuse, chunk_rows
 from distill.losses.token_selection import top_share
 from distill.models.lm_head import LMHead, last_hidden
 from distill.teacher.teacher import HiddenRows
@@ -256,5 +257,5 @@ def test_a_head_with_an_adapter_is_left_to_autograd(tiny: Tiny) -> None:
 
 def test_chunks_stay_near_a_cores_cache_and_read_the_weights_for_enough_rows() -> None:
     cpu = torch.device("cpu")
-    assert chunk_rows(512, cpu) * 512 * 4 == distill.losses.chunked_kl.CPU_CHUNK
-    assert chunk_rows(151936, cpu) == distill.losses.chunked_kl.FEWEST_ROWS
+    assert chunk_rows(512, cpu) * 512 * 4 == distill.losses.head_gradients.CPU_CHUNK
+    assert chunk_rows(151936, cpu) == distill.losses.head_gradients.FEWEST_ROWS

@@ -15,7 +15,7 @@ from decode.models.structure import check_structure, decoder_layers, final_norm
 from distill.config.models import LayerSkipSettings
 from distill.config.settings import Settings, TrainingSettings
 from distill.data.token_dataset import label_mask
-from distill.losses.rows import next_token_loss
+from distill.losses.next_token import next_token_loss
 from distill.models.layerskip import LayerSkip, dropout_rates, exit_weights, exits_on
 from distill.models.loading import checkpoint_layers
 from distill.pipeline.stage_fingerprint import stage_fingerprints
@@ -38,19 +38,13 @@ def build():
 def module_of(model, settings: LayerSkipSettings, steps: int = 100, *, scratch: bool = False) -> CausalLMModule:
     module = CausalLMModule(model, TrainingSettings(steps=steps), steps)
     module.layerskip = LayerSkip(model, settings, steps, scratch=scratch)
-    module.report = lambda loss, **values: None  # type: ignore[method-assign]  # no trainer here
     return module.train()
 
 
 def loss_at(module: CausalLMModule, step: int) -> Tensor:
     """The training loss of a step, without a trainer."""
-    skip = module.layerskip
-    skip.begin(step)
-    logits, mask = module.rows(BATCH)
-    labels = BATCH["labels"].roll(-1, 1)[mask]
-    return skip.combine(
-        next_token_loss(logits, labels), lambda rows: next_token_loss(module._head[0](rows), labels), mask
-    )
+    module.layerskip.begin(step)
+    return module(BATCH)[0]
 
 
 def test_layers_are_dropped_by_the_papers_formula() -> None:
@@ -93,8 +87,8 @@ def test_the_loss_is_the_weighted_sum_of_the_exits_losses_on_every_family(build,
     labels = BATCH["labels"].roll(-1, 1)[mask]
     head = module._head[0]
     out = model.base_model(BATCH["input_ids"], use_cache=False, output_hidden_states=True)
-    losses = [next_token_loss(head(final_norm(model)(out.hidden_states[e + 1][mask])), labels) for e in (0, 1)]
-    whole = next_token_loss(head(out.last_hidden_state[mask]), labels)
+    losses = [next_token_loss(final_norm(model)(out.hidden_states[e + 1][mask]), head, labels) for e in (0, 1)]
+    whole = next_token_loss(out.last_hidden_state[mask], head, labels)
     for step, early in ((0, losses[0]), (1, losses[1]), (2, losses[0])):
         torch.testing.assert_close(loss_at(module, step), (whole + 0.5 * early) / 1.5, atol=1e-5, rtol=1e-5)
 
@@ -159,9 +153,9 @@ def test_training_makes_the_early_exit_better(build, scratch: bool) -> None:
         with torch.no_grad():
             mask = label_mask(BATCH["labels"])
             out = model.base_model(BATCH["input_ids"], output_hidden_states=True)
-            rows = module._head[0](final_norm(model)(out.hidden_states[1][mask]))
+            rows = final_norm(model)(out.hidden_states[1][mask])
         model.train()
-        return next_token_loss(rows, BATCH["labels"].roll(-1, 1)[mask]).item()
+        return next_token_loss(rows, module._head[0], BATCH["labels"].roll(-1, 1)[mask]).item()
 
     before = early()
     for step in range(60):
@@ -185,7 +179,7 @@ def test_the_module_trains_with_it_and_reports_the_last_layers_loss(build) -> No
     model = build("llama", num_hidden_layers=3)
     module = module_of(model, ON)
     seen: dict[str, Tensor] = {}
-    module.report = lambda loss, **values: seen.update(values, loss=loss)  # type: ignore[method-assign]
+    module.log_step = lambda loss, **values: seen.update(values, loss=loss)  # type: ignore[method-assign]
     module._trainer = type("T", (), {"global_step": 1})()
     loss = module.training_step(BATCH, 0)
     assert {"loss", "last_layer_loss"} == seen.keys()

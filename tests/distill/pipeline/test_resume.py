@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from soak import alter
 from tiny_run import bench, killed, run_tiny, tiny_settings
 
 from decode.core.errors import UserError
 from distill.config.settings import Settings
 from distill.core.run_dir import RunDir
 from distill.pipeline.runner import run_stages
-from distill.training.checkpointing import Keeper
+from distill.training.checkpointing import BestWeights
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
 
@@ -88,9 +89,7 @@ def test_without_any_sound_checkpoint_the_stage_starts_over_and_says_so(
         run_tiny(settings)
     folder = tmp_path / "tiny/work/checkpoints-target"
     for best in folder.glob("best-*"):  # sound checkpoints that name lost weights do not count either
-        data = bytearray(best.read_bytes())
-        data[-1] ^= 1
-        best.write_bytes(data)
+        alter(best)
     run, printed = finish_target(settings)
     assert "no sound checkpoint is left: the stage starts from its beginning" in printed
     assert_same(whole, run, "target")
@@ -119,7 +118,7 @@ def test_no_more_than_two_checkpoints_and_their_best_weights_are_kept(tmp_path: 
 
 def test_a_stage_without_any_validation_has_no_weights_to_keep(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no weights to keep"):
-        Keeper(tmp_path, "alpha", "max").restore_best(torch.nn.Linear(1, 1))
+        BestWeights(tmp_path, "validation_alpha", "max").restore(torch.nn.Linear(1, 1))
 
 
 def test_a_stage_altered_without_a_change_of_size_is_made_again_and_said_so(

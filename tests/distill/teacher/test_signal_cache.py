@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_losses import token_loss
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from distill.data.token_dataset import TokenDataset, label_mask
 from distill.data.tokenize import IGNORE
 from distill.losses.divergences import Divergence, Pair
-from distill.losses.rows import token_loss
 from distill.models.lm_head import LMHead, last_hidden
 from distill.teacher import signal_cache as signals
 from distill.teacher.teacher import TargetSignal, TargetSource

@@ -20,7 +20,8 @@ from tiny_run import run_tiny, tiny_settings
 from decode.core.errors import UserError
 from distill.config.settings import LoraSettings, TrainingSettings
 from distill.core.run_dir import RunDir
-from distill.data.batch_schedule import Schedule, TrainBatches
+from distill.data.batch_schedule import Schedule
+from distill.data.datamodule import TrainLoader
 from distill.data.step import Step
 from distill.data.token_dataset import Batch, TokenDataset
 from distill.data.tokenize import IGNORE
@@ -107,7 +108,7 @@ def test_a_step_is_dealt_out_whole_and_every_part_knows_all_counts(world: int, m
     made = rows()
     schedule = Schedule(made.lengths, 7, seed=1)
     dealt = [
-        list(TrainBatches(made, schedule, 0, 0, 2, rank, world, micros=micros, look_ahead=micros > 1))
+        list(TrainLoader(made, schedule, 2, 0, rank, world, micros=micros, look_ahead=micros > 1))
         for rank in range(world)
     ]
     steps = [batch["step"] for batches in dealt for batch in batches[:micros]]
@@ -156,7 +157,6 @@ def test_the_parts_gradients_average_to_the_whole_step_s(scope: Any, normalisati
         model, TrainingSettings(), 4, target=TargetSource(in_double(build_tiny("llama", seed=4, dtype=torch.float64))),
         objective=Objective(selection=selection), fused=fused,
     )  # fmt: skip
-    module.report = lambda loss, **values: None  # type: ignore[method-assign]
 
     def gradients(batches: list[Batch]) -> list[torch.Tensor]:
         module.zero_grad()
@@ -164,9 +164,9 @@ def test_the_parts_gradients_average_to_the_whole_step_s(scope: Any, normalisati
             (module.training_step(batch, 0) / len(batches)).backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    whole = gradients(list(TrainBatches(made, schedule, 0, 0, 1)))
-    micros = gradients(list(TrainBatches(made, schedule, 0, 0, 1, micros=3, look_ahead=scope == "global")))
-    halves = [next(iter(TrainBatches(made, schedule, 0, 0, 1, rank, 2))) for rank in (0, 1)]
+    whole = gradients(list(TrainLoader(made, schedule, 1, 0)))
+    micros = gradients(list(TrainLoader(made, schedule, 1, 0, micros=3, look_ahead=scope == "global")))
+    halves = [next(iter(TrainLoader(made, schedule, 1, 0, rank, 2))) for rank in (0, 1)]
     for found in (micros, gradients(halves) if scope != "global" else micros):
         assert all(torch.allclose(a, b, atol=1e-6, rtol=1e-4) for a, b in zip(found, whole, strict=True))
 
@@ -176,14 +176,13 @@ def test_parts_of_next_token_training_average_to_the_whole_step(world: int) -> N
     made, model = rows(), build_tiny("llama", seed=5)
     schedule = Schedule(made.lengths, 7, seed=1)
     module = CausalLMModule(model, TrainingSettings(), 4)
-    module.report = lambda loss, **values: None  # type: ignore[method-assign]
     for everything in (False, True):
-        whole = next(iter(TrainBatches(made, schedule, 0, 0, 1, all_tokens=everything)))
+        whole = next(iter(TrainLoader(made, schedule, 1, 0, all_tokens=everything)))
         wanted = module.training_step(whole, 0).item()
         parts = [
             batch
             for rank in range(world)
-            for batch in TrainBatches(made, schedule, 0, 0, 1, rank, world, everything, micros=2)
+            for batch in TrainLoader(made, schedule, 1, 0, rank, world, everything, micros=2)
         ]
         found = [module.training_step(batch, 0).item() for batch in parts]
         assert sum(found) / len(found) == pytest.approx(wanted, rel=1e-6)

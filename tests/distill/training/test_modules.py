@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from families import build_tiny, in_double
+from plain_losses import token_loss
 from some_rows import TRAINING, some_rows
 from transformers import PreTrainedModel
 
@@ -15,7 +16,6 @@ from decode.models.structure import decoder_layers
 from distill.data.token_dataset import label_mask
 from distill.data.tokenize import IGNORE
 from distill.losses.objective import Objective
-from distill.losses.rows import token_loss
 from distill.losses.token_selection import Selection
 from distill.models.lm_head import LMHead, check_head, last_hidden
 from distill.models.loading import checkpoint_layers
@@ -37,12 +37,6 @@ def logits_of(target: TargetSource, batch: dict[str, torch.Tensor], mask: torch.
     """The target's log-probabilities, which are logits of the same distribution."""
     rows = target.rows(batch, mask)
     return rows.log_probs(slice(None), torch.zeros(int(mask.sum()), rows.vocab), 1.0)
-
-
-def quiet(module: CausalLMModule | DistillModule) -> CausalLMModule | DistillModule:
-    """A module outside a trainer: nothing to log to."""
-    module.report = lambda loss, **values: None  # type: ignore[method-assign]
-    return module
 
 
 FAMILIES = ["llama", "llama-tied", "qwen3", "gemma2", "phi", "gpt_neox", "codegen", "gpt2", "opt", "mistral"]
@@ -102,7 +96,7 @@ def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_sta
     def gradients() -> tuple[float, list[torch.Tensor]]:
         calls.clear()
         torch.manual_seed(0)
-        return loss_and_gradients(quiet(CausalLMModule(model, TRAINING, 4)), batch)
+        return loss_and_gradients(CausalLMModule(model, TRAINING, 4), batch)
 
     wanted_loss, wanted = gradients()
     assert len(calls) == 1
@@ -131,7 +125,7 @@ def test_a_model_with_another_kind_of_head_is_refused(tiny: Tiny) -> None:
 def test_next_token_loss_equals_the_models_own_loss(tiny: Tiny) -> None:
     model = tiny("llama", seed=3)
     batch = some_rows().batch(np.arange(4), 0)
-    got = quiet(CausalLMModule(model, TRAINING, 4)).training_step(batch, 0)
+    got = CausalLMModule(model, TRAINING, 4).training_step(batch, 0)
     wanted = model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
     assert got.item() == pytest.approx(wanted.item(), rel=1e-5)
 
@@ -141,11 +135,11 @@ def test_adaspec_with_k_one_is_distillspec_bit_by_bit(tiny: Tiny) -> None:
     rows.signals["reference_loss"] = np.random.default_rng(1).random(rows.label_count).astype(np.float32)
     batch = rows.batch(np.arange(5), 0)
     target = TargetSource(tiny("llama", seed=4))
-    plain = loss_and_gradients(quiet(DistillModule(tiny("llama", seed=5), TRAINING, 4, target=target)), batch)
+    plain = loss_and_gradients(DistillModule(tiny("llama", seed=5), TRAINING, 4, target=target), batch)
     for normalisation in ("paper", "official"):
         selection = Selection(1.0, normalisation=normalisation)  # type: ignore[arg-type]
-        module = quiet(
-            DistillModule(tiny("llama", seed=5), TRAINING, 4, target=target, objective=Objective(selection=selection))
+        module = DistillModule(
+            tiny("llama", seed=5), TRAINING, 4, target=target, objective=Objective(selection=selection)
         )
         chosen = loss_and_gradients(module, batch)
         assert chosen[0] == plain[0]
@@ -165,7 +159,7 @@ def test_adaspec_takes_gradient_from_the_selected_tokens_only(tiny: Tiny) -> Non
     lead[wanted_rows] = 1.0
     batch["reference_loss"] = losses - lead  # ΔL is 1 on four tokens and 0 elsewhere
     objective = Objective(selection=Selection(4 / len(lead), normalisation="paper"))
-    module = quiet(DistillModule(draft, TRAINING, 4, target=target, objective=objective))
+    module = DistillModule(draft, TRAINING, 4, target=target, objective=objective)
     loss, gradients = loss_and_gradients(module, batch)
     draft.zero_grad()
     own = token_loss(
@@ -193,7 +187,7 @@ def test_a_batch_without_labels_gives_zero_loss_connected_to_every_parameter(
     target = TargetSource(tiny("llama", seed=4))
     model = tiny("llama", seed=6)
     loss, gradients = loss_and_gradients(
-        quiet(DistillModule(model, TRAINING, 4, target=target, objective=Objective(selection=selection))), batch
+        DistillModule(model, TRAINING, 4, target=target, objective=Objective(selection=selection)), batch
     )
     assert loss == 0.0
     assert len(gradients) == len(list(model.parameters()))

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from distill.config.settings import TrainerSettings
 from distill.data.batch_schedule import Schedule
+from distill.data.datamodule import DistillDataModule
 from distill.data.token_dataset import TokenDataset
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
@@ -24,7 +25,7 @@ from distill.teacher.teacher import TargetSignal, TargetSource
 from distill.training.causal_lm import CausalLMModule
 from distill.training.distillation import DistillModule
 from distill.training.nan_guard import FirstBad
-from distill.training.trainer import Segments, fit
+from distill.training.trainer import fit
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -42,15 +43,15 @@ class Poison(Callback):
 
 def train(module: Any, rows: TokenDataset, folder: Path, *callbacks: Callback, precision: str = "32-true") -> Schedule:
     schedule = Schedule(rows.lengths, 2)
-    data = Segments(rows, some_rows(2), schedule, steps=9, segment=3, pad_id=0)
-    settings = TrainerSettings(accelerator="cpu", precision=precision)
+    data = DistillDataModule(rows, some_rows(2), schedule, steps=9, pad_id=0)
+    settings = TrainerSettings(accelerator="cpu", precision=precision, validate_every=3, log_every=100)
     fit(module, data, settings, folder, name="x", console=Console(quiet=True), callbacks=callbacks)
     return schedule
 
 
 def tiny_module(tiny: Tiny, **options: Any) -> CausalLMModule:
     model = copy.deepcopy(tiny("llama")).requires_grad_(True)
-    return CausalLMModule(model, TRAINING, 9, log_every=100, **options)
+    return CausalLMModule(model, TRAINING, 9, **options)
 
 
 def test_a_step_between_logged_ones_is_named_with_its_examples_and_the_segment_leaves_no_checkpoint(
@@ -79,7 +80,6 @@ def test_a_kept_signal_that_is_not_finite_is_named_as_the_cause(tiny: Tiny, tmp_
     model = copy.deepcopy(tiny("llama", seed=8)).requires_grad_(True)
     module = DistillModule(
         model, TRAINING, 9, target=TargetSource(tiny("llama", seed=4)), objective=Objective(selection=Selection()),
-        log_every=100,
     )  # fmt: skip
     step = next(step for step in range(9) if 3 in Schedule(rows.lengths, 2).batch(step))
     with pytest.raises(UserError, match=rf"at step {step} .*kept reference_loss of example 3 is not finite. Remove"):

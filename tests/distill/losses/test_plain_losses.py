@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from plain_losses import token_loss
 
 from distill.data.token_dataset import label_mask
 from distill.losses.divergences import Divergence
-from distill.losses.rows import next_token_loss, token_loss
 
 
 def rows(*probabilities: list[float]) -> torch.Tensor:
@@ -53,14 +53,6 @@ def test_a_vocabulary_padded_in_one_model_is_cut_to_the_shared_ids() -> None:
     p = torch.randn(4, 10, generator=torch.Generator().manual_seed(5))
     q = torch.randn(4, 8, generator=torch.Generator().manual_seed(6))
     assert torch.equal(token_loss(p, q).alpha, token_loss(p[:, :8], q).alpha)
-
-
-def test_next_token_loss_without_rows_is_zero_and_connected_to_the_graph() -> None:
-    logits = torch.zeros(0, 5, requires_grad=True)
-    loss = next_token_loss(logits, torch.zeros(0, dtype=torch.long))
-    loss.backward()
-    assert loss.item() == 0.0
-    assert logits.grad is not None
 
 
 def test_label_mask_marks_the_positions_that_predict_labels() -> None:

@@ -1,0 +1,85 @@
+"""Gradients of a loss on chunks of logits with respect to the hidden states and the head, summed up in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distill.models.lm_head import LMHead
+
+CPU_CHUNK, CUDA_CHUNK = 1 << 21, 1 << 28
+"""Bytes of one ``[chunk, vocab]`` float32 buffer: a few of them fit a CPU's cache, or keep a GPU busy."""
+
+FEWEST_ROWS = 64
+"""Rows of a chunk at least: the head's weights are read once a chunk."""
+
+RowIndex = slice | Tensor
+"""Which rows: a range, or indices."""
+
+
+def can_fuse(head: LMHead) -> bool:
+    """Whether the head is a plain linear layer, whose gradient is known here; with an adapter on it it is not."""
+    return type(head.linear) is nn.Linear
+
+
+def chunk_rows(vocab: int, device: torch.device) -> int:
+    """Rows of a chunk."""
+    size = CUDA_CHUNK if device.type == "cuda" else CPU_CHUNK
+    return max(FEWEST_ROWS, size // (4 * vocab))
+
+
+def row_slices(rows: int, chunk: int) -> Iterator[slice]:
+    """The rows in chunks."""
+    for start in range(0, rows, chunk):
+        yield slice(start, min(rows, start + chunk))
+
+
+class HeadGradients:
+    """Gradients of the hidden states, the head's weight and its bias; those of the head in float32 (float64 stays).
+
+    Args:
+        hidden: Hidden states of all rows, ``[rows, hidden]``.
+        weight: Of the head, ``[all ids, hidden]``.
+        bias: Of the head, ``[all ids]``, or None.
+        vocab: The first ids, which have logits in the loss.
+        needed: Which of the three gradients are.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab: int, needed: tuple[bool, ...]
+    ) -> None:
+        self.states, self.vocab, self.linear = hidden, vocab, weight[:vocab]
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        self.dtypes = [None if value is None else value.dtype for value in (hidden, weight, bias)]
+        self.hidden = torch.zeros_like(hidden) if needed[0] else None
+        self.weight = hidden.new_zeros(weight.shape, dtype=wide) if needed[1] else None
+        self.bias = hidden.new_zeros(bias.shape, dtype=wide) if bias is not None and needed[2] else None
+
+    def add(self, place: RowIndex, gradient: Tensor) -> None:
+        """Adds rows' gradients ``[rows, vocab]`` with respect to the linear layer's output."""
+        rows = self.states[place] if isinstance(place, slice) else self.states.index_select(0, place)
+        if self.bias is not None:
+            self.bias[: self.vocab] += gradient.sum(0)
+        narrow = gradient.to(rows.dtype)
+        if self.hidden is not None:
+            self.hidden[place] = (narrow @ self.linear.to(rows.dtype)).to(self.hidden.dtype)
+        if self.weight is not None:
+            if rows.dtype == self.weight.dtype:
+                self.weight[: self.vocab].addmm_(narrow.T, rows)
+            else:
+                self.weight[: self.vocab] += narrow.T @ rows
+
+    def save(self, ctx: Any) -> None:
+        """Keeps them for an autograd function's backward pass."""
+        ctx.save_for_backward(self.hidden, self.weight, self.bias)
+        ctx.dtypes = self.dtypes
+
+    @staticmethod
+    def scaled(ctx: Any, by: Tensor) -> list[Tensor | None]:
+        """The three that were kept, times the gradient of the sum, in the formats of what they belong to."""
+        return [
+            None if value is None else (value * by).to(dtype) for value, dtype in zip(ctx.saved_tensors, ctx.dtypes)
+        ]

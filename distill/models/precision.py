@@ -1,0 +1,47 @@
+"""The number formats of a training, by Lightning's name for them, also for passes outside its trainer.
+
+A reference model whose losses are compared with the draft's has to run as the draft does: under the same autocast, with
+weights of the same format. Losses themselves are computed in float32 on both sides (float64 stays).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+AUTOCAST = {"bf16": torch.bfloat16, "bf16-mixed": torch.bfloat16, "16": torch.float16, "16-mixed": torch.float16}
+WEIGHTS = {"bf16-true": "bfloat16", "16-true": "float16", "64": "float64", "64-true": "float64"}
+
+
+def weights_dtype(precision: str) -> str:
+    """The format that Lightning gives a model's weights."""
+    return WEIGHTS.get(str(precision), "float32")
+
+
+@contextmanager
+def forward_precision(precision: str, device: torch.device) -> Iterator[None]:
+    """Inside, a forward pass computes as a training step of this precision does."""
+    dtype = AUTOCAST.get(str(precision))
+    with torch.autocast(device.type, dtype, enabled=dtype is not None):
+        yield
+
+
+@contextmanager
+def loss_precision(device: torch.device) -> Iterator[None]:
+    """Inside, no autocast: logits and losses are float32 where the weights are.
+
+    On a GPU matrix products may then round their inputs to TF32, whose mantissa is longer than that of the half
+    precision the hidden states were computed in.
+    """
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
