@@ -72,7 +72,7 @@ COMMANDS = {
         """\
   python -m decode report runs/*
   python -m decode report runs/quickstart runs/bench --output methods.html""",
-        "decode.report.all_runs:write_overview",
+        "decode.report.all_runs:write_all_runs",
         positional="runs",
     ),
     "paper": Command(

@@ -1,4 +1,4 @@
-"""What the probes and the real runs found: sentences, console tables, and the page ``probes.html``."""
+"""What the probes and the real runs found: sentences, and tables for the console."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def findings(added: Row) -> list[str]:
         found += _untuned(mode, rows)
         found += [_shared(mode, rows["layerskip-separate"])] if "layerskip-separate" in rows else []
         layer = next((rows[t]["exit_layer"] for t in ("adaspeed-probe", "layerskip") if t in rows), None)
-        found += [sentence for row in of_mode(added, mode) if (sentence := _verdict(mode, row, layer))]
+        found += [sentence for row in of_mode(added, mode) if (sentence := _probe_gain(mode, row, layer))]
     check = added["probe_settings"]["scikit_learn"]
     if check:
         gaps = [abs(a - b) for a, b in zip(check["auroc"], check["auroc_ours"]) if a is not None and b is not None]
@@ -136,7 +136,7 @@ def _shared(mode: str, row: Row) -> str:
     )
 
 
-def _verdict(mode: str, row: Row, layer: int | None) -> str:
+def _probe_gain(mode: str, row: Row, layer: int | None) -> str:
     """Whether the probes of the chosen exit beat the token probability, and if not, why."""
     if row["layer"] != layer or row["auroc"] is None or row["auroc_token_probability"] is None:
         return ""

@@ -46,7 +46,8 @@ from decode.models.foreign import DraftModel
 from decode.models.open import load_tokenizer, open_draft
 from decode.models.pair import Pair
 from decode.prompts.suites import Suite
-from decode.report.tables import ratios, table, write_report
+from decode.report.bench_report import write_report
+from decode.report.tables import ratios, table
 
 
 @dataclass

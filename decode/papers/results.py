@@ -102,7 +102,7 @@ class Result:
 
 
 class Results:
-    """The report of one configuration (`decode.report.tables.write_report`, or a report of ``distill``).
+    """The report of one configuration (`decode.report.bench_report.write_report`, or a report of ``distill``).
 
     Attributes:
         report: the whole report.

@@ -1,49 +1,28 @@
-"""Builds one self-contained HTML page: no fonts, no network; light and dark, wide and narrow.
+"""A report page as data: a title, a headline and blocks in order; `page.html` renders them into one file.
 
-A page is a list of parts. All text is escaped; only `Page.figure` (an SVG made by `decode.report.plots`) and `Page.add` take
-markup. A page runs no script, unless it is given one of its own.
-"""  # noqa: E501
+The page loads nothing from elsewhere, follows the reader's light or dark scheme, and needs no script to be read. The
+template escapes all text (pairs of backticks become code); only `Figures` hold markup, the SVG of `plots`.
+"""
 
 from __future__ import annotations
 
-import html
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeGuard
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from decode.core.files import write_text
-from decode.report.markup import (
-    LOSSLESS,
-    RELAXED,
-    Badge,
-    Column,
-    Tone,
-    cell_text,
-    formulas,
-    is_number,
-    present,
-    text,
-    unique_ids,
-    visible,
-)
-from decode.report.style import CSS
 
-__all__ = ["LOSSLESS", "RELAXED", "Badge", "Column", "Page", "Tile", "Tone", "token_spans", "unique_ids"]
+Row = Mapping[str, Any]
+Tone = Literal["plain", "good", "warn", "bad"]
 
-
-@dataclass(frozen=True)
-class Tile:
-    """A key figure: label above, value large, note below."""
-
-    label: str
-    value: str
-    note: str = ""
-    tone: Tone = "plain"
-
-
-# Who wrote a token: class of the span and its line in the legend.
 WRITERS = {
     "accepted": "drafted and accepted",
     "corrected": "corrected by the target",
@@ -52,193 +31,296 @@ WRITERS = {
     "target": "written by the target alone",
     "prompt": "prompt",
 }
+"""Who wrote a token: the class of its mark, and what the legend says."""
+
+
+@dataclass(frozen=True)
+class Badge:
+    """A small label in a table cell, such as lossless or relaxed."""
+
+    text: str
+    tone: Tone = "plain"
+
+
+LOSSLESS, RELAXED = Badge("lossless", "good"), Badge("relaxed", "warn")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A table column.
+
+    Args:
+        key: key of the row.
+        label: heading.
+        formula: definition, shown as a tooltip of the heading and in the list below the table.
+        format: format specification (`.2f`) or function for values that are not None.
+        best: mark the largest or the smallest value of the column.
+        error: key of the value's standard error, or of its interval ``[low, high]``, shown beside it.
+        numeric: align to the right even if the values are text.
+        bar: draw a bar under the value, as long as its share of the largest.
+    """
+
+    key: str
+    label: str
+    formula: str = ""
+    format: str | Callable[[Any], str] = ""
+    best: Literal["max", "min"] | None = None
+    error: str = ""
+    numeric: bool = False
+    bar: bool = False
+
+    def text(self, row: Row) -> str:
+        """The row's value as it is shown; a dash where there is none."""
+        value = row.get(self.key)
+        if not present(value):
+            return "–"
+        if callable(self.format):
+            return self.format(value)
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return format(value, self.format) if finite(value) else str(getattr(value, "text", value))
+
+    def error_text(self, row: Row) -> str:
+        """The standard error or the interval as it is shown; empty where there is none."""
+        error = row.get(self.error) if self.error and present(row.get(self.key)) else None
+        if isinstance(error, Sequence):
+            return f"{error[0]:{self.format}}–{error[1]:{self.format}}" if all(map(finite, error)) else ""
+        return f"± {error:{self.format}}" if finite(error) else ""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A key figure: label above, value large, note below; ``tags`` as those of a block."""
+
+    label: str
+    value: str
+    note: str = ""
+    tone: Tone = "plain"
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Something that a page shows.
+
+    Args:
+        folded: if given, the block hides behind this line until it is clicked.
+        tags: values by which the filters of a page show or hide the block.
+    """
+
+    folded: str = ""
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """The macro of the template that shows it."""
+        return type(self).__name__.lower()
+
+
+@dataclass(frozen=True)
+class Heading(Block):
+    """A heading with an optional explanation; ``level`` 2 or 3."""
+
+    text: str
+    lead: str = ""
+    level: int = 2
+
+
+@dataclass(frozen=True)
+class Text(Block):
+    """A paragraph; boxed and coloured if it has a tone."""
+
+    text: str
+    tone: Tone | None = None
+
+
+@dataclass(frozen=True)
+class Tiles(Block):
+    """Key figures in a row."""
+
+    tiles: Sequence[Tile]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of a table below a heading of their own, with a note and links (label to address)."""
+
+    rows: Sequence[Row]
+    heading: str = ""
+    note: str = ""
+    links: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Table(Block):
+    """A table; columns that are empty in every row are left out.
+
+    Args:
+        columns: what to show, in order.
+        rows: values by column key, or groups of them.
+        caption: line above the table.
+        legend: list the formulas below.
+        name: class of the table; `all-runs` can be sorted by clicking a heading.
+    """
+
+    columns: Sequence[Column]
+    rows: Sequence[Row | Group]
+    caption: str = ""
+    legend: bool = True
+    name: str = ""
+
+    @property
+    def groups(self) -> list[Group]:
+        """The rows as groups."""
+        flat = [row for row in self.rows if not isinstance(row, Group)]
+        return ([Group(flat)] if flat else []) + [row for row in self.rows if isinstance(row, Group)]
+
+    @property
+    def shown(self) -> list[tuple[Column, bool]]:
+        """The columns that hold anything, and whether their values are numbers."""
+        rows = [row for group in self.groups for row in group.rows]
+        values = {c: [v for row in rows if present(v := row.get(c.key))] for c in self.columns}
+        return [(c, c.numeric or all(map(finite, found))) for c, found in values.items() if found]
+
+    def cells(self) -> Iterable[tuple[Group, list[list[dict[str, Any]]]]]:
+        """Each group with its rows of cells, ready to be shown; the best value is that of its group."""
+        longest = {
+            c.key: max(_numbers(c, (row for g in self.groups for row in g.rows)), default=0) for c in self.columns
+        }
+        for group in self.groups:
+            best = {c.key: _best(c, group.rows) for c in self.columns}
+            yield group, [[_cell(c, n, row, best[c.key], longest[c.key]) for c, n in self.shown] for row in group.rows]
+
+
+@dataclass(frozen=True)
+class Figures(Block):
+    """Figures (SVG, caption) side by side where there is room."""
+
+    figures: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A generated text: tokens ``{text, who}`` with `who` a key of `WRITERS`, and a caption."""
+
+    tokens: Sequence[Mapping[str, str]]
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Samples(Block):
+    """Generated texts side by side, with a mark on each token that says who wrote it."""
+
+    samples: Sequence[Sample]
+
+    @property
+    def writers(self) -> dict[str, str]:
+        """The marks that occur, with their meanings."""
+        found = {_writer(token) for sample in self.samples for token in sample.tokens} - {"prompt"}
+        return {who: meaning for who, meaning in WRITERS.items() if who in found}
+
+
+@dataclass(frozen=True)
+class Code(Block):
+    """Text to paste, or preformatted text to look at."""
+
+    text: str
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Facts(Block):
+    """Names and values in a compact list (provenance)."""
+
+    facts: Mapping[str, Any]
 
 
 @dataclass
 class Page:
-    """A page under construction; every method adds a part and returns the page.
+    """A page.
 
     Args:
         title: heading and window title.
-        lead: the sentence that gives the answer.
+        headline: the sentence that gives the answer.
         kicker: short line above the title (project, kind of report).
-        style: style sheet after the common one.
-        script: run when the page is there; the page has to make sense without it.
+        blocks: what follows, in order.
+        filters: names of tags to their values and what these are called; with them the page has a filter and a script.
     """
 
     title: str
-    lead: str = ""
-    kicker: str = ""
-    parts: list[str] = field(default_factory=list)
-    figures: int = 0
-    style: str = ""
-    script: str = ""
-
-    def tiles(self, tiles: Iterable[Tile]) -> Page:
-        """Key figures in a row."""
-        cells = "".join(
-            f'<div class="tile {tile.tone}"><dt>{text(tile.label)}</dt>'
-            f"<dd><b>{text(tile.value)}</b><small>{text(tile.note)}</small></dd></div>"
-            for tile in tiles
-        )
-        return self.add(f'<dl class="tiles">{cells}</dl>')
-
-    def section(self, heading: str, lead: str = "") -> Page:
-        """A heading with an optional explanation."""
-        anchor = re.sub(r"[^a-z0-9]+", "-", heading.lower()).strip("-")
-        return self.add(f'<h2 id="{anchor}">{text(heading)}</h2>' + (f"<p>{text(lead)}</p>" if lead else ""))
-
-    def paragraph(self, content: str) -> Page:
-        """A paragraph."""
-        return self.add(f"<p>{text(content)}</p>")
-
-    def note(self, content: str, tone: Tone = "plain") -> Page:
-        """A boxed remark."""
-        return self.add(f'<p class="note {tone}">{text(content)}</p>')
-
-    def table(
-        self,
-        columns: Sequence[Column],
-        rows: Sequence[Mapping[str, Any]],
-        caption: str = "",
-        *,
-        folded: str = "",
-        legend: bool = True,
-    ) -> Page:
-        """A table; columns that are empty in every row are left out.
-
-        Args:
-            columns: what to show, in order.
-            rows: values by column key.
-            caption: line above the table.
-            folded: if given, the table hides behind this line until it is clicked.
-            legend: list the formulas below.
-        """
-        columns = [c for c in columns if any(present(row.get(c.key)) for row in rows)]
-        best = {c.key: _best(c, rows) for c in columns}
-        numeric = {
-            c.key: c.numeric or all(is_number(v) for row in rows if present(v := row.get(c.key))) for c in columns
-        }
-        head = "".join(_heading(column, numeric[column.key]) for column in columns)
-        body = "".join(
-            "<tr>" + "".join(_cell(c, row.get(c.key), numeric[c.key], best[c.key]) for c in columns) + "</tr>"
-            for row in rows
-        )
-        title = f"<caption>{text(caption)}</caption>" if caption else ""
-        short = ' class="short"' if len(columns) < 6 else ""
-        table = (
-            f'<div class="scroll"><table{short}>{title}<thead><tr>{head}</tr></thead>'
-            f"<tbody>{body}</tbody></table></div>" + (formulas(columns) if legend else "")
-        )
-        return self.add(f"<details><summary>{text(folded)}</summary>{table}</details>" if folded else table)
-
-    def figure(self, svg: str, caption: str = "") -> Page:
-        """One figure; see `gallery`."""
-        return self.gallery([(svg, caption)])
-
-    def gallery(self, figures: Iterable[tuple[str, str]]) -> Page:
-        """Figures (SVG markup, caption) side by side where there is room."""
-        cells = []
-        for svg, caption in figures:
-            self.figures += 1
-            label = f"<figcaption>{text(caption)}</figcaption>" if caption else ""
-            cells.append(f"<figure>{unique_ids(svg, f'f{self.figures}-')}{label}</figure>")
-        return self.add(f'<div class="gallery">{"".join(cells)}</div>') if cells else self
-
-    def tokens(self, tokens: Iterable[Mapping[str, str]], caption: str = "", legend: bool = True) -> Page:
-        """A generated text with a mark on each token that says who wrote it.
-
-        Args:
-            tokens: `{text, who}`, with `who` a key of `WRITERS`.
-            caption: heading, such as the name of the prompt.
-            legend: whether to explain the marks that occur.
-        """
-        tokens = list(tokens)
-        title = f"<figcaption>{text(caption)}</figcaption>" if caption else ""
-        key = writers_key(_writer(token) for token in tokens) if legend else ""
-        return self.add(f'<figure class="text">{title}<pre>{token_spans(tokens)}</pre>{key}</figure>')
-
-    def code(self, content: str, caption: str = "") -> Page:
-        """Text to paste."""
-        title = f"<figcaption>{text(caption)}</figcaption>" if caption else ""
-        return self.add(f'<figure class="code">{title}<pre><code>{text(content)}</code></pre></figure>')
-
-    def facts(self, facts: Mapping[str, Any]) -> Page:
-        """Names and values in a compact list (provenance)."""
-        rows = "".join(
-            f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in facts.items() if present(value)
-        )
-        return self.add(f'<dl class="facts">{rows}</dl>')
-
-    def details(self, summary: str, content: str) -> Page:
-        """Preformatted text that opens on a click."""
-        return self.add(f"<details><summary>{text(summary)}</summary><pre>{text(content)}</pre></details>")
+    headline: str
+    kicker: str
+    blocks: Sequence[Block]
+    filters: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def html(self) -> str:
         """The whole document."""
-        kicker = f'<p class="kicker">{text(self.kicker)}</p>' if self.kicker else ""
-        lead = f'<p class="lead">{text(self.lead)}</p>' if self.lead else ""
-        return (
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f'<meta name="color-scheme" content="light dark"><title>{text(self.title)}</title>'
-            f"<style>{CSS}{self.style}</style></head>\n<body><main>\n"
-            f"<header>{kicker}<h1>{text(self.title)}</h1>{lead}</header>\n"
-            + "\n".join(self.parts)
-            + "\n</main>"
-            + (f"<script>{self.script}</script>" if self.script else "")
-            + "</body></html>\n"
-        )
+        return _templates().get_template("page.html").render(page=self, figure_number=count()).lstrip()
 
     def write(self, path: str | Path) -> None:
-        """Writes the page; an existing file is replaced only by a complete one."""
+        """Write the page; an existing file is replaced only by a complete one."""
         write_text(path, self.html())
 
-    def add(self, part: str) -> Page:
-        """A part that is markup already; whoever made it has escaped all text."""
-        self.parts.append(part)
-        return self
+
+def finite(value: Any) -> TypeGuard[float]:
+    """Whether a value is a number that can be drawn; truth values are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _best(column: Column, rows: Sequence[Mapping[str, Any]]) -> Any:
-    values = [row.get(column.key) for row in rows]
-    numbers: list[float] = [v for v in values if v is not None and is_number(v) and present(v)]
-    if column.best is None or len(set(numbers)) < 2:
-        return None
-    best = max(numbers) if column.best == "max" else min(numbers)
-    return best if 2 * numbers.count(best) <= len(numbers) else None  # on most rows it would tell nothing
+def present(value: Any) -> bool:
+    """Whether there is something to show: neither None nor an empty text nor a number that is not finite."""
+    return value not in (None, "") and (not isinstance(value, float) or finite(value))
 
 
-def _heading(column: Column, numeric: bool) -> str:
-    title = f' title="{html.escape(column.formula)}"' if column.formula else ""
-    return f'<th scope="col"{" class=num" if numeric else ""}{title}>{text(column.label)}</th>'
+@cache
+def _templates() -> Environment:
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "code": _code, "own_ids": _own_ids, "next": next, "present": present, "visible": _visible, "writer": _writer
+    }  # fmt: skip
+    return environment
 
 
-def _cell(column: Column, value: Any, numeric: bool, best: Any) -> str:
-    classes = ["num"] if numeric else []
-    if best is not None and value == best:
-        classes.append("best")
-    attribute = f' class="{" ".join(classes)}"' if classes else ""
-    return f"<td{attribute}>{cell_text(column, value)}</td>"
+def _code(text: object) -> Markup:
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+def _own_ids(svg: str, number: int) -> Markup:
+    """An SVG whose ids, and references to them, differ from those of the page's other figures."""
+    return Markup(re.sub(r'( id="|url\(#|href="#)', rf"\g<1>f{number}-", svg))
+
+
+def _visible(token: str) -> Markup:
+    """A token's text; a line end gets a mark, so that a token that is one can be seen."""
+    return Markup(str(escape(token)).replace("\n", '<i class="newline">⏎</i>\n'))
 
 
 def _writer(token: Mapping[str, str]) -> str:
     return who if (who := token.get("who", "target")) in WRITERS else "target"
 
 
-def token_spans(tokens: Iterable[Mapping[str, str]], titles: bool = True) -> str:
-    """Tokens as marked spans; the title that says who wrote each of them costs most of the bytes."""
-
-    def span(token: Mapping[str, str]) -> str:
-        who = _writer(token)
-        title = f' title="{text(WRITERS[who])}"' if titles else ""
-        return f'<span class="w-{who}"{title}>{visible(token["text"])}</span>'
-
-    return "".join(map(span, tokens))
+def _numbers(column: Column, rows: Iterable[Row]) -> list[float]:
+    return [value for row in rows if finite(value := row.get(column.key))]
 
 
-def writers_key(used: Iterable[str]) -> str:
-    """What the marks of these writers mean."""
-    found = set(used) - {"prompt"}
-    keys = "".join(f'<span class="w-{who}">{text(told)}</span> ' for who, told in WRITERS.items() if who in found)
-    return f'<p class="key">{keys}</p>'
+def _best(column: Column, rows: Sequence[Row]) -> float | None:
+    numbers = _numbers(column, rows)
+    if column.best is None or len(set(numbers)) < 2:
+        return None
+    best = max(numbers) if column.best == "max" else min(numbers)
+    return best if 2 * numbers.count(best) <= len(numbers) else None  # a mark on most rows marks nothing
+
+
+def _cell(column: Column, numeric: bool, row: Row, best: float | None, longest: float) -> dict[str, Any]:
+    value = row.get(column.key)
+    return {
+        "text": column.text(row),
+        "error": column.error_text(row),
+        "tone": getattr(value, "tone", None),
+        "classes": " ".join(["num"] * numeric + ["best"] * (best is not None and value == best)),
+        "bar": 100 * value / longest if column.bar and longest > 0 and finite(value) else 0.0,
+    }

@@ -1,290 +1,265 @@
-"""Plots shared by the reports: plain data in, an SVG string out; axes carry their formulas."""
+"""The plots of all reports: plain data in, an SVG that a page takes in out; axes carry their formulas.
+
+Text and axes are drawn in `currentColor` on no background, so a plot follows its page into the dark. The colours are of
+middle lightness, readable on both, and told apart by colour-blind readers.
+"""
 
 from __future__ import annotations
 
+import html
+import io
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from decode.report.svg import (
-    BLUE,
-    HEIGHT,
-    INK,
-    MARKERS,
-    ORANGE,
-    annotate,
-    colour,
-    diagonal,
-    draw,
-    finite,
-    label_points,
-    legend,
-    legend_below,
-    plain_log,
-    reference_line,
-    to_svg,
-    whole_numbers,
-)
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from decode.report.page import finite
+
+Row = Mapping[str, Any]
+
+COLOURS = BLUE, ORANGE, GREEN, VIOLET, ROSE, OLIVE, GREY = (
+    "#3d85c6", "#d07a1f", "#2a9d76", "#8d72cf", "#d0587c", "#97902d", "#868c94",
+)  # fmt: skip
+MARKERS = "os^Dvph"
+INK = "#010203"
+"""Replaced by currentColor in the SVG; matplotlib knows no such colour."""
+DASHED: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (4, 3)), "alpha": 0.6}
+STYLE: Any = {
+    "svg.fonttype": "none", "svg.hashsalt": "draftsmith", "font.family": "sans-serif", "font.size": 10,
+    "axes.labelsize": 9.5, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.titlepad": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": INK,
+    "axes.labelcolor": INK, "axes.linewidth": 0.7, "axes.axisbelow": True, "axes.grid": True,
+    "grid.color": INK, "grid.alpha": 0.13,
+    "text.color": INK, "xtick.color": INK, "ytick.color": INK, "lines.linewidth": 1.8, "lines.markersize": 5,
+    "legend.frameon": False, "legend.fontsize": 9.5, "legend.handlelength": 1.4,
+}  # fmt: skip
 
 
-def speedup_bars(rows: Sequence[Mapping[str, Any]], title: str = "Speedup over the same loop without a draft") -> str:
-    """Horizontal bars with confidence whiskers.
+def _new(title: str, xlabel: str, ylabel: str = "", height: float = 3.2) -> Axes:
+    figure = Figure(figsize=(5.0, height), layout="constrained")
+    return figure.add_subplot(title=title, xlabel=xlabel, ylabel=ylabel)
+
+
+def _svg(axes: Axes, legend: bool = False) -> str:
+    """The figure as an SVG that scales with its container; the legend stands below, where it covers nothing."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    handles, labels = axes.get_legend_handles_labels()
+    if legend and handles:
+        columns = max(1, 60 // (max(map(len, labels)) + 8))
+        figure.set_figheight(figure.get_figheight() + 0.21 * math.ceil(len(labels) / columns))
+        figure.legend(handles, labels, loc="outside lower left", ncols=columns)
+    buffer = io.StringIO()
+    no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
+    svg = buffer.getvalue().replace(INK, "currentColor")
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->\s*", "", svg, flags=re.S)
+    svg = re.sub(r"font(-family)?: ?([^;\"]*?)'DejaVu Sans'[^;\"]*", r"font\1: \2system-ui, sans-serif", svg)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"|(<svg[^>]*?) height="[^"]*"', r"\1\2", svg[svg.index("<svg") :], count=2)
+    alt = "; ".join(filter(None, (axes.get_title("left"), axes.get_xlabel(), axes.get_ylabel())))
+    return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(alt)}"', 1).strip()
+
+
+def _whole_numbers(axes: Axes) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def _logarithmic(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+@mpl.rc_context(STYLE)
+def bars(rows: Sequence[Row], title: str, xlabel: str) -> str:
+    """Horizontal bars, with a dashed line at 1.
 
     Args:
-        rows: `{name, speedup, speedup_ci95?: [low, high], exact?: bool, text?}`; relaxed methods are hatched.
-        title: figure title.
+        rows: ``{name, value, interval?: [low, high], note?, lossless?: bool}``; the note stands beside the bar, and
+            relaxed methods have a colour of their own.
+        title: of the figure.
+        xlabel: quantity and formula.
     """
-    rows = [row for row in rows if finite(row.get("speedup"))]
-    figure, axes = draw(title, height=max(0.85 * HEIGHT, 0.9 + 0.32 * len(rows)))
-    relaxed = False
+    axes = _new(title, xlabel, height=max(2.0, 0.95 + 0.27 * len(rows)))
     for y, row in enumerate(rows):
-        value, exact = row["speedup"], row.get("exact", True)
-        relaxed |= not exact
-        shade = BLUE if exact else ORANGE
-        axes.barh(y, value, height=0.5, color=shade, alpha=0.85 if exact else 0.55, linewidth=0)
-        low, high = row.get("speedup_ci95") or (value, value)
-        axes.plot([low, high], [y, y], color=INK, linewidth=1.1, alpha=0.75)
-        for end in (low, high) if high > low else ():
-            axes.plot([end, end], [y - 0.13, y + 0.13], color=INK, linewidth=1.1, alpha=0.75)
-        annotate(axes, f"{value:.2f}×", (max(value, high), y))
-    reference_line(axes, x=1)
-    axes.set_yticks(range(len(rows)), [str(row["name"]) for row in rows])
+        low, high = row.get("interval") or (row["value"], row["value"])
+        relaxed = not row.get("lossless", True)
+        axes.barh(y, row["value"], height=0.6, color=ORANGE if relaxed else BLUE, alpha=0.6 if relaxed else 0.85)
+        axes.plot([low, high], [y, y], "|-" if high > low else "", color=INK, linewidth=1.1, markersize=6, alpha=0.75)
+        axes.annotate(
+            str(row.get("note", "")), (max(row["value"], high), y), (5, 0), textcoords="offset points", va="center",
+            fontsize=9,
+        )  # fmt: skip
+    axes.axvline(1, **DASHED)
+    axes.set_yticks(range(len(rows)), [str(row["name"]).replace("$", r"\$") for row in rows])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0, 1.14 * max([1.0, *(max((row.get("speedup_ci95") or [0])[-1], row["speedup"]) for row in rows)]))
-    axes.set_xlabel("tokens/s ÷ tokens/s without a draft (×)")
-    if relaxed:
+    axes.margins(x=0.14)
+    axes.set_xlim(left=0)
+    if not all(row.get("lossless", True) for row in rows):
         axes.plot([], [], "s", color=BLUE, label="lossless")
         axes.plot([], [], "s", color=ORANGE, alpha=0.6, label="relaxed")
-        legend(axes)
-    return to_svg(figure, f"{title}: " + ", ".join(f"{r['name']} {r['speedup']:.2f}" for r in rows))
+    return _svg(axes, legend=True)
 
 
-def speed_quality(
-    rows: Sequence[Mapping[str, Any]],
-    quality: str = "tv_spent",
-    label: str = "total variation spent per tested token (0 = exact)",
-) -> str:
-    """What a relaxed rule buys: speedup against quality, one labelled point a method.
-
-    Args:
-        rows: `{name, speedup, exact?: bool, <quality>}`.
-        quality: key of the horizontal axis (`tv_spent`, `accuracy`, `js_distance`).
-        label: its axis label, with the formula.
-    """
-    rows = [row for row in rows if finite(row.get("speedup")) and finite(row.get(quality))]
-    figure, axes = draw("Speed against quality")
-    for row in rows:
-        exact = row.get("exact", True)
-        axes.plot(row[quality], row["speedup"], "o" if exact else "D", color=BLUE if exact else ORANGE)
-    reference_line(axes, y=1)
-    axes.plot([], [], "o", color=BLUE, label="lossless")
-    axes.plot([], [], "D", color=ORANGE, label="relaxed")
-    legend(axes)
-    axes.margins(x=0.12, y=0.15)
-    axes.set_xlabel(label)
-    axes.set_ylabel("speedup (×)")
-    label_points(axes, [(row[quality], row["speedup"], str(row["name"])) for row in rows])
-    return to_svg(figure, "Speedup against quality, one point per method")
+def speedup_bars(rows: Iterable[Row], title: str = "Speedup over no draft") -> str:
+    """Speedups with their 95 % intervals: rows ``{name, speedup, speedup_ci95?, lossless?}``."""
+    shown = [
+        {**row, "value": row["speedup"], "interval": row.get("speedup_ci95"), "note": f"{row['speedup']:.2f}×"}
+        for row in rows
+        if finite(row.get("speedup"))
+    ]
+    return bars(shown, title, "tokens/s ÷ tokens/s without a draft (×)")
 
 
-def acceptance_by_position(
-    series: Mapping[str, Sequence[Any]],
-    label: str = "accepted ÷ reached (conditional)",
-    colours: Mapping[str, str] | None = None,
-) -> str:
-    """Acceptance rate of the 1st, 2nd, … drafted token of a round; one line a method or draft.
+@mpl.rc_context(STYLE)
+def points(rows: Sequence[Row], x: str, y: str, title: str, xlabel: str, ylabel: str, diagonal: bool = False) -> str:
+    """One named point a method; relaxed methods are hollow.
 
     Args:
-        series: name to rates, or to the rows of `Trace.acceptance_by_position`, whose `conditional` is drawn.
-        label: vertical axis.
-        colours: name to colour.
+        rows: ``{name, lossless?: bool, <x>, <y>}``.
+        x: key of the horizontal axis.
+        y: key of the vertical axis.
+        title: of the figure.
+        xlabel: quantity and formula.
+        ylabel: quantity and formula.
+        diagonal: draw the line on which both agree instead of the one at 1.
     """
-    points = {
-        name: [(i, v["conditional"] if isinstance(v, Mapping) else v) for i, v in enumerate(values, start=1)]
-        for name, values in series.items()
-    }
-    return lines(
-        points, "Acceptance by position in the draft", "position in the draft (token)", label,
-        colours=colours, markers=True, whole_x=True,
+    axes = _new(title, xlabel, ylabel)
+    rows = [row for row in rows if finite(row.get(x)) and finite(row.get(y))]
+    for i, row in enumerate(rows):
+        exact = row.get("lossless", True)
+        axes.plot(
+            row[x], row[y], MARKERS[i % len(MARKERS)], color=COLOURS[i % len(COLOURS)], markersize=7,
+            fillstyle="full" if exact else "none", label=f"{row['name']}{'' if exact else ' (relaxed)'}",
+        )  # fmt: skip
+    if diagonal:
+        axes.axline((1, 1), slope=1, **DASHED)
+    else:
+        axes.axhline(1, **DASHED)
+    axes.margins(0.12)
+    return _svg(axes, legend=True)
+
+
+def speed_against_quality(rows: Sequence[Row], quality: str, xlabel: str) -> str:
+    """What a relaxed rule buys: speedup against ``tv_spent``, ``accuracy`` or ``js_distance``."""
+    return points(rows, quality, "speedup", "Speed against quality", xlabel, "speedup (×)")
+
+
+def measured_against_predicted(rows: Sequence[Row], measured: str = "speedup") -> str:
+    """Measured against predicted speedup; points on the diagonal lose nothing to bookkeeping."""
+    return points(
+        rows, "predicted_speedup", measured, "Measured against predicted speedup",
+        "predicted: tokens per round ÷ (c·drafted + v(drafted + 1)) (×)", "measured speedup (×)", diagonal=True,
     )  # fmt: skip
 
 
-def draft_lengths(series: Mapping[str, Mapping[int, int]], title: str = "Draft lengths") -> str:
-    """How long drafts were: share of rounds by number of drafted tokens, one step line a method.
-
-    Args:
-        series: method to `{drafted tokens: rounds}`.
-        title: figure title.
-    """
-    figure, axes = draw(title)
-    counts = {name: {int(k): n for k, n in rounds.items()} for name, rounds in series.items()}
-    longest = max((max(c, default=0) for c in counts.values()), default=0)
-    width = 0.8 / max(1, len(counts))
-    for index, (name, rounds) in enumerate(counts.items()):
-        total = sum(rounds.values()) or 1
-        x = [k + (index + 0.5) * width - 0.4 for k in range(longest + 1)]
-        share = [100 * rounds.get(k, 0) / total for k in range(longest + 1)]
-        axes.bar(x, share, width=width * 0.92, color=colour(index), alpha=0.85, label=name, linewidth=0)
-    axes.grid(axis="x", visible=False)
-    whole_numbers(axes)
-    axes.set_xlabel("drafted tokens in a round (k)")
-    axes.set_ylabel("share of rounds (%)")
-    legend(axes, len(counts) > 1)
-    return to_svg(figure, title)
-
-
-def measured_against_predicted(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Measured against predicted speedup; points on the diagonal lose nothing to bookkeeping.
-
-    Args:
-        rows: `{name, predicted_speedup, speedup, speedup_ci95?}`.
-    """
-    rows = [r for r in rows if finite(r.get("speedup")) and finite(r.get("predicted_speedup"))]
-    figure, axes = draw("Measured against predicted speedup", height=HEIGHT + 0.1 * len(rows))
-    for index, row in enumerate(rows):
-        x, y = row["predicted_speedup"], row["speedup"]
-        if interval := row.get("speedup_ci95"):
-            axes.plot([x, x], list(interval), color=colour(index), linewidth=1.2, alpha=0.7)
-        axes.plot(x, y, MARKERS[index % len(MARKERS)], color=colour(index))
-    values = [r[key] for r in rows for key in ("speedup", "predicted_speedup")] or [1.0]
-    low, high = min([0.9, *values]) * 0.95, max([1.1, *values]) * 1.08
-    diagonal(axes, low, high)
-    axes.set(xlim=(low, high), ylim=(low, high))
-    axes.set_xlabel("predicted: tokens per round ÷ (c·drafted + v(drafted+1)) (×)")
-    axes.set_ylabel("measured speedup (×)")
-    names = [str(r["name"]) for r in rows]
-    if sum(map(len, names)) > 60:  # beside the points, names of that length would cover each other
-        marks = [axes.plot([], [], MARKERS[i % len(MARKERS)], color=colour(i), label=n)[0] for i, n in enumerate(names)]
-        legend_below(figure, marks, columns=1 if max(map(len, names)) > 24 else 2)
-    else:
-        label_points(axes, [(r["predicted_speedup"], r["speedup"], str(r["name"])) for r in rows])
-    return to_svg(figure, "Measured against predicted speedup, one point per method")
-
-
-def speedup_by_length(predicted: Mapping[int, float], measured: Mapping[int, Sequence[float]] | None = None) -> str:
-    """Speedup by draft length: the prediction as a line, measurements as points with intervals.
-
-    Args:
-        predicted: draft length to predicted speedup.
-        measured: draft length to `(speedup, low, high)`, or `(speedup,)`.
-    """
-    figure, axes = draw("Speedup by draft length")
-    points = sorted((int(k), s) for k, s in predicted.items() if finite(s))
-    if points:
-        axes.plot(*zip(*points), color=BLUE, label="predicted")
-    for index, (k, values) in enumerate(sorted((int(k), v) for k, v in (measured or {}).items())):
-        if len(values) == 3:
-            axes.plot([k, k], values[1:], color=ORANGE, linewidth=1.4)
-        axes.plot(k, values[0], "o", color=ORANGE, label="measured, 95 % interval" if index == 0 else None)
-    reference_line(axes, y=1)
-    whole_numbers(axes)
-    axes.set_xlabel("draft length k (tokens)")
-    axes.set_ylabel("speedup (×)")
-    legend(axes, bool(measured))
-    return to_svg(figure, "Predicted and measured speedup by draft length")
-
-
-def calibration(series: Mapping[str, Sequence[Sequence[float]]], title: str = "Calibration") -> str:
-    """Observed against predicted acceptance, in bins.
-
-    Args:
-        series: name to `(mean predicted probability, observed rate, count)` for each bin; points grow with
-            the count.
-        title: figure title.
-    """
-    figure, axes = draw(title)
-    diagonal(axes, 0, 1)
-    for index, (name, bins) in enumerate(series.items()):
-        bins = [b for b in bins if finite(b[0]) and finite(b[1])]
-        largest = max((b[2] for b in bins if len(b) > 2), default=1) or 1
-        shade = colour(index)
-        axes.plot([b[0] for b in bins], [b[1] for b in bins], color=shade, alpha=0.6, label=name)
-        sizes = [8 + 60 * (b[2] / largest if len(b) > 2 else 0.3) for b in bins]
-        axes.scatter([b[0] for b in bins], [b[1] for b in bins], s=sizes, color=shade, linewidth=0)
-    axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
-    axes.set_xlabel("predicted acceptance probability (mean of the bin)")
-    axes.set_ylabel("accepted ÷ tested")
-    legend(axes, len(series) > 1)
-    return to_svg(figure, f"{title}: observed against predicted acceptance")
-
-
+@mpl.rc_context(STYLE)
 def lines(
     series: Mapping[str, Iterable[Sequence[float]]],
     title: str,
     xlabel: str,
     ylabel: str,
-    *,
     colours: Mapping[str, str] | None = None,
-    markers: bool = False,
+    *,
     whole_x: bool = False,
-    log_y: bool = False,
 ) -> str:
-    """Lines through (x, y) points, one a name; points that are not finite are left out."""
-    below = len(series) > 3  # more names than that would cover lines
-    figure, axes = draw(title, height=HEIGHT + (0.11 * len(series) if below else 0))
-    for index, (name, points) in enumerate(series.items()):
-        kept = [(p[0], p[1]) for p in points if finite(p[0]) and finite(p[1])]
-        marker = MARKERS[index % len(MARKERS)] if markers or len(kept) == 1 else ""
-        x, y = [p[0] for p in kept], [p[1] for p in kept]
-        axes.plot(x, y, marker=marker, color=(colours or {}).get(name, colour(index)), label=name)
+    """Lines through (x, y) points, one a name; those not finite are left out; ``whole_x`` marks each point."""
+    axes = _new(title, xlabel, ylabel)
+    for i, (name, values) in enumerate(series.items()):
+        kept = [(v[0], v[1]) for v in values if finite(v[0]) and finite(v[1])]
+        marker = MARKERS[i % len(MARKERS)] if whole_x or len(kept) == 1 else ""
+        colour = (colours or {}).get(name, COLOURS[i % len(COLOURS)])
+        axes.plot([x for x, _ in kept], [y for _, y in kept], marker=marker, color=colour, label=name)
     if whole_x:
-        whole_numbers(axes)
-    if log_y:
-        plain_log(axes)
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    if below:
-        legend_below(figure, axes.get_lines(), columns=2)
-    else:
-        legend(axes, len(series) > 1)
-    return to_svg(figure, title)
+        _whole_numbers(axes)
+    return _svg(axes, legend=len(series) > 1)
 
 
+def acceptance_by_position(series: Mapping[str, Sequence[Row]], colours: Mapping[str, str] | None = None) -> str:
+    """Acceptance rate of the 1st, 2nd, … drafted token of a round: the rows of `Trace.acceptance_by_position`."""
+    return lines(
+        {name: [(i, row["conditional"]) for i, row in enumerate(rows, start=1)] for name, rows in series.items()},
+        "Acceptance by position in the draft", "position in the draft (token)", "accepted ÷ reached (conditional)",
+        colours, whole_x=True,
+    )  # fmt: skip
+
+
+def verify_cost(series: Mapping[str, Sequence[float] | Mapping[Any, float]]) -> str:
+    """v(n) of each name: a list that begins at n = 1, or n to v(n)."""
+    listed = {k: v if isinstance(v, Mapping) else dict(enumerate(v, start=1)) for k, v in series.items()}
+    found = {name: sorted((int(n), v) for n, v in costs.items()) for name, costs in listed.items()}
+    ylabel = "v(n) = time of n tokens ÷ of 1"
+    return lines(found, "Cost of verification", "tokens in one target forward, n", ylabel, whole_x=True)
+
+
+@mpl.rc_context(STYLE)
+def draft_lengths(series: Mapping[str, Mapping[Any, int]]) -> str:
+    """How long drafts were: for each name the rounds by number of drafted tokens, drawn as shares."""
+    axes = _new("Draft lengths", "drafted tokens in a round (k)", "share of rounds (%)")
+    width = 0.8 / max(1, len(series))
+    for i, (name, counts) in enumerate(series.items()):
+        total = sum(counts.values()) or 1
+        x = [int(k) + (i + 0.5) * width - 0.4 for k in counts]
+        axes.bar(x, [100 * n / total for n in counts.values()], width * 0.92, color=COLOURS[i], alpha=0.85, label=name)
+    axes.grid(axis="x", visible=False)
+    _whole_numbers(axes)
+    return _svg(axes, legend=len(series) > 1)
+
+
+@mpl.rc_context(STYLE)
+def speedup_by_length(predicted: Mapping[int, float], measured: Mapping[int, Row]) -> str:
+    """Speedup by draft length: the prediction as a line, rows ``{speedup, speedup_ci95?}`` as points with intervals."""
+    axes = _new("Speedup by draft length", "draft length k (tokens)", "speedup (×)")
+    line = sorted((k, s) for k, s in predicted.items() if finite(s))
+    axes.plot([k for k, _ in line], [s for _, s in line], color=BLUE, label="predicted")
+    for i, (k, row) in enumerate(sorted(measured.items())):
+        low, high = row.get("speedup_ci95") or (row["speedup"], row["speedup"])
+        axes.plot([k, k], [low, high], color=ORANGE, linewidth=1.4)
+        axes.plot(k, row["speedup"], "o", color=ORANGE, label="" if i else "measured, 95 % interval")
+    axes.axhline(1, **DASHED)
+    _whole_numbers(axes)
+    return _svg(axes, legend=True)
+
+
+@mpl.rc_context(STYLE)
+def calibration(series: Mapping[str, Sequence[Sequence[float]]], title: str) -> str:
+    """Observed against predicted acceptance: for each name bins ``(mean probability, observed rate, count)``."""
+    axes = _new(title, "predicted acceptance probability (mean of the bin)", "accepted ÷ tested", height=3.6)
+    axes.axline((0, 0), slope=1, **DASHED)
+    for i, (name, bins) in enumerate(series.items()):
+        bins = [b for b in bins if finite(b[0]) and finite(b[1])]
+        x, y, largest = [b[0] for b in bins], [b[1] for b in bins], max((b[2] for b in bins), default=1)
+        axes.plot(x, y, color=COLOURS[i], alpha=0.6, label=name)
+        axes.scatter(x, y, s=[8 + 60 * b[2] / largest for b in bins], color=COLOURS[i], linewidth=0)
+    axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
+    return _svg(axes, legend=True)
+
+
+@mpl.rc_context(STYLE)
 def histograms(
-    series: Mapping[str, Mapping[str, Sequence[float]]],
-    title: str,
-    xlabel: str,
-    *,
-    colours: Mapping[str, str] | None = None,
-    log_y: bool = False,
-    zero: bool = False,
+    series: Mapping[str, Row], title: str, xlabel: str, colours: Mapping[str, str], *, log_y: bool = False
 ) -> str:
-    """Outlined histograms laid over each other, as shares, with the mean of each marked on the axis.
+    """Histograms ``{edges: [n + 1], counts: [n]}`` laid over each other, as shares, with the mean of each.
 
-    Args:
-        series: name to `{edges: [n + 1], counts: [n]}`.
-        title: figure title.
-        xlabel: quantity, unit, formula.
-        colours: name to colour.
-        log_y: logarithmic share, for long tails.
-        zero: draw a line at 0.
+    ``log_y`` is for long tails.
     """
-    figure, axes = draw(title)
-    low, high = math.inf, -math.inf
-    for index, (name, histogram) in enumerate(series.items()):
-        edges, counts = list(histogram["edges"]), list(histogram["counts"])
+    axes = _new(title, xlabel, "share of tokens (%)")
+    for i, (name, found) in enumerate(series.items()):
+        edges, counts = found["edges"], found["counts"]
         total = sum(counts) or 1
-        share = [100 * n / total for n in counts]
-        shade = (colours or {}).get(name, colour(index))
         mean = sum(n * (a + b) / 2 for n, a, b in zip(counts, edges, edges[1:])) / total
-        axes.stairs(share, edges, color=shade, fill=True, alpha=0.1, linewidth=0)
-        axes.stairs(share, edges, color=shade, linewidth=1.6, label=f"{name} (mean {mean:.3g})")
-        axes.plot(mean, 0, "^", color=shade, clip_on=False, transform=axes.get_xaxis_transform())
-        filled = [i for i, n in enumerate(counts) if n]
-        if filled:
-            low, high = min(low, edges[filled[0]]), max(high, edges[filled[-1] + 1])
-    if low < high:
-        axes.set_xlim(low - 0.02 * (high - low), high + 0.02 * (high - low))
-    if zero:
-        reference_line(axes, x=0)
+        share, colour = [100 * n / total for n in counts], colours.get(name, COLOURS[i % len(COLOURS)])
+        axes.stairs(share, edges, color=colour, fill=True, alpha=0.1, linewidth=0)
+        axes.stairs(share, edges, color=colour, linewidth=1.6, label=f"{name} (mean {mean:.3g})")
+        axes.plot(mean, 0, "^", color=colour, clip_on=False, transform=axes.get_xaxis_transform())
     if log_y:
-        plain_log(axes)
-        axes.set_ylim(top=axes.get_ylim()[1] * 2 ** len(series))  # room for the legend
-    else:
-        axes.set_ylim(0, axes.get_ylim()[1] * (1 + 0.11 * len(series)))
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel("share of tokens (%)")
-    legend(axes)
-    return to_svg(figure, title)
+        _logarithmic(axes)
+    elif any(found["edges"][0] < 0 for found in series.values()):
+        axes.axvline(0, **DASHED)
+    return _svg(axes, legend=True)

@@ -1,4 +1,4 @@
-"""Reports of runs, read back: the comparisons of methods that ``bench``, ``distill`` and ``probes`` wrote."""
+"""Reports of runs, read back: the comparisons of methods that any report.json holds."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from typing import Any
 
 from decode.core.errors import UserError
 from decode.measure import machine
+from decode.report.tables import mode
 
 Row = dict[str, Any]
 DEPTH = 3
 """How far below a given folder reports are looked for; `runs/papers/<paper>/<scale>` is found from `runs/*`."""
-PARTS = {"methods": "bench", "decoding": "distill", "self_speculation": "probes"}
-"""Keys of report.json that hold rows of methods, and which command put them there."""
-PAGES = {"bench": ("bench.html", "report.html"), "distill": ("report.html",), "probes": ("probes.html",)}
-FINAL = "adaspec"
-"""What reports of ``distill`` call the draft that the run was made for, unless they say so themselves."""
 NEEDED = {"name", "suite", "temperature"}
+"""What every row about a method carries."""
 DEFAULTS: Row = {"method": "", "peer": False, "lossless": False}
 
 
@@ -31,14 +28,14 @@ class Comparison:
 
     Attributes:
         run: the run's name: its folder, seen from where all runs lie.
-        part: the command that measured: bench, distill or probes.
+        part: the list of report.json that holds the rows.
         suite: of the prompts.
         temperature: 0 is greedy.
         rows: one a method, in the columns of `decode.measure.benchmark.COLUMNS`; keys may be absent.
         details: what a row has no room for, samples among it, by the row's ``name``.
         machine: in one line.
         date: when the report was written, ``YYYY-MM-DD HH:MM`` UTC.
-        page: the run's own page, if there is one.
+        pages: the run's own pages.
         note: what was left out, if anything.
     """
 
@@ -50,13 +47,18 @@ class Comparison:
     details: list[Row] = field(default_factory=list)
     machine: str = ""
     date: str = ""
-    page: Path | None = None
+    pages: list[Path] = field(default_factory=list)
     note: str = ""
 
     @property
-    def mode(self) -> str:
-        """``greedy``, or the temperature."""
-        return "greedy" if self.temperature == 0 else f"T = {self.temperature:g}"
+    def title(self) -> str:
+        """Suite, mode and run."""
+        return f"{self.suite}, {mode(self.temperature)} · {self.run}"
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """What the page can be filtered by."""
+        return {"suite": self.suite, "temperature": f"{self.temperature:g}", "run": self.run}
 
 
 def find_reports(paths: Sequence[str]) -> list[Path]:
@@ -101,7 +103,9 @@ def read_runs(reports: Iterable[Path]) -> tuple[list[Comparison], list[str]]:
         except (OSError, ValueError) as error:
             notes.append(f"{path} cannot be read and is left out: {error}")
             continue
-        ours = list(_comparisons(content, path, folder.relative_to(root).as_posix())) if _mapping(content) else []
+        ours = (
+            list(_comparisons(content, path, folder.relative_to(root).as_posix())) if isinstance(content, dict) else []
+        )
         if ours:
             found.append((max(c.date for c in ours), ours))
         else:
@@ -111,59 +115,42 @@ def read_runs(reports: Iterable[Path]) -> tuple[list[Comparison], list[str]]:
 
 
 def _comparisons(content: Mapping[str, Any], path: Path, run: str) -> Iterable[Comparison]:
-    written = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat()
-    for key, part in PARTS.items():
-        rows = [dict(row) for row in _listed(content.get(key)) if row.keys() >= NEEDED]
-        if part == "probes":
-            rows = [row for row in rows if row.get("best") or row.get("peer")]
-        about = _mapping(content.get("bench")) if part == "bench" else content
-        facts = _mapping(content.get("probe_settings") if part == "probes" else content).get("machine")
-        created = str((about.get("created") if part != "probes" else None) or written)
-        page = next((file for name in PAGES[part] if (file := path.parent / name).is_file()), None)
+    """The comparisons of a report, whoever wrote it.
+
+    Every list at the top of report.json whose items have the keys of `NEEDED` and ``speedup`` is one of results. What
+    else there is to show stands at the top too, or one level below: ``machine``, ``created``, ``notes`` by suite,
+    ``analysis`` (items with the keys of `NEEDED`), and ``samples`` of the report's own, greedy and without a name.
+    """
+    about = [content, *(value for value in content.values() if isinstance(value, Mapping))]
+    details = [dict(d) for part in about for d in _items(part.get("analysis"), NEEDED)]
+    samples = _items(content.get("samples"), {"tokens"})
+    created = max((str(part["created"]) for part in about if part.get("created")), default=None)
+    date = created or datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat()
+    facts: Mapping[str, Any] = next((part["machine"] for part in about if isinstance(part.get("machine"), Mapping)), {})
+    notes: Mapping[str, Any] = next((part["notes"] for part in about if isinstance(part.get("notes"), Mapping)), {})
+    pages = sorted(file for file in path.parent.glob("*.html") if file.name != "index.html")
+    for part, value in content.items():
+        rows = [DEFAULTS | dict(row) for row in _items(value, NEEDED | {"speedup"})]
+        rows = [row for row in rows if row.get("best", True) or row["peer"]]  # of several settings the fastest
         for suite, temperature in dict.fromkeys((row["suite"], row["temperature"]) for row in rows):
             ours = [row for row in rows if (row["suite"], row["temperature"]) == (suite, temperature)]
-            if part == "distill":
-                details = _distilled(content, ours) if temperature == 0 else []
-            else:
-                details = [dict(d) for d in _listed(about.get("analysis")) if _where(d) == (suite, temperature)]
+            names = {row["name"] for row in ours}
+            own = [d for d in details if d["name"] in names and (d["suite"], d["temperature"]) == (suite, temperature)]
+            if samples and temperature == 0 and not own:
+                own = [{"name": content.get("name", run), "samples": samples}]
             yield Comparison(
-                run, part, str(suite), float(temperature),
-                [DEFAULTS | row | {"name": _name(row, part)} for row in ours], details,
-                _machine(facts), created[:16].replace("T", " "), page,
-                str(_mapping(about.get("notes")).get(suite, "")),
+                run, part.replace("_", " "), str(suite), float(temperature), ours, own, _machine(facts),
+                date[:16].replace("T", " "), pages, str(notes.get(suite, "")),
             )  # fmt: skip
 
 
-def _name(row: Row, part: str) -> str:
-    """Reports of ``distill`` name rows by their draft."""
-    if part != "distill" or row.get("method") != "vanilla":
-        return str(row["name"])
-    return f"vanilla k={row.get('draft_length')} ({row.get('draft')})"
+def _items(value: Any, keys: set[str]) -> list[Mapping[str, Any]]:
+    listed = value if isinstance(value, list) else []
+    return [item for item in listed if isinstance(item, Mapping) and item.keys() >= keys]
 
 
-def _distilled(content: Mapping[str, Any], rows: Sequence[Row]) -> list[Row]:
-    """The samples of a ``distill`` report, which the final draft wrote greedily at its fastest length."""
-    drafted = [r for r in rows if r.get("method") == "vanilla" and r.get("speedup")]
-    final = _mapping(content.get("profile")).get("draft", FINAL)
-    best = max(drafted, key=lambda r: (r.get("draft") == final, r["speedup"]), default=None)
-    samples = _listed(content.get("samples"))
-    return [{"name": _name(best, "distill"), "samples": samples}] if best and samples else []
-
-
-def _where(detail: Mapping[str, Any]) -> tuple[Any, Any]:
-    return detail.get("suite"), detail.get("temperature")
-
-
-def _machine(facts: Any) -> str:
+def _machine(facts: Mapping[str, Any]) -> str:
     try:
-        return machine.sentence(dict(_mapping(facts)))
+        return machine.sentence(dict(facts))
     except KeyError:
         return ""
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _listed(value: Any) -> list[Mapping[str, Any]]:
-    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []

@@ -1,95 +1,83 @@
-"""The plots of a distillation report; what was not measured is left out."""
+"""The plots of a distillation report, the AdaSPEC paper's analysis among them; what was not measured is left out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from decode.report import plots as shared
-from distill.report import analysis_plots as plots
-from distill.report import summary as verdict
+from decode.report import plots
+from distill.report.summary import display, drafted, exported, fastest
 
 Row = Mapping[str, Any]
+Plot = tuple[str, str]
+"""SVG and caption."""
+
+COLOURS = {
+    display(name): colour
+    for name, colour in {
+        "undistilled": plots.GREY, "distillspec": plots.ORANGE, "reference": plots.ORANGE, "adaspec": plots.BLUE,
+        "draft": plots.BLUE, "target": plots.GREEN,
+    }.items()
+}  # fmt: skip
+"""A draft keeps its colour through the whole report."""
 
 
 def figures(report: Row) -> dict[str, str]:
-    """All plots of the report, name to SVG, for the page and for the tracker."""
+    """All plots of the report, name to SVG, for the tracker."""
     return {name: svg for name, (svg, _) in {**decoding_figures(report), **analysis_figures(report)}.items()}
 
 
-def decoding_figures(report: Row) -> dict[str, tuple[str, str]]:
-    """Speed and acceptance: name to (SVG, caption)."""
-    greedy = [row for row in verdict.drafted(report) if row["temperature"] == 0 and row.get("speedup")]
-    found: dict[str, tuple[str, str]] = {}
-    best: dict[str, Row] = {}
-    for row in greedy:
-        if row["draft"] not in best or row["speedup"] > best[row["draft"]]["speedup"]:
-            best[row["draft"]] = row
+def decoding_figures(report: Row) -> dict[str, Plot]:
+    """Speed and acceptance, name to plot."""
+    greedy = [row for row in drafted(report) if row["temperature"] == 0 and row.get("speedup")]
+    profile, found = report.get("profile") or {}, {}
+    best = [{**row, "name": f"{display(row['draft'])}, k = {row['draft_length']}"} for row in fastest(greedy)]
     if len(best) > 1:
-        bars = [
-            {**row, "name": f"{verdict.display(drafted)}, k = {row['draft_length']}"} for drafted, row in best.items()
-        ]
-        found["speedup"] = (shared.speedup_bars(bars, "Greedy speedup at the best draft length"), "")
-    profile = report.get("profile") or {}
-    fastest = verdict.best_row(report)
-    name = profile.get("draft") or (fastest["draft"] if fastest else None)
-    if name is not None:
-        rows = [row for row in greedy if row["draft"] == name]
-        measured = {row["draft_length"]: (row["speedup"], *(row.get("speedup_ci95") or ())) for row in rows}
-        predicted = _by_length(profile.get("predicted_speedup")) or {
-            row["draft_length"]: row["predicted_speedup"] for row in rows if row.get("predicted_speedup")
-        }
-        if len(set(measured) | set(predicted)) > 1:
-            caption = f"{verdict.display(name)}, greedy. Predicted: tokens per round ÷ (c·k + v(k + 1))."
-            found["speedup_by_length"] = (shared.speedup_by_length(predicted, measured), caption)
-    costs = profile.get("verify_cost") or []
-    if len(costs) > 1:
-        points = {"v(n)": list(enumerate(costs, start=1))}
-        svg = shared.lines(
-            points,
-            "Cost of checking several tokens at once",
-            "tokens in one target forward (n)",
-            "v(n) = time of n tokens ÷ time of 1",
-            markers=True,
-            whole_x=True,
-        )
-        found["verify_cost"] = (svg, "Drafting pays as long as this stays flat.")
-    colours = {verdict.display(name): colour for name, colour in plots.COLOURS.items()}
-    if positions := _named((report.get("analysis") or {}).get("acceptance_by_position")):
-        svg = shared.acceptance_by_position(positions, colours=colours)
+        found["speedup"] = (plots.speedup_bars(best[::-1], "Greedy speedup at the best draft length"), "")
+    measured = {row["draft_length"]: row for row in greedy if row["draft"] == exported(report)}
+    predicted = {k: row["predicted_speedup"] for k, row in measured.items() if row.get("predicted_speedup")}
+    predicted = {int(k): speedup for k, speedup in (profile.get("predicted_speedup") or predicted).items()}
+    if len(measured.keys() | predicted.keys()) > 1:
+        caption = f"{display(exported(report))}, greedy. Predicted: tokens per round ÷ (c·k + v(k + 1))."
+        found["speedup_by_length"] = (plots.speedup_by_length(predicted, measured), caption)
+    if len(costs := profile.get("verify_cost") or []) > 1:
+        found["verify_cost"] = (plots.verify_cost({"v(n)": costs}), "Drafting pays as long as this stays flat.")
+    if positions := _named(report, "acceptance_by_position"):
+        svg = plots.acceptance_by_position(positions, COLOURS)
         found["acceptance_by_position"] = (svg, "How the acceptance rate falls along a draft.")
     return found
 
 
-def _by_length(value: Any) -> dict[int, float]:
-    """Speedups by draft length, given as a mapping or as a list that starts at length 1."""
-    if isinstance(value, Mapping):
-        return {int(k): v for k, v in value.items()}
-    return dict(enumerate(value, start=1)) if isinstance(value, list) else {}
-
-
-def analysis_figures(report: Row) -> dict[str, tuple[str, str]]:
-    """What the drafts learned, as in the AdaSPEC paper's analysis: name to (SVG, caption)."""
-    analysis = report.get("analysis") or {}
-    colours = {verdict.display(name): colour for name, colour in plots.COLOURS.items()}
-    found: dict[str, tuple[str, str]] = {}
-    if curves := _named(analysis.get("curves")):
-        found["curves"] = (plots.learning_curves(curves, colours), "")
-    if margins := _named(analysis.get("margins")):
-        found["margins"] = (
-            plots.margin_histograms(margins, colours),
-            "Tokens left of 0 would not be proposed greedily.",
-        )
-    if kl := _named(analysis.get("kl")):
-        found["kl"] = (
-            plots.kl_histograms(kl, colours),
-            "The long tail holds the tokens that a small draft cannot learn.",
-        )
-    if tokens := analysis.get("selected_tokens"):
-        caption = "Lift 2: twice as often as by chance. Beside the bars: how often it was selected."
-        found["selected_tokens"] = (plots.selected_tokens(tokens), caption)
+def analysis_figures(report: Row) -> dict[str, Plot]:
+    """What the drafts learned, as in the AdaSPEC paper's analysis, name to plot."""
+    found: dict[str, Plot] = {}
+    if curves := _named(report, "curves"):
+        xlabel, ylabel = "optimiser step", "α = mean Σ min(p, q), validation"
+        found["curves"] = (plots.lines(curves, "Learning curves", xlabel, ylabel, COLOURS), "")
+    if margins := _named(report, "margins"):
+        title, xlabel = "Logit margin of the target's token", "z(target's token) − largest other z, z: draft's logits"
+        caption = "Tokens left of 0 would not be proposed greedily."
+        found["margins"] = (plots.histograms(margins, title, xlabel, COLOURS), caption)
+    if kl := _named(report, "kl"):
+        xlabel = "KL(p‖q) = Σ p·log(p/q) (nats per token)"
+        caption = "The long tail holds the tokens that a small draft cannot learn."
+        found["kl"] = (plots.histograms(kl, "Divergence per token", xlabel, COLOURS, log_y=True), caption)
+    if tokens := (report.get("analysis") or {}).get("selected_tokens"):
+        bars = [
+            {"name": visible(row["token"]), "value": row["lift"], "note": f"{row['count']:,}"} for row in tokens[:20]
+        ]
+        svg = plots.bars(bars, "Tokens selected most", "lift = share of the selection ÷ share of all labels")
+        caption = "Lift 2: twice as often as at random. Beside the bars: how often it was selected."
+        found["selected_tokens"] = (svg, caption)
     return found
 
 
-def _named(series: Any) -> dict[str, Any]:
-    return {verdict.display(name): values for name, values in (series or {}).items() if values}
+def _named(report: Row, part: str) -> dict[str, Any]:
+    series = (report.get("analysis") or {}).get(part) or {}
+    return {display(name): values for name, values in series.items() if values}
+
+
+def visible(token: str) -> str:
+    """A token as a visible label: spaces and line ends get signs."""
+    shown = token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
+    return shown if shown.strip() else "''"

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from decode.core.files import write_text
-from distill.report import summary as verdict
-from distill.report.page import build_page
+from distill.report.page import DECODING_COLUMNS, build_page
+from distill.report.summary import display, exported_row, fastest, findings
 
 Row = Mapping[str, Any]
 
@@ -59,18 +59,12 @@ def write_report(run_dir: str | Path, report: Row) -> None:
     """
     data = plain(report)
     check(data)
-    data["verdict"] = [v.text for v in verdicts(data)]
+    data["verdict"] = [finding.text for finding in findings(data)]
     ordered = {key: data[key] for key in (*REQUIRED, *sorted(set(data) - set(REQUIRED))) if key in data}
     folder = Path(run_dir)
     page = build_page(ordered, folder)
     write_text(folder / "report.json", json.dumps(ordered, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     page.write(folder / "report.html")
-
-
-def verdicts(report: Row) -> list[verdict.Verdict]:
-    """The report in sentences: speed and identity, distillation, and each paired comparison."""
-    found = [verdict.speed(report), verdict.distillation(report), *verdict.comparisons(report)]
-    return [v for v in found if v is not None]
 
 
 def check(report: Row) -> None:
@@ -111,45 +105,41 @@ def plain(value: Any) -> Any:
 
 
 def console_table(report: Row) -> Group:
-    """What the terminal shows at the end of a run: drafts, decoding, and the verdict in sentences."""
+    """What the terminal shows at the end of a run: drafts, decoding, and the findings in sentences."""
     report = plain(report)
     colours = {"good": "green", "warn": "yellow", "bad": "red"}
-    sentences = [Text(v.text.replace("`", ""), style=colours.get(v.tone, "")) for v in verdicts(report)]
+    sentences = [Text(f.text.replace("`", ""), style=colours.get(f.tone, "")) for f in findings(report)]
     return Group(_drafts_table(report), _decoding_table(report), *sentences)
 
 
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("draft", "output") else "right")
+    return table
+
+
 def _drafts_table(report: Row) -> Table:
-    table = Table(title="Drafts", title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for heading in ("draft", "α offline", "± se", "steps", "examples", "teacher tokens", "selected"):
-        table.add_column(heading, justify="left" if heading == "draft" else "right")
+    table = _table("Drafts", "draft", "α offline", "± se", "steps", "examples", "teacher tokens", "selected")
     for row in report["drafts"]:
-        counts = [_number(row.get(k), ",") for k in ("optimiser_steps", "examples", "teacher_tokens")]
-        table.add_row(
-            verdict.display(row["name"]), _number(row["offline_alpha"], ".4f"),
-            _number(row["offline_alpha_se"], ".4f"), *counts, _number(row.get("selected_tokens"), ","),
-        )  # fmt: skip
+        counts = [
+            _number(row.get(k), ",") for k in ("optimiser_steps", "examples", "teacher_tokens", "selected_tokens")
+        ]
+        alpha = [_number(row[key], ".4f") for key in ("offline_alpha", "offline_alpha_se")]
+        table.add_row(display(row["name"]), *alpha, *counts)
     return table
 
 
 def _decoding_table(report: Row) -> Table:
-    table = Table(
-        title="\nDecoding, each draft at its fastest length",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        header_style="bold",
-    )
-    headings = ("draft", "T", "k", "tokens/s", "speedup", "95 %", "vs generate", "predicted", "tokens/forward")
-    for heading in (*headings, "α", "output"):
-        table.add_column(heading, justify="left" if heading in ("draft", "output") else "right")
-    best = verdict.best_row(report)
-    for row in verdict.fastest(report["decoding"]):
-        interval = row["speedup_ci95"]
+    headings = ("draft", "T", "k", "tokens/s", "speedup", "95 %", "vs generate", "predicted", "tokens/forward", "α")
+    table = _table("\nDecoding, each draft at its fastest length", *headings, "output")
+    interval = next(column for column in DECODING_COLUMNS if column.key == "speedup").error_text
+    best = exported_row(report)
+    for row in fastest(report["decoding"]):
         same = {True: "identical", False: "differs"}.get(row["identical_to_target"], "–")
         table.add_row(
-            verdict.display(row["draft"]), _number(row["temperature"], "g"), _number(row["draft_length"], "d"),
-            _number(row["tokens_per_second"], ",.0f"), _number(row["speedup"], ".2f"),
-            f"{interval[0]:.2f}–{interval[1]:.2f}" if interval else "–",
+            display(row["draft"]), _number(row["temperature"], "g"), _number(row["draft_length"], "d"),
+            _number(row["tokens_per_second"], ",.0f"), _number(row["speedup"], ".2f"), interval(row) or "–",
             _number(row["speedup_vs_generate"], ".2f"), _number(row["predicted_speedup"], ".2f"),
             _number(row["block_efficiency"], ".2f"), _number(row["alpha"], ".3f"), same,
             style="bold" if row is best else "",

@@ -33,7 +33,8 @@ from decode.measure.statistics import (
     plain,
 )
 from decode.models.text import chat_ids, prompt_ids
-from decode.report.tables import ratios, table, write_report
+from decode.report.bench_report import write_report
+from decode.report.tables import ratios, table
 
 METHODS = [
     "vanilla",

@@ -16,7 +16,7 @@ import pytest
 
 from decode.__main__ import main
 from decode.core.errors import UserError
-from decode.report.all_runs import FIGURE_BYTES, SAMPLE_BYTES, overview
+from decode.report.all_runs import FIGURE_BYTES, SAMPLE_BYTES, all_runs_page
 from decode.report.read_runs import find_reports, read_runs
 
 EVIL = '<script>alert("1")</script>'
@@ -71,12 +71,12 @@ def write(folder: Path, content: dict[str, Any]) -> Path:
 
 
 class Reader(HTMLParser):
-    """Keeps tags with their attributes, and the cells of each row of the table of methods."""
+    """Keeps tags with their attributes, and of each row of results the attributes of its group and its text."""
 
     def __init__(self, document: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.results: list[tuple[dict[str, str | None], dict[str, str | None], str]] = []
+        self.results: list[tuple[dict[str, str | None], list[str]]] = []
         self.body: dict[str, str | None] = {}
         self.inside = False
         self.feed(document)
@@ -87,14 +87,13 @@ class Reader(HTMLParser):
         if tag == "tbody":
             self.body = found
         if tag == "tr":
-            self.inside = "data-name" in found
+            self.inside = bool(self.body) and "class" not in found
             if self.inside:
-                self.results.append((self.body, found, ""))
+                self.results.append((self.body, []))
 
     def handle_data(self, data: str) -> None:
-        if self.inside:
-            body, found, said = self.results[-1]
-            self.results[-1] = (body, found, said + data + " ")
+        if self.inside and data.strip():
+            self.results[-1][1].append(data.strip())
 
 
 @pytest.fixture(scope="module")
@@ -109,35 +108,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @functools.cache
 def page(folder: Path) -> str:
     comparisons, notes = read_runs(find_reports([str(path) for path in sorted(folder.iterdir())]))
-    return overview(comparisons, notes, folder).html()
+    return all_runs_page(comparisons, notes, folder).html()
 
 
 def test_every_row_of_every_report_is_in_the_table_under_its_run_suite_and_temperature(folder: Path) -> None:
     found = {
-        (b["data-run"], b["data-suite"], b["data-temperature"], r["data-name"])
-        for b, r, _ in Reader(page(folder)).results
+        (b["data-run"], b["data-suite"], b["data-temperature"], cells[0]) for b, cells in Reader(page(folder)).results
     }
     for run, suite in (("big", "gsm8k"), ("papers/ears", "open")):
         for temperature in ("0", "1"):
-            for name in ("autoregressive", "generate", "vanilla", "ears", EVIL.lower()):
+            for name in ("autoregressive", "generate", "vanilla", "ears", EVIL):
                 assert (run, suite, temperature, name) in found
-    assert ("small", "gsm8k", "0", "vanilla k=7 (adaspec)") in found
+    assert ("small", "gsm8k", "0", "adaspec 7") in found
     assert len(found) == 2 * 2 * 5 + 2
 
 
 def test_a_row_shows_speed_with_its_interval_and_prediction_and_what_it_costs(folder: Path) -> None:
     results = Reader(page(folder)).results
-    said = next(
-        s for b, r, s in results if (b["data-run"], b["data-temperature"], r["data-name"]) == ("big", "0", "ears")
-    )
-    for part in ("1.90", "1.70–2.20", "relaxed", "0.030", "0.250", "± 0.100"):
-        assert part in said
-    assert 'aria-label="1.60 times, 95 % interval 1.40–1.80, predicted 1.90"' in page(folder)
-
-
-def test_only_relaxed_rows_lack_the_mark_that_the_lossless_filter_keeps(folder: Path) -> None:
-    marked = {r["data-name"]: "data-lossless" in r for _, r, _ in Reader(page(folder)).results}
-    assert [name for name, exact in marked.items() if not exact] == ["ears"]
+    cells = next(c for b, c in results if (b["data-run"], b["data-temperature"], c[0]) == ("big", "0", "ears"))
+    assert cells[1:5] == ["relaxed", "1.90", "1.70–2.20", "1.00"]
+    assert {"0.030", "0.250", "± 0.100", "100"} <= set(cells)
 
 
 def test_the_filter_offers_what_the_comparisons_carry_and_waits_for_the_script(folder: Path) -> None:
@@ -148,13 +138,16 @@ def test_the_filter_offers_what_the_comparisons_carry_and_waits_for_the_script(f
             assert attributes.get(key, "") in offered, (tag, attributes)
     form = next(a for tag, a in tags if tag == "form")
     assert "hidden" in form
-    assert not [a for tag, a in tags if tag in ("tr", "tbody", "section", "article") and "hidden" in a]
+    assert not [a for tag, a in tags if tag in ("tr", "tbody", "section", "div") and "hidden" in a]
 
 
 def test_the_answer_names_the_fastest_lossless_method_and_the_price_of_a_relaxed_one(folder: Path) -> None:
     document = html.unescape(re.sub(r"<[^>]+>", " ", page(folder)))
-    assert "Fastest without changing the output: vanilla, 1.60× the same loop without a draft" in document
-    assert "ears 1.90×, relaxed: TV spent 0.030, accuracy 0.25, the target's 0.50" in document
+    assert (
+        "Fastest without changing the output: vanilla, 1.60× the same loop without a draft (95 %: 1.40–1.80)"
+        in document
+    )
+    assert "Relaxed: ears 1.90×, TV spent 0.030, accuracy 0.25, the target's 0.50" in document
 
 
 def test_where_nothing_is_faster_than_no_draft_the_page_says_so(tmp_path: Path) -> None:
@@ -162,7 +155,18 @@ def test_where_nothing_is_faster_than_no_draft_the_page_says_so(tmp_path: Path) 
     write(tmp_path / "unsure", {"methods": [row("vanilla", speedup=1.1, speedup_ci95=[0.9, 1.3])]})
     document = page(tmp_path)
     assert "slower than no draft: use none here" in document
-    assert "not surely faster than no draft" in document
+    assert "perhaps no faster than no draft" in document
+
+
+def test_lists_of_results_are_found_whoever_wrote_them_and_of_several_settings_the_fastest(tmp_path: Path) -> None:
+    probed = [row("adaspeed E2", best=True), row("adaspeed E1", best=False), row("generate", best=False, peer=True)]
+    write(
+        tmp_path / "run",
+        {"self_speculation": probed, "probe_settings": {"machine": MACHINE}, "drafts": [{"name": "d"}]},
+    )
+    (comparison,), notes = read_runs(find_reports([str(tmp_path)]))
+    assert [r["name"] for r in comparison.rows] == ["adaspeed E2", "generate"]
+    assert (comparison.part, comparison.machine[:5], notes) == ("self speculation", "a CPU", [])
 
 
 def test_all_text_is_escaped_and_nothing_comes_from_elsewhere(folder: Path) -> None:
@@ -170,9 +174,7 @@ def test_all_text_is_escaped_and_nothing_comes_from_elsewhere(folder: Path) -> N
     tags = Reader(document).tags
     assert [tag for tag, _ in tags].count("script") == 1  # the page's own
     assert EVIL not in document
-    assert not re.search(
-        r"(https?:)?//(?!www\.w3\.org)[a-z]", re.sub(r"<script>.*?</script>", "", document, flags=re.S)
-    )
+    assert not re.search(r"https?://(?!www\.w3\.org)", document)
     for tag, attributes in tags:
         assert tag not in ("link", "iframe", "object", "embed", "img")
         assert "src" not in attributes
@@ -183,15 +185,9 @@ def test_all_text_is_escaped_and_nothing_comes_from_elsewhere(folder: Path) -> N
 
 def test_samples_carry_a_mark_on_every_token_and_the_methods_stand_side_by_side(folder: Path) -> None:
     document = page(folder)
-    assert document.count('<span class="w-corrected">b</span>') == 2 * 2  # two reports, two methods
-    assert '<span class="w-accepted">distilled</span>' in document
+    assert document.count('<span class="corrected">b</span>') == 2 * 2  # two reports, two methods
+    assert '<span class="accepted">distilled</span>' in document
     assert "33% accepted, 33% corrected, 33% bonus" in document
-
-
-def test_ids_on_the_page_are_unique(folder: Path) -> None:
-    ids = [a["id"] for _, a in Reader(page(folder)).tags if "id" in a]
-    assert len(ids) > 10
-    assert len(ids) == len(set(ids))
 
 
 def test_the_page_stays_small_whatever_the_number_of_runs_and_says_what_it_left_out(tmp_path: Path) -> None:

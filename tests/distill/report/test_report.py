@@ -11,7 +11,8 @@ import torch
 from rich.console import Console
 
 from distill.report.figures import figures
-from distill.report.write import check, console_table, plain, verdicts, write_report
+from distill.report.summary import findings
+from distill.report.write import check, console_table, plain, write_report
 
 
 def decoding(draft, temperature, length, speedup, same=True):
@@ -74,7 +75,7 @@ def changed(**parts):
 
 
 def said(report) -> str:
-    return " ".join(sentence.text for sentence in verdicts(report))
+    return " ".join(sentence.text for sentence in findings(report))
 
 
 def text(page: str) -> str:
@@ -87,22 +88,37 @@ def written(tmp_path, report) -> str:
     return text((tmp_path / "report.html").read_text(encoding="utf-8"))
 
 
-def test_the_page_begins_with_how_much_faster_with_which_draft_and_whether_identical(tmp_path):
-    write_report(tmp_path, FULL)
-    lead = re.search(r'<p class="lead">(.*?)</p>', (tmp_path / "report.html").read_text(encoding="utf-8"))[1]
-    assert "AdaSPEC draft at draft length 6" in lead
-    assert "1.62 times as fast as the same loop without a draft" in lead
-    assert "1.57 to 1.67" in lead
-    assert "output is identical" in lead
+def headline(tmp_path, report) -> str:
+    write_report(tmp_path, report)
+    return re.search(r'<p class="headline">(.*?)</p>', (tmp_path / "report.html").read_text(encoding="utf-8"))[1]
+
+
+def test_the_headline_says_how_much_faster_with_its_interval_whether_identical_and_which_draft_won(tmp_path):
+    shown = headline(tmp_path, FULL)
+    assert "exported AdaSPEC draft, 6 tokens a round, makes greedy decoding 1.62 times as fast" in shown
+    assert "95 % interval 1.57 to 1.67" in shown
+    assert "output is identical" in shown
+    assert "AdaSPEC is better than DistillSpec: α differs by +0.0019 ± 0.0004 over 61,234 texts" in shown
+
+
+def test_the_headline_speaks_of_the_exported_draft_even_if_another_was_measured_faster(tmp_path):
+    rows = [*FULL["decoding"], decoding("distillspec", 0.0, 6, 1.80)]
+    assert "exported AdaSPEC draft, 6 tokens a round, makes greedy decoding 1.62" in headline(
+        tmp_path, changed(decoding=rows)
+    )
+    other = changed(decoding=rows, profile={**FULL["profile"], "draft": "distillspec"})
+    assert "exported DistillSpec draft, 6 tokens a round, makes greedy decoding 1.80" in headline(tmp_path, other)
 
 
 def test_a_full_report_has_every_part(tmp_path):
     page = written(tmp_path, FULL)
     for part in (
-        "Drafts", "Paired comparison", "Greedy", "Sampled at temperature 1", "Cost model", "What the drafts learned",
+        "Drafts", "Paired comparison", "Greedy", "Sampled at T = 1", "Cost model", "What the drafts learned",
         "Samples", "vLLM", "SGLang", "assistant_model=draft", "Some CPU", "python -m distill --config", "seed",
     ):  # fmt: skip
         assert part in page
+    for number in ("0.9480 ± 0.0010", "1.62 1.57–1.67", "3.89", "81,472", "+0.0019 ± 0.0004", "0.410"):
+        assert number in page
     assert set(figures(FULL)) == {
         "speedup", "speedup_by_length", "verify_cost", "acceptance_by_position", "margins", "kl", "curves",
         "selected_tokens",
@@ -173,7 +189,7 @@ def test_it_says_plainly_whether_adaspec_beat_distillspec(difference, p_value, s
 
 def test_it_says_plainly_that_a_pair_cannot_win():
     report = changed(decoding=[decoding("adaspec", 0.0, 2, 0.81), decoding("adaspec", 0.0, 4, 0.7)])
-    assert "No draft speeds up greedy decoding on this machine" in said(report)
+    assert "does not speed up greedy decoding on this machine" in said(report)
 
 
 def test_a_gain_within_its_interval_is_called_uncertain():
