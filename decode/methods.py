@@ -21,6 +21,7 @@ from decode.core.options import MethodOptions
 from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule, negative_entropy, token_probability, warped_token_probability
+from decode.core.target import tree_error
 from decode.core.thresholds import CostOptimal, Fixed, MeanOfRejected, Roc, TargetAcceptance
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter, head_of
@@ -154,6 +155,7 @@ DRAFTERS: dict[str, Callable[[MethodInputs], Drafter]] = {
     "layer-subset": _layer_subset,
 }
 MODEL_DRAFTERS = {"model", "feature", "feature-tree"}
+TREE_DRAFTERS = {"feature-tree", "rest", "adaptix", "adaptix-best-first", "lookahead"}
 SELF_DRAFTERS = {"early-exit", "early-exit-separate", "layer-subset"}
 
 
@@ -312,13 +314,15 @@ def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: s
         rule: another acceptance rule of `RULES` in place of the method's own.
 
     Raises:
-        UserError: unknown names, or a model or file that the method needs is missing.
+        UserError: unknown names, a model or file that the method needs is missing, or a target that reads no trees.
     """
     check_method(method)
     drafter_name, stop_name, rule_name = METHODS[method]
     inputs = _advised(method, inputs)
     stop_rule = _find("stop rule", stop or stop_name, STOPS | PROBE_STOPS)(inputs)  # type: ignore[operator]
     acceptance = _find("acceptance rule", rule or rule_name, RULES)(inputs)  # type: ignore[operator]
+    if drafter_name in TREE_DRAFTERS and not inputs.target.supports_trees:
+        raise tree_error(inputs.target)
     drafter = DRAFTERS[drafter_name](inputs)
     if isinstance(drafter, ModelDrafter):
         drafter.keep_logits, drafter.keep_probs = acceptance.needs_raw, not acceptance.exact

@@ -15,20 +15,35 @@ from decode.models.fast_weights import FAMILIES, model_weights, tunable
 from decode.models.huggingface import facts_of, weight_bytes
 from decode.models.layer_subset import LayerSubset
 
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Scalings whose rotation of a position is the same in every forward."""
+
 
 def supports(model: PreTrainedModel) -> bool:
-    """Whether the hand-written forward knows this model, on one device, with plain weights."""
-    config = model.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    if config.model_type not in FAMILIES or rope.get("rope_type", "default") not in ("default", "linear", "llama3"):
+    """Whether the hand-written forward knows this model, on one device, with plain weights and plain layers.
+
+    Adapters, quantised weights and hooks are none of it: they go through the ordinary model call.
+    """
+    if not isinstance(model, PreTrainedModel) or model.config.model_type not in FAMILIES:
         return False
-    if getattr(model, "hf_quantizer", None) is not None or len({p.device for p in model.parameters()}) != 1:
+    config, parameters = model.config, list(model.parameters())
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") not in ROPE_TYPES or len(set(getattr(config, "layer_types", None) or ())) > 1:
         return False
     if config.model_type == "phi" and getattr(config, "qk_layernorm", False):
         return False
-    if getattr(config, "layer_types", None) and len(set(config.layer_types)) > 1:
+    if len({p.device for p in parameters}) != 1 or not all(p.is_floating_point() for p in parameters):
         return False
-    return all(p.is_floating_point() for p in model.parameters()) and type(model.get_output_embeddings()) is nn.Linear
+    return getattr(model, "hf_quantizer", None) is None and all(map(_is_plain, model.modules()))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module does what its class says, and its weights are all there is to it."""
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return False
+    if not any(True for _ in module.parameters(recurse=False)):
+        return True
+    return type(module) in (nn.Linear, nn.Embedding, nn.LayerNorm) or type(module).__name__.endswith("RMSNorm")
 
 
 def fast_runner(model: PreTrainedModel, *, compile: str = "none") -> FastRunner:

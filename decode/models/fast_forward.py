@@ -16,7 +16,7 @@ from torch import Tensor
 
 from decode.core.proposal import Draft
 from decode.models.fast_weights import Layer, Weights
-from decode.models.huggingface import tree_mask
+from decode.models.tree_masks import tree_mask
 
 CacheSlots = tuple[Any, Tensor, Tensor]
 """Of one layer: cache ``[1, 2 kv_heads, n, width]`` of the new tokens (anything with ``copy_``), and all keys and all

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from transformers import PreTrainedModel
 from decode.core.proposal import Draft
 from decode.core.runner import Runner
 from decode.models.cache import RollbackCache
+from decode.models.tree_masks import masks_of_tree, tree_refusal
 
 
 class HuggingFaceRunner(Runner):
@@ -25,10 +28,10 @@ class HuggingFaceRunner(Runner):
         self.model: Any = model  # transformers types its attributes as Tensor | Module
         self._length = 0
         self._cache = RollbackCache(self.config.num_hidden_layers)
-        self._eager = getattr(self.config, "_attn_implementation", "eager") == "eager"
-        kinds = set(getattr(self.config, "layer_types", None) or ())
-        self._kinds = kinds if len(kinds) > 1 else set()
-        self._window = getattr(self.config, "sliding_window", None)
+        self._implementation: str = getattr(self.config, "_attn_implementation", "eager")
+        arguments = arguments_of(model)
+        self._optional = arguments & {"position_ids", "logits_to_keep"}
+        self.tree_refusal = tree_refusal(self.config, arguments)
         self._head_input = torch.empty(0)
 
     @property
@@ -45,31 +48,37 @@ class HuggingFaceRunner(Runner):
         """See `Runner.read`."""
         n, past = len(tokens), self._length
         extra: dict[str, Any] = {}
+        if "position_ids" in self._optional:
+            if tree is None:
+                positions = torch.arange(past, past + n, device=self.device)
+            else:
+                positions = past + torch.tensor([0, *tree.depths()], device=self.device)
+            extra["position_ids"] = positions[None]
+        if "logits_to_keep" in self._optional:
+            extra["logits_to_keep"] = 0 if head is None else max(1, head)
         if tree is None:
-            positions = torch.arange(past, past + n, device=self.device)
+            masks: Any = nullcontext()
         else:
-            positions = past + torch.tensor([0, *tree.depths()], device=self.device)
-            extra["attention_mask"] = self._tree_mask(tree)
+            masks = masks_of_tree(tree, past, self._implementation, self.device)
         # the states the head reads, without asking the model to keep those of every layer
         hook = self.model.get_output_embeddings().register_forward_pre_hook(self._keep_head_input)
         try:
-            out = self.model(
-                input_ids=tokens[None],
-                position_ids=positions[None],
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=0 if head is None else max(1, head),
-                output_hidden_states=bool(self.captured_layers),
-                **extra,
-            )
+            with masks:
+                out = self.model(
+                    input_ids=tokens[None],
+                    past_key_values=self._cache,
+                    use_cache=True,
+                    output_hidden_states=bool(self.captured_layers),
+                    **extra,
+                )
         finally:
             hook.remove()
         if self.captured_layers:
             self.features = torch.cat([out.hidden_states[layer][0] for layer in self.captured_layers], -1)
-        self.hidden = self._head_input[0]
+        self.hidden = self._head_input[0] if head is None else self._head_input[0][-max(1, head) :]
         self._length = past + n
-        logits: Tensor = out.logits[0] if head != 0 else out.logits[0, :0]
-        return logits
+        logits: Tensor = out.logits[0]
+        return logits if head is None else logits[max(0, len(logits) - head) :]
 
     def truncate(self, length: int) -> None:
         """See `Runner.truncate`."""
@@ -87,31 +96,6 @@ class HuggingFaceRunner(Runner):
 
     def _keep_head_input(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         self._head_input = inputs[0]
-
-    def _tree_mask(self, tree: Draft) -> Any:
-        allowed = tree_mask(tree, self._length)
-        full = self._as_mask(allowed)
-        if self._window is None or not (self._kinds or getattr(self.config, "sliding_window", None)):
-            return full
-        position = torch.cat([torch.arange(self._length), self._length + torch.tensor([0, *tree.depths()])])
-        near = position[self._length :, None] - position[None] < self._window
-        sliding = self._as_mask(allowed & near)
-        if self._kinds:
-            return {kind: sliding if "sliding" in kind else full for kind in self._kinds}
-        return sliding if self._slides else full
-
-    @property
-    def _slides(self) -> bool:
-        kinds = getattr(self.config, "layer_types", None)
-        return "sliding_attention" in kinds if kinds else self.config.model_type == "mistral"
-
-    def _as_mask(self, allowed: Tensor) -> Tensor:
-        allowed = allowed.to(self.device)[None, None]
-        if not self._eager:
-            return allowed
-        return torch.zeros(allowed.shape, dtype=self.dtype, device=self.device).masked_fill_(
-            ~allowed, torch.finfo(self.dtype).min
-        )
 
 
 def facts_of(model: PreTrainedModel) -> dict[str, Any]:
@@ -137,10 +121,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
     return sum(p.numel() * p.element_size() for p in weights.values())
 
 
-def tree_mask(tree: Draft, past: int) -> Tensor:
-    """bool ``[n + 1, past + n + 1]`` for the pending token and the tree: the past, itself, its ancestors."""
-    n = len(tree) + 1
-    mask = torch.ones(n, past + n, dtype=torch.bool)
-    mask[0, past + 1 :] = False
-    mask[1:, past + 1 :] = tree.ancestry()
-    return mask
+def arguments_of(model: PreTrainedModel) -> set[str]:
+    """The named arguments that a model's forward takes; of an adapted model (peft), the adapted one's."""
+    adapted: Any = model if isinstance(model, PreTrainedModel) else model.get_base_model()
+    return set(inspect.signature(adapted.forward).parameters)

@@ -18,8 +18,9 @@ from decode.core.proposal import Draft
 from decode.core.target import Target
 from decode.models import fast as fast_module
 from decode.models import fast_weights
-from decode.models.huggingface import HuggingFaceRunner, tree_mask
+from decode.models.huggingface import HuggingFaceRunner
 from decode.models.open_runner import open_runner
+from decode.models.tree_masks import tree_mask
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
 IDS = [f"{family}-{'fast' if fast else 'ordinary'}" for family, fast in RUNNER_PATHS]
