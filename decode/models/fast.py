@@ -38,12 +38,18 @@ def supports(model: PreTrainedModel) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module does what its class says, and its weights are all there is to it."""
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+    """Whether a module does what its class in torch or transformers says, and its weights are all there is to it."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    # transformers leaves hooks of its own once hidden states have been asked for; they change nothing
+    if "forward" in vars(module) or any(
+        not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks
+    ):
         return False
-    if not any(True for _ in module.parameters(recurse=False)):
-        return True
-    return type(module) in (nn.Linear, nn.Embedding, nn.LayerNorm) or type(module).__name__.endswith("RMSNorm")
+    if not type(module).__module__.startswith(("torch.", "transformers.")):
+        return False
+    holds_weights = any(True for _ in module.parameters(recurse=False))
+    kinds = (nn.Linear, nn.Embedding, nn.LayerNorm)
+    return not holds_weights or type(module) in kinds or type(module).__name__.endswith("RMSNorm")
 
 
 def fast_runner(model: PreTrainedModel, *, compile: str = "none") -> FastRunner:

@@ -1,13 +1,13 @@
-"""Invariant 2: greedy output is that of `generate(do_sample=False)`, whatever is drafted, on every architecture."""
+"""Greedy output is that of `generate(do_sample=False)`, whatever is drafted; every architecture is in test_conformance."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
-from families import CONTEXT, FAMILIES, NOT_REPRODUCED, RUNNER_PATHS, VOCAB, resembling
+from families import CONTEXT, VOCAB, resembling
 from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
-from scripted import WAYS, Oracle, RandomTree, corpus_drafters
+from scripted import WAYS, Oracle, corpus_drafters
 
 from decode.core.drafter import Drafter
 from decode.core.runner import Runner
@@ -17,7 +17,7 @@ from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode
 from decode.methods import STOPS, MethodInputs
-from decode.models.fast import FastRunner, supports
+from decode.models.fast import FastRunner
 from decode.models.open_runner import open_runner
 
 
@@ -49,28 +49,11 @@ def runners(tiny) -> Callable[[str, bool], Runner]:
     return get
 
 
-IDS = [f"{family}-{'fast' if fast else 'ordinary'}" for family, fast in RUNNER_PATHS]
+PATHS = [("llama", True), ("mistral", False), ("gpt_neox", True), ("gpt2", False), ("gemma2", False)]
+IDS = [f"{family}-{'fast' if fast else 'ordinary'}" for family, fast in PATHS]
 
 
-def test_the_fast_forward_serves_the_families_it_names(tiny) -> None:
-    assert {family for family in FAMILIES if not supports(tiny(family))} == NOT_REPRODUCED
-
-
-@pytest.mark.parametrize(("family", "fast"), RUNNER_PATHS, ids=IDS)
-def test_adversarial_drafts_do_not_change_the_text(family: str, fast: bool, runners, texts) -> None:
-    runner = runners(family, fast)
-    for prompt, wanted in zip(PROMPTS, texts(family)):
-        accepted = {}
-        for way in WAYS:
-            system = System(way, Oracle(wanted, way, VOCAB), StopRule())
-            trace = assert_decodes(runner, system, wanted, prompt)
-            accepted[way] = sum(trace.accepted)
-        assert accepted["wrong"] == accepted["empty"] == 0
-        assert min(accepted[way] for way in WAYS if way not in ("wrong", "empty")) > 5
-        assert_decodes(runner, System("random", RandomTree(VOCAB, nodes=20), StopRule()), wanted, prompt)
-
-
-@pytest.mark.parametrize(("family", "fast"), RUNNER_PATHS, ids=IDS)
+@pytest.mark.parametrize(("family", "fast"), PATHS, ids=IDS)
 def test_a_draft_model_does_not_change_the_text(family: str, fast: bool, runners, texts, tiny) -> None:
     runner = runners(family, fast)
     draft = open_runner(resembling(tiny(family), 0.15), fast=fast)
@@ -93,7 +76,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory, texts) -> dict[str, Calla
 @pytest.mark.parametrize("name", ["prompt-lookup", "rest", "adaptix", "adaptix-best-first", "lookahead"])
 def test_drafts_from_texts_do_not_change_the_text(name: str, drafters, runners, texts) -> None:
     accepted = 0
-    for family, fast in RUNNER_PATHS:
+    for family, fast in PATHS:
         for prompt, wanted in zip(PROMPTS, texts(family)):
             accepted += sum(
                 assert_decodes(
@@ -169,7 +152,7 @@ def test_every_budget_is_met_exactly(new: int, runners, texts) -> None:
         )
 
 
-@pytest.mark.parametrize(("family", "fast"), RUNNER_PATHS, ids=IDS)
+@pytest.mark.parametrize(("family", "fast"), PATHS, ids=IDS)
 def test_prompts_of_one_token_and_of_the_whole_context_are_served(family: str, fast: bool, runners, tiny) -> None:
     model, runner = tiny(family), runners(family, fast)
     draft = ModelDrafter(open_runner(resembling(model, 0.15), fast=fast), GREEDY, VOCAB)

@@ -23,7 +23,8 @@ from decode.models.open_runner import open_runner
 from decode.models.tree_masks import tree_mask
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
-IDS = [f"{family}-{'fast' if fast else 'ordinary'}" for family, fast in RUNNER_PATHS]
+PATHS = [path for path in RUNNER_PATHS if path[0] in ("llama", "mistral", "qwen3", "phi", "gpt_neox", "gpt2", "gemma2")]
+IDS = [f"{family}-{'fast' if fast else 'ordinary'}" for family, fast in PATHS]
 
 
 @torch.inference_mode()
@@ -35,7 +36,7 @@ def close(seen: Tensor, wanted: Tensor, atol: float = 2e-4) -> bool:
     return seen.shape == wanted.shape and torch.allclose(seen, wanted, atol=atol, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "fast"), RUNNER_PATHS, ids=IDS)
+@pytest.mark.parametrize(("family", "fast"), PATHS, ids=IDS)
 @torch.inference_mode()
 def test_reading_in_pieces_gives_the_logits_of_one_forward(family: str, fast: bool, tiny) -> None:
     model = tiny(family)
@@ -82,7 +83,7 @@ def random_tree(seed: int, nodes: int = 12) -> Draft:
     return Draft.tree([dice.randrange(VOCAB) for _ in range(nodes)], [dice.randrange(-1, i) for i in range(nodes)])
 
 
-@pytest.mark.parametrize(("family", "fast"), RUNNER_PATHS, ids=IDS)
+@pytest.mark.parametrize(("family", "fast"), PATHS, ids=IDS)
 @torch.inference_mode()
 def test_every_node_of_a_tree_sees_its_own_path_and_nothing_else(family: str, fast: bool, tiny) -> None:
     model = tiny(family)
@@ -127,39 +128,6 @@ def test_texts_longer_than_the_first_allocation_are_read_right(family: str, fast
     runner.truncate(100)
     runner.reserve(700)
     assert close(runner.read(ids[100:400]), wanted[100:400], atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "linear", "factor": 3.0},
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
-        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
-    ],
-    ids=lambda r: r["rope_type"],
-)
-@torch.inference_mode()
-def test_scaled_rotary_positions_are_the_models_own(rope: dict, tiny) -> None:
-    model = tiny("llama", rope_parameters=rope | {"rope_theta": 10000.0})
-    for fast in (True, False):
-        assert close(open_runner(model, fast=fast).read(torch.tensor(TEXT)), logits_of(model, TEXT))
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi", "gpt_neox", "gpt2", "gemma2"])
-@torch.inference_mode()
-def test_bfloat16_models_run_and_stay_close(family: str, tiny) -> None:
-    model = tiny(family, dtype=torch.bfloat16)
-    runner = open_runner(model)
-    wanted = logits_of(model, TEXT).float()
-    seen = torch.cat([runner.read(torch.tensor(TEXT[:6])), runner.read(torch.tensor(TEXT[6:]))]).float()
-    assert (seen - wanted).abs().max() < 0.3 * wanted.std()
-    assert seen.isfinite().all()
 
 
 def test_the_fast_forward_is_given_up_where_it_does_not_reproduce_the_model(

@@ -1,0 +1,199 @@
+"""Every architecture decodes as its own `generate` does, or is refused with a reason (docs/architectures.md)."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, NO_TREES, REFUSED, Opened, build_architecture, opened, table
+from families import VOCAB
+from greedy import GREEDY, PROMPTS, assert_decodes, generate
+from peft import LoraConfig, get_peft_model
+from scripted import Oracle, RandomTree
+from transformers import PreTrainedModel
+
+from decode.core.drafter import NoDrafter
+from decode.core.errors import UserError
+from decode.core.options import MethodOptions
+from decode.core.stopping import StopRule
+from decode.core.target import Target
+from decode.loop import System, decode
+from decode.methods import MethodInputs, build
+from decode.models import fast_weights, tree_masks
+from decode.models import huggingface as huggingface_module
+from decode.models.fast import FastRunner, fast_runner
+from decode.models.huggingface import HuggingFaceRunner
+from decode.models.open_runner import compare, open_runner
+
+SERVED = [name for name in ARCHITECTURES if name not in REFUSED]
+TREES = [name for name in SERVED if name not in NO_TREES]
+DOCS = Path(__file__).parents[3] / "docs" / "architectures.md"
+NEW = 20
+
+
+@cache
+def model_of(name: str) -> PreTrainedModel:
+    return build_architecture(name)
+
+
+@cache
+def opened_of(name: str) -> Opened:
+    return opened(name, model_of(name))
+
+
+@cache
+def texts_of(name: str) -> list[list[int]]:
+    """What generate writes; the longest of them reaches far past windows, chunks and longrope's boundary."""
+    return [generate(model_of(name), prompt, NEW) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_greedy_texts_are_those_of_generate(name: str) -> None:
+    """One token at a time, by chains that are right, wrong, half right, and by trees with the right branch hidden."""
+    model = model_of(name)
+    runners = [open_runner(model)]
+    if isinstance(runners[0], FastRunner):
+        runners.append(open_runner(model, fast=False))
+    ways = ["empty", "alternating", "wrong", "overlong"] + ["tree"] * (name not in NO_TREES)
+    for runner in runners:
+        for prompt, text in zip(PROMPTS, texts_of(name)):
+            for way in ways:
+                trace = assert_decodes(runner, System(way, Oracle(text, way, VOCAB), StopRule()), text, prompt, NEW)
+                assert (sum(trace.accepted) > 3) == (way not in ("empty", "wrong"))
+            if name not in NO_TREES:
+                system = System("random", RandomTree(VOCAB, nodes=20), StopRule())
+                assert_decodes(runner, system, text, prompt, NEW)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_sixteen_bits_stay_close_to_fresh_forwards(name: str) -> None:
+    model = build_architecture(name, dtype=torch.bfloat16)
+    runner = open_runner(model)
+    found = compare(model, runner)
+    assert found.chain < found.tolerance
+    assert found.tree < found.tolerance
+    assert runner.supports_trees == (name not in NO_TREES)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_cannot_be_rolled_back_is_refused_with_what_to_use_instead(name: str) -> None:
+    model = model_of(name)
+    with pytest.raises(UserError) as refusal:
+        open_runner(model)
+    for fact in (type(model).__name__, "model.generate", "Llama"):
+        assert fact in str(refusal.value)
+
+
+def test_encoder_decoders_are_refused() -> None:
+    model = copy.deepcopy(model_of("BART decoder"))
+    model.config.is_encoder_decoder = True
+    with pytest.raises(UserError, match="encoder–decoder"):
+        open_runner(model)
+
+
+@pytest.mark.parametrize("name", sorted(NO_TREES))
+def test_methods_that_draft_trees_refuse_targets_that_read_none(name: str) -> None:
+    runner = open_runner(model_of(name))
+    with pytest.raises(UserError, match="cannot verify token trees: it"):
+        build("lookahead", MethodInputs(runner, GREEDY))
+    with pytest.raises(UserError, match="token trees"):
+        decode(Target(runner), System("", RandomTree(VOCAB), StopRule()), GREEDY, PROMPTS[0])
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Phi-3", "Gemma 3", "Llama 4"])
+def test_a_tree_mask_without_the_window_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the check at opening: it reads past the end of the window."""
+
+    def everything(*given, **options):  # type: ignore[no-untyped-def]
+        monkeypatch.setattr(tree_masks, "ALL_MASK_ATTENTION_FUNCTIONS", Windowless())
+        return tree_masks.masks_of_tree(*given, **options)
+
+    class Windowless(dict):
+        def __setitem__(self, key: str, make) -> None:  # type: ignore[no-untyped-def]
+            def whole(*, mask_function, **rest):  # type: ignore[no-untyped-def]
+                return make(mask_function=lambda batch, head, q, kv: kv <= q, **rest)
+
+            super().__setitem__(key, whole)
+            masks[key] = whole
+
+        def __delitem__(self, key: str) -> None:
+            del masks[key]
+
+    masks = tree_masks.ALL_MASK_ATTENTION_FUNCTIONS
+    monkeypatch.setattr(huggingface_module, "masks_of_tree", everything)
+    runner = open_runner(model_of(name), fast=False)
+    assert runner.tree_refusal == "a tree's branches get other logits than the texts they stand for"
+
+
+def test_adapters_decode_as_they_generate_and_leave_the_base_alone() -> None:
+    base = copy.deepcopy(model_of("Llama"))
+    plain = texts_of("Llama")[0]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    adapted.eval()
+    text = generate(adapted, PROMPTS[0], NEW)
+    assert text != plain
+    for model in (adapted, adapted.get_base_model()):
+        runner = open_runner(model)
+        for way in ("alternating", "tree"):
+            assert_decodes(runner, System(way, Oracle(text, way, VOCAB), StopRule()), text, PROMPTS[0], NEW)
+    merged = adapted.merge_and_unload()
+    assert isinstance(open_runner(merged), FastRunner)
+    assert_decodes(open_runner(merged), System("", NoDrafter(), StopRule()), text, PROMPTS[0], NEW)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opening_a_model_leaves_its_parameters_where_they_are(name: str, dtype: torch.dtype) -> None:
+    model = build_architecture(name, dtype=dtype)
+    before = {key: weight.data_ptr() for key, weight in model.named_parameters()}
+    assert isinstance(open_runner(model), FastRunner)
+    assert before == {key: weight.data_ptr() for key, weight in model.named_parameters()}
+
+
+def test_a_large_models_projections_are_fused_in_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_weights, "COPIED", 0)
+    model = build_architecture("Llama")
+    weights = {key: weight.clone() for key, weight in model.state_dict().items()}
+    runner = open_runner(model)
+    assert isinstance(runner, FastRunner)
+    assert runner.forward.layers[0].qkv.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
+    assert all(torch.equal(weight, weights[key]) for key, weight in model.state_dict().items())
+
+
+def test_hooks_are_not_left_out_by_the_fast_forward() -> None:
+    model = copy.deepcopy(model_of("Llama"))
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output * 0.5)
+    text = generate(model, PROMPTS[0], NEW)
+    assert text != texts_of("Llama")[0]
+    runner = open_runner(model)
+    assert type(runner) is HuggingFaceRunner
+    assert_decodes(runner, System("", Oracle(text, "tree", VOCAB), StopRule()), text, PROMPTS[0], NEW)
+
+
+@pytest.mark.parametrize("compile", ["none", "default"])
+def test_a_separate_early_exit_runs_its_own_layers_only(compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda step, **options: step)
+    model = model_of("Llama")
+    target = fast_runner(model, compile=compile)
+    system = build("layerskip-separate", MethodInputs(target, GREEDY, options=MethodOptions(exit_layer=1)))
+    ids = torch.tensor(PROMPTS[1])
+    with torch.inference_mode():
+        states = model(input_ids=ids[None], output_hidden_states=True).hidden_states[1]
+        expected = model.lm_head(model.model.norm(states))[0]
+        draft = system.drafter.runner  # type: ignore[attr-defined]
+        assert torch.allclose(draft.read(ids), expected, atol=1e-3)
+    out = decode(Target(target), system, GREEDY, PROMPTS[0], max_new_tokens=NEW)
+    assert out.ids == texts_of("Llama")[0]
+    assert sum(out.trace.accepted) < sum(out.trace.drafted)
+
+
+def test_the_documented_table_is_what_opening_the_models_says() -> None:
+    assert table([opened_of(name) for name in ARCHITECTURES]) in DOCS.read_text(encoding="utf-8")
+    for name in ARCHITECTURES:
+        assert (opened_of(name).forward == "refused") == (name in REFUSED), name
+        assert opened_of(name).trees == (name in TREES), name

@@ -1,0 +1,291 @@
+"""Tiny random models of many architectures, what opening them says, and the table of it in docs/architectures.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from families import CONTEXT, VOCAB, WIDTH
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from decode.core.errors import UserError
+from decode.models.fast import FastRunner
+from decode.models.open_runner import open_runner
+
+WINDOW = 6
+
+_LLAMA: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": False,
+}
+_GPT = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": True}
+
+
+def _rope(kind: str, **settings: Any) -> dict[str, Any]:
+    return _LLAMA | {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0} | settings}
+
+
+_LONG = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", _LLAMA),
+    "Llama, biases": ("llama", _LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "Llama, tied head": ("llama", _LLAMA | {"tie_word_embeddings": True}),
+    "Llama, rope linear": ("llama", _rope("linear", factor=3.0)),
+    "Llama, rope dynamic": ("llama", _rope("dynamic", factor=2.0)),
+    "Llama, rope llama3": ("llama", _rope("llama3", **_LLAMA3)),
+    "Llama, rope yarn": ("llama", _rope("yarn", factor=2.0, original_max_position_embeddings=32)),
+    "Llama 4": (
+        "llama4_text",
+        _LLAMA
+        | _EXPERTS
+        | {
+            "intermediate_size_mlp": 48,
+            "head_dim": 8,
+            "attention_chunk_size": 8,
+            "no_rope_layers": [1, 0],
+            "attn_temperature_tuning": False,
+        },
+    ),
+    "Llama 4, temperature tuning": (
+        "llama4_text",
+        _LLAMA
+        | _EXPERTS
+        | {"intermediate_size_mlp": 48, "head_dim": 8, "attention_chunk_size": 8, "attn_temperature_tuning": True},
+    ),
+    "Mistral": ("mistral", _LLAMA | {"sliding_window": WINDOW}),
+    "Mixtral": ("mixtral", _LLAMA | _EXPERTS | {"sliding_window": WINDOW}),
+    "Qwen2": ("qwen2", _LLAMA | {"tie_word_embeddings": True}),
+    "Qwen2, sliding window": (
+        "qwen2",
+        _LLAMA | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "Qwen3": ("qwen3", _LLAMA | {"head_dim": 16}),
+    "Qwen3-MoE": (
+        "qwen3_moe",
+        _LLAMA | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+    "Gemma": ("gemma", _LLAMA | _GEMMA),
+    "Gemma 2": ("gemma2", _LLAMA | _GEMMA | {"sliding_window": WINDOW}),
+    "Gemma 3": (
+        "gemma3_text",
+        _LLAMA | _GEMMA | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "Phi": ("phi", _LLAMA | {"rope_parameters": _PARTIAL}),
+    "Phi-3": ("phi3", _LLAMA | {"sliding_window": WINDOW}),
+    "Phi-3, rope longrope": (
+        "phi3",
+        _rope("longrope", **_LONG) | {"original_max_position_embeddings": 16, "sliding_window": None},
+    ),
+    "StarCoder2": ("starcoder2", _LLAMA | {"sliding_window": WINDOW}),
+    "GPT-2": ("gpt2", _GPT),
+    "GPT-J": ("gptj", _GPT | {"rotary_dim": 4}),
+    "CodeGen": ("codegen", _GPT | {"n_ctx": CONTEXT, "rotary_dim": 4}),
+    "GPT-NeoX": ("gpt_neox", _LLAMA | {"rope_parameters": _PARTIAL}),
+    "GPT-Neo": (
+        "gpt_neo",
+        {
+            "hidden_size": WIDTH,
+            "num_layers": 2,
+            "num_heads": 4,
+            "intermediate_size": 48,
+            "max_position_embeddings": CONTEXT,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": WINDOW,
+        },
+    ),
+    "OPT": (
+        "opt",
+        {
+            "hidden_size": WIDTH,
+            "ffn_dim": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": CONTEXT,
+            "word_embed_proj_dim": WIDTH,
+        },
+    ),
+    "BLOOM": ("bloom", {"hidden_size": WIDTH, "n_layer": 2, "n_head": 4}),
+    "MPT": ("mpt", {"d_model": WIDTH, "n_layers": 2, "n_heads": 4, "max_seq_len": CONTEXT, "expansion_ratio": 2}),
+    "Falcon": (
+        "falcon",
+        {
+            "hidden_size": WIDTH,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "alibi": False,
+            "multi_query": True,
+            "new_decoder_architecture": False,
+            "max_position_embeddings": CONTEXT,
+        },
+    ),
+    "Falcon, ALiBi": (
+        "falcon",
+        {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True, "multi_query": False},
+    ),
+    "StableLM": ("stablelm", _LLAMA | {"rope_parameters": _PARTIAL}),
+    "OLMo": ("olmo", _LLAMA),
+    "OLMo 2": ("olmo2", _LLAMA),
+    "Granite": ("granite", _LLAMA | {"logits_scaling": 2.0, "residual_multiplier": 0.5}),
+    "SmolLM3": ("smollm3", _LLAMA | {"no_rope_layers": [1, 0], "use_sliding_window": False}),
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        _LLAMA
+        | {
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+    "Cohere": ("cohere", _LLAMA | {"tie_word_embeddings": True}),
+    "Cohere 2": (
+        "cohere2",
+        _LLAMA
+        | {
+            "tie_word_embeddings": True,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "GPT-OSS": (
+        "gpt_oss",
+        _LLAMA
+        | _EXPERTS
+        | {"head_dim": 8, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "BART decoder": (
+        "bart",
+        {"d_model": WIDTH, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "is_decoder": True}
+        | {"max_position_embeddings": CONTEXT, "is_encoder_decoder": False, "num_hidden_layers": 2}
+        | {"forced_eos_token_id": None},
+    ),
+    "BERT": (
+        "bert",
+        {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+        | {"max_position_embeddings": CONTEXT},
+    ),
+    "Mamba": ("mamba", {"hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 4}),
+    "Mamba-2": (
+        "mamba2",
+        {"hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 4, "num_heads": 4, "head_dim": 16, "n_groups": 1},
+    ),
+    "FalconMamba": ("falcon_mamba", {"hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 4}),
+    "RWKV": ("rwkv", {"hidden_size": WIDTH, "num_hidden_layers": 2, "context_length": CONTEXT}),
+    "RecurrentGemma": (
+        "recurrent_gemma",
+        _LLAMA | {"lru_width": WIDTH, "num_hidden_layers": 3, "head_dim": 8, "attention_window_size": 8},
+    ),
+    "Jamba": (
+        "jamba",
+        _LLAMA
+        | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False}
+        | {"mamba_d_state": 4, "mamba_dt_rank": 4},
+    ),
+    "Bamba": (
+        "bamba",
+        _LLAMA
+        | {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4}
+        | {"mamba_n_groups": 1},
+    ),
+    "LFM2": ("lfm2", _LLAMA | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16}),
+    "MiniMax": (
+        "minimax",
+        _LLAMA | _EXPERTS | {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "block_size": 8},
+    ),
+    "Qwen3-Next": (
+        "qwen3_next",
+        _LLAMA
+        | {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "moe_intermediate_size": 16}
+        | {"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "shared_expert_intermediate_size": 16}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    ),
+}
+"""Architecture (and what is special about the model) → model type and configuration."""
+
+REFUSED = {
+    *("BERT", "Mamba", "Mamba-2", "FalconMamba", "RWKV", "RecurrentGemma", "Jamba", "Bamba"),
+    *("LFM2", "MiniMax", "Qwen3-Next"),
+}
+NO_TREES = {
+    *("Llama 4, temperature tuning", "Phi-3, rope longrope", "GPT-Neo", "BLOOM", "MPT", "Falcon, ALiBi"),
+    "BART decoder",
+}
+
+
+@torch.inference_mode(False)
+def build_architecture(name: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A random model of an architecture of `ARCHITECTURES`; weights are large, so that its output is varied."""
+    kind, settings = ARCHITECTURES[name]
+    settings = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | settings
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for key, weight in model.named_parameters():
+                noise = torch.randn(weight.shape)
+                if weight.ndim == 1:  # biases around 0, norms around what they were
+                    weight.copy_(weight + 0.1 * noise)
+                else:  # small embeddings, so that tied heads do not simply repeat the last token
+                    weight.copy_(noise * (0.1 if "emb" in key or "wte" in key else 0.4))
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    return model.to(dtype)
+
+
+@dataclass
+class Opened:
+    """A line of the table.
+
+    Attributes:
+        name: architecture.
+        forward: ``fast``, ``ordinary`` or ``refused``.
+        trees: whether token trees are read.
+        reason: why not, or why refused.
+    """
+
+    name: str
+    forward: str
+    trees: bool
+    reason: str = ""
+
+
+def opened(name: str, model: PreTrainedModel) -> Opened:
+    """What opening a model comes to."""
+    try:
+        runner = open_runner(model)
+    except UserError as error:
+        reason = str(error).split("cannot be decoded here: ")[1].split(". Use model.generate")[0]
+        return Opened(name, "refused", False, reason.split(" (")[0] if "pieces" in reason else reason)
+    forward = "fast" if isinstance(runner, FastRunner) else "ordinary"
+    return Opened(name, forward, runner.supports_trees, runner.tree_refusal)
+
+
+def table(lines: list[Opened]) -> str:
+    """The table of docs/architectures.md."""
+    rows = [
+        f"| {one.name} | {one.forward if one.forward != 'ordinary' else 'the model’s own'} | "
+        f"{'yes' if one.trees else 'no'} | {one.reason} |"
+        for one in lines
+    ]
+    return "\n".join(["| architecture | forward | trees | reason |", "| --- | --- | --- | --- |", *rows]) + "\n"
