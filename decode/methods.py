@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -193,8 +192,9 @@ def _probed(kind: str) -> MakeStop:
 
         if inputs.options.probes is None:
             raise UserError(f"stopping on a {kind} needs one; train it with python -m probes, give --probes DIR")
-        drafting: Any = inputs.draft if inputs.draft is not None else inputs.target
-        layer = drafting.config.num_hidden_layers if inputs.draft is not None else exit_layer(inputs)
+        drafting = inputs.draft if inputs.draft is not None else inputs.target
+        whole = drafting.model.config.get_text_config().num_hidden_layers
+        layer = whole if inputs.draft is not None else exit_layer(inputs)
         labels = ("match",) if inputs.warp.greedy else ("accept", "top-p", "match")
         probe = load_probe(inputs.options.probes, drafting.model, layer, kind, labels)
         return StopRule(inputs.window(12), probe, product=True, threshold=_controller(inputs, 0.8, False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class Runner(ABC):
         dtype: of its weights and states.
         vocab_size: ids that it reads, and columns of its logits.
         limit: positions of its context.
+        model: the Hugging Face model that is run, for what else is known of it; None where there is none.
         tree_refusal: why it cannot read token trees; empty where it can.
         captured_layers: hidden states to keep of all rows read, for drafters that build on them: i is the state that
             enters layer i, the number of layers the last one, after the final norm.
@@ -29,8 +31,17 @@ class Runner(ABC):
         features: the captured states of the latest read, side by side ``[n, captured layers · width]``.
     """
 
-    def __init__(self, name: str, *, device: torch.device, dtype: torch.dtype, vocab_size: int, limit: int) -> None:
-        self.name, self.device, self.dtype = name, device, dtype
+    def __init__(
+        self,
+        name: str,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        vocab_size: int,
+        limit: int,
+        model: Any = None,
+    ) -> None:
+        self.name, self.device, self.dtype, self.model = name, device, dtype, model
         self.vocab_size, self.limit = vocab_size, limit
         self.tree_refusal = ""
         self.captured_layers: tuple[int, ...] = ()

@@ -48,7 +48,7 @@ class FeatureDrafter(ModelDrafter):
         self.target = target
 
     @property
-    def captured_layers(self) -> tuple[int, ...]:
+    def captured_layers(self) -> tuple[int, ...]:  # type: ignore[override]
         """Which of the target's hidden states are the feature."""
         return self.runner.feature_head.captured_layers
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -64,7 +66,7 @@ def fast_runner(model: PreTrainedModel, *, compile: str = "none") -> FastRunner:
     # a compiler has no complex numbers, and lays weights out itself
     weights = model_weights(model, rotated, tuned=compile == "none" and tunable(model))
     forward = FastForward(weights, rotary, powers_of_two=compile != "none")
-    return FastRunner(forward, facts["name"], facts["limit"], weight_bytes=weight_bytes(model), compile=compile)
+    return FastRunner(forward, facts["name"], facts["limit"], model=model, compile=compile)
 
 
 class FastRunner(Runner):
@@ -76,18 +78,17 @@ class FastRunner(Runner):
         forward: the layers and their cache.
         name: of the model, for messages.
         limit: positions of its context.
-        weight_bytes: see `Runner.weight_bytes`.
+        model: see `Runner`.
         compile: mode of torch.compile for chains, or ``none``.
     """
 
     def __init__(
-        self, forward: FastForward, name: str, limit: int, *, weight_bytes: int = 0, compile: str = "none"
+        self, forward: FastForward, name: str, limit: int, *, model: Any = None, compile: str = "none"
     ) -> None:
         vocab = int(forward.weights.head.shape[0])
-        super().__init__(name, device=forward.device, dtype=forward.dtype, vocab_size=vocab, limit=limit)
+        super().__init__(name, device=forward.device, dtype=forward.dtype, vocab_size=vocab, limit=limit, model=model)
         self.forward, self.compile = forward, compile
         self._chain = None if compile == "none" else CompiledChain(forward, compile, limit)
-        self._weight_bytes = weight_bytes
         self._length = 0
         self._ahead: list[Tensor] = []  # states behind the shared layers of the tokens read ahead
         self._shared = 0
@@ -110,7 +111,7 @@ class FastRunner(Runner):
     @property
     def weight_bytes(self) -> int:
         """See `Runner.weight_bytes`."""
-        return self._weight_bytes
+        return 0 if self.model is None else weight_bytes(self.model)
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -232,7 +233,12 @@ class LayerSubsetRunner(Runner):
 
     def __init__(self, whole: FastRunner, subset: LayerSubset) -> None:
         super().__init__(
-            whole.name, device=whole.device, dtype=whole.dtype, vocab_size=whole.vocab_size, limit=whole.limit
+            whole.name,
+            device=whole.device,
+            dtype=whole.dtype,
+            vocab_size=whole.vocab_size,
+            limit=whole.limit,
+            model=whole.model,
         )
         self.whole, self.subset = whole, subset
 

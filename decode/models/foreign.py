@@ -52,7 +52,14 @@ class ForeignRunner(Runner):
 
     def __init__(self, runner: Runner, vocabulary: Intersection) -> None:
         size = vocabulary.target.size
-        super().__init__(runner.name, device=runner.device, dtype=runner.dtype, vocab_size=size, limit=runner.limit)
+        super().__init__(
+            runner.name,
+            device=runner.device,
+            dtype=runner.dtype,
+            vocab_size=size,
+            limit=runner.limit,
+            model=runner.model,
+        )
         self.inner, self.vocabulary = runner, vocabulary
         self.tree_refusal = "a draft of another vocabulary reads chains only"
         self._ends: list[int] = []  # positions of the cache that the text takes up to each token

@@ -25,7 +25,6 @@ class HuggingFaceRunner(Runner):
     def __init__(self, model: PreTrainedModel) -> None:
         self.config: Any = model.config.get_text_config()
         super().__init__(**facts_of(model))
-        self.model: Any = model  # transformers types its attributes as Tensor | Module
         self._length = 0
         self._cache = RollbackCache(self.config.num_hidden_layers)
         self._implementation: str = getattr(self.config, "_attn_implementation", "eager")
@@ -104,6 +103,7 @@ def facts_of(model: PreTrainedModel) -> dict[str, Any]:
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     return {
+        "model": model,
         "name": f"{type(model).__name__} ({model.config.model_type})",
         "device": embedding.weight.device,
         "dtype": model.dtype,

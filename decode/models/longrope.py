@@ -39,7 +39,12 @@ class LongRopeRunner(Runner):
 
     def __init__(self, inner: Runner, boundary: int) -> None:
         super().__init__(
-            inner.name, device=inner.device, dtype=inner.dtype, vocab_size=inner.vocab_size, limit=inner.limit
+            inner.name,
+            device=inner.device,
+            dtype=inner.dtype,
+            vocab_size=inner.vocab_size,
+            limit=inner.limit,
+            model=inner.model,
         )
         self.inner, self.boundary = inner, boundary
         self.tree_refusal = f"its rotation changes at {boundary} tokens (longrope)"

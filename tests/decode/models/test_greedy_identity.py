@@ -1,4 +1,4 @@
-"""Greedy output is that of `generate(do_sample=False)`, whatever is drafted; every architecture is in test_conformance."""
+"""Greedy output is that of `generate(do_sample=False)`, whatever is drafted (see test_conformance too)."""
 
 from __future__ import annotations
 
