@@ -60,6 +60,7 @@ class HeadRunner(Runner):
             dtype=self.forward.dtype,
             vocab_size=int(target.get_output_embeddings().weight.shape[0]),
             limit=int(config.max_position_embeddings),
+            model=head,
         )
         self.tree_refusal = "levels of a tree are read by read_level"
         self.feature_head, self.version = head, head.version
