@@ -43,7 +43,8 @@ from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASE
 from decode.methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE, smaller_store
 from decode.models.eagle.files import is_head
 from decode.models.foreign import DraftModel
-from decode.models.open import load_tokenizer, open_draft
+from decode.models.generation_config import described
+from decode.models.open import load_tokenizer, open_draft, placement
 from decode.models.pair import Pair
 from decode.prompts.suites import Suite
 from decode.report.bench_report import write_report
@@ -114,7 +115,7 @@ def bench(
     check_chat(settings.chat, pair.tokenizer)
     drafts = {"draft": pair.draft} if pair.draft is not None else {}
     with tempfile.TemporaryDirectory() as folder:
-        built = bench_options(settings, chosen, pair.tokenizer, Path(settings.output or folder))
+        built = bench_options(settings, chosen, pair.target, pair.tokenizer, Path(settings.output or folder))
         benchmark = Benchmark(Session(pair.target, drafts, pair.tokenizer, built))
         benchmark.run(suites, plan_entries(settings, chosen, drafts))
     return benchmark.rows
@@ -143,7 +144,10 @@ def run(settings: BenchSettings) -> None:
     folder = check_writable(settings.output or "runs/bench")
     models = open_models(settings)
     entries = plan_entries(settings, methods, models.drafts)
-    options = bench_options(settings, methods, models.tokenizer, folder)
+    options = bench_options(settings, methods, models.target, models.tokenizer, folder)
+    console.print(f"{settings.target} {placement(models.target)}", soft_wrap=True)
+    if followed := described(models.target, options.warp):
+        console.print(followed, soft_wrap=True)
     session = Session(models.target, models.drafts, models.tokenizer, options)
     benchmark = Benchmark(session)
     console.print(
@@ -250,7 +254,11 @@ def plan_entries(settings: BenchSettings, methods: Sequence[str], drafts: dict[s
 
 
 def bench_options(
-    settings: BenchSettings, methods: Sequence[str], tokenizer: PreTrainedTokenizerBase, folder: Path
+    settings: BenchSettings,
+    methods: Sequence[str],
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
 ) -> BenchOptions:
     """Options of the measurement; stores that are needed and not given are built from the corpus."""
     datastore, trigrams = store_folders(settings)
@@ -277,7 +285,7 @@ def bench_options(
         seed=settings.seed,
         ignore_eos=settings.ignore_eos,
         chat=settings.chat,
-        warp=make_warp(settings),
+        warp=make_warp(settings, target),
         threads=settings.threads,
         compile=settings.compile,
         datastore=datastore,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.commands.settings import MethodSettings, ModelSettings, SamplingSettings, required
 from decode.core.errors import UserError, unknown
@@ -16,6 +16,7 @@ from decode.core.sampling import Warp
 from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS
 from decode.models.compiled import check_compile
+from decode.models.generation_config import NEUTRAL, own_warp
 from decode.models.open import choose_device, choose_dtype
 from decode.models.pair import Pair, load
 from decode.prompts.suites import Suite, load_suite
@@ -84,9 +85,9 @@ def check_chat(chat: bool, tokenizer: PreTrainedTokenizerBase) -> None:
         raise UserError("the target's tokenizer has no chat template; leave out --chat, or take an instruct model")
 
 
-def make_warp(settings: SamplingSettings, temperature: float = 0.0) -> Warp:
-    """The sampling settings as one object."""
-    return Warp(temperature, settings.top_k, settings.top_p, settings.min_p, settings.repetition_penalty)
+def make_warp(settings: SamplingSettings, target: PreTrainedModel, temperature: float = 0.0) -> Warp:
+    """The sampling settings as one object; what they leave open is as the target's generation_config says."""
+    return own_warp(target, temperature, {name: getattr(settings, name) for name in NEUTRAL})
 
 
 def method_options(settings: MethodSettings) -> MethodOptions:

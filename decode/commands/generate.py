@@ -34,6 +34,7 @@ from decode.measure.entries import exported_length
 from decode.measure.statistics import plain
 from decode.methods import METHODS, MethodInputs, build, is_lossless
 from decode.models.foreign import ForeignDraft
+from decode.models.generation_config import described
 from decode.models.open import placement, stop_ids
 from decode.models.pair import Pair
 from decode.models.text import Detokenizer, chat_ids, marked, prompt_ids, stop_at
@@ -168,11 +169,14 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
     check_methods(settings, [method], has_draft=settings.draft is not None)
     if method not in METHODS:
         raise UserError(f"{method} is transformers' own and only for comparison in bench; choose another method")
-    options, warp = method_options(settings), make_warp(settings, settings.temperature)
+    options = method_options(settings)
     opened = pair is None
     if pair is None:
         pair = open_pair(settings, settings.draft if needs_draft(method) else None)
         print(f"{settings.target} {placement(pair.target)}", file=sys.stderr)
+    warp = make_warp(settings, pair.target, settings.temperature)
+    if opened and (followed := described(pair.target, warp)):
+        print(followed, file=sys.stderr)
     if opened or settings.threads is not None:
         machine.set_threads(pair.runner, settings.threads)
     tokenizer = pair.tokenizer

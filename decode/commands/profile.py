@@ -37,17 +37,17 @@ def profile(pair: Pair, suite: Sequence[str] = ("arithmetic",), **options: Any) 
 def _profile(settings: ProfileSettings, pair: Pair | None = None) -> tuple[PairProfile, Session]:
     check_models(settings)
     required(settings, "draft")
-    warp = make_warp(settings, settings.temperature)
     suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
     pair = pair or open_pair(settings, settings.draft)
     check_chat(settings.chat, pair.tokenizer)
     assert pair.draft is not None
+    warp = make_warp(settings, pair.target, settings.temperature)
     options = BenchOptions(
         max_new_tokens=settings.max_new_tokens,
         repeats=1,
         seed=settings.seed,
         chat=settings.chat,
-        warp=make_warp(settings),
+        warp=make_warp(settings, pair.target),
         threads=settings.threads,
         compile=settings.compile,
     )

@@ -60,14 +60,14 @@ class MethodSettings(MethodOptions):
 class SamplingSettings(Checked):
     """How tokens are drawn, the same for target and draft."""
 
-    top_k: NonNegativeInt = 0
-    """Keep the k most probable tokens; 0 keeps all."""
-    top_p: Share = 1.0
+    top_k: NonNegativeInt | None = None
+    """Keep the k most probable tokens; 0 keeps all. Null, here and below: as the model's generation_config says."""
+    top_p: Share | None = None
     """Keep the smallest set of tokens whose probability reaches this."""
-    min_p: ClosedUnitInterval = 0.0
+    min_p: ClosedUnitInterval | None = None
     """Keep tokens at least this fraction as probable as the most probable one."""
-    repetition_penalty: PositiveFloat = 1.0
-    """Above 1, tokens already in the text become less likely."""
+    repetition_penalty: PositiveFloat | None = None
+    """Above 1, tokens already in the text become less likely; at temperature 0 too."""
 
 
 @dataclass

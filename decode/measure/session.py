@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -155,7 +155,7 @@ class Session:
         for said in turns:
             items.append(self._item(prompt, said, history))
             if len(items) < len(turns):
-                answer = self.text(self.answer(items[-1].ids, Warp()))
+                answer = self.text(self.answer(items[-1].ids, replace(self.options.warp, temperature=0.0)))
                 history += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
         return items
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,7 +35,7 @@ class TransformersBaseline:
         name: a key of `TRANSFORMERS_BASELINES`.
         target: the model.
         draft: the assistant, for the methods that take one.
-        warp: sampling settings; processors of one's own are not passed on.
+        warp: sampling settings; further processors are those of the model's own generation_config.
         stop_ids: tokens that end a text; none generates to the full length.
         draft_length: tokens drafted a round (assistant at a fixed length) or looked up.
     """
@@ -74,18 +75,24 @@ class TransformersBaseline:
         return out[0, len(prompt) :].tolist(), seconds, forwards[0]
 
     def _config(self, max_new_tokens: int) -> GenerationConfig:
+        """The model's own generation config, which stays but for what the benchmark sets for all methods."""
         warp, ends = self.warp, sorted(self.stop_ids)
-        sampling = {} if warp.greedy else {"temperature": warp.temperature, "top_k": warp.top_k, "top_p": warp.top_p}
-        if not warp.greedy and warp.min_p > 0:
-            sampling["min_p"] = warp.min_p
-        return GenerationConfig(
+        config = copy.deepcopy(self.target.generation_config)
+        sampling = dict.fromkeys(("temperature", "top_k", "top_p", "min_p"))
+        if not warp.greedy:
+            sampling |= {name: getattr(warp, name) for name in sampling}
+            sampling["min_p"] = sampling["min_p"] or None
+        config.update(
             max_new_tokens=max_new_tokens,
+            max_length=None,
             do_sample=not warp.greedy,
+            num_beams=1,
             repetition_penalty=warp.repetition_penalty,
             eos_token_id=ends or None,
             pad_token_id=ends[0] if ends else 0,
             **sampling,
         )
+        return config
 
     def _draft_config(self) -> GenerationConfig:
         fixed = self.name == "generate-assistant"
@@ -99,7 +106,7 @@ class TransformersBaseline:
 
 @contextmanager
 def _using(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Put a generation config in place of the model's own, whose sampling defaults would leak into ours."""
+    """Put a generation config in place of the model's own."""
     own = model.generation_config
     model.generation_config = config
     try:
