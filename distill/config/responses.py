@@ -20,8 +20,8 @@ class ServerSettings:
     model: str | None = None
     """The target's name on the server; null: the only one that it lists."""
     endpoint: Literal["completions", "chat"] = "completions"
-    """completions: the prompt as it is, chat template included. chat: the prompt as a user's message, for servers
-    that have nothing else; they put it into the template themselves."""
+    """completions: the prompt as it is, chat template included. chat: the messages before the response, or a prompt
+    that is no chat as a user's message, for servers that have nothing else; they apply the template themselves."""
     key_variable: str = "OPENAI_API_KEY"
     """Environment variable that holds the key, where the server wants one. The key itself is written nowhere."""
     concurrency: int = 32

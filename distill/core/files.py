@@ -114,13 +114,20 @@ def only_one(path: Path) -> Iterator[None]:
     except ImportError:  # Windows has no such lock
         yield
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    folder = path.parent.parent
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
+    except OSError as error:
+        raise UserError(
+            f"nothing can be written to {folder} ({error.strerror}): choose another --output-dir or --name, or make "
+            "room for a folder there"
+        ) from error
+    with lock as file:
         if ranks.is_first():  # further ranks belong to the first one's run
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                folder = path.parent.parent
                 raise UserError(
                     f"another process is working in {folder}: wait for it, stop it, or choose another --name"
                 ) from error

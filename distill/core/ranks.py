@@ -45,11 +45,26 @@ def local_device(accelerator: str, devices: int | str = "auto") -> torch.device:
         accelerator: ``trainer.accelerator``.
         devices: ``trainer.devices``; a list such as ``1,3`` names the GPUs that the processes take in turn.
     """
-    if accelerator not in ("auto", "gpu", "cuda") or not torch.cuda.is_available():
+    if not _on_gpus(accelerator):
         return torch.device("cpu")
-    own = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
-    listed = [int(item) for item in str(devices).split(",") if item] if "," in str(devices) else None
+    own, listed = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0), _listed(devices)
     return torch.device("cuda", listed[own % len(listed)] if listed else own % torch.cuda.device_count())
+
+
+def process_count(accelerator: str, devices: int | str = "auto", nodes: int = 1) -> int:
+    """How many processes Lightning trains with under these settings, before training has begun."""
+    if str(devices) in ("auto", "-1"):
+        return nodes * (torch.cuda.device_count() if _on_gpus(accelerator) else 1)
+    return nodes * (len(_listed(devices)) or int(devices))
+
+
+def _on_gpus(accelerator: str) -> bool:
+    return accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+
+
+def _listed(devices: int | str) -> list[int]:
+    """The GPUs that a list such as ``1,3`` names; none for a number."""
+    return [int(item) for item in str(devices).split(",") if item.strip()] if "," in str(devices) else []
 
 
 def exchange(value: Found) -> list[Found]:

@@ -141,7 +141,7 @@ class Meter:
         rows = TokenDataset.of(corpus.test, settings.evaluation.prompts)
         length = settings.evaluation.max_new_tokens
         how = ResponseSettings(temperature=temperature, max_new_tokens=length, batch_size=batch_size)
-        jobs = make_jobs(rows, corpus.test["prompt"][: len(rows)], how, settings.data.max_length)
+        jobs = make_jobs(rows, corpus.test[: len(rows)], how, settings.data.max_length)
         made_from: dict[str, Any] = {"target": self.keys["target"], "corpus": corpus.fingerprint, "how": asdict(how)}
         made_from |= {"prompts": len(jobs), "seed": settings.seed}
         file = ResponseFile(self.folder / f"{mode}.jsonl", made_from)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ class Client:
             "seed": (self.seed * 1_000_003 + job.example) % (1 << 31),
         }
         if self.settings.server.endpoint == "chat":
-            return body | {"messages": [{"role": "user", "content": job.text}]}
+            return body | {"messages": json.loads(job.messages or "[]") or [{"role": "user", "content": job.text}]}
         start = self.tokenizer.bos_token  # servers put it before a prompt themselves
         return body | {"prompt": job.text.removeprefix(start) if start else job.text}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,14 @@ class Job:
         ids: Its token ids.
         text: The same as text.
         budget: Longest response in tokens.
+        messages: The turns of a chat before the response, as JSON; empty: the prompt is no chat.
     """
 
     example: int
     ids: list[int]
     text: str
     budget: int
+    messages: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,18 +139,20 @@ def _parse(line: bytes) -> Response | None:
 # -- prompts ----------------------------------------------------------------------------------------------------------
 
 
-def make_jobs(rows: TokenDataset, texts: Sequence[str], settings: ResponseSettings, limit: int) -> list[Job]:
+def make_jobs(
+    rows: TokenDataset, split: Mapping[str, Sequence[str]], settings: ResponseSettings, limit: int
+) -> list[Job]:
     """The prompts of a split: what comes before the first label, or a quarter of a block of plain text.
 
     Args:
         rows: The data set's own examples.
-        texts: Their prompts as text.
+        split: Their columns ``prompt`` and ``messages`` (see `distill.data.Corpus`).
         settings: Says how long a response may be.
         limit: Longest prompt and response together, in tokens.
     """
     return [
-        Job(i, prompt := rows.prompt(i), texts[i], max(0, min(settings.max_new_tokens, limit - len(prompt))))
-        for i in range(len(rows))
+        Job(i, ids := rows.prompt(i), text, max(0, min(settings.max_new_tokens, limit - len(ids))), messages)
+        for i, text, messages in zip(range(len(rows)), split["prompt"], split["messages"])
     ]
 
 

@@ -89,6 +89,12 @@ def count_layers(settings: ModelSettings, vocab: int) -> int:
     return int(_config_of(settings, vocab).get_text_config().num_hidden_layers)
 
 
+def max_positions(settings: ModelSettings, vocab: int) -> int | None:
+    """Longest text of a model that is not there yet, in tokens; None where its family knows no limit."""
+    limit = getattr(_config_of(settings, vocab).get_text_config(), "max_position_embeddings", None)
+    return None if limit is None else int(limit)
+
+
 def count_parameters(settings: ModelSettings, vocab: int) -> int:
     """Parameters of a model that is not there yet, without allocating it."""
     config = _config_of(settings, vocab)

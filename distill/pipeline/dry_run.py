@@ -9,6 +9,7 @@ files are word problems in their place.
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 import string
 from pathlib import Path
@@ -70,7 +71,9 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
             _shorten(model.training)
     small.initial.layers = 1
     _shorten(small.reference.training)
-    small.reference.examples = 16
+    largest = math.ceil(4 / min(draft.k for draft in (small.draft, *small.comparisons)))  # batch, see plan_draft
+    small.reference.examples = max(16, largest)
+    small.data.train_examples = max(48, 2 * largest)
     _shrink_responses(small.reference.responses, console)
     for draft in (small.draft, *small.comparisons):
         draft.epochs = None if draft.epochs is None else 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -28,8 +28,8 @@ from distill.export.draft import check_export_path, export_draft
 from distill.export.eagle import check_head_path, export_head
 from distill.pipeline import draft_models, feature_heads
 from distill.pipeline.reuse import adopt, siblings
-from distill.pipeline.stage_fingerprint import VERSION, stage_fingerprints
-from distill.pipeline.stages import StageResult, check_sizes, distil, language_model
+from distill.pipeline.stage_fingerprint import measurement_fingerprint, stage_fingerprints
+from distill.pipeline.stages import StageResult, check_inputs, distil, language_model
 from distill.report.figures import figures
 from distill.report.summary import display
 from distill.report.write import console_table, write_report
@@ -123,8 +123,8 @@ def run_stages(context: StageContext, only: Collection[str] | None = None) -> li
             continue
         if (noted := run.noted(stage)) is not None and noted.fingerprint == key:
             console.print(f"  {run.path(stage)} is not as it was written, and is made again", highlight=False)
-        if not ran and not settings.eagle.enabled:
-            check_sizes(context)
+        if not ran:
+            check_inputs(context)
         started = time.monotonic()
         taken = adopt(run, settings, siblings(run), only=("target",)) if stage == "target" else {}
         if taken:
@@ -145,20 +145,21 @@ def measure(context: StageContext) -> dict[str, Any]:
 
     settings, run, console = context.settings, context.run, context.console
     console.print("[bold]evaluation[/bold]", highlight=False)
-    keys = [key for key, _ in stage_fingerprints(settings).values()]
-    parts = asdict(settings.evaluation), asdict(settings.export), settings.data.test_examples, asdict(settings.eagle)
-    key, note = fingerprint(VERSION, keys, *parts), run.work / "report.json"
+    key, target = measurement_fingerprint(settings), stage_fingerprints(settings)["target"][0]
+    note = run.work / "report.json"
     known, report = read_sealed(note) or {}, _read(run.folder / "report.json")
     if known.get("fingerprint") == key:
-        if known == _state(key, report, run.export):
+        if known == _state(key, target, report, run.export):
             console.print(f"  up to date: {run.folder / 'report.json'}", highlight=False)
             return report
         console.print("  the report or the export is not as it was written, and is made again", highlight=False)
     started, kind = time.monotonic(), HeadEvaluation if settings.eagle.enabled else Evaluation
+    added = added_by_probes(report) if known.get("target") in (None, target) else {}
     report = {
         "name": settings.name,
         **evaluate(run, settings, context.corpus, context.device, kind),
         "settings": asdict(settings),
+        **added,
         "commands": {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"},
     }
     write_safely(run.folder / "settings.yaml", lambda file: _dump(settings, file))
@@ -171,7 +172,7 @@ def measure(context: StageContext) -> dict[str, Any]:
     report = _read(run.folder / "report.json")
     log_report(context.logger, report, lambda: figures(report))
     log_draft(context.logger, run.export)
-    write_json(note, sealed(_state(key, report, run.export)))
+    write_json(note, sealed(_state(key, target, report, run.export)))
     console.print(f"  {run.folder / 'report.json'} [dim]{time.monotonic() - started:.1f} s[/dim]", highlight=False)
     return report
 
@@ -210,11 +211,21 @@ MEASURED = ("name", "target", "drafts", "paired", "decoding", "profile", "analys
 """Parts of the report that no other command changes."""
 
 
-def _state(key: str, report: dict[str, Any], export: Path) -> dict[str, Any]:
+def added_by_probes(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a report that ``python -m probes`` added, which stay true as long as the target does."""
+    return {part: report[part] for part in ("probes", "self_speculation", "probe_settings") if part in report}
+
+
+def _state(key: str, target: str, report: dict[str, Any], export: Path) -> dict[str, Any]:
     """What is noted of a finished measurement, to notice damage. The export's README may be edited by people."""
     files = [path for path in sorted(export.rglob("*")) if path.suffix in (".json", ".safetensors")]
     measured = fingerprint({part: report.get(part) for part in MEASURED})
-    return {"fingerprint": key, "report": measured, "export": {path.name: checksum(path) for path in files}}
+    return {
+        "fingerprint": key,
+        "target": target,
+        "report": measured,
+        "export": {path.name: checksum(path) for path in files},
+    }
 
 
 def _read(path: Path) -> dict[str, Any]:

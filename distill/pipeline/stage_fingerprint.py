@@ -6,8 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distill.config.drafts import AdaSpecSettings
+from distill.config.drafts import AdaSpecSettings, ComparisonSettings
 from distill.config.settings import ModelSettings, Settings
+from distill.core import ranks
 from distill.core.files import checksum_once, fingerprint
 
 VERSION = 1
@@ -46,6 +47,8 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
         initial = add("initial", **common, **data, model=_model_key(settings.initial), target=target)
     distillation = asdict(settings.reference) | {"responses": settings.reference.responses.key()}
     del distillation["signal_limit_gb"]  # whether it fits, not what it is
+    if settings.target.kind != "as_is":  # whose dtype is in its own fingerprint
+        distillation["target_dtype"] = settings.target.dtype
     reference = add("reference", **common, **data, reference=distillation, target=target, initial=initial)
     add("draft", **common, **_draft_key(settings.draft, settings), reference=reference)
     for other in settings.comparisons:
@@ -56,17 +59,36 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
 def data_key(settings: Settings) -> dict[str, Any]:
     """What the training examples come from: settings, seed, and the files."""
     data = asdict(settings.data)
-    del data["test_examples"]  # no stage sees a test example
+    del data["test_examples"]  # no stage sees a test example, but without a file they are split off the others
+    data["test_file"] = data["test_file"] is not None
     if data["chat_template"] is None:  # folders made before there was this setting stay valid
         del data["chat_template"]
     paths = [data[name] for name in ("source", "train_file", "validation_file", "tokenizer") if data[name]]
     return {"data": data, "seed": settings.seed, "files": _state(paths)}
 
 
+def measurement_fingerprint(settings: Settings) -> str:
+    """Of everything that evaluation, export and report depend on."""
+    stages = [key for key, _ in stage_fingerprints(settings).values()]
+    test = settings.data.test_examples, settings.data.test_file, _state(_paths(settings.data.test_file))
+    sections = (asdict(section) for section in (settings.evaluation, settings.export, settings.eagle))
+    return fingerprint(VERSION, stages, *test, *sections, settings.trainer.accelerator)
+
+
+def _paths(*paths: str | None) -> list[str]:
+    return [path for path in paths if path]
+
+
 def _draft_key(draft: AdaSpecSettings, settings: Settings) -> dict[str, Any]:
     """What a draft is made from beside the reference; how it writes texts of its own, if it alone does."""
-    alone = draft.on_policy and not settings.reference.responses.from_draft
-    return {"adaspec": draft.key()} | ({"responses": asdict(settings.reference.responses)} if alone else {})
+    key: dict[str, Any] = {"adaspec": draft.key()}
+    if draft.on_policy and not settings.reference.responses.from_draft:
+        key["responses"] = asdict(settings.reference.responses)
+    trainer, compared = settings.trainer, isinstance(draft, ComparisonSettings) and draft.method == "distillspec"
+    parts = [trainer.accumulate, ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)]
+    if draft.scope == "microbatch" and draft.k < 1 and not compared and parts != [1, 1]:
+        key["batches_of_a_step"] = parts  # each selects its own tokens
+    return key
 
 
 def _model_key(settings: ModelSettings) -> dict[str, Any]:

@@ -8,7 +8,7 @@ puts the results in their folders. What differs between draft models and feature
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,7 +35,14 @@ from distill.generation.on_policy import OnPolicy
 from distill.models.layer_pruning import cut, kept_layers
 from distill.models.layerskip import LayerSkip
 from distill.models.lm_head import LMHead, check_head
-from distill.models.loading import count_layers, count_parameters, load_or_build, ready_to_save, source_folder
+from distill.models.loading import (
+    count_layers,
+    count_parameters,
+    load_or_build,
+    max_positions,
+    ready_to_save,
+    source_folder,
+)
 from distill.models.lora import add_adapter
 from distill.pipeline.training_budget import Plan, account, label_tokens, plan_draft, plan_reference
 from distill.tracking.logger import for_stage
@@ -97,12 +104,52 @@ Begin = Callable[[StageContext, AdaSpecSettings | None, TrainingSettings, int, i
 """Makes the `Distillation` of a draft from its settings (None: the reference's), its training, steps and seed."""
 
 
-def check_sizes(context: StageContext) -> None:
-    """Refuses a draft that is not smaller than its target, before anything is trained.
+def check_inputs(context: StageContext) -> None:
+    """Refuses before anything is trained what would be found hours later, or never.
 
     Raises:
-        UserError: with both sizes.
+        UserError: a batch larger than the data, positions too few for the examples, or a draft that is not smaller
+            than its target; with the key and both values.
     """
+    settings, corpus = context.settings, context.corpus
+    models = {"target": settings.target, "initial": settings.initial}
+    if settings.eagle.enabled:
+        del models["initial"]
+    _check_batches(context, models)
+    written = settings.reference.responses.from_target or settings.reference.responses.from_draft
+    for name, model in models.items():
+        positions = None if model.kind == "cut" else max_positions(model, len(corpus.tokenizer))
+        if positions is None or positions >= settings.data.max_length:
+            continue
+        splits = (TokenDataset.of(split) for split in (corpus.train, corpus.validation))
+        longest = settings.data.max_length if written else max(int(split.lengths.max()) for split in splits)
+        if positions < longest:
+            key = f"{name}.architecture.positions" if model.kind == "scratch" else f"the context of {name}.model"
+            raise UserError(
+                f"{key} is {positions} tokens and the longest example may have {longest}: lower data.max_length to "
+                f"{positions}, or raise it"
+            )
+    if not settings.eagle.enabled:
+        _check_sizes(context)
+
+
+def _check_batches(context: StageContext, models: Mapping[str, ModelSettings]) -> None:
+    settings, whole, distilled = context.settings, len(context.corpus.train), len(context.examples)
+    batches = [(f"{n}.training.batch_size", m.training.batch_size, whole) for n, m in models.items() if m.trained]
+    reference = plan_reference(settings.reference.training, distilled)
+    batches.append(("reference.training.batch_size", reference.batch_size, distilled))
+    for draft in (settings.draft, *settings.comparisons):
+        size = plan_draft(reference, draft.k, draft.iso).batch_size
+        batches.append((f"reference.training.batch_size over k, for {draft.name},", size, distilled))
+    for name, size, examples in batches:
+        if size > examples:
+            raise UserError(
+                f"{name} is {size} and there are {examples} training examples: lower it, or use more examples "
+                "(data.train_examples, reference.examples)"
+            )
+
+
+def _check_sizes(context: StageContext) -> None:
     settings, vocab = context.settings, len(context.corpus.tokenizer)
     if settings.initial.kind == "cut":
         kept_layers(settings.initial.layers, count_layers(settings.target, vocab))

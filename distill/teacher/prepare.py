@@ -189,8 +189,7 @@ def _answered(
 ) -> TokenDataset:
     """The split's prompts with the target's responses; the first process has them written, the others wait."""
     settings, tokenizer = context.settings.reference.responses, context.corpus.tokenizer
-    prompts = getattr(context.corpus, split)["prompt"][: len(rows)]
-    jobs = make_jobs(rows, prompts, settings, context.settings.data.max_length)
+    jobs = make_jobs(rows, getattr(context.corpus, split)[: len(rows)], settings, context.settings.data.max_length)
     file = ResponseFile(context.run.work / "responses" / f"{split}.jsonl", made_from)
 
     def writer() -> Answer:

@@ -37,7 +37,9 @@ def tiny_settings(folder: Path, **changes: Any) -> Settings:
     settings = Settings(
         name="tiny",
         output_dir=str(folder),
-        data=DataSettings(train_examples=48, validation_examples=8, test_examples=8, tokenizer_vocab_size=300),
+        data=DataSettings(
+            train_examples=48, validation_examples=8, test_examples=8, max_length=256, tokenizer_vocab_size=300
+        ),
         target=TargetSettings(
             architecture=Architecture(hidden_size=24, layers=2, heads=2, positions=256),
             training=copy.copy(training),

@@ -182,6 +182,21 @@ def test_the_chat_endpoint_and_the_key_of_the_environment(
     assert next(r for r in found if r.example == 3).ids == [*whole, tokenizer.eos_token_id][:8]
 
 
+def test_the_chat_endpoint_receives_the_messages_of_a_chat_and_not_the_rendered_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+
+    def reply(body: dict[str, Any], number: int) -> Reply:
+        return 200, {}, {"choices": [{"message": {"content": "2"}, "finish_reason": "stop"}]}
+
+    with serving(Played(reply)) as played:
+        server = ServerSettings(url=played.url, endpoint="chat")
+        answers = answered_by_server(ResponseSettings(source="target", server=server), 5, tokenizer, {0}, Path("t"))
+        assert len(list(answers([Job(0, [3, 4], "<|user|>1 + 1?", 8, json.dumps(chat))], {0}))) == 1
+    assert played.bodies[0]["messages"] == chat
+
+
 @pytest.mark.parametrize(
     ("status", "words"),
     [

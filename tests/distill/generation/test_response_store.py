@@ -146,7 +146,7 @@ def test_the_draft_learns_from_what_the_target_wrote(tmp_path: Path) -> None:
     assert manifest["responses"]["temperature"] == 1.0
     account = run.record("reference").account  # type: ignore[union-attr]
     assert account["teacher_tokens"] <= 12 * 4 * 10
-    jobs = make_jobs(made.examples, made.corpus.train["prompt"], settings.reference.responses, 512)
+    jobs = make_jobs(made.examples, made.corpus.train[: len(made.examples)], settings.reference.responses, 512)
     assert all(made.corpus.tokenizer.decode(job.ids) == job.text for job in jobs)
     before = (run.work / "responses/train.jsonl").read_bytes()
     (run.work / "responses/train.jsonl").write_bytes(before[: len(before) // 2])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from tiny_run import bench, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -22,7 +23,7 @@ from distill.core.run_dir import RunDir, StageRecord
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
 from distill.models.loading import checkpoint_layers
-from distill.pipeline.runner import run_pipeline
+from distill.pipeline.runner import run_of, run_pipeline
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 from distill.pipeline.stages import StageResult, language_model
 from distill.teacher.prepare import prepare
@@ -305,3 +306,26 @@ def test_a_signal_above_the_limit_is_refused_before_it_is_made(finished: tuple[P
     made, _ = bench(settings)
     with pytest.raises(UserError, match=r"\(hidden\) of [\d,]+ label tokens needs .* MB and reference.signal_limit_gb"):
         prepare(made, Objective())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda s: setattr(s.target.training, "batch_size", 49), "target.training.batch_size is 49 and there are 48"),
+        (lambda s: setattr(s.reference.training, "batch_size", 21), "reference.training.batch_size is 21"),
+        (lambda s: setattr(s.draft, "k", 0.1), "over k, for adaspec, is 40"),
+        (lambda s: setattr(s.initial.architecture, "positions", 16), "initial.architecture.positions is 16"),
+    ],
+)
+def test_what_would_be_found_hours_later_is_found_before_anything_is_trained(tmp_path: Path, change, named) -> None:
+    settings = tiny_settings(tmp_path)
+    change(settings)
+    with pytest.raises(UserError, match=named):
+        run_tiny(settings)
+    assert not run_of(settings).target.exists()
+
+
+def test_an_occupied_output_path_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "tiny").write_text("mine")
+    with pytest.raises(UserError, match="nothing can be written to"):
+        run_pipeline(tiny_settings(tmp_path), Console(quiet=True))
