@@ -1,5 +1,6 @@
 """``python -m distill``: what the command accepts, prints and returns."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -81,6 +82,10 @@ def test_the_whole_run_goes_to_its_report_and_a_second_one_changes_nothing(
     assert status == 0
     assert out.count("up to date") == 6
     assert report.stat().st_mtime_ns == before
+    report.write_text(json.dumps(json.loads(report.read_text()) | {"probes": [{"layer": 1}]}))
+    status, out, _ = run(capsys, "--config", str(folder / "settings.yaml"), "--evaluation.prompts", "3")
+    assert (status, out.count("up to date")) == (0, 5)
+    assert json.loads(report.read_text())["probes"] == [{"layer": 1}]
 
 
 def test_the_settings_written_beside_a_report_are_a_configuration_of_the_same_run(config: str, tmp_path: Path) -> None:
