@@ -79,8 +79,9 @@ COMMANDS = {
         PaperSettings,
         "A paper's tables, ours beside theirs, and whether the orderings that it claims hold here, with their errors: "
         "adasd, adaptix, ears, adaspeed or adaspec. --scale quickstart uses the models of `make distill` and `make "
-        "probe` on a CPU, gpu-small trains a pair of 39 M and 2 M parameters on one GPU first, full takes the paper's "
-        "own models from the Hub. --dry-run does all of it in miniature, with tiny random models and no network.",
+        "probe` on a CPU, gpu-small a pair of 39 M and 2 M parameters on one GPU (trained before by python -m distill "
+        "--config configs/papers/gpu-small.yaml), full the paper's own models from the Hub. "
+        "--dry-run does all of it in miniature, with tiny random models and no network.",
         """\
   python -m decode paper adasd --scale quickstart
   python -m decode paper adaptix --limit 4

@@ -1,13 +1,12 @@
-"""The papers' tables: their numbers, how ours are laid out beside them, and the orderings that they claim."""
+"""The papers' published numbers (CSV files), ours laid out beside them, and their claims judged; nothing imports it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from decode.papers.results import Ordering, Results, Table
-
-__all__ = ["Ordering", "Paper", "Results", "Table", "papers"]
+from decode.papers.claims import Ordering
+from decode.papers.results import Results, Table
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,7 @@ class Paper:
         title: as printed.
         tables: from the results of its configurations, by name of the file.
         orderings: what it claims, judged on them.
-        trains: the results are reports of `python -m distill`, not of `bench`.
+        trains: the results are reports of a training, not of ``bench``.
         draft_alone: the table has a row for the draft without the target.
     """
 
@@ -33,10 +32,4 @@ def papers() -> dict[str, Paper]:
     """All papers by the name that the command takes."""
     from decode.papers import adaptix, adasd, adaspec, adaspeed, ears
 
-    return {
-        "adasd": adasd.PAPER,
-        "adaptix": adaptix.PAPER,
-        "ears": ears.PAPER,
-        "adaspeed": adaspeed.PAPER,
-        "adaspec": adaspec.PAPER,
-    }
+    return {module.__name__.rpartition(".")[2]: module.PAPER for module in (adasd, adaptix, ears, adaspeed, adaspec)}

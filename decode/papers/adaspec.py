@@ -1,22 +1,19 @@
-"""AdaSPEC (Hu, Guo, Feng & Zhao, NeurIPS 2025): main results and speeds, from reports of ``python -m distill``."""
+"""AdaSPEC (Hu, Guo, Feng & Zhao, NeurIPS 2025): main results and speeds, from report.json of trainings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from decode.papers import Paper
-from decode.papers.results import Estimate, Ordering, Results, Row, Table, number
+from decode.papers.claims import Estimate, Ordering
+from decode.papers.results import Results, Row, Table, number, published
 
-TASKS = ("gsm8k", "alpaca", "mbpp", "cnn-dailymail", "xsum")
-MAIN_RESULTS = {
-    ("pythia", "3-epoch"): ("57.58 62.63", "44.34 47.25", "46.88 47.73", "73.05 74.22", "47.24 49.11"),
-    ("codegen", "3-epoch"): ("79.49 82.79", "56.48 58.80", "87.36 88.76", "79.33 80.63", "58.88 59.93"),
-    ("pythia", "optimal"): ("66.19 68.28", "65.41 65.79", "49.88 65.12", "80.15 80.89", "56.11 57.80"),
-    ("codegen", "optimal"): ("81.49 83.48", "58.05 60.36", "86.60 87.70", "85.01 86.29", "66.78 68.19"),
-}
-"""α in percent, DistillSpec then AdaSPEC, by task in the order of `TASKS`."""
-SPEEDS = {"mbpp": "149.15 181.67", "gsm8k": "227.86 241.34", "cnn-dailymail": "248.49 283.50"}
-"""Tokens/s, DistillSpec then AdaSPEC (pair, engine and hardware not stated)."""
+PUBLISHED = published("adaspec")
+"""DistillSpec and AdaSPEC: α in percent by pair, epochs and task; tokens/s by task (pair and hardware not stated)."""
+MAIN_RESULTS = {(r["pair"], r["length"], r["task"]): r for r in PUBLISHED if r["measure"] == "alpha, %"}
+SPEEDS = {r["task"]: r for r in PUBLISHED if r["measure"] == "tokens/s"}
+TASKS = list(dict.fromkeys(task for _, _, task in MAIN_RESULTS))
+SETTINGS = list(dict.fromkeys((pair, length) for pair, length, _ in MAIN_RESULTS))
 PAIRS = {"pythia": "Pythia-31M → 1.4B", "codegen": "CodeGen-350M → Phi-2"}
 NAMES = {"undistilled": "undistilled", "distillspec": "DistillSpec", "adaspec": "AdaSPEC"}
 
@@ -56,17 +53,19 @@ NOTE = (
 
 
 def _main(reports: Mapping[str, Row]) -> Table:
-    columns = ["task", *(f"{PAIRS[pair]}, {length}" for pair, length in MAIN_RESULTS)]
+    columns = ["task", *(f"{PAIRS[pair]}, {length}" for pair, length in SETTINGS)]
     note = "paper: α in % of DistillSpec → AdaSPEC, estimator not stated; ours: α at T = 1 of the same two drafts"
     table = Table("AdaSPEC, main results", columns, note=note)
-    for i, task in enumerate(TASKS):
-        table.rows.append([f"paper: {task}", *(" → ".join(cells[i].split()) for cells in MAIN_RESULTS.values())])
-        ours = [reports.get(f"{pair}-{task}-{length}") for pair, length in MAIN_RESULTS]
+    places = {(pair, length, task): f"{pair}-{task}-{length}" for pair, length, task in MAIN_RESULTS}
+    for task in TASKS:
+        theirs = [MAIN_RESULTS[pair, length, task] for pair, length in SETTINGS]
+        table.rows.append([f"paper: {task}", *(f"{row['distillspec']} → {row['adaspec']}" for row in theirs)])
+        ours = [reports.get(places[pair, length, task]) for pair, length in SETTINGS]
         if any(ours):
             table.rows.append([f"ours: {task}", *(_pair(report) for report in ours)])
     for name, report in reports.items():
-        if not any(name == f"{p}-{t}-{n}" for p, n in MAIN_RESULTS for t in TASKS):
-            table.rows.append([f"ours: {name}", _pair(report), *["–"] * (len(MAIN_RESULTS) - 1)])
+        if name not in places.values():
+            table.rows.append([f"ours: {name}", _pair(report), *["–"] * (len(SETTINGS) - 1)])
     return table
 
 
@@ -81,7 +80,6 @@ def _speeds(name: str, report: Row) -> Table:
     task = next((t for t in SPEEDS if f"-{t}-" in name), "gsm8k")
     columns = ["draft", "T", "k", "tokens/s", "speedup", "95 %", "tokens/round", f"paper: tokens/s, {task}"]
     table = Table(f"AdaSPEC, speed: {name}, each draft at its fastest length", columns)
-    theirs = dict(zip(("distillspec", "adaspec"), SPEEDS[task].split()))
     rows = [row for row in report["decoding"] if row["draft"] in NAMES and row.get("speedup")]
     for key in dict.fromkeys((row["temperature"], row["draft"]) for row in rows):
         row = max((r for r in rows if (r["temperature"], r["draft"]) == key), key=lambda r: r["speedup"])
@@ -95,7 +93,7 @@ def _speeds(name: str, report: Row) -> Table:
                 number(row["speedup"], ".2f"),
                 f"{number(low, '.2f')}–{number(high, '.2f')}",
                 number(row["block_efficiency"], ".2f"),
-                theirs.get(row["draft"], "–"),
+                SPEEDS[task].get(row["draft"], "–"),
             ]
         )
     return table

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,9 @@ from decode.commands.settings import BenchSettings, PaperSettings, bench_setting
 from decode.core.errors import UserError, unknown
 from decode.core.files import write_text
 from decode.methods import PROBED
-from decode.papers import Ordering, Paper, Results, Table, papers
+from decode.papers import Paper, papers
+from decode.papers.claims import Ordering
+from decode.papers.results import Results, Table
 
 SCALES = ("quickstart", "gpu-small", "full")
 RUNS = {"quickstart": "runs/quickstart", "gpu-small": "runs/gpu-small"}
@@ -39,8 +39,8 @@ def run(settings: PaperSettings) -> None:
     _choose("scale", settings.scale, dict.fromkeys(SCALES))
     console = Console()
     console = console if console.is_terminal else Console(width=200)
-    if settings.scale == "gpu-small" and not settings.dry_run:
-        _train(name, settings, console)
+    if settings.scale == "gpu-small" and not settings.dry_run and not torch.cuda.is_available():
+        raise UserError("gpu-small measures on a GPU, and torch sees none here; take --scale quickstart")
     folder = Path(settings.output or f"runs/papers/{name}-{settings.scale}{'-dry-run' * settings.dry_run}")
     if paper.trains:
         results = _trained(settings)
@@ -150,23 +150,8 @@ def _stores(folder: Path) -> dict[str, int]:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def _train(name: str, settings: PaperSettings, console: Console) -> None:
-    """The pair of gpu-small; stages that are there are not run again."""
-    if not torch.cuda.is_available():
-        raise UserError("gpu-small trains and measures on a GPU, and torch sees none here; take --scale quickstart")
-    if settings.run is not None:
-        return
-    for package in ("distill", *(["probes"] if name == "adaspeed" else [])):
-        if package == "probes" and Path(RUNS["gpu-small"], "probes", "probes.json").is_file():
-            continue
-        command = [sys.executable, "-m", package, "--config", RECIPES["gpu-small"]]
-        console.print(" ".join(["python", *command[1:]]), highlight=False)
-        if subprocess.run(command, check=False).returncode:
-            raise UserError(f"python -m {package} --config {RECIPES['gpu-small']} failed; its message is above")
-
-
 def _trained(settings: PaperSettings) -> dict[str, Results]:
-    """Reports of ``python -m distill``: of the run of this scale, or of all of the paper's runs that are there."""
+    """Reports of trainings: of --run (or this scale's run), or of all of the paper's runs that are there."""
     if settings.dry_run:
         raise UserError(
             "this paper's numbers come from training; a dry run of it: python -m distill --dry-run --config "
@@ -185,10 +170,8 @@ def _trained(settings: PaperSettings) -> dict[str, Results]:
         if content.get("drafts"):
             found[run.name.removeprefix("adaspec-")] = Results(content)
     if not found:
-        wanted = "\n  ".join(commands.values())
-        raise UserError(
-            f"there is no report of a distillation in {', '.join(map(str, commands))}; run first\n  {wanted}"
-        )
+        missing = "\n  ".join(commands.values())
+        raise UserError(f"there is no report of a training in {', '.join(map(str, commands))}; run first\n  {missing}")
     return found
 
 

@@ -1,72 +1,25 @@
-"""Results of a configuration, and orderings judged on them by differences paired by prompt."""
+"""The results of a configuration: a report of ``bench`` (or of ``distill``) read row by row, and tables of them."""
 
 from __future__ import annotations
 
+import csv
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import numpy as np
+from pathlib import Path
+from typing import Any
 
 from decode.measure.cost import CostModel
-from decode.measure.statistics import bootstrap, median_interval
 
 Row = Mapping[str, Any]
-Verdict = Literal["held", "not held", "within error"]
+Block = tuple[str, float]
+"""A suite and a temperature."""
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A value with its 95 % interval over ``n`` prompts; an exact one has no width."""
-
-    value: float
-    low: float
-    high: float
-    n: int = 0
-
-
-@dataclass(frozen=True)
-class Ordering:
-    """A claim ``value > bound``, and what was measured.
-
-    Attributes:
-        claim: in words.
-        estimate: what was measured; None where a row is missing.
-        bound: what the value has to exceed (or reach, if not strict).
-        unit: how the value is printed: ratio, difference or points (a share, in points of 100).
-        reason: costs that explain a claim that does not hold.
-        where: suite, temperature and configuration.
-    """
-
-    claim: str
-    estimate: Estimate
-    bound: float = 0.0
-    unit: Literal["ratio", "difference", "points"] = "difference"
-    reason: str = ""
-    where: str = ""
-
-    @property
-    def verdict(self) -> Verdict:
-        """Held if the whole interval is beyond the bound, not held if it is wholly short of it."""
-        if self.estimate.low > self.bound:
-            return "held"
-        return "not held" if self.estimate.high < self.bound else "within error"
-
-    def sentence(self) -> str:
-        """The claim, the verdict and the numbers, and the reason where it does not hold."""
-        e = self.estimate
-        show: Callable[[float], str] = {
-            "ratio": lambda v: f"{v:.3f} ×",
-            "difference": lambda v: f"{v:+.4f}",
-            "points": lambda v: f"{100 * v:+.2f} points",
-        }[self.unit]
-        exact = "" if e.low == e.high else f" (95 % {show(e.low)} to {show(e.high)}, {e.n} prompts)"
-        bound = f"; wanted above {show(self.bound)}" if self.bound != {"ratio": 1.0}.get(self.unit, 0.0) else ""
-        why = f". {self.reason}" if self.reason and self.verdict != "held" else ""
-        told = f"{self.verdict}: {self.claim}: {show(e.value)}{exact}{bound}"
-        return f"{told} [{self.where}]{why}" if self.where else told + why
+def published(name: str) -> list[dict[str, str]]:
+    """Rows of ``NAME.csv``, the numbers that a paper printed; what it left empty is a dash."""
+    with (Path(__file__).parent / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+        return [{key: value or "–" for key, value in row.items()} for row in csv.DictReader(file)]
 
 
 @dataclass
@@ -117,11 +70,11 @@ class Results:
         self.rows: list[Row] = report.get("methods") or []
 
     @property
-    def blocks(self) -> list[tuple[str, float]]:
+    def blocks(self) -> list[Block]:
         """Suites and temperatures, in order."""
         return list(dict.fromkeys((row["suite"], row["temperature"]) for row in self.rows))
 
-    def find(self, name: str, block: tuple[str, float]) -> Result | None:
+    def find(self, name: str, block: Block) -> Result | None:
         """The first row whose name is this one, or begins with it and an option; None if it was not measured."""
         named = [row for row in self.rows if (row["suite"], row["temperature"]) == block and row.get("prompts")]
         exact = [row for row in named if row["name"] == name]
@@ -133,7 +86,7 @@ class Results:
         extra: Row = next((d for d in bench["analysis"] if (d["name"], d["suite"], d["temperature"]) == here), {})
         return Result(row, extra.get("prompts") or [], extra, _cost(bench, row))
 
-    def where(self, block: tuple[str, float]) -> str:
+    def where(self, block: Block) -> str:
         """Suite, mode and size of the sample."""
         rows = [row for row in self.rows if (row["suite"], row["temperature"]) == block]
         mode = "greedy" if block[1] == 0 else f"T = {block[1]:g}"
@@ -144,10 +97,10 @@ class Results:
         """Models and machine in one line."""
         settings, machine = self.report["bench"]["settings"], self.report["machine"]
         sizes = list(self.report["bench"]["parameters"].values())
-        told = [f"target {settings['target']}{_millions(sizes[0])}"]
-        told += [f"draft {path}{_millions(size)}" for path, size in zip(settings["draft"], sizes[1:])]
+        parts = [f"target {settings['target']}{_millions(sizes[0])}"]
+        parts += [f"draft {path}{_millions(size)}" for path, size in zip(settings["draft"], sizes[1:])]
         where = machine.get("accelerator") or f"{machine['cpu']}, {machine['threads']} threads"
-        return f"ours: {', '.join(told)}; {where}"
+        return f"ours: {', '.join(parts)}; {where}"
 
 
 def _millions(count: float) -> str:
@@ -163,89 +116,6 @@ def _cost(bench: Row, row: Row) -> CostModel | None:
     return CostModel.from_dict(found) if found else None
 
 
-# -- paired estimates --------------------------------------------------------------------------------------------------
-
-
-def speed_ratio(a: Result | None, b: Result | None) -> Estimate | None:
-    """Median over prompts of a's tokens/s over b's, the runs of a repeat side by side."""
-    if a is None or b is None:
-        return None
-    ratios = [statistics.median(_speeds(x) / _speeds(y)) for x, y in zip(a.prompts, b.prompts) if sum(x["tokens"]) > 0]
-    return Estimate(*median_interval(ratios), len(ratios))
-
-
-def _speeds(prompt: Row) -> np.ndarray:
-    return np.array(prompt["tokens"]) / np.array(prompt["seconds"])
-
-
-def accepted_length(prompt: Row) -> tuple[float, float]:
-    """Tokens that rounds emitted, and target forwards: Σ(m + 1) and rounds, for block efficiency."""
-    return prompt["accepted"] + prompt["forwards"], prompt["forwards"]
-
-
-def score(prompt: Row) -> tuple[float, float]:
-    """The prompt's mean score, and 1."""
-    return prompt["score"], 1.0
-
-
-def difference(a: Result | None, b: Result | None, of: Callable[[Row], tuple[float, float]]) -> Estimate | None:
-    """Difference of two ratios of sums, Σx/Σn of ``of``, with a bootstrap interval over the prompts they share."""
-    if a is None or b is None or any(p.get("score") is None for p in a.prompts if of is score):
-        return None
-    pairs = np.array([[*of(x), *of(y)] for x, y in zip(a.prompts, b.prompts)])
-
-    def gap(drawn: np.ndarray) -> np.ndarray:
-        a_sum, a_count, b_sum, b_count = np.moveaxis(drawn.sum(1), -1, 0)
-        return np.asarray(a_sum / a_count - b_sum / b_count)
-
-    return Estimate(*bootstrap(pairs, gap), len(pairs))
-
-
-# -- reasons -----------------------------------------------------------------------------------------------------------
-
-
-def accounting(result: Result | None) -> str:
-    """What a round of a method costs and gives, in one-token target forwards, from the measured costs."""
-    if result is None or result.cost is None or not result.row.get("drafted_per_round"):
-        return ""
-    row, cost = result.row, result.cost
-    k = float(row["drafted_per_round"])
-    if row.get("draft"):
-        c, drafts = cost.cost_ratio, f"{k:.1f} × c {cost.cost_ratio:.2f}"
-    else:  # drafting without a model of its own: its measured time
-        c = row["draft_seconds"] / (k * row["rounds"]) / cost.target_seconds
-        drafts = f"{k:.1f} × {c:.2f} of drafting"
-    verify = cost.v(k + 1)
-    spent, gained = c * k + verify, float(row["block_efficiency"])
-    return (
-        f"{result.name}: {gained:.2f} tokens for {spent:.2f} one-token forwards a round ({drafts} + v({k + 1:.0f}) "
-        f"{verify:.2f}), predicted {gained / spent:.2f} ×"
-    )
-
-
-def reach(result: Result | None) -> str:
-    """How deep a method's drafts go and how often their tokens are kept, by position."""
-    positions = result.extra.get("acceptance_by_position") if result is not None else None
-    if result is None or not positions:
-        return ""
-    kept = ", ".join(f"{p['conditional']:.2f}" for p in positions[:4] if p["conditional"] is not None)
-    return f"{result.name}: drafts of up to {len(positions)} tokens, kept at positions 1, 2, ... with {kept}"
-
-
-def faster(a: Result | None, b: Result | None, claim: str, where: str) -> list[Ordering]:
-    """The claim that a is faster than b, with the costs of both; nothing where one was not measured."""
-    estimate = speed_ratio(a, b)
-    if estimate is None or math.isnan(estimate.value):
-        return []
-    reason = "; ".join(filter(None, (accounting(a), accounting(b))))
-    return [Ordering(claim, estimate, 1.0, "ratio", reason, where)]
-
-
 def number(value: Any, spec: str) -> str:
     """A number for a table; a dash where there is none."""
     return format(value, spec) if isinstance(value, int | float) and not math.isnan(value) else "–"
-
-
-def ratio_text(estimate: Estimate | None) -> str:
-    """A speed ratio with its interval."""
-    return "–" if estimate is None else f"{estimate.value:.3f} [{estimate.low:.2f}, {estimate.high:.2f}]"

@@ -12,22 +12,10 @@ import pytest
 from pairs import save_pair
 
 from decode.__main__ import main
-from decode.papers import papers
-from decode.papers.adaptix import TABLE_1, store_of
-from decode.papers.adasd import APPENDIX_B, COLUMNS, ROWS, paper_rows
-from decode.papers.adaspec import MAIN_RESULTS, TASKS
-from decode.papers.results import (
-    Estimate,
-    Ordering,
-    Result,
-    Results,
-    Table,
-    accepted_length,
-    accounting,
-    difference,
-    score,
-    speed_ratio,
-)
+from decode.papers import adaptix, adaspec, adaspeed, ears, papers
+from decode.papers.adasd import COLUMNS, PUBLISHED, ROWS, paper_rows
+from decode.papers.claims import Estimate, Ordering, accepted_length, accounting, difference, score, speed_ratio
+from decode.papers.results import Result, Results, Table
 
 ROOT = Path(__file__).parents[3]
 
@@ -63,7 +51,7 @@ def test_a_sentence_gives_the_reason_only_where_the_claim_is_not_held():
     assert held.sentence() == "held: A beats B: 1.200 × (95 % 1.100 × to 1.300 ×, 9 prompts) [toy]"
     lost = Ordering("A keeps it", Estimate(-0.05, -0.06, -0.03, 9), -0.02, "points", "it costs")
     assert lost.sentence().startswith("not held: A keeps it: -5.00 points")
-    assert lost.sentence().endswith("wanted above -2.00 points. it costs")
+    assert lost.sentence().endswith("expected above -2.00 points. it costs")
 
 
 def test_speeds_are_compared_prompt_by_prompt():
@@ -95,26 +83,38 @@ def test_costs_explain_a_round():
 
 
 def test_the_papers_tables_are_complete():
-    for pair, suite in APPENDIX_B:
-        rows = paper_rows(pair, suite)
+    settings = list(dict.fromkeys((row["pair"], row["suite"]) for row in PUBLISHED))
+    for setting in settings:
+        rows = paper_rows(*setting)
         assert set(rows) == {"Draft", *ROWS}
-        assert all(len(cells) == len(COLUMNS) for cells in rows.values())
         vanilla = float(rows["Vanilla"][0])
         for cells in rows.values():  # the speedup column follows from the others
             assert float(cells[-1]) == pytest.approx(float(cells[0]) / vanilla, abs=0.002)
             if cells[2] != "–":
                 assert float(cells[4]) == pytest.approx(float(cells[3]) / float(cells[2]), abs=0.02)
-    assert len(APPENDIX_B) == 9
-    assert len(TABLE_1) == 15
-    assert all(len(line.split()) == 7 for line in TABLE_1.values())
-    assert all(len(cells) == len(TASKS) for cells in MAIN_RESULTS.values())
+    assert len(settings) == 9
+    assert len(COLUMNS) == 7
+    assert len(adaptix.PUBLISHED) == 15
+    assert all(float(row[heading]) > 0 for row in adaptix.PUBLISHED.values() for heading in adaptix.HEADINGS)
+    assert len(adaspec.MAIN_RESULTS) == len(adaspec.TASKS) * len(adaspec.SETTINGS) == 20
+    assert all(float(row["adaspec"]) > float(row["distillspec"]) for row in adaspec.PUBLISHED)
+    assert set(adaspeed.PUBLISHED) == {"layerskip", "draft-verify", "adaspeed", "adaspeed-probe"}
+    assert set(ears.PUBLISHED) == {ears.BASELINE, ears.MAIN}
+
+
+def test_nothing_outside_the_papers_imports_them():
+    for package in ("decode", "distill", "probes"):
+        for file in (ROOT / package).rglob("*.py"):
+            if file.parent.name != "papers":
+                assert "import decode.papers" not in (text := file.read_text()), file
+                assert "from decode.papers" not in text, file
 
 
 def test_tables_are_markdown():
     table = Table("T", ["", "a"], [["x", "1"]], "note")
     assert table.markdown() == "**T**\n\n|  | a |\n| --- | ---: |\n| x | 1 |\n\nnote"
-    assert store_of("adaptix texts=5 order=2") == "texts-5/ngrams-2"
-    assert store_of("adaptix") == "ngrams-3"
+    assert adaptix.store_of("adaptix texts=5 order=2") == "texts-5/ngrams-2"
+    assert adaptix.store_of("adaptix") == "ngrams-3"
 
 
 @pytest.mark.parametrize("name", ["adasd", "adaptix", "ears", "adaspeed"])
@@ -214,3 +214,12 @@ def test_a_method_is_found_by_its_name_or_with_its_options():
         "vanilla draft_length=5",
         None,
     ]
+
+
+def test_models_that_have_to_be_trained_first_are_named_with_their_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("something was started"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    argv = ["paper", "adasd", "--scale", "gpu-small", "--configs", str(ROOT / "configs/papers")]
+    monkeypatch.chdir(tmp_path)
+    assert main([*argv, "--output", str(tmp_path / "out")]) == 2
+    assert "python -m distill --config configs/papers/gpu-small.yaml" in capsys.readouterr().err

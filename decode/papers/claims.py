@@ -1,0 +1,191 @@
+"""What a paper claims, judged on our results: estimates paired by prompt with their intervals, and the reasons."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from decode.measure.statistics import bootstrap, median_interval
+from decode.papers.results import Block, Result, Results, Row
+
+Verdict = Literal["held", "not held", "within error"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its 95 % interval over ``n`` prompts; an exact one has no width."""
+
+    value: float
+    low: float
+    high: float
+    n: int = 0
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """A claim ``value > bound``, and what was measured.
+
+    Attributes:
+        claim: in words.
+        estimate: what was measured; None where a row is missing.
+        bound: what the value has to exceed (or reach, if not strict).
+        unit: how the value is printed: ratio, difference or points (a share, in points of 100).
+        reason: costs that explain a claim that does not hold.
+        where: suite, temperature and configuration.
+    """
+
+    claim: str
+    estimate: Estimate
+    bound: float = 0.0
+    unit: Literal["ratio", "difference", "points"] = "difference"
+    reason: str = ""
+    where: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        """Held if the whole interval is beyond the bound, not held if it is wholly short of it."""
+        if self.estimate.low > self.bound:
+            return "held"
+        return "not held" if self.estimate.high < self.bound else "within error"
+
+    def sentence(self) -> str:
+        """The claim, the verdict and the numbers, and the reason where it does not hold."""
+        e = self.estimate
+        show: Callable[[float], str] = {
+            "ratio": lambda v: f"{v:.3f} ×",
+            "difference": lambda v: f"{v:+.4f}",
+            "points": lambda v: f"{100 * v:+.2f} points",
+        }[self.unit]
+        exact = "" if e.low == e.high else f" (95 % {show(e.low)} to {show(e.high)}, {e.n} prompts)"
+        bound = f"; expected above {show(self.bound)}" if self.bound != {"ratio": 1.0}.get(self.unit, 0.0) else ""
+        why = f". {self.reason}" if self.reason and self.verdict != "held" else ""
+        text = f"{self.verdict}: {self.claim}: {show(e.value)}{exact}{bound}"
+        return f"{text} [{self.where}]{why}" if self.where else text + why
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Method ``a`` before method ``b`` in one block.
+
+    Attributes:
+        text: what the paper says.
+        a, b: names of rows; one that holds options has to be there with exactly these.
+        by: speed (the ratio has to exceed 1), length (tokens a target forward) or score (the difference has to exceed
+            `bound`).
+        bound: of the difference.
+    """
+
+    text: str
+    a: str
+    b: str
+    by: Literal["speed", "length", "score"] = "speed"
+    bound: float = 0.0
+
+
+def judge(
+    runs: Mapping[str, Results], claims: Callable[[Results, Block], Iterable[Claim]] | Sequence[Claim]
+) -> list[Ordering]:
+    """The claims on every block of every configuration, where both methods were measured.
+
+    Args:
+        runs: results by configuration.
+        claims: the same for all blocks, or those of a block.
+    """
+    return [
+        ordering
+        for results in runs.values()
+        for block in results.blocks
+        for claim in (claims(results, block) if callable(claims) else claims)
+        if (ordering := _judge(claim, results, block)) is not None
+    ]
+
+
+def _judge(claim: Claim, results: Results, block: Block) -> Ordering | None:
+    a, b, where = results.find(claim.a, block), results.find(claim.b, block), results.where(block)
+    if a is None or b is None or a.name == b.name or (" " in claim.b and b.name != claim.b):
+        return None
+    if claim.by == "speed":
+        ratio = speed_ratio(a, b)
+        reason = "; ".join(filter(None, (accounting(a), accounting(b))))
+        if ratio is None or math.isnan(ratio.value):
+            return None
+        return Ordering(claim.text, ratio, 1.0, "ratio", reason, where)
+    gained = difference(a, b, accepted_length if claim.by == "length" else score)
+    if gained is None:
+        return None
+    if claim.by == "score":
+        return Ordering(claim.text, gained, claim.bound, "points", where=where)
+    return Ordering(claim.text, gained, claim.bound, reason="; ".join(filter(None, map(reach, (a, b)))), where=where)
+
+
+def speed_ratio(a: Result | None, b: Result | None) -> Estimate | None:
+    """Median over prompts of a's tokens/s over b's, the runs of a repeat side by side."""
+    if a is None or b is None:
+        return None
+    ratios = [statistics.median(_speeds(x) / _speeds(y)) for x, y in zip(a.prompts, b.prompts) if sum(x["tokens"]) > 0]
+    return Estimate(*median_interval(ratios), len(ratios))
+
+
+def _speeds(prompt: Row) -> np.ndarray:
+    return np.array(prompt["tokens"]) / np.array(prompt["seconds"])
+
+
+def accepted_length(prompt: Row) -> tuple[float, float]:
+    """Tokens that rounds emitted, and target forwards: Σ(m + 1) and rounds, for block efficiency."""
+    return prompt["accepted"] + prompt["forwards"], prompt["forwards"]
+
+
+def score(prompt: Row) -> tuple[float, float]:
+    """The prompt's mean score, and 1."""
+    return prompt["score"], 1.0
+
+
+def difference(a: Result | None, b: Result | None, of: Callable[[Row], tuple[float, float]]) -> Estimate | None:
+    """Difference of two ratios of sums, Σx/Σn of ``of``, with a bootstrap interval over the prompts they share."""
+    if a is None or b is None or any(p.get("score") is None for p in a.prompts if of is score):
+        return None
+    pairs = np.array([[*of(x), *of(y)] for x, y in zip(a.prompts, b.prompts)])
+
+    def gap(drawn: np.ndarray) -> np.ndarray:
+        a_sum, a_count, b_sum, b_count = np.moveaxis(drawn.sum(1), -1, 0)
+        return np.asarray(a_sum / a_count - b_sum / b_count)
+
+    return Estimate(*bootstrap(pairs, gap), len(pairs))
+
+
+def accounting(result: Result | None) -> str:
+    """What a round of a method costs and gives, in one-token target forwards, from the measured costs."""
+    if result is None or result.cost is None or not result.row.get("drafted_per_round"):
+        return ""
+    row, cost = result.row, result.cost
+    k = float(row["drafted_per_round"])
+    if row.get("draft"):
+        c, drafts = cost.cost_ratio, f"{k:.1f} × c {cost.cost_ratio:.2f}"
+    else:  # drafting without a model of its own: its measured time
+        c = row["draft_seconds"] / (k * row["rounds"]) / cost.target_seconds
+        drafts = f"{k:.1f} × {c:.2f} of drafting"
+    verify = cost.v(k + 1)
+    spent, gained = c * k + verify, float(row["block_efficiency"])
+    return (
+        f"{result.name}: {gained:.2f} tokens for {spent:.2f} one-token forwards a round ({drafts} + v({k + 1:.0f}) "
+        f"{verify:.2f}), predicted {gained / spent:.2f} ×"
+    )
+
+
+def reach(result: Result | None) -> str:
+    """How deep a method's drafts go and how often their tokens are kept, by position."""
+    positions = result.extra.get("acceptance_by_position") if result is not None else None
+    if result is None or not positions:
+        return ""
+    kept = ", ".join(f"{p['conditional']:.2f}" for p in positions[:4] if p["conditional"] is not None)
+    return f"{result.name}: drafts of up to {len(positions)} tokens, kept at positions 1, 2, ... with {kept}"
+
+
+def ratio_text(estimate: Estimate | None) -> str:
+    """A speed ratio with its interval."""
+    return "–" if estimate is None else f"{estimate.value:.3f} [{estimate.low:.2f}, {estimate.high:.2f}]"
