@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 
+from decode.core.errors import UserError
+
 Found = TypeVar("Found")
 
 EVERY = 0.2
@@ -76,8 +78,26 @@ def exchange(value: Found) -> list[Found]:
     return values
 
 
-def wait_for(look: Callable[[], Found | None]) -> Found:
-    """Looks again and again until there is something. The launcher ends the wait where the first process fails."""
+def wait_for(look: Callable[[], Found | None], what: str, seconds: float | None = None) -> Found:
+    """Looks again and again until the first process has put something on disk.
+
+    Args:
+        look: Returns what is waited for, or None.
+        what: Named in the error.
+        seconds: Longest wait; None: the hours in the environment variable DRAFTSMITH_WAIT_HOURS, 12 without it.
+
+    Raises:
+        UserError: It is not there in time.
+    """
+    if seconds is None:
+        seconds = 3600 * float(os.environ.get("DRAFTSMITH_WAIT_HOURS") or 12)
+    end = time.monotonic() + seconds
     while (found := look()) is None:
+        if time.monotonic() > end:
+            raise UserError(
+                f"process {rank()} has waited {seconds / 3600:.2g} hours for {what} from process 0, which has ended "
+                "or needs longer: look at its log, check that all processes see the same output_dir, and set "
+                "DRAFTSMITH_WAIT_HOURS to more hours if it is still computing"
+            )
         time.sleep(EVERY)
     return found

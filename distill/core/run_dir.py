@@ -156,7 +156,7 @@ class RunDir:
         The first process of a distributed run does so, the others wait.
         """
         if not ranks.is_first():
-            ranks.wait_for(lambda: self.finished(stage, record.fingerprint))
+            ranks.wait_for(lambda: self.finished(stage, record.fingerprint), f"the stage {stage}")
             return
         path, temporary = self.path(stage), self.work / f".tmp-{stage}"
         self.work.mkdir(parents=True, exist_ok=True)
@@ -179,7 +179,7 @@ class RunDir:
         folder = self.work / f"checkpoints-{stage}"
         note = folder / "fingerprint.json"
         if not ranks.is_first():
-            ranks.wait_for(lambda: _read(note) == key or None)
+            ranks.wait_for(lambda: _read(note) == key or None, f"the checkpoints' folder of {stage}")
             return folder
         if not note.exists() or _read(note) != key:
             remove(folder)

@@ -208,7 +208,7 @@ def _answered(
                 pass
             context.console.print(f"{name}: {len(jobs)}, {len(jobs) - there} of them written now", highlight=False)
     else:
-        ranks.wait_for(lambda: file.complete(len(jobs)) or None)
+        ranks.wait_for(lambda: file.complete(len(jobs)) or None, f"the target's responses ({split})")
     return response_rows([job.ids for job in jobs], [file.found[job.example].ids for job in jobs], ends)
 
 

@@ -57,7 +57,7 @@ def cached(
     """
     found = _load(path, fingerprint, shape, dtype)
     if found is None and not ranks.is_first():
-        found = ranks.wait_for(lambda: _load(path, fingerprint, shape, dtype))
+        found = ranks.wait_for(lambda: _load(path, fingerprint, shape, dtype), path.name)
     if found is not None:
         return found
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize

@@ -51,3 +51,26 @@ def test_selecting_everything_is_the_plain_mean_in_both_normalisations() -> None
         chosen = selection.choose(torch.randn(9), torch.zeros(9, dtype=torch.long))
         assert chosen.tolist() == list(range(9))
         assert selection.divisor(len(chosen), 9) == 9
+
+
+def test_normalisations_by_hand() -> None:
+    losses, sequence = torch.tensor([4.0, 1.0, 3.0, 2.0, 5.0, 7.0]), torch.tensor([0, 0, 0, 0, 1, 1])
+    delta = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 1.0])
+
+    def loss(normalisation: str) -> float:
+        selection = Selection(0.5, "sequence", normalisation)  # type: ignore[arg-type]
+        chosen, weights = selection.choose(delta, sequence), selection.weights(sequence)
+        weighted = losses if weights is None else losses * weights
+        return float(weighted[chosen].sum() / selection.divisor(len(chosen), len(losses)))
+
+    assert loss("official") == pytest.approx((4 + 3 + 7) / 6)
+    assert loss("paper") == pytest.approx((4 + 3 + 7) / 3)
+    assert loss("response") == pytest.approx(((4 + 3) / (0.5 * 4) + 7 / (0.5 * 2)) / 2)  # 1/(k|y|), mean over responses
+
+
+def test_the_official_quantile_selects_at_most_one_token_more_or_less() -> None:
+    pairs = [(k / 20, n) for k in range(1, 20) for n in range(2, 65)]
+    values = {n: torch.arange(n, dtype=torch.float64) for _, n in pairs}
+    official = [int((values[n] >= torch.quantile(values[n], 1 - k)).sum()) for k, n in pairs]
+    apart = [abs(count - share(k, n)) for count, (k, n) in zip(official, pairs)]
+    assert set(apart) == {0, 1}

@@ -19,6 +19,7 @@ from tiny_run import run_tiny, tiny_settings
 
 from decode.core.errors import UserError
 from distill.config.settings import LoraSettings, TrainingSettings
+from distill.core import ranks
 from distill.core.run_dir import RunDir
 from distill.data.batch_schedule import Schedule
 from distill.data.datamodule import TrainLoader
@@ -144,7 +145,7 @@ def test_the_choice_among_micro_batches_is_the_one_among_the_whole_step() -> Non
     assert sorted(torch.cat([p[c] for p, c in zip(place, chosen)]).tolist()) == wanted.tolist()
 
 
-@pytest.mark.parametrize("normalisation", ["paper", "official"])
+@pytest.mark.parametrize("normalisation", ["paper", "response", "official"])
 @pytest.mark.parametrize("scope", [None, "sequence", "global"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_parts_gradients_average_to_the_whole_step_s(scope: Any, normalisation: Any, fused: bool) -> None:
@@ -191,6 +192,13 @@ def test_parts_of_next_token_training_average_to_the_whole_step(world: int) -> N
 @pytest.mark.parametrize(("scope", "wanted"), [("global", 5), ("microbatch", 6), ("sequence", 7)])
 def test_the_number_selected_in_a_step_is_known_from_its_counts(scope: str, wanted: int) -> None:
     assert Selection(0.4, scope).count(np.array([[3, 3], [4, 2]])) == wanted  # type: ignore[arg-type]
+
+
+def test_waiting_for_the_first_process_ends_with_what_was_waited_for_and_what_to_do() -> None:
+    answers = iter([None, "there"])
+    assert ranks.wait_for(lambda: next(answers), "a file", 5) == "there"
+    with pytest.raises(UserError, match=r"for target_hidden.npy from process 0.*DRAFTSMITH_WAIT_HOURS"):
+        ranks.wait_for(lambda: None, "target_hidden.npy", 0.01)
 
 
 def test_more_parts_than_examples_are_refused(tmp_path: Path) -> None:
