@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-from decode.commands.command_line import parse, take_flag
+from decode.commands.command_line import config_paths, parse, take_flag
 from decode.commands.exit_status import run_main
+from decode.core.errors import UserError
 
-DESCRIPTION = """Trains a draft model for a target: target -> initial draft -> reference (DistillSpec) -> draft
-(AdaSPEC), measures all drafts and exports the last, under <output_dir>/<name>/. Stages whose inputs have not changed
-are skipped, and an interrupted run continues where it was. ``python -m distill bench --config C`` measures how fast
-AdaSPEC trains here (its own settings: --speed.*). ``python -m distill ablate --config configs/ablation.yaml`` compares
-variations of AdaSPEC over several seeds. Further switches: --dry-run (the whole run with tiny random
-models of the same architectures, no network, under two minutes), --show-example (print one training example with
-its label mask, then stop), --tracker wandb|csv|tensorboard|none (short for --tracker.kind). Grids of settings
-are swept by W&B: configs/sweeps/distill.yaml."""
+ABOUT = """Trains a draft model for a target: target -> initial draft -> reference (DistillSpec) -> draft (AdaSPEC),
+measures all drafts and exports the last, under <output_dir>/<name>/. Stages whose inputs have not changed are skipped,
+and an interrupted run continues where it was. Switches that are no settings: --dry-run (the whole run with tiny random
+models of the same architectures, no network, under two minutes), --show-example (print one training example with its
+label mask, then stop), --tracker wandb|csv|tensorboard|none (short for --tracker.kind)."""
+
+EXAMPLES = """\
+  python -m distill --config configs/quickstart.yaml
+  python -m distill --config configs/quickstart.yaml --name wider --initial.architecture.hidden-size 96 --dry-run
+  python -m distill --config configs/quickstart.yaml --show-example
+  python -m distill bench                                     how fast AdaSPEC trains here; own settings: --speed.*
+  python -m distill ablate --config configs/ablation.yaml     variations of AdaSPEC over several seeds
+  wandb sweep configs/sweeps/distill.yaml                     grids of settings"""
+
+BENCH = """Measures AdaSPEC's training steps and the memory of its loss against a straightforward implementation over
+Hugging Face's Trainer, on the pair of a configuration: its trained run if there is one, else random weights. Without
+--config, configs/quickstart.yaml."""
+
+ABLATE = """Trains AdaSPEC and each of `comparisons`, a variation of it, with several seeds, and compares them with
+DistillSpec of the same seed by offline alpha on the same texts. Target, initial draft and reference are taken from a
+run beside it where they are the same. Finished drafts are kept; the table grows with each new one. Without --config,
+configs/ablation.yaml."""
 
 FOREIGN = {"bench", "probes", "ablation"}
 """Sections of a shared configuration that belong to the other commands."""
@@ -31,11 +47,20 @@ def main(argv: list[str] | None = None) -> None:
         return _bench(argv[1:])
     if argv[:1] == ["ablate"]:
         return _ablate(argv[1:])
+    if not argv:
+        raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")
     dry_run, show = take_flag(argv, "--dry-run"), take_flag(argv, "--show-example")
-    argv = [item.replace("--tracker", "--tracker.kind", 1) if _is_tracker(item) else item for item in argv]
     from distill.config.settings import Settings
 
-    settings = parse(Settings, argv, prog="python -m distill", description=DESCRIPTION, foreign=FOREIGN)
+    settings = parse(
+        Settings,
+        argv,
+        prog="python -m distill",
+        description=ABOUT,
+        examples=EXAMPLES,
+        foreign=FOREIGN,
+        aliases={"tracker": "tracker.kind"},
+    )
     from distill.pipeline.runner import run_pipeline, show_example
 
     if dry_run:
@@ -51,25 +76,34 @@ def main(argv: list[str] | None = None) -> None:
 def _bench(argv: list[str]) -> None:
     from distill.experiments.benchmark import TrainingBenchSettings, run
 
-    about = """Measures AdaSPEC's training steps and the memory of its loss against a straightforward implementation
-over Hugging Face's Trainer, on the pair of a configuration: its trained run if there is one, else random weights."""
-    argv = [item.replace("--json", "--speed.json", 1) if item.split("=")[0] == "--json" else item for item in argv]
-    run(parse(TrainingBenchSettings, argv, prog="python -m distill bench", description=about, foreign=FOREIGN))
+    run(
+        parse(
+            TrainingBenchSettings,
+            _with_config(argv, "configs/quickstart.yaml"),
+            prog="python -m distill bench",
+            description=BENCH,
+            foreign=FOREIGN,
+            aliases={"json": "speed.json"},
+        )
+    )
 
 
 def _ablate(argv: list[str]) -> None:
     from distill.experiments.ablate import AblateSettings, ablate
 
-    about = """Trains AdaSPEC and each of `comparisons`, a variation of it, with several seeds, and compares them with
-DistillSpec of the same seed by offline alpha on the same texts. Target, initial draft and reference are taken from a
-run beside it where they are the same. Finished drafts are kept; the table grows with each new one."""
-    ablate(
-        parse(AblateSettings, argv, prog="python -m distill ablate", description=about, foreign=FOREIGN - {"ablation"})
-    )
+    argv = _with_config(argv, "configs/ablation.yaml")
+    foreign = FOREIGN - {"ablation"}
+    ablate(parse(AblateSettings, argv, prog="python -m distill ablate", description=ABLATE, foreign=foreign))
 
 
-def _is_tracker(item: str) -> bool:
-    return item == "--tracker" or item.startswith("--tracker=")
+def _with_config(argv: list[str], default: str) -> list[str]:
+    """The arguments, with a configuration where none is given."""
+    if config_paths(argv) or "-h" in argv or "--help" in argv:
+        return argv
+    if not Path(default).is_file():
+        raise UserError(f"give a configuration, --config FILE; the default, {default}, is not under {Path.cwd()}")
+    print(f"without --config: {default}", file=sys.stderr)
+    return ["--config", default, *argv]
 
 
 if __name__ == "__main__":

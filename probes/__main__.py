@@ -6,12 +6,19 @@ import sys
 
 from decode.commands.command_line import parse, take_flag
 from decode.commands.exit_status import run_main
+from decode.core.errors import UserError
 
-DESCRIPTION = """Trains linear probes that predict, at every layer of a run's target, whether the token drafted there
-will be accepted; chooses exit layer, stop rule and threshold by predicted speedup; confirms the best by real runs; and
-writes runs/<name>/probes, report.json and probes.html. The target is trained first if it is not there. The settings
-of this command are those under probes; all others are those of python -m distill. A switch --dry-run does all of it
-in miniature, with a tiny random target of the same family and no network."""
+ABOUT = """Trains linear probes that predict, at every layer of a run's target, whether the token drafted there will be
+accepted; chooses exit layer, stop rule and threshold by predicted speedup; confirms the best by real runs; and writes
+runs/<name>/probes, report.json and probes.html. The target is trained first if it is not there. The settings of this
+command are those under probes; all others are those of python -m distill. Switches that are no settings: --dry-run (all
+of it in miniature, with a tiny random target of the same family and no network), --tracker wandb|csv|tensorboard|none
+(short for --tracker.kind)."""
+
+EXAMPLES = """\
+  python -m probes --config configs/quickstart.yaml
+  python -m probes --config configs/quickstart.yaml --probes.layers 1,2,3 --probes.confirm 1
+  python -m probes --config configs/layerskip-llama.yaml --dry-run"""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -23,8 +30,18 @@ def main(argv: list[str] | None = None) -> None:
     from probes.settings import Settings
 
     argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv:
+        raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")
     dry_run = take_flag(argv, "--dry-run")
-    settings = parse(Settings, argv, prog="python -m probes", description=DESCRIPTION, foreign={"bench"})
+    settings = parse(
+        Settings,
+        argv,
+        prog="python -m probes",
+        description=ABOUT,
+        examples=EXAMPLES,
+        foreign={"bench", "ablation"},
+        aliases={"tracker": "tracker.kind"},
+    )
     if dry_run:
         from probes.dry_run import shrink
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from decode.core.errors import UserError
+from decode.core.options import COLDEST
 from distill.config.settings import Settings as DistillSettings
 
 
@@ -81,10 +82,12 @@ class ProbeSettings:
         ):  # fmt: skip
             if getattr(self, key) < 1:
                 raise UserError(f"probes.{key} is {getattr(self, key)}, wanted 1 or more")
-        if self.temperature <= 0 or not 0 < self.top_p <= 1:
+        if self.threads is not None and self.threads < 1:
+            raise UserError(f"probes.threads is {self.threads}, expected 1 or more, or null to have it measured")
+        if not self.temperature >= COLDEST or not 0 < self.top_p <= 1:
             raise UserError(
-                f"probes.temperature is {self.temperature} and probes.top_p {self.top_p}; wanted a temperature above 0 "
-                "and a top_p in (0, 1] (the greedy mode is measured anyway)"
+                f"probes.temperature is {self.temperature} and probes.top_p {self.top_p}; expected a temperature of at "
+                f"least {COLDEST} and a top_p in (0, 1] (the greedy mode is measured anyway)"
             )
         if not self.l2 or min(self.l2) < 0:
             raise UserError(f"probes.l2 is {self.l2}, wanted strengths of 0 or more")
@@ -105,8 +108,7 @@ class Settings(DistillSettings):
         Raises:
             UserError: naming the key, the value seen and the values wanted.
         """
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise UserError(f"name is {self.name!r}, wanted a plain folder name")
+        self.validate_run()
         self.data.validate()
         self.target.validate("target")
         self.trainer.validate()

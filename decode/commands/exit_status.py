@@ -45,12 +45,16 @@ def run_main(function: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         return _fail("stopped; run the same command again to continue", 130)
     except BrokenPipeError:  # `... | head` closed the pipe: nothing is wrong
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_stdout()
         return 0
     except Exception as error:
         reason = writing_error(error)
         if reason is None:
             raise
+        try:
+            sys.stdout.flush()
+        except OSError:  # it is standard output that cannot be written
+            _close_stdout()
         return _fail(f"error: {reason}. {NEXT}", 2)
 
 
@@ -79,6 +83,11 @@ def check_writable(folder: str | Path) -> Path:
             return Path(folder)
     except OSError as error:
         raise UserError(f"output {str(folder)!r}: {WRITING.get(error.errno or 0, error.strerror)}") from error
+
+
+def _close_stdout() -> None:
+    """Let what is still buffered go nowhere, so that the interpreter does not fail on it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(line: str, status: int) -> int:

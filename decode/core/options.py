@@ -25,6 +25,9 @@ from jsonargparse.typing import (
 
 from decode.core.errors import UserError, unknown
 
+COLDEST = 1e-3
+"""The smallest temperature that is not 0 (greedy): below, logits divided by it leave float32's range."""
+
 if TYPE_CHECKING:
     NgramOrder = int
     Seed = int
@@ -35,8 +38,7 @@ else:
     Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**32)])
     """What random number generators of Python, NumPy and torch all take."""
     Share = restricted_number_type("Share", float, [(">", 0), ("<=", 1)])
-    Temperature = restricted_number_type("Temperature", float, [("==", 0), (">=", 0.001)], join="or")
-    """0 is greedy. Below 0.001, logits divided by it leave float32's range and the distribution is one-hot or NaN."""
+    Temperature = restricted_number_type("Temperature", float, [("==", 0), (">=", COLDEST)], join="or")
 
 
 class Checked:
@@ -162,8 +164,10 @@ def plain_message(message: str) -> str:
     if "of the Union subtypes" in message:  # an optional value: what was wrong with it, without "Expected a NoneType"
         tried = [line for line in re.findall(r"^\s*- (.*)", message, re.M) if "NoneType" not in line]
         given = re.search(r"Given value: (.*)", message)
-        got = f". Got value: {given[1]}" if given and given[1] not in "; ".join(tried) else ""
-        message = message.partition("Does not validate")[0] + "; ".join(tried) + got
+        value = given[1] if given else ""
+        errors = "; ".join(tried).replace(": does not conform", f": {value} does not conform")
+        got = "" if value in errors else f". Got value: {value}"
+        message = message.partition("Does not validate")[0] + errors + got
     message = re.sub(
         r"Not of type \w+: (\S+) does not conform to restriction (.*)", r"\1 is not allowed, expected \2", message
     )

@@ -20,9 +20,7 @@ from transformers.generation.logits_process import (
 )
 
 from decode.core.errors import UserError
-
-COLDEST = 1e-3
-"""The smallest temperature that is not 0."""
+from decode.core.options import COLDEST
 
 
 @dataclass

@@ -14,7 +14,7 @@ from rich.table import Table as Grid
 
 from decode.commands import bench as compare
 from decode.commands.bench_dry_run import shrink
-from decode.commands.settings import BenchSettings, PaperSettings, bench_settings, required
+from decode.commands.settings import BenchSettings, PaperSettings, bench_settings
 from decode.core.errors import UserError, unknown
 from decode.core.files import write_text
 from decode.methods import PROBED
@@ -34,7 +34,8 @@ def run(settings: PaperSettings) -> None:
     Raises:
         UserError: an unknown paper or scale, no GPU where one is needed, or a run that has to be made first.
     """
-    required(settings, "paper")
+    if not settings.paper:
+        raise UserError(f"no paper is named; give one of {', '.join(papers())}: python -m decode paper adasd")
     name, paper = str(settings.paper), _choose("paper", str(settings.paper), papers())
     _choose("scale", settings.scale, dict.fromkeys(SCALES))
     console = Console()

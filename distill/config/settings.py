@@ -8,6 +8,7 @@ from typing import Literal
 from jsonargparse.typing import PositiveInt
 
 from decode.core.errors import UserError
+from decode.core.options import COLDEST
 from distill.config.data import DataSettings
 from distill.config.distillation import DistillSettings
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings, check_names
@@ -73,8 +74,12 @@ class EvaluationSettings:
         for key in ("prompts", "accuracy_prompts", "decode_prompts", "max_new_tokens", "repeats"):
             if getattr(self, key) < 1:
                 raise UserError(f"evaluation.{key} is {getattr(self, key)}, wanted 1 or more")
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise UserError(f"evaluation.temperatures is {self.temperatures}, wanted numbers of 0 (greedy) or more")
+        if not self.temperatures or any(t != 0 and not t >= COLDEST for t in self.temperatures):
+            raise UserError(
+                f"evaluation.temperatures is {self.temperatures}, expected 0 (greedy) or numbers of at least {COLDEST}"
+            )
+        if self.threads is not None and self.threads < 1:
+            raise UserError(f"evaluation.threads is {self.threads}, expected 1 or more, or null to leave it as it is")
         if not self.draft_lengths or min(self.draft_lengths) < 1:
             raise UserError(f"evaluation.draft_lengths is {self.draft_lengths}, wanted numbers of 1 or more")
 
@@ -120,10 +125,7 @@ class Settings:
         Raises:
             UserError: naming the key, the value seen and the values wanted.
         """
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise UserError(f"name is {self.name!r}, wanted a plain folder name")
-        if self.threads is not None and self.threads < 1:
-            raise UserError(f"threads is {self.threads}, wanted 1 or more, or null for all cores")
+        self.validate_run()
         self.data.validate()
         self.target.validate("target")
         self.eagle.validate()
@@ -142,6 +144,19 @@ class Settings:
         self.trainer.validate()
         if self.trainer.strategy == "fsdp":
             self._check_sharding()
+
+    def validate_run(self) -> None:
+        """Check what every command uses: name, seed and threads.
+
+        Raises:
+            UserError: naming the key.
+        """
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise UserError(f"name is {self.name!r}, wanted a plain folder name")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed is {self.seed}, expected 0 to {2**32 - 1}")
+        if self.threads is not None and self.threads < 1:
+            raise UserError(f"threads is {self.threads}, wanted 1 or more, or null for all cores")
 
     def _check_sharding(self) -> None:
         """Refuses what needs a model's weights in one place."""

@@ -146,6 +146,17 @@ def test_the_suite_follows_the_training_data(tmp_path):
         (["profile", "--target", "t"], "--draft is missing"),
         (["generate", "--target", "t", "--prompt", "x", "--draft-length"], "--draft-length needs a value"),
         (["datastore", "build", "--tokenizer", "t", "--output", "o"], "--input is missing"),
+        (["datastore", "build", "--tokenizer", "t", "--input", "i", "--output", "o", "--texts", "-1"], "'texts': -1"),
+        (["bench", "--target", "t", "--draft-lengths", "3,-1"], "'draft_lengths': -1 is not allowed, expected >0"),
+        (["bench", "--target", "t", "--temperatures", "0,-1"], "'temperatures': -1 is not allowed"),
+        (["bench", "--target", "t", "--methods", "ears:beta=-1"], "'beta': -1 is not allowed, expected >=0"),
+        (["generate", "--target", "t", "--prompt", "x", "--beta", "-1"], "'beta': -1 is not allowed"),
+        (["generate", "--target", "t", "--prompt", "x", "--stop", ""], "empty text"),
+        (["generate", "--target", "t", "--prompt", "x", "--seed", "-1"], "'seed': -1 is not allowed"),
+        (["generate", "--target", "t", "--prompt", "x", "--temperature", "1e-40"], "expected ==0 or >=0.001"),
+        (["paper"], "no paper is named; give one of ada"),
+        (["paper", "adasdd"], "did you mean 'adasd'"),
+        (["report", "no/such/run"], "no/such/run"),
     ],
 )
 def test_mistakes_end_with_one_line_and_status_2(argv, message, capsys):

@@ -1,0 +1,139 @@
+"""Where files cannot be written: one line, status 2, and nothing half-written. The failures are real ones."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pairs import save_pair
+
+from decode.__main__ import main
+from decode.commands.exit_status import WRITING, run_main
+from decode.core.files import write_text
+
+ROOT = Path(__file__).parents[3]
+FULL = "/dev/full"
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair"), tiny)
+
+
+LIBRARIES = {
+    "python": "open(path, 'w').write('x' * 9000)",
+    "torch": "import torch; torch.save({'w': torch.zeros(9000)}, path)",
+    "safetensors": "import torch; from safetensors.torch import save_file; save_file({'w': torch.zeros(9000)}, path)",
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_file_that_cannot_be_written_is_one_line_whichever_library_writes(library, tmp_path):
+    code = f"""
+import resource, sys
+from decode.commands.exit_status import run_main
+def write():
+    path = {str(tmp_path / "file")!r}
+    {LIBRARIES[library]}
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+sys.exit(run_main(write))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert "ulimit -f" in done.stderr
+
+
+@pytest.mark.parametrize("number", WRITING)
+def test_every_reason_names_the_file_and_the_next_step(number, capsys):
+    def fail() -> None:
+        raise RuntimeError("wrapped") from OSError(number, os.strerror(number), "runs/x/report.json")
+
+    assert run_main(fail) == 2
+    told = capsys.readouterr().err
+    assert "runs/x/report.json" in told
+    assert told.count("\n") == 1
+
+
+def test_other_errors_of_the_system_stay_what_they_are():
+    def fail() -> None:
+        raise OSError(errno.ECONNRESET, "reset")
+
+    with pytest.raises(OSError, match="reset"):
+        run_main(fail)
+
+
+@pytest.mark.skipif(not os.path.exists(FULL), reason="needs /dev/full")
+def test_standard_output_on_a_full_disk(folder):
+    with open(FULL, "w") as full:
+        command = ["-m", "decode", "generate", "--target", str(folder / "target"), "--prompt", "a", "--json"]
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert "the disk is full" in done.stderr.splitlines()[-1]
+
+
+def test_a_limit_on_file_sizes_leaves_nothing_half_written_and_the_next_run_goes_through(folder, tmp_path):
+    own = tmp_path / "own.txt"
+    own.write_text("".join(f"Tom has {n} apples and buys {n * n} more.\n" for n in range(2000)))
+    out = tmp_path / "store"
+    command = ["-m", "decode", "datastore", "build", "--tokenizer", str(folder / "target"), "--input", str(own)]
+
+    def build(limit: int) -> subprocess.CompletedProcess[str]:
+        def limited() -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+        return subprocess.run(
+            [sys.executable, *command, "--output", str(out)],
+            cwd=ROOT,
+            preexec_fn=limited,
+            text=True,
+            capture_output=True,
+        )
+
+    failed = build(50_000)
+    assert failed.returncode == 2, failed.stderr
+    assert "ulimit -f" in failed.stderr.splitlines()[-1]
+    assert "Traceback" not in failed.stderr
+    assert not [file for file in out.rglob("*") if file.suffix == ".safetensors"]
+    assert build(resource.RLIM_INFINITY).returncode == 0
+
+
+@pytest.mark.parametrize("occupied", ["here", "here/below"])
+def test_a_benchmark_whose_output_cannot_be_written_is_refused_before_models_are_loaded(
+    folder, tmp_path, capsys, monkeypatch, occupied
+):
+    monkeypatch.setattr("decode.models.open.load_model", lambda *args, **extra: pytest.fail("loaded a model"))
+    (tmp_path / "here").write_text("a file")
+    argv = ["bench", "--target", str(folder / "target"), "--suite", "open", "--methods", "prompt-lookup"]
+    assert main([*argv, "--output", str(tmp_path / occupied)]) == 2
+    assert "move it away, or choose another output" in capsys.readouterr().err
+
+
+def test_chat_without_a_template_is_refused_before_models_are_loaded(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("decode.models.open.load_model", lambda *args, **extra: pytest.fail("loaded a model"))
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in (folder / "target").iterdir():
+        if file.name != "chat_template.jinja":
+            (bare / file.name).write_bytes(file.read_bytes())
+    content = json.loads((bare / "tokenizer_config.json").read_text())
+    content.pop("chat_template", None)
+    (bare / "tokenizer_config.json").write_text(json.dumps(content))
+    argv = ["bench", "--target", str(bare), "--suite", "open", "--methods", "prompt-lookup", "--chat"]
+    assert main([*argv, "--output", str(tmp_path / "out")]) == 2
+    assert "no chat template" in capsys.readouterr().err
+
+
+def test_a_report_that_is_replaced_is_whole_or_unchanged(tmp_path):
+    write_text(tmp_path / "report.json", "old")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"file"):
+        write_text(tmp_path / "file" / "report.json", "new")
+    assert (tmp_path / "report.json").read_text() == "old"
