@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -148,17 +148,8 @@ class Trace:
             return math.nan, math.nan
         values = torch.cat([part.flatten() for _, part in measured]).double().tolist()
         place = iter(values)
-        return self._by_text([(t, sum(islice(place, part.numel())), part.numel()) for t, part in measured])
-
-    @staticmethod
-    def _by_text(parts: Iterable[tuple[int, float, int]]) -> tuple[float, float]:
-        """`clustered_ratio` of (text, sum, count) of each round."""
-        sums: dict[int, float] = {}
-        counts: dict[int, int] = {}
-        for text, value, count in parts:
-            sums[text] = sums.get(text, 0.0) + value
-            counts[text] = counts.get(text, 0) + count
-        return clustered_ratio(list(sums.values()), list(counts.values()))
+        sums = [sum(islice(place, part.numel())) for _, part in measured]
+        return clustered_ratio(sums, [part.numel() for _, part in measured], [text for text, _ in measured])
 
     def metrics(self) -> dict[str, float]:
         """The numbers of reports, by their defined names (the formulas stand in `FORMULAS`)."""
@@ -191,14 +182,17 @@ class Trace:
         1 + Σ marginal is their mean number of tokens, the target's own included; ``conditional`` the share of those
         accepted among the ``tested`` ones, which drafted position i and accepted all before it. Errors are over texts.
         """
-        whole = [
-            (text, m, d) for text, m, d, cut in zip(self.text, self.accepted, self.depth, self.cut) if d and not cut
-        ]
+        rounds = zip(self.text, self.accepted, self.depth, self.cut)
+        whole = [(text, m, d) for text, m, d, cut in rounds if d and not cut]
+
+        def share(kept: list[tuple[int, bool]]) -> tuple[float, float]:
+            return clustered_ratio([float(x) for _, x in kept], [1] * len(kept), [text for text, _ in kept])
+
         rows = []
         for i in range(max((d for _, _, d in whole), default=0)):
-            tested = [(text, float(m > i), 1) for text, m, d in whole if m >= i and d > i]
-            conditional, conditional_se = self._by_text(tested)
-            marginal, marginal_se = self._by_text((text, float(m > i), 1) for text, m, _ in whole)
+            tested = [(text, m > i) for text, m, d in whole if m >= i and d > i]
+            conditional, conditional_se = share(tested)
+            marginal, marginal_se = share([(text, m > i) for text, m, _ in whole])
             rows.append(
                 {
                     "position": i + 1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,9 +23,11 @@ class OfflineAlpha:
 
     Attributes:
         texts: Σₓ min(p(x), q(x)) at each response position, one list a text.
+        prompts: the number of each text's prompt: texts of one prompt are one observation; each has its own if empty.
     """
 
     texts: list[list[float]]
+    prompts: list[int] = field(default_factory=list)
 
     @property
     def sums(self) -> list[float]:
@@ -44,8 +46,8 @@ class OfflineAlpha:
 
     @property
     def se(self) -> float:
-        """Standard error with texts as the unit of sampling (positions of one text are not independent)."""
-        return clustered_ratio(self.sums, self.counts)[1]
+        """Standard error with prompts as the unit of sampling (positions of one text are not independent)."""
+        return clustered_ratio(self.sums, self.counts, self.prompts or None)[1]
 
 
 def paired(a: OfflineAlpha, b: OfflineAlpha) -> dict[str, float]:
@@ -53,7 +55,7 @@ def paired(a: OfflineAlpha, b: OfflineAlpha) -> dict[str, float]:
     if a.counts != b.counts:
         raise ValueError("the two measurements are not over the same texts")
     sums = [y - x for x, y in zip(a.sums, b.sums)]
-    difference, se = clustered_ratio(sums, a.counts)
+    difference, se = clustered_ratio(sums, a.counts, a.prompts or None)
     p_value = math.erfc(abs(difference) / se / math.sqrt(2)) if se > 0 else (1.0 if difference == 0 else 0.0)
     return {"difference": difference, "se": se, "p_value": p_value, "n": len(sums)}
 
@@ -93,12 +95,17 @@ def offline_alpha(
     Returns:
         Acceptance by text and position, for means, errors, paired comparisons and replays.
     """
+    texts = [(ids, prompt_length) for ids, prompt_length in texts if len(ids) > prompt_length]
     measured = []
     for ids, prompt_length in texts:
-        if len(ids) <= prompt_length:
-            continue
         prefixes = [ids[:i] for i in range(prompt_length, len(ids))] if warp.needs_prefix else None
         p = warp(response_logits(target, ids, prompt_length), prefixes)
         q = warp(draft_logits(target, draft, ids, prompt_length), prefixes)
         measured.append(overlap(p, q).double().tolist())
-    return OfflineAlpha(measured)
+    return OfflineAlpha(measured, prompt_numbers(texts))
+
+
+def prompt_numbers(texts: Iterable[tuple[Sequence[int], int]]) -> list[int]:
+    """For (token ids, prompt length) of each text: which distinct prompt it has."""
+    seen: dict[tuple[int, ...], int] = {}
+    return [seen.setdefault(tuple(ids[:prompt_length]), len(seen)) for ids, prompt_length in texts]

@@ -18,7 +18,7 @@ from rich.progress import track
 
 from decode.core.errors import UserError
 from decode.core.sampling import Warp
-from decode.measure.acceptance_offline import OfflineAlpha, offline_alpha
+from decode.measure.acceptance_offline import OfflineAlpha, offline_alpha, prompt_numbers
 from decode.models.eagle.files import load_head
 from decode.models.open import load_model, stop_ids
 from distill.config.drafts import ComparisonSettings
@@ -174,4 +174,4 @@ class Meter:
 
         made_from = fingerprint(self.keys[draft], self.made_from[mode])
         values: Any = cached(self.folder / f"{draft}-{mode}.npy", made_from, (int(ends[-1]),), parts(), "float64")
-        return OfflineAlpha([part.tolist() for part in np.split(values, ends[:-1])])
+        return OfflineAlpha([part.tolist() for part in np.split(values, ends[:-1])], prompt_numbers(texts))

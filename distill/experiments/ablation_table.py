@@ -24,9 +24,10 @@ Row = dict[str, Any]
 FORMULAS = {
     "α": "offline_alpha: mean of Σₓ min(p(x), q(x)) over response positions of texts sampled from the target at T = 1; "
     "mean over seeds",
+    "± α": "its standard error over prompts: of the texts measured on, not of the trainings",
     "gain": "α minus that of the first variant with the same seed, on the same texts; mean over seeds",
     "± seeds": "standard error of the gain over seeds: standard deviation / √seeds",
-    "± texts": "standard error of the mean gain over texts, paired by text",
+    "± texts": "standard error of the mean gain over prompts, paired by text",
     "greedy gain": "the same gain at temperature 0: agreement of the argmax on the target's greedy texts",
     "over AdaSPEC": "gain over the second variant, with both errors added in quadrature",
 }
@@ -76,8 +77,13 @@ class Measured:
             if name not in self.alphas:
                 continue
             used = list(self.about[name]["used"].values())
-            alpha = statistics.fmean(a.mean for a in self.alphas[name]["sampled"].values())
-            row: Row = {"name": name, "seeds": len(used), "offline_alpha": alpha}
+            alpha = _mean(list(self.alphas[name]["sampled"].values()))
+            row: Row = {
+                "name": name,
+                "seeds": len(used),
+                "offline_alpha": alpha.mean,
+                "offline_alpha_se": None if math.isnan(alpha.se) else alpha.se,
+            }
             if name != self.names[0]:
                 row |= self.gain(name, self.names[0]) | {"greedy": self.gain(name, self.names[0], "greedy")}
             if name not in self.names[:2]:
@@ -90,7 +96,8 @@ class Measured:
 
 def _mean(alphas: Sequence[OfflineAlpha]) -> OfflineAlpha:
     """Position by position over drafts measured on the same texts."""
-    return OfflineAlpha([[statistics.fmean(place) for place in zip(*text)] for text in zip(*(a.texts for a in alphas))])
+    texts = [[statistics.fmean(place) for place in zip(*text)] for text in zip(*(a.texts for a in alphas))]
+    return OfflineAlpha(texts, alphas[0].prompts)
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -142,7 +149,19 @@ def write_table(folder: Path, measured: Measured, console: Console) -> None:
     console.print(f"{content['verdict']}\n{folder / 'ablation.md'}", highlight=False)
 
 
-HEADINGS = ("variant", "seeds", "α", "gain", "± seeds", "± texts", "greedy gain", "over AdaSPEC", "teacher tokens", "s")
+HEADINGS = (
+    "variant",
+    "seeds",
+    "α",
+    "± α",
+    "gain",
+    "± seeds",
+    "± texts",
+    "greedy gain",
+    "over AdaSPEC",
+    "teacher tokens",
+    "s",
+)
 
 
 def _cells(row: Row) -> list[str]:
@@ -151,6 +170,7 @@ def _cells(row: Row) -> list[str]:
         display(row["name"]),
         str(row["seeds"]),
         f"{row['offline_alpha']:.4f}",
+        _error(row["offline_alpha_se"]),
         signed(row["gain"]) if "gain" in row else "–",
         _error(row.get("se_seeds")),
         _error(row.get("se_texts")),

@@ -15,7 +15,7 @@ from rich.console import Console
 from tiny_run import run_tiny, tiny_settings
 
 from decode.core.errors import UserError
-from decode.measure.acceptance_offline import OfflineAlpha
+from decode.measure.acceptance_offline import OfflineAlpha, paired, prompt_numbers
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
 from distill.config.settings import DistillSettings, EagleSettings
 from distill.core.run_dir import RunDir
@@ -179,3 +179,13 @@ def test_the_verdict_names_a_winner_only_beyond_twice_the_error() -> None:
     assert verdict(measured(base | {"x": [0.02, 0.022]}).rows()).startswith(f"{told} x beats AdaSPEC: +0.0100 ± ")
     assert verdict(measured(base | {"x": [0.02, 0.002]}).rows()).startswith(f"{told} No variant beats AdaSPEC")
     assert verdict(measured(base | {"x": [0.001, 0.002]}).rows()).endswith("seeds.")
+
+
+def test_texts_of_one_prompt_are_one_observation() -> None:
+    """A deterministic answer to a prompt that is there twice adds nothing to the errors."""
+    once = [OfflineAlpha([[a] * 3 for a in alphas]) for alphas in ((0.2, 0.5, 0.9), (0.3, 0.5, 0.8))]
+    twice = [OfflineAlpha(alpha.texts * 2, [0, 1, 2, 0, 1, 2]) for alpha in once]
+    assert [a.mean for a in twice] == pytest.approx([a.mean for a in once])
+    assert [a.se for a in twice] == pytest.approx([a.se for a in once])
+    assert paired(*twice)["se"] == pytest.approx(paired(*once)["se"])
+    assert prompt_numbers([([1, 2, 3], 2), ([1, 3, 3], 2), ([1, 2, 4], 2)]) == [0, 1, 0]
