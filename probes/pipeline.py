@@ -56,7 +56,10 @@ def run_probes(settings: Settings, console: Console | None = None) -> dict[str, 
     try:
         _ensure_target(bench)
         console.print("[bold]probes[/bold]", highlight=False)
-        model = load_model(run.target, device=bench.device, dtype=settings.target.dtype)
+        wanted = settings.target
+        model = load_model(
+            run.target, device=bench.device, dtype=wanted.dtype, trust_remote_code=wanted.trust_remote_code
+        )
         lab = Lab(settings, bench, model, exit_layers(model, settings.probes.layers), console, logger)
         added = _experiment(lab)
         _log(for_stage(logger, "probes"), added)

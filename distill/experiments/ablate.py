@@ -130,7 +130,12 @@ class Meter:
     def __init__(self, bench: StageContext, batch_size: int) -> None:
         self.bench, self.folder = bench, bench.run.work / "ablation"
         self.dtype = bench.settings.evaluation.dtype or bench.settings.target.dtype
-        self.target = load_model(bench.run.target, device=bench.device, dtype=self.dtype)
+        self.target = load_model(
+            bench.run.target,
+            device=bench.device,
+            dtype=self.dtype,
+            trust_remote_code=bench.settings.target.trust_remote_code,
+        )
         self.keys = {stage: key for stage, (key, _) in stage_fingerprints(bench.settings).items()}
         self.made_from: dict[str, str] = {}  # of each mode's texts
         self.texts = {mode: self._texts(mode, temperature, batch_size) for mode, temperature in MODES.items()}

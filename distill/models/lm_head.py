@@ -127,7 +127,7 @@ def check_head(model: PreTrainedModel, head: LMHead) -> None:
     """Make sure that ``head(last_hidden)`` is what the model's own forward computes.
 
     Raises:
-        UserError: An architecture whose logits come from somewhere else too.
+        UserError: weights that are not numbers, or an architecture whose logits come from somewhere else too.
     """
     was_training = model.training
     model.eval()
@@ -136,6 +136,13 @@ def check_head(model: PreTrainedModel, head: LMHead) -> None:
     wanted = model(input_ids=ids, use_cache=False).logits[0].float()
     got = head(last_hidden(model, ids, torch.ones_like(ids, dtype=torch.bool))).float()
     model.train(was_training)
+    if not torch.isfinite(wanted).all():
+        broken = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
+        raise UserError(
+            f"{type(model).__name__} computes logits that are NaN or infinite"
+            + (f", since its weights {broken} hold such numbers; take a checkpoint from before" if broken else "")
+            + ("" if broken else f" in {model.dtype}; choose float32")
+        )
     tolerance = 1e-4 if model.dtype == torch.float32 else 5e-2
     off = (got - wanted).abs().max() / wanted.abs().max().clamp_min(1.0)
     if not off <= tolerance:

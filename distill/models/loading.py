@@ -19,7 +19,7 @@ from decode.models.open import load_model
 from decode.models.tiny import config_for
 from distill.config.settings import Architecture, ModelSettings
 
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 """What a model and its tokenizer need of a Hub repository."""
 
 

@@ -22,7 +22,8 @@ def begin(
     """The training of a draft model that starts from the initial draft (see `distill.pipeline.stages.Begin`)."""
     full, settings = context.settings, context.settings.reference
     objective = Objective(divergence_of(settings)) if adaspec is None else objective_of(adaspec, settings, steps)
-    model = load_model(context.run.path("initial"), device="cpu", dtype="float32").train()
+    trust = full.initial.trust_remote_code
+    model = load_model(context.run.path("initial"), device="cpu", dtype="float32", trust_remote_code=trust).train()
     check_head(model, LMHead(model))
     parameters = model.num_parameters()
     adapted = add_adapter(model, settings.lora, full.seed) if settings.lora is not None else None

@@ -29,7 +29,8 @@ KINDS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
 def initial(context: StageContext, key: str) -> StageResult:
     """A random head for the target, its vocabulary chosen."""
     settings = context.settings.eagle
-    target = load_model(context.run.target, device="cpu", dtype="float32")
+    trust = context.settings.target.trust_remote_code
+    target = load_model(context.run.target, device="cpu", dtype="float32", trust_remote_code=trust)
     config = head_config(
         target.config.get_text_config(),
         settings.version,
@@ -92,7 +93,10 @@ def _signals(
     """The target, and train and validation examples with its states and the reference's losses."""
     settings, run = context.settings, context.run
     cached, folder = settings.reference.signal == "hidden", run.work / "signals"
-    model = load_model(run.target, device=context.device, dtype=settings.target.dtype)
+    wanted = settings.target
+    model = load_model(
+        run.target, device=context.device, dtype=wanted.dtype, trust_remote_code=wanted.trust_remote_code
+    )
     check_head(model, LMHead(model))
     source = FeatureSource(model, head, cached=cached)
     train, validation, made_from = fixed_texts(context, model, stop_ids(model, context.corpus.tokenizer))

@@ -174,10 +174,18 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
         return StageResult(record, source=source_folder(settings.model))
     offset = ("target", "initial").index(stage)
     if isinstance(settings, InitialDraftSettings) and settings.kind == "cut":
-        model = cut(load_model(context.run.target, device="cpu", dtype="float32"), settings.layers)
+        model = cut(
+            load_model(
+                context.run.target, device="cpu", dtype="float32", trust_remote_code=full.target.trust_remote_code
+            ),
+            settings.layers,
+        )
     else:  # a draft with as many ids as the target's embedding can be served without padding
-        target = None if stage == "target" else AutoConfig.from_pretrained(context.run.target).get_text_config()
-        vocab = len(tokenizer) if target is None else int(target.vocab_size)
+        vocab = len(tokenizer)
+        if stage != "target":
+            trust = full.target.trust_remote_code
+            config = AutoConfig.from_pretrained(context.run.target, trust_remote_code=trust)
+            vocab = int(config.get_text_config().vocab_size)
         model = load_or_build(settings, tokenizer, vocab, full.seed + offset)
     record = StageRecord(key, parameters=model.num_parameters())
     check_head(model.train(), LMHead(model))

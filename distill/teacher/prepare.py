@@ -66,7 +66,8 @@ def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> 
         share: Of the examples whose responses the draft will write itself.
     """
     folder = context.run.work / "signals"
-    model = load_model(context.run.target, device="cpu", dtype=context.settings.target.dtype)
+    wanted = context.settings.target
+    model = load_model(context.run.target, device="cpu", dtype=wanted.dtype, trust_remote_code=wanted.trust_remote_code)
     check_head(model, LMHead(model))
     ends = stop_ids(model, context.corpus.tokenizer)
     train, validation, key = fixed_texts(context, model, ends)
