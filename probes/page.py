@@ -4,51 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from decode.measure import machine
 from decode.report import plots
 from decode.report.page import Block, Column, Facts, Figures, Heading, Page, Table, Text, Tile, Tiles, Tone
 from probes.benchmark import TITLES
-from probes.report import BASELINES, SCORES, Row, best_rows, findings, number, of_mode
-
-MODES = ("greedy", "sampled")
-FORMULAS = {
-    "auroc": "probability that an accepted token scores above a rejected one",
-    "brier": "mean of (probability − accepted)²; lower is better",
-    "ece": "Σ over bins of share · |mean probability − share accepted|; lower is better",
-    "base_rate": "share of the tokens that are accepted",
-    "accuracy": "share of tokens predicted right by probability > 0.5",
-}
-PREDICTED = "tokens / (c·drafted + v(drafted + 1) + o) on held-out texts; o: bookkeeping"
-SPEED_COLUMNS = (
-    Column("method", "method"),
-    Column("exit_layer", "exit", "layers that the draft runs", "d"),
-    Column("draft_length", "k", "most tokens drafted a round", "d"),
-    Column("threshold", "γ", "confidence threshold at the start", "g"),
-    Column("tokens_per_second", "tokens/s", "Σ tokens / Σ seconds", ",.0f", "max"),
-    Column("speedup_vs_layerskip", "÷ LayerSkip", "paired by prompt, median", ".2f", "max"),
-    Column(
-        "speedup", "÷ no drafting", "paired by prompt, median; 95 % interval", ".2f", "max", "speedup_ci95", bar=True
-    ),
-    Column(
-        "predicted_speedup",
-        "predicted",
-        PREDICTED,
-        ".2f",
-    ),
-    Column("block_efficiency", "tokens/round", "Σ(m + 1) / rounds", ".2f"),
-    Column("accepted_per_drafted", "accepted", "Σm / Σk", ".3f"),
-    Column("identical_to_target", "identical", "greedy text equals model.generate's"),
-)
-JUDGED_COLUMNS = (
-    Column("layer", "exit", "layers that run before it", "d"),
-    Column("base_rate", "accepted", FORMULAS["base_rate"], ".3f"),
-    *(
-        Column(metric + suffix, f"{label} {name}", "" if suffix else FORMULAS[metric], ".4f")
-        for metric, label in (("auroc", "AUROC"), ("brier", "Brier"), ("ece", "ECE"), ("accuracy", "accuracy"))
-        for name, suffix in SCORES.items()
-    ),
+from probes.report import (
+    BASELINES,
+    FORMULAS,
+    JUDGED_COLUMNS,
+    MODES,
+    PREDICTED,
+    SCORES,
+    SPEED_COLUMNS,
+    Row,
+    best_rows,
+    findings,
+    mode_title,
+    named,
+    of_mode,
 )
 
 
@@ -61,18 +35,18 @@ def write_page(path: Path, name: str, added: Row) -> None:
             "The target drafts with its own first layers. Each method is shown at the fastest of the settings that "
             "were predicted best; every run below is in report.json."
         )
-        tables = [(_mode_title(added, mode), best_rows(added, mode)) for mode in MODES]
+        tables = [(mode_title(added, mode), best_rows(added, mode)) for mode in MODES]
         blocks += [Heading("Self-speculation", lead)]
-        blocks += [Table(SPEED_COLUMNS, _named(rows), title, legend=i == 0) for i, (title, rows) in enumerate(tables)]
+        blocks += [Table(SPEED_COLUMNS, named(rows), title, legend=i == 0) for i, (title, rows) in enumerate(tables)]
         blocks += [
-            Table(SPEED_COLUMNS, _named(added["self_speculation"]), legend=False, folded="All runs"),
+            Table(SPEED_COLUMNS, named(added["self_speculation"]), legend=False, folded="All runs"),
             Figures(list(_predicted(added))),
         ]
     judged = {mode: of_mode(added, mode) for mode in MODES}
     blocks += [
         Heading("Probes", "Trained on texts that the target wrote, judged on prompts that no probe has seen."),
         Figures(list(_by_layer(judged))),
-        *(Table(JUDGED_COLUMNS, judged[mode], _mode_title(added, mode), legend=mode == "greedy") for mode in MODES),
+        *(Table(JUDGED_COLUMNS, judged[mode], mode_title(added, mode), legend=mode == "greedy") for mode in MODES),
         Figures(list(_reliability(added, judged))),
     ]
     if rest := [row for row in added["probes"] if not any(row in rows for rows in judged.values())]:
@@ -88,16 +62,6 @@ def write_page(path: Path, name: str, added: Row) -> None:
     Page("Acceptance probes and self-speculation", headline, f"draftsmith · {name}", blocks).write(path)
 
 
-def _named(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    return [{**row, "method": TITLES.get(row["title"], row["title"])} for row in rows]
-
-
-def _mode_title(added: Row, mode: str) -> str:
-    settings = added["probe_settings"]
-    sampling = f", T = {settings['temperature']:g}, top-p {settings['top_p']:g}" if mode == "sampled" else ""
-    return f"{mode}{sampling}; label {settings['labels'][mode]}"
-
-
 def _tiles(added: Row) -> Iterable[Tile]:
     for mode in MODES:
         rows = [r for r in best_rows(added, mode) if r["speedup"] and r["title"] not in BASELINES]
@@ -108,7 +72,7 @@ def _tiles(added: Row) -> Iterable[Tile]:
         judged = [r for r in of_mode(added, mode) if r["auroc_confidence_probe"] is not None]
         if judged:
             row = max(judged, key=lambda r: r["auroc_confidence_probe"])
-            note = f"confidence probe, exit {row['layer']}; q(x): {number(row['auroc_token_probability'], '.4f')}"
+            note = f"confidence probe, exit {row['layer']}; q(x): {row['auroc_token_probability']:.4f}"
             yield Tile(f"{mode}, AUROC", f"{row['auroc_confidence_probe']:.4f}", note)
 
 

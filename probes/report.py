@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
+from decode.report.page import Column
+from decode.report.tables import console_table
 from probes.benchmark import TITLES
 from probes.predict import HINDSIGHT
 
@@ -159,53 +160,78 @@ def _probe_gain(mode: str, row: Row, layer: int | None) -> str:
     return f"{mode}, exit {layer}, against the token probability: " + ", ".join(parts) + why
 
 
-# -- console ---------------------------------------------------------------------------------------------------------
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+MODES = ("greedy", "sampled")
+FORMULAS = {
+    "auroc": "probability that an accepted token scores above a rejected one",
+    "brier": "mean of (probability − accepted)²; lower is better",
+    "ece": "Σ over bins of share · |mean probability − share accepted|; lower is better",
+    "base_rate": "share of the tokens that are accepted",
+    "accuracy": "share of tokens predicted right by probability > 0.5",
+}
+PREDICTED = "tokens / (c·drafted + v(drafted + 1) + o) on held-out texts; o: bookkeeping"
+SPEED_COLUMNS = (
+    Column("method", "method"),
+    Column("exit_layer", "exit", "layers that the draft runs", "d"),
+    Column("draft_length", "k", "most tokens drafted a round", "d"),
+    Column("threshold", "γ", "confidence threshold at the start", "g"),
+    Column("tokens_per_second", "tokens/s", "Σ tokens / Σ seconds", ",.0f", "max"),
+    Column("speedup_vs_layerskip", "÷ LayerSkip", "paired by prompt, median", ".2f", "max"),
+    Column(
+        "speedup", "÷ no drafting", "paired by prompt, median; 95 % interval", ".2f", "max", "speedup_ci95", bar=True
+    ),
+    Column(
+        "predicted_speedup",
+        "predicted",
+        PREDICTED,
+        ".2f",
+    ),
+    Column("block_efficiency", "tokens/round", "Σ(m + 1) / rounds", ".2f"),
+    Column("accepted_per_drafted", "accepted", "Σm / Σk", ".3f"),
+    Column("identical_to_target", "identical", "greedy text equals model.generate's"),
+)
+JUDGED_COLUMNS = (
+    Column("layer", "exit", "layers that run before it", "d"),
+    Column("base_rate", "accepted", FORMULAS["base_rate"], ".3f"),
+    *(
+        Column(metric + suffix, f"{label} {name}", "" if suffix else FORMULAS[metric], ".4f")
+        for metric, label in (("auroc", "AUROC"), ("brier", "Brier"), ("ece", "ECE"), ("accuracy", "accuracy"))
+        for name, suffix in SCORES.items()
+    ),
+)
+CONSOLE_SPEEDS = tuple(c for c in SPEED_COLUMNS if c.key not in ("block_efficiency", "accepted_per_drafted"))
+CONSOLE_JUDGED = (
+    *JUDGED_COLUMNS[:2],
+    *(
+        Column(metric + suffix, f"{label} {name}", format=".4f")
+        for metric, label in (("auroc", "AUROC"), ("brier", "Brier"))
+        for name, suffix in zip(("probe", "conf.", "q(x)", "H"), SCORES.values())
+    ),
+    Column("ece", "ECE", format=".4f"),
+)
+"""As `JUDGED_COLUMNS`: probe, confidence probe, token probability, entropy."""
+
+
+def named(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Rows with the names of their methods."""
+    return [{**row, "method": TITLES.get(row["title"], row["title"])} for row in rows]
+
+
+def mode_title(added: Row, mode: str) -> str:
+    """What was sampled how, and which tokens count as accepted."""
+    settings = added["probe_settings"]
+    sampling = f", T = {settings['temperature']:g}, top-p {settings['top_p']:g}" if mode == "sampled" else ""
+    return f"{mode}{sampling}; label {settings['labels'][mode]}"
 
 
 def console_tables(added: Row) -> Group:
-    """The paper's table, the probes of each mode, and the sentences."""
-    parts: list[Any] = [_judged(added, mode) for mode in ("greedy", "sampled")]
+    """The probes of each mode, the paper's table, and the sentences."""
+    tables = [
+        console_table(f"\nScores on held-out prompts: {mode_title(added, mode)}", CONSOLE_JUDGED, of_mode(added, mode))
+        for mode in MODES
+    ]
     if added["self_speculation"]:
-        parts += [_speeds(added, mode) for mode in ("greedy", "sampled")]
-    return Group(*parts, *(Text(sentence) for sentence in added.get("probe_findings") or findings(added)))
-
-
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for i, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if i else "left")
-    return table
-
-
-def _judged(added: Row, mode: str) -> Table:
-    label = added["probe_settings"]["labels"][mode]
-    headings = ["AUROC", "conf.", "q(x)", "H", "Brier", "conf.", "q(x)", "H", "ECE"]
-    title = f"\nProbe, confidence probe, token probability, entropy on held-out prompts: {mode}, label {label}"
-    table = _table(title, "exit", "accepted", *headings)
-    for row in of_mode(added, mode):
-        cells = [
-            number(row[metric + s], ".3f" if metric == "auroc" else ".4f")
-            for metric in ("auroc", "brier")
-            for s in SCORES.values()
-        ]
-        table.add_row(str(row["layer"]), number(row["base_rate"], ".3f"), *cells, number(row["ece"], ".4f"))
-    return table
-
-
-def _speeds(added: Row, mode: str) -> Table:
-    headings = ["exit", "k", "γ", "tokens/s", "÷ LayerSkip", "÷ none", "predicted"]
-    table = _table(f"\nSelf-speculation, {mode}, each method at its fastest setting", "method", *headings)
-    for row in best_rows(added, mode):
-        title = str(TITLES.get(row["title"], row["title"]))
-        table.add_row(
-            title + (" (differs!)" if row.get("identical_to_target") is False else ""),
-            number(row["exit_layer"], "d"), number(row["draft_length"], "d"), number(row["threshold"], "g"),
-            number(row["tokens_per_second"], ",.0f"), number(row.get("speedup_vs_layerskip"), ".2f"),
-            number(row["speedup"], ".2f"), number(row["predicted_speedup"], ".2f"),
-        )  # fmt: skip
-    return table
-
-
-def number(value: Any, spec: str) -> str:
-    """A number for a table; a dash where there is none."""
-    return format(value, spec) if isinstance(value, int | float) else "–"
+        title = "\nSelf-speculation, {}, each method at its fastest setting"
+        tables += [console_table(title.format(m), CONSOLE_SPEEDS, named(best_rows(added, m))) for m in MODES]
+    return Group(*tables, *(Text(sentence) for sentence in added.get("probe_findings") or findings(added)))

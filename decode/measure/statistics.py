@@ -242,7 +242,9 @@ def analysis(record: Record) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """The same value for JSON: numbers that are not finite become null."""
+    """The same value for JSON: numbers that are not finite become null, arrays and tensors lists."""
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

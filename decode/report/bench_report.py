@@ -33,7 +33,7 @@ LENGTHS = {
 TESTED = 30
 """Rounds that must have reached a position for its acceptance rate to be drawn."""
 QUALITIES = {
-    "tv_spent": "total variation spent per tested token: mean of a(x) − min(1, p(x)/q(x))",
+    "tv_spent": "TV spent: mean of a(x) − min(1, p(x)/q(x))",
     "accuracy": "accuracy: mean score of the suite's own scorer",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
@@ -10,7 +11,7 @@ from rich.table import Table
 from decode.core.trace import FORMULAS
 from decode.measure.benchmark import Block
 from decode.measure.statistics import differing, fastest_lossless
-from decode.report.page import LOSSLESS, RELAXED, Badge, Column
+from decode.report.page import LOSSLESS, RELAXED, Badge, Column, present
 
 Row = Mapping[str, Any]
 
@@ -39,13 +40,13 @@ COLUMNS = [
 
 COLUMN = {column.key: column for column in COLUMNS}
 SHORT = {
-    "name": "method", "draft_length": "k", "tokens_per_second": "tokens/s", "speedup": "speedup",
+    "name": "method", "mark": "", "draft_length": "k", "tokens_per_second": "tokens/s", "speedup": "speedup",
     "speedup_vs_generate": "/generate", "predicted_speedup": "predicted", "block_efficiency": "block", "alpha": "α",
     "tv_spent": "TV", "accuracy": "score", "identical_to_target": "same",
 }  # fmt: skip
-"""Columns of the terminal's table."""
-NARROW = {"predicted_speedup", "draft_length"}
-"""What a terminal below 110 columns goes without, and the intervals."""
+"""Columns of the terminal's table and their labels."""
+NARROW = {"draft_length", "predicted_speedup"}
+"""What a terminal below 110 columns goes without; the intervals too."""
 MARKS = {"lossless": ("=", ""), "relaxed": ("≈", "yellow"), "peer": ("·", "dim")}
 """Mark and colour of a method in the terminal's table."""
 
@@ -83,23 +84,37 @@ def shown(row: Row) -> dict[str, Any]:
 
 def table(block: Block, width: int = 130) -> Table:
     """One block for a terminal of this width; lossless and relaxed methods and peers each have a mark."""
-    wanted = [k for k in SHORT if any(r.get(k) is not None for r in block.rows) and (width >= 110 or k not in NARROW)]
-    grid = Table(
-        title=f"{block.suite}, {mode(block.temperature)}" + ("" if block.complete else " (stopped early)"),
-        caption="= lossless   [yellow]≈ relaxed: not the target's distribution[/]   · transformers' own",
-        title_justify="left", caption_justify="left", box=None, pad_edge=False, header_style="bold",
-    )  # fmt: skip
-    headings = [SHORT[key] for key in wanted]
-    for heading in [headings[0], "", *headings[1:]]:
-        grid.add_column(heading, justify="left" if heading in ("method", "") else "right", no_wrap=True)
-    for row in map(shown, block.rows):
-        mark, style = MARKS[row["kind"].text]
-        cells = [COLUMN[key].text(row) for key in wanted]
-        if width >= 110 and (interval := COLUMN["speedup"].error_text(row)):
-            cells[wanted.index("speedup")] += f" {interval}"
-        grid.add_row(cells[0], mark, *cells[1:], style=style)
+    rows = [shown(row) for row in block.rows]
+    wide = width >= 110
+    columns = [
+        replace(
+            COLUMN.get(key, Column(key, "")), label=label, error="speedup_ci95" if wide and key == "speedup" else ""
+        )
+        for key, label in SHORT.items()
+        if wide or key not in NARROW
+    ]
+    title = f"{block.suite}, {mode(block.temperature)}" + ("" if block.complete else " (stopped early)")
+    marked = [row | dict(zip(("mark", "style"), MARKS[row["kind"].text])) for row in rows]
+    grid = console_table(title, columns, marked)
+    grid.caption = "= lossless   [yellow]≈ relaxed: not the target's distribution[/]   · transformers' own"
+    for row in rows:
         if row.get("note"):
-            grid.add_row(f"  {row['note']}", style="red")
+            grid.add_row(f"{row['name']}: {row['note']}", style="red")
+    return grid
+
+
+def console_table(title: str, columns: Iterable[Column], rows: Sequence[Row]) -> Table:
+    """Rows for a terminal, in the columns of the page that hold anything; ``style`` of a row is its style."""
+    columns = [column for column in columns if any(present(row.get(column.key)) for row in rows)]
+    grid = Table(title=title, title_justify="left", caption_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        texts = all(isinstance(row.get(column.key), str | Badge | None) for row in rows)
+        grid.add_column(
+            column.label, justify="left" if texts and not column.numeric else "right", no_wrap=True, min_width=1
+        )
+    for row in rows:
+        cells = (" ".join(filter(None, (column.text(row), column.error_text(row)))) for column in columns)
+        grid.add_row(*cells, style=row.get("style", ""))
     return grid
 
 

@@ -32,7 +32,7 @@ from distill.pipeline.stage_fingerprint import measurement_fingerprint, stage_fi
 from distill.pipeline.stages import StageResult, check_inputs, distil, language_model
 from distill.report.figures import figures
 from distill.report.summary import display
-from distill.report.write import console_table, write_report
+from distill.report.write import console_tables, write_report
 from distill.tracking.logger import finish, log_draft, log_report, make_logger, where
 
 
@@ -83,7 +83,7 @@ def _run(settings: Settings, run: RunDir, console: Console) -> RunDir:
     finally:
         finish(logger)
     console.print()
-    console.print(console_table(report))
+    console.print(console_tables(report))
     console.print(f"\nreport  {run.folder / 'report.html'}\ndraft   {run.export}", highlight=False)
     console.print(f"track   {where(logger)}\ntime    {time.monotonic() - started:.0f} s", highlight=False)
     return run

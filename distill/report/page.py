@@ -73,6 +73,7 @@ DECODING_COLUMNS = (
     Column("accepted_per_drafted", "acc./drafted", FORMULAS["accepted_per_drafted"], ".3f", "max"),
     Column("output", "output", OUTPUT),
 )  # fmt: skip
+TEMPERATURE = Column("temperature", "T", format="g")
 PROFILE_COLUMNS = (
     Column("cost_ratio", "c", FORMULAS["cost_ratio"], ".3f"),
     Column("best_draft_length", "best k, predicted", "draft length with the largest predicted speedup", "d"),
@@ -84,7 +85,7 @@ IDENTITY = {True: Badge("identical", "good"), False: Badge("differs", "bad"), No
 
 
 def build_page(report: Row, run_dir: Path) -> Page:
-    """The page for a checked report (`distill.report.write.check`); parts that are absent are left out."""
+    """The page of a report (`distill.report.write.write_report` says what is in it); absent parts are left out."""
     compared = summary.comparisons(report)
     headline = " ".join(finding.text for finding in [summary.speed(report), *compared[:1]])
     blocks: list[Block] = [
@@ -130,14 +131,14 @@ def _tiles(report: Row) -> Iterable[Tile]:
 
 def _drafts(report: Row) -> Iterable[Block]:
     yield Heading("Drafts", "All drafts are judged on the same texts, which the target wrote for held-out prompts.")
-    yield Table(DRAFT_COLUMNS, [{**row, "label": summary.display(row["name"])} for row in report["drafts"]])
+    yield Table(DRAFT_COLUMNS, [draft_row(row) for row in report["drafts"]])
     if pairs := report.get("paired"):
         named = [{**p, "pair": f"{summary.display(p['a'])} − {summary.display(p['b'])}"} for p in pairs]
         yield Table(PAIRED_COLUMNS, named, "Paired comparison")
 
 
 def _decoding(report: Row) -> Iterable[Block]:
-    rows = [_decoding_row(row) for row in report["decoding"]]
+    rows = [decoding_row(row) for row in report["decoding"]]
     if not rows:
         return
     yield Heading("Decoding", "Each draft at its fastest draft length; the exact rule keeps the target's distribution.")
@@ -148,7 +149,7 @@ def _decoding(report: Row) -> Iterable[Block]:
         caption = "Greedy" if temperature == 0 else f"Sampled at {mode(temperature)}"
         yield Table(DECODING_COLUMNS, chosen, caption, legend=temperature == temperatures[-1])
     if len(rows) > len(fastest):
-        columns = [DECODING_COLUMNS[0], Column("temperature", "T", format="g"), *DECODING_COLUMNS[1:]]
+        columns = [DECODING_COLUMNS[0], TEMPERATURE, *DECODING_COLUMNS[1:]]
         yield Table(columns, rows, legend=False, folded=f"All {len(rows)} measurements")
     if profile := report.get("profile"):
         yield Table(PROFILE_COLUMNS, [profile], "Cost model")
@@ -157,7 +158,13 @@ def _decoding(report: Row) -> Iterable[Block]:
     yield Figures(list(decoding_figures(report).values()))
 
 
-def _decoding_row(row: Row) -> dict[str, Any]:
+def draft_row(row: Row) -> dict[str, Any]:
+    """A draft with what tables show besides the numbers."""
+    return {**row, "label": summary.display(row["name"])}
+
+
+def decoding_row(row: Row) -> dict[str, Any]:
+    """A measurement with what tables show besides the numbers."""
     same = row.get("identical_to_target")
     output = IDENTITY[same] if row["temperature"] == 0 or same is False else LOSSLESS
     return {**row, "label": summary.display(row["draft"]), "output": output}
