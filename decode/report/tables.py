@@ -45,7 +45,7 @@ SHORT = {
     "tv_spent": "TV", "accuracy": "score", "identical_to_target": "same",
 }  # fmt: skip
 """Columns of the terminal's table and their labels."""
-NARROW = {"draft_length", "predicted_speedup"}
+NARROW = {"draft_length", "predicted_speedup", "block_efficiency", "tv_spent"}
 """What a terminal below 110 columns goes without; the intervals too."""
 MARKS = {"lossless": ("=", ""), "relaxed": ("≈", "yellow"), "peer": ("·", "dim")}
 """Mark and colour of a method in the terminal's table."""
