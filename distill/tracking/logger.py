@@ -44,7 +44,7 @@ def make_logger(settings: TrackerSettings, run_dir: str | Path, name: str, confi
     if settings.kind == "tensorboard" and not _has_tensorboard():
         raise UserError(
             "tracker.kind is 'tensorboard', but tensorboard is not installed. "
-            "Install it with `pip install tensorboard`, or use --tracker csv."
+            "Install it with `pip install 'draftsmith[tensorboard]'`, or use --tracker csv."
         )
     return _file_logger(settings.kind, run_dir, "run", dict(config))
 
@@ -52,7 +52,7 @@ def make_logger(settings: TrackerSettings, run_dir: str | Path, name: str, confi
 def for_stage(logger: Logger | None, stage: str) -> Logger | None:
     """The logger for one stage of the pipeline.
 
-    W&B: the same run, with metrics named `stage/metric` against their own axis `stage/step`.
+    W&B: the same run, with metrics named `stage/metric`.
     CSV and TensorBoard: a folder of that name.
     """
     if isinstance(logger, StagedWandb):

@@ -1,8 +1,6 @@
 """One W&B run for a whole pipeline: lazy, quiet, offline unless logged in, continued after a kill.
 
-Lightning's `WandbLogger` starts a run per logger and puts every metric on one global step axis. Here the
-stages share one run and each has its own axis, so that the target's step 500 and the draft's step 500 do not
-fall on top of each other.
+Lightning's `WandbLogger` starts a run per logger; here the stages share one, each with its name before its metrics.
 """
 
 from __future__ import annotations
@@ -54,7 +52,6 @@ class WandbRun:
         agent = os.environ.get("WANDB_SWEEP_ID") and os.environ.get("WANDB_RUN_ID")  # it has started a run already
         self.run_id = agent or _run_id(run_dir / "wandb" / "run.json", self.config)
         self.run: Any = None
-        self._axes: set[str] = set()
 
     def start(self) -> Any:
         """The `wandb.Run`, started on the first call; offline if the server does not answer."""
@@ -62,6 +59,8 @@ class WandbRun:
             if self.mode == "online" and not reachable(wandb_host()):
                 self.mode = "offline"
             self.run = self._init()
+            self.run.define_metric("trainer/global_step", hidden=True)
+            self.run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
         return self.run
 
     def _init(self) -> Any:
@@ -99,14 +98,6 @@ class WandbRun:
             self.mode = "offline"
             return wandb.init(mode=self.mode, **options)
 
-    def define_axis(self, prefix: str) -> None:
-        """Makes `{prefix}step` the horizontal axis of every metric that starts with `prefix`."""
-        if prefix not in self._axes:
-            self._axes.add(prefix)
-            run = self.start()
-            run.define_metric(f"{prefix}step", hidden=True)
-            run.define_metric(f"{prefix}*", step_metric=f"{prefix}step")
-
     @rank_zero_only
     def log_tables(self, tables: Mapping[str, tuple[list[str], list[list[Any]]]], figures: Mapping[str, str]) -> None:
         """Logs tables (columns, rows) as `tables/key` and SVG figures as `plots/key`."""
@@ -143,7 +134,7 @@ class WandbRun:
         """Ends the run; online this uploads what is left."""
         if self.run is not None:
             self.run.finish()
-            self.run, self._axes = None, set()
+            self.run = None
 
     def where(self) -> str:
         """One line that says where the record is."""
@@ -156,28 +147,21 @@ class WandbRun:
 
 
 class StagedWandb(WandbLogger):
-    """Lightning's W&B logger on a run that all stages share; `stage` prefixes the metric names."""
+    """Lightning's W&B logger on a run that all stages share; metrics are named ``stage/metric``."""
+
+    LOGGER_JOIN_CHAR = "/"
 
     def __init__(self, shared: WandbRun, stage: str = "") -> None:
-        super().__init__(name=shared.name, save_dir=shared.run_dir, project=shared.settings.project, id=shared.run_id)
-        self.shared = shared
-        self.stage = stage
+        super().__init__(
+            name=shared.name, save_dir=shared.run_dir, project=shared.settings.project, id=shared.run_id, prefix=stage
+        )
+        self.shared, self.stage = shared, stage
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
         """The W&B run, started on first use."""
         return self.shared.start()
-
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Logs `stage/metric` against `stage/step`; W&B's own step only counts calls."""
-        prefix = f"{self.stage}/" if self.stage else ""
-        row: dict[str, Any] = {f"{prefix}{key}": value for key, value in metrics.items()}
-        if step is not None:
-            self.shared.define_axis(prefix)
-            row[f"{prefix}step"] = step
-        self.experiment.log(row)
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:

@@ -64,8 +64,8 @@ class TrainingModule(L.LightningModule):
     @property
     def logs_this_step(self) -> bool:
         """Whether Lightning's loggers take this step's values; only then are they computed and read."""
-        trainer = self._trainer
-        return trainer is not None and (self.global_step + 1) % trainer.log_every_n_steps == 0
+        every: int = 0 if self._trainer is None else self._trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return every > 0 and (self.global_step + 1) % every == 0
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Last hidden states ``[rows, hidden]`` where a label is predicted, and those positions ``[batch, time]``."""

@@ -72,7 +72,7 @@ class ResumeCheckpoint(_Movable):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         """Saves after a whole step that no validation follows."""
         batch = trainer.fit_loop.epoch_loop.batch_idx + 1
-        validated = trainer.is_last_batch or batch % trainer.val_check_batch == 0
+        validated = trainer.is_last_batch or batch % (trainer.val_check_batch or 1) == 0
         if batch % trainer.accumulate_grad_batches == 0 and trainer.global_step % self.every == 0 and not validated:
             self._save(trainer)
 

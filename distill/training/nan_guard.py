@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import lightning as L
 import numpy as np
 import torch
 from torch import Tensor
 
 from decode.core.errors import UserError
+from distill.config.trainer import TrainingSettings
 
 SHOWN = 16
 """Examples named in the message at most."""
@@ -55,7 +58,7 @@ def _cause(module: L.LightningModule, rows: object, examples: list[int]) -> str:
     precision = str(module.trainer.precision)
     if precision.startswith("16"):
         return f"trainer.precision is {precision}, whose numbers end at 65504; train with bf16-mixed or 32-true"
-    rate = module.training_settings
+    rate = cast(TrainingSettings, module.training_settings)
     return (
         f"lower the learning rate (its peak is {rate.lr:.2g}) or raise warmup_steps ({rate.warmup_steps}); "
         f"trainer.gradient_clip (1.0 is usual) holds back single large steps"

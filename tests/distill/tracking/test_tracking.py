@@ -78,7 +78,7 @@ def records(run_dir: Path) -> dict:
     return found
 
 
-def test_stages_share_one_offline_run_and_keep_their_own_step_axes(tmp_path):
+def test_stages_share_one_offline_run_under_their_own_names(tmp_path):
     logger = make_logger(TrackerSettings(), tmp_path, "quick", {"seed": 3, "target": {"steps": 5}})
     for_stage(logger, "target").log_metrics({"loss": 2.0}, step=500)
     for_stage(logger, "draft").log_metrics({"loss": 1.0, "alpha": 0.9}, step=10)
@@ -91,10 +91,9 @@ def test_stages_share_one_offline_run_and_keep_their_own_step_axes(tmp_path):
     assert config["seed"] == 3
     assert config["target"] == {"steps": 5}
     rows = found["history"]
-    assert (rows[0]["target/loss"], rows[0]["target/step"]) == (2.0, 500)
-    assert (rows[1]["draft/alpha"], rows[1]["draft/step"]) == (0.9, 10)
-    axes = {metric.glob_name: metric.step_metric for metric in found["metric"] if metric.glob_name}
-    assert axes == {"target/*": "target/step", "draft/*": "draft/step"}
+    assert (rows[0]["target/loss"], rows[0]["trainer/global_step"]) == (2.0, 500)
+    assert (rows[1]["draft/alpha"], rows[1]["trainer/global_step"]) == (0.9, 10)
+    assert ("*", "trainer/global_step") in {(metric.glob_name, metric.step_metric) for metric in found["metric"]}
 
 
 def test_a_continued_run_keeps_its_id_and_changed_settings_get_a_new_one(tmp_path):
@@ -232,7 +231,7 @@ def test_csv_and_tensorboard_take_the_whole_report(tmp_path):
 
 def test_missing_tensorboard_names_the_install_command(monkeypatch, tmp_path):
     monkeypatch.setattr(tracking, "_has_tensorboard", lambda: False)
-    with pytest.raises(UserError, match="pip install tensorboard"):
+    with pytest.raises(UserError, match=r"pip install 'draftsmith\[tensorboard\]'"):
         make_logger(TrackerSettings(kind="tensorboard"), tmp_path, "quick", {})
 
 
@@ -274,7 +273,7 @@ def test_lightning_trainers_of_two_stages_log_into_the_same_run(tmp_path):
     found = records(tmp_path)
     assert len(found["run"]) == 1
     for stage in ("target", "draft"):
-        assert [row[f"{stage}/step"] for row in found["history"] if f"{stage}/loss" in row] == [0, 1, 2]
+        assert [row["trainer/global_step"] for row in found["history"] if f"{stage}/loss" in row] == [0, 1, 2]
     updates = [item for config in found["config"] for item in config.update]
     hyperparameters = {item.key: json.loads(item.value_json) for item in updates}
     assert hyperparameters["draft"] == {"width": 2}
