@@ -277,7 +277,12 @@ class Evaluation:
         self.session.options.costs = True
         self.benchmark = Benchmark(self.session)
         rows = [self._named(row) for row in self.benchmark.run([self.suite], self._entries(profile), progress)]
-        decoding = [row | {"draft": row["draft"] or row["name"]} for row in rows]
+        drafted = {(e["name"], e["temperature"]): e.get("draft_lengths") for e in self.benchmark.analysis}
+        decoding = [
+            row
+            | {"draft": row["draft"] or row["name"], "draft_lengths": drafted.get((row["name"], row["temperature"]))}
+            for row in rows
+        ]
         greedy = [row for row in rows if row["temperature"] == 0 and row["draft"] and row["speedup"]]
         fastest = {
             draft: max((r for r in greedy if r["draft"] == draft), key=lambda r: r["speedup"])["name"]
@@ -289,7 +294,8 @@ class Evaluation:
         if greedy:
             best = max((r for r in greedy if r["draft"] == self.best), key=lambda r: r["speedup"])
             profile["measured_best_draft_length"] = best["draft_length"]
-        return decoding, {"analysis": {"acceptance_by_position": positions}, "samples": samples}
+        costs = [{"suite": b.suite, "temperature": b.temperature, "costs": b.costs} for b in self.benchmark.blocks]
+        return decoding, {"analysis": {"acceptance_by_position": positions, "costs": costs}, "samples": samples}
 
     # -- what the drafts learned -----------------------------------------------------------------------------------
 
