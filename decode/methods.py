@@ -22,9 +22,14 @@ from decode.core.sampling import Warp
 from decode.core.stopping import StopRule, negative_entropy, token_probability, warped_token_probability
 from decode.core.target import tree_error
 from decode.core.thresholds import CostOptimal, Fixed, MeanOfRejected, Roc, TargetAcceptance
+from decode.drafters.acceptance_probe import advised, load_probe
+from decode.drafters.adaptix.drafter import open_adaptix
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter, head_of
 from decode.drafters.early_exit import EarlyExitDrafter
+from decode.drafters.lookahead import LookaheadDrafter
+from decode.drafters.prompt_lookup import LookupDrafter
+from decode.drafters.rest.drafter import open_rest
 from decode.loop import System
 from decode.models.eagle.runner import HeadRunner
 from decode.models.fast import self_speculating
@@ -73,14 +78,10 @@ def _feature_tree(inputs: MethodInputs) -> Drafter:
 
 
 def _lookup(inputs: MethodInputs) -> Drafter:
-    from decode.drafters.prompt_lookup import LookupDrafter
-
     return LookupDrafter(length=inputs.window(10))
 
 
 def _rest(inputs: MethodInputs) -> Drafter:
-    from decode.drafters.rest.drafter import open_rest
-
     if inputs.datastore is None:
         raise UserError("rest needs a datastore; build one with python -m decode datastore build, give --datastore DIR")
     return open_rest(inputs.datastore, inputs.tokenizer)
@@ -88,8 +89,6 @@ def _rest(inputs: MethodInputs) -> Drafter:
 
 def _adaptix(best_first: bool) -> Callable[[MethodInputs], Drafter]:
     def make(inputs: MethodInputs) -> Drafter:
-        from decode.drafters.adaptix.drafter import open_adaptix
-
         if inputs.trigrams is None:
             raise UserError(
                 "adaptix needs a tri-gram table; build one with python -m decode trigrams build, give --trigrams DIR"
@@ -108,8 +107,6 @@ def smaller_store(folder: Path, texts: int | None) -> Path:
 
 
 def _lookahead(inputs: MethodInputs) -> Drafter:
-    from decode.drafters.lookahead import LookaheadDrafter
-
     return LookaheadDrafter()
 
 
@@ -188,8 +185,6 @@ def _probed(kind: str) -> MakeStop:
     """AdaSPEED with a probe: the product of estimated acceptances instead of token probabilities."""
 
     def make(inputs: MethodInputs) -> StopRule:
-        from decode.drafters.acceptance_probe import load_probe
-
         if inputs.options.probes is None:
             raise UserError(f"stopping on a {kind} needs one; train it with python -m probes, give --probes DIR")
         drafting = inputs.draft if inputs.draft is not None else inputs.target
@@ -334,8 +329,6 @@ def _advised(method: str, inputs: MethodInputs) -> MethodInputs:
     options = inputs.options
     if options.probes is None or (method not in SELF_SPECULATIVE and method not in PROBED):
         return inputs
-    from decode.drafters.acceptance_probe import advised
-
     advice = advised(options.probes, method, greedy=inputs.warp.greedy)
     if options.exit_layer is not None and options.exit_layer != advice.get("exit_layer"):
         return inputs  # thresholds belong to their layer

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from decode.commands.command_line import config_paths, parse, take_flag
+from decode.commands.command_line import parse, take_flag
+from decode.commands.config_files import config_paths
 from decode.commands.exit_status import run_main
 from decode.core.errors import UserError
 

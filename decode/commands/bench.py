@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decode.commands.bench_checkpoint import Checkpoint, draft_names
 from decode.commands.checks import (
     STORES,
     api_settings,
@@ -32,11 +31,9 @@ from decode.commands.checks import (
 from decode.commands.datastore import read_corpus, write_stores
 from decode.commands.exit_status import check_writable
 from decode.commands.settings import BenchSettings
-from decode.core.errors import UserError
-from decode.core.files import write_text
 from decode.core.options import split_spec
 from decode.drafters.corpus_files import join_documents
-from decode.measure.benchmark import Benchmark, Block
+from decode.measure.benchmark import Benchmark
 from decode.measure.entries import BenchEntry, plan
 from decode.measure.session import BenchOptions, Session
 from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
@@ -169,8 +166,8 @@ def run(settings: BenchSettings) -> None:
     finally:  # an interrupt keeps what was measured
         if benchmark.blocks:
             more = (session.left_out, session.vocabularies)
-            told = {s.name: [s.note, *(notes.get(s.name, "") for notes in more)] for s in suites}
-            notes = {name: "; ".join(filter(None, parts)) for name, parts in told.items() if any(parts)}
+            remarks = {s.name: [s.note, *(notes.get(s.name, "") for notes in more)] for s in suites}
+            notes = {name: "; ".join(filter(None, texts)) for name, texts in remarks.items() if any(texts)}
             files = write_report(benchmark, dataclasses.asdict(settings), folder, notes)
             for block in benchmark.blocks:
                 console.print(table(block, console.width))
@@ -206,7 +203,7 @@ def log_to_wandb_sweep(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def choose_methods(settings: BenchSettings) -> list[str]:
-    """The methods asked for, or all that the given parts allow, and the peers."""
+    """The methods asked for, or all that the given models and files allow, and transformers' own."""
     methods = list(settings.methods)
     heads = [is_head(path) for path in draft_names(settings.draft).values()]
     has_head, has_model = any(heads), not all(heads)
@@ -220,24 +217,6 @@ def choose_methods(settings: BenchSettings) -> list[str]:
     if settings.peers:
         methods += [p for p in TRANSFORMERS_BASELINES if p not in methods and (has_model or p not in NEEDS_DRAFT)]
     return methods
-
-
-def draft_names(given: Sequence[str]) -> dict[str, str]:
-    """Names and paths of ``NAME=PATH`` or plain paths, which are called by their last parts.
-
-    Raises:
-        UserError: two drafts of one name.
-    """
-    named: dict[str, str] = {}
-    for item in given:
-        name, equals, path = item.partition("=")
-        if not equals:
-            parts, path = Path(item).parts, item
-            name = parts[-1] if parts[-1] not in named else "/".join(parts[-2:])
-        if name in named:
-            raise UserError(f"two drafts are called {name!r}; name them: --draft one=PATH two=PATH")
-        named[name] = path
-    return named
 
 
 def plan_entries(settings: BenchSettings, methods: Sequence[str], drafts: dict[str, DraftModel]) -> list[BenchEntry]:
@@ -293,53 +272,6 @@ def bench_options(
         samples=settings.samples,
         cost_turns=settings.cost_turns,
     )
-
-
-class Checkpoint:
-    """Finished blocks of a run that was stopped, kept as long as settings and weights are the same."""
-
-    def __init__(self, path: Path, settings: BenchSettings) -> None:
-        self.path = path
-        self.key = fingerprint(settings)
-        self.blocks: list[Block] = []
-
-    def read(self) -> list[Block]:
-        """Blocks that need not be measured again."""
-        try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return []
-        if isinstance(content, dict) and content.get("key") == self.key:
-            self.blocks = [Block(**block) for block in content["blocks"]]
-        return list(self.blocks)
-
-    def add(self, block: Block) -> None:
-        """Keep a block that is complete."""
-        self.blocks.append(block)
-        content = {"key": self.key, "blocks": [dataclasses.asdict(block) for block in self.blocks]}
-        write_text(self.path, json.dumps(content))
-
-    def clear(self) -> None:
-        """Everything is measured: the next run starts afresh."""
-        self.path.unlink(missing_ok=True)
-
-
-def fingerprint(settings: BenchSettings) -> str:
-    """Of the settings, and of the weights that lie in the models' folders."""
-    facts: dict[str, Any] = dataclasses.asdict(settings)
-    for name in [
-        settings.target,
-        *draft_names(settings.draft).values(),
-        *([settings.probes] if settings.probes else []),
-    ]:
-        weights = sorted(Path(str(name)).glob("*.safetensors"))
-        facts[f"weights of {name}"] = [(str(file), *_stat(file)) for file in weights]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _stat(file: Path) -> tuple[int, int]:
-    status = file.stat()
-    return status.st_size, status.st_mtime_ns
 
 
 def _progress(console: Console) -> Progress:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
-from decode.commands.bench import draft_names
+from decode.commands.bench_checkpoint import draft_names
 from decode.commands.checks import check_models
 from decode.commands.settings import BenchSettings
 from decode.core.options import split_spec

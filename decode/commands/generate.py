@@ -6,12 +6,9 @@ import json
 import random
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from decode.commands.checks import (
     api_settings,
@@ -23,94 +20,21 @@ from decode.commands.checks import (
     open_pair,
     store_folders,
 )
+from decode.commands.generation import Generation, colored, show_statistics
 from decode.commands.settings import GenerateSettings
 from decode.core.errors import UserError
 from decode.core.rng import TorchRng
 from decode.core.target import Target
-from decode.core.trace import FORMULAS, Round, Trace
+from decode.core.trace import Round
 from decode.loop import rejected_tokens, rounds, who_wrote
 from decode.measure import machine
 from decode.measure.entries import exported_length
-from decode.measure.statistics import plain
 from decode.methods import METHODS, MethodInputs, build, is_lossless
 from decode.models.foreign import ForeignDraft
 from decode.models.generation_config import described
 from decode.models.open import placement, stop_ids
 from decode.models.pair import Pair
 from decode.models.text import Detokenizer, chat_ids, marked, prompt_ids, stop_at
-
-STYLES = {
-    "accepted": "green",
-    "rejected": "red strike",
-    "corrected": "yellow",
-    "bonus": "cyan",
-    "target": "default",
-}
-"""How ``--show`` marks who wrote a token."""
-
-LEGEND = {
-    "accepted": "drafted and accepted",
-    "rejected": "drafted and rejected",
-    "corrected": "corrected by the target",
-    "bonus": "added by the target after a whole accepted draft",
-}
-
-
-ENDS = {
-    "eos": "the end-of-text token",
-    "stop": "a stop string",
-    "length": "max_new_tokens",
-    "context": "the end of the model's context",
-}
-"""What ends a text."""
-
-
-@dataclass
-class Generation:
-    """A text, and how it came about.
-
-    Attributes:
-        prompt: token ids.
-        method: the method's name.
-        lossless: whether the output distribution is the target's.
-        seed: of sampling.
-        pieces: rounds as marked text (`decode.models.text.marked`), to be iterated once while the text is generated.
-        ids: tokens generated so far.
-        trace: rounds so far.
-        text: text so far.
-        tokens: marked tokens so far.
-        finish_reason: a key of `ENDS`, once the text has ended.
-    """
-
-    prompt: list[int]
-    method: str
-    lossless: bool
-    seed: int
-    pieces: Iterator[list[dict[str, str]]] = field(default_factory=lambda: iter(()), repr=False)
-    ids: list[int] = field(default_factory=list)
-    trace: Trace = field(default_factory=Trace, repr=False)
-    text: str = ""
-    tokens: list[dict[str, str]] = field(default_factory=list, repr=False)
-    finish_reason: str | None = None
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """Acceptance, block efficiency and times; `decode.core.trace.FORMULAS` says how they are computed."""
-        return dict(plain(self.trace.metrics()))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The object that ``--json`` prints."""
-        return {
-            "text": self.text,
-            "ids": self.ids,
-            "prompt_ids": self.prompt,
-            "method": self.method,
-            "lossless": self.lossless,
-            "seed": self.seed,
-            "finish_reason": self.finish_reason,
-            "metrics": self.metrics,
-            "tokens": self.tokens,
-        }
 
 
 def generate(
@@ -274,7 +198,7 @@ def run(settings: GenerateSettings) -> None:
     try:
         for pieces in generation.pieces:
             if settings.show:
-                console.print(Text.assemble(*((_visible(p), STYLES[p["who"]]) for p in pieces)), end="")
+                console.print(colored(pieces), end="")
             else:
                 sys.stdout.write("".join(p["text"] for p in pieces if p["who"] != "rejected"))
             sys.stdout.flush()
@@ -285,56 +209,4 @@ def run(settings: GenerateSettings) -> None:
             used = len(generation.prompt) + len(generation.ids)
             print(f"the text ends here because the model's context is full: {used} tokens", file=sys.stderr)
         if settings.show and generation.trace.rounds:
-            statistics(generation, console)
-
-
-def _visible(piece: dict[str, str]) -> str:
-    """A rejected line end is shown as a sign, so that it does not break the text."""
-    return piece["text"].replace("\n", "⏎") if piece["who"] == "rejected" else piece["text"]
-
-
-def statistics(generation: Generation, console: Console) -> None:
-    """The statistics of the rounds, each with its formula."""
-    console.print()
-    legend = Text("  ").join(Text(told, STYLES[who]) for who, told in LEGEND.items())
-    console.print(legend)
-    kind = "lossless" if generation.lossless else "relaxed: the output is not distributed as the target's"
-    table = Table(title=f"{generation.method} ({kind})", title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
-    table.add_column("", justify="right")
-    table.add_column("formula", style="dim")
-    metrics = generation.trace.metrics()
-    names = (
-        "tokens",
-        "rounds",
-        "tokens_per_second",
-        "block_efficiency",
-        "drafted_per_round",
-        "alpha",
-        "accepted_per_tested",
-        "accepted_per_drafted",
-        "tv_spent",
-        "js_distance",
-        "prefill_seconds",
-        "draft_seconds",
-        "verify_seconds",
-        "total_seconds",
-    )
-    for name in names:
-        value = metrics[name]
-        if value == value:
-            told = f"{value:d}" if isinstance(value, int) else f"{value:.3f}"
-            table.add_row(name, told, FORMULAS.get(name, EXTRA_FORMULAS.get(name, "")))
-    console.print(table)
-
-
-EXTRA_FORMULAS = {
-    "tokens": "generated, the end-of-text token included",
-    "rounds": "target forwards after the prompt was read",
-    "tokens_per_second": "tokens / total_seconds, the prompt's reading included",
-    "drafted_per_round": "Σk / rounds",
-    "prefill_seconds": "reading the prompt, by target and draft",
-    "draft_seconds": "proposing",
-    "verify_seconds": "the target's forwards, verification and bookkeeping",
-    "total_seconds": "wall time",
-}
+            show_statistics(generation, console)

@@ -8,7 +8,8 @@ from typing import Any
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat, PositiveInt
 
-from decode.commands.command_line import config_paths, parse, read_config
+from decode.commands.command_line import parse, read_config
+from decode.commands.config_files import config_paths
 from decode.core.errors import UserError
 from decode.core.options import Checked, MethodOptions, NgramOrder, Seed, Share, Temperature
 

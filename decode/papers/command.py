@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from decode.commands import bench as compare
+from decode.commands.bench_checkpoint import draft_names, fingerprint
 from decode.commands.bench_dry_run import shrink
 from decode.commands.settings import BenchSettings, PaperSettings, bench_settings
 from decode.core.errors import UserError, unknown
@@ -89,7 +90,7 @@ def _measure(path: Path, paper: Paper, given: PaperSettings, folder: Path, conso
     report = _bench(settings, given.again, console)
     alone = None
     if paper.draft_alone and settings.draft:
-        target = next(iter(compare.draft_names(settings.draft).values()))
+        target = next(iter(draft_names(settings.draft).values()))
         single = dataclasses.replace(
             settings, target=target, draft=[], methods=["autoregressive"], output=f"{settings.output}/draft-alone"
         )
@@ -112,7 +113,7 @@ def _settings(path: Path, given: PaperSettings) -> BenchSettings:
 def _check_runs(settings: BenchSettings, given: PaperSettings, console: Console) -> None:
     """Refuse what has to be trained first; leave out the methods that want probes where there are none."""
     recipe = RECIPES.get(given.scale)
-    for path in (str(settings.target), *compare.draft_names(settings.draft).values()):
+    for path in (str(settings.target), *draft_names(settings.draft).values()):
         if recipe is not None and not Path(path).is_dir():
             raise UserError(f"there is no model in {path}; train it first: python -m distill --config {recipe}")
     if settings.probes is not None and not Path(settings.probes).is_dir():
@@ -131,7 +132,7 @@ def _bench(settings: BenchSettings, again: bool, console: Console) -> dict[str, 
     """The report of a benchmark; it is run unless it was, with these settings and weights."""
     folder = Path(str(settings.output))
     made_from, report = folder / "fingerprint", folder / "report.json"
-    key = compare.fingerprint(settings)
+    key = fingerprint(settings)
     if again or not report.is_file() or not made_from.is_file() or made_from.read_text() != key:
         made_from.unlink(missing_ok=True)
         compare.run(settings)

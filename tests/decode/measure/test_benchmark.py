@@ -14,7 +14,8 @@ import torch
 from pairs import make_pair, make_suite, make_tokenizer
 from rich.console import Console
 
-from decode.commands.bench import Checkpoint, choose_methods, draft_names
+from decode.commands.bench import choose_methods
+from decode.commands.bench_checkpoint import Checkpoint, draft_names
 from decode.commands.checks import open_suites
 from decode.commands.settings import BenchSettings
 from decode.core.errors import UserError

@@ -1,0 +1,80 @@
+"""Finished blocks of a benchmark that was stopped, and the fingerprint of everything that a benchmark depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from decode.commands.settings import BenchSettings
+from decode.core.errors import UserError
+from decode.core.files import write_text
+from decode.measure.benchmark import Block
+
+
+def draft_names(given: Sequence[str]) -> dict[str, str]:
+    """Names and paths of ``NAME=PATH`` or plain paths, which are called by their last parts.
+
+    Raises:
+        UserError: two drafts of one name.
+    """
+    named: dict[str, str] = {}
+    for item in given:
+        name, equals, path = item.partition("=")
+        if not equals:
+            parts, path = Path(item).parts, item
+            name = parts[-1] if parts[-1] not in named else "/".join(parts[-2:])
+        if name in named:
+            raise UserError(f"two drafts are called {name!r}; name them: --draft one=PATH two=PATH")
+        named[name] = path
+    return named
+
+
+class Checkpoint:
+    """Finished blocks of a run that was stopped, kept as long as settings and weights are the same."""
+
+    def __init__(self, path: Path, settings: BenchSettings) -> None:
+        self.path = path
+        self.key = fingerprint(settings)
+        self.blocks: list[Block] = []
+
+    def read(self) -> list[Block]:
+        """Blocks that need not be measured again."""
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return []
+        if isinstance(content, dict) and content.get("key") == self.key:
+            self.blocks = [Block(**block) for block in content["blocks"]]
+        return list(self.blocks)
+
+    def add(self, block: Block) -> None:
+        """Keep a block that is complete."""
+        self.blocks.append(block)
+        content = {"key": self.key, "blocks": [dataclasses.asdict(block) for block in self.blocks]}
+        write_text(self.path, json.dumps(content))
+
+    def clear(self) -> None:
+        """Everything is measured: the next run starts afresh."""
+        self.path.unlink(missing_ok=True)
+
+
+def fingerprint(settings: BenchSettings) -> str:
+    """Of the settings, and of the weights that lie in the models' folders."""
+    facts: dict[str, Any] = dataclasses.asdict(settings)
+    for name in [
+        settings.target,
+        *draft_names(settings.draft).values(),
+        *([settings.probes] if settings.probes else []),
+    ]:
+        weights = sorted(Path(str(name)).glob("*.safetensors"))
+        facts[f"weights of {name}"] = [(str(file), *_stat(file)) for file in weights]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _stat(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns

@@ -1,0 +1,144 @@
+"""A generated text: what is known of it, and how a terminal shows who wrote each token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from decode.core.trace import FORMULAS, Trace
+from decode.measure.statistics import plain
+
+ENDS = {
+    "eos": "the end-of-text token",
+    "stop": "a stop string",
+    "length": "max_new_tokens",
+    "context": "the end of the model's context",
+}
+"""What ends a text."""
+
+
+@dataclass
+class Generation:
+    """A text, and how it came about.
+
+    Attributes:
+        prompt: token ids.
+        method: the method's name.
+        lossless: whether the output distribution is the target's.
+        seed: of sampling.
+        pieces: rounds as marked text (`decode.models.text.marked`), to be iterated once while the text is generated.
+        ids: tokens generated so far.
+        trace: rounds so far.
+        text: text so far.
+        tokens: marked tokens so far.
+        finish_reason: a key of `ENDS`, once the text has ended.
+    """
+
+    prompt: list[int]
+    method: str
+    lossless: bool
+    seed: int
+    pieces: Iterator[list[dict[str, str]]] = field(default_factory=lambda: iter(()), repr=False)
+    ids: list[int] = field(default_factory=list)
+    trace: Trace = field(default_factory=Trace, repr=False)
+    text: str = ""
+    tokens: list[dict[str, str]] = field(default_factory=list, repr=False)
+    finish_reason: str | None = None
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Acceptance, block efficiency and times; `decode.core.trace.FORMULAS` says how they are computed."""
+        return dict(plain(self.trace.metrics()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
+        return {
+            "text": self.text,
+            "ids": self.ids,
+            "prompt_ids": self.prompt,
+            "method": self.method,
+            "lossless": self.lossless,
+            "seed": self.seed,
+            "finish_reason": self.finish_reason,
+            "metrics": self.metrics,
+            "tokens": self.tokens,
+        }
+
+
+STYLES = {
+    "accepted": "green",
+    "rejected": "red strike",
+    "corrected": "yellow",
+    "bonus": "cyan",
+    "target": "default",
+}
+"""How ``--show`` marks who wrote a token."""
+
+LEGEND = {
+    "accepted": "drafted and accepted",
+    "rejected": "drafted and rejected",
+    "corrected": "corrected by the target",
+    "bonus": "added by the target after a whole accepted draft",
+}
+
+
+def colored(pieces: Sequence[dict[str, str]]) -> Text:
+    """Marked text in the colours of those who wrote it."""
+    return Text.assemble(*((_visible(piece), STYLES[piece["who"]]) for piece in pieces))
+
+
+def _visible(piece: dict[str, str]) -> str:
+    """A rejected line end is shown as a sign, so that it does not break the text."""
+    return piece["text"].replace("\n", "⏎") if piece["who"] == "rejected" else piece["text"]
+
+
+def show_statistics(generation: Generation, console: Console) -> None:
+    """The statistics of the rounds, each with its formula."""
+    console.print()
+    legend = Text("  ").join(Text(meaning, STYLES[who]) for who, meaning in LEGEND.items())
+    console.print(legend)
+    kind = "lossless" if generation.lossless else "relaxed: the output is not distributed as the target's"
+    table = Table(title=f"{generation.method} ({kind})", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_column("formula", style="dim")
+    metrics = generation.trace.metrics()
+    names = (
+        "tokens",
+        "rounds",
+        "tokens_per_second",
+        "block_efficiency",
+        "drafted_per_round",
+        "alpha",
+        "accepted_per_tested",
+        "accepted_per_drafted",
+        "tv_spent",
+        "js_distance",
+        "prefill_seconds",
+        "draft_seconds",
+        "verify_seconds",
+        "total_seconds",
+    )
+    for name in names:
+        value = metrics[name]
+        if value == value:
+            number = f"{value:d}" if isinstance(value, int) else f"{value:.3f}"
+            table.add_row(name, number, FORMULAS.get(name, EXTRA_FORMULAS.get(name, "")))
+    console.print(table)
+
+
+EXTRA_FORMULAS = {
+    "tokens": "generated, the end-of-text token included",
+    "rounds": "target forwards after the prompt was read",
+    "tokens_per_second": "tokens / total_seconds, the prompt's reading included",
+    "drafted_per_round": "Σk / rounds",
+    "prefill_seconds": "reading the prompt, by target and draft",
+    "draft_seconds": "proposing",
+    "verify_seconds": "the target's forwards, verification and bookkeeping",
+    "total_seconds": "wall time",
+}
