@@ -9,7 +9,7 @@ views (they keep their values, and can be trained and saved).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from decode.models.fast_norms import WIDE, Function, RmsNorm, norm, rms_norm
+
 COLUMNS = 1 << 15
 """Smallest weight (elements) that is laid out column by column."""
 COPIED = 1 << 30
 """Most bytes of a model whose weights are copied."""
-WIDE = (torch.float32, torch.float64)
 
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 FAMILIES = (*LLAMA_LIKE, "phi", "gpt_neox")
 """What the hand-written forward knows."""
-
-Function = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -95,6 +94,8 @@ def fuse(linears: Sequence[nn.Linear], *, in_place: bool) -> tuple[Tensor, Tenso
         linears: the projections, of one input.
         in_place: make the originals views of the result, so that the weights are not held twice; else leave them.
     """
+    if len(linears) == 1:
+        return linears[0].weight, linears[0].bias
     with torch.inference_mode(False):  # in place they are the model's own weights, which may yet be trained
         weight = torch.cat([m.weight.detach() for m in linears])
         bias = None if linears[0].bias is None else torch.cat([m.bias.detach() for m in linears])
@@ -112,66 +113,6 @@ def by_columns(weight: Tensor) -> Tensor:
     """The weight laid out so that x·Wᵀ of few rows is fastest: measured up to 1.5 times on CPUs where W is tall."""
     tall = weight.device.type == "cpu" and weight.shape[0] > weight.shape[1] and weight.numel() >= COLUMNS
     return weight.t().contiguous().t() if tall else weight
-
-
-@dataclass(eq=False)
-class RmsNorm:
-    """x/√(Σx²/d + ε)·w over the last axis, as x/hypot(‖x‖, √(dε))·(w√d): fewer operations, the same to rounding.
-
-    Attributes:
-        floor: √(dε).
-        scale: w√d; None where the projection behind it holds it.
-    """
-
-    floor: Tensor
-    scale: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The norm of ``x [.., d]``."""
-        y = x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.floor)
-        return y if self.scale is None else y.mul_(self.scale)
-
-
-@dataclass(eq=False)
-class NarrowRmsNorm:
-    """The same for weights of 16 bits, rounded where transformers rounds."""
-
-    weight: Tensor
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The norm of ``x [.., d]``."""
-        y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
-
-
-@dataclass(eq=False)
-class LayerNorm:
-    """A layer norm without the cost of a module's call."""
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The norm of ``x [.., d]``."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
-def rms_norm(weight: Tensor, eps: float) -> RmsNorm | NarrowRmsNorm:
-    """An RMS norm with these weights ``[.., d]``."""
-    if weight.dtype not in WIDE:
-        return NarrowRmsNorm(weight, eps)
-    width = weight.shape[-1]
-    return RmsNorm(weight.new_tensor((eps * width) ** 0.5), weight.detach() * width**0.5)
-
-
-def norm(module: Any) -> Function:
-    """A layer norm or an RMS norm."""
-    if isinstance(module, nn.LayerNorm):
-        return LayerNorm(module.weight, module.bias, module.eps)
-    return rms_norm(module.weight, module.variance_epsilon)
 
 
 def _behind(module: Any, weight: Tensor, shape: Shape) -> tuple[Function, Tensor]:
@@ -243,11 +184,11 @@ def model_weights(model: Any, rotated: int, *, tuned: bool) -> Weights:
     large = not tuned and sum(p.numel() * p.element_size() for p in model.parameters()) > COPIED
     shape = Shape(heads, kv_heads, width, rotated, kind == "gpt_neox", tuned and width % 2 == 0, in_place=large)
     gated, mlp = kind in LLAMA_LIKE, base.layers[0].mlp
-    act = mlp.act_fn if gated else mlp.act if kind == "gpt_neox" else mlp.activation_fn
+    act = mlp.activation_fn if kind in ("phi", "phi3") else mlp.act if kind == "gpt_neox" else mlp.act_fn
     final = base.final_layer_norm if kind == "gpt_neox" else base.final_layernorm if kind == "phi" else base.norm
     head = model.get_output_embeddings()
     layer_types = getattr(config, "layer_types", None)
-    slides = "sliding_attention" in layer_types if layer_types else kind == "mistral"
+    slides = "sliding_attention" in layer_types if layer_types else kind in ("mistral", "phi3")
     return Weights(
         shape,
         [decoder_layer(kind, block, shape) for block in base.layers],
@@ -273,9 +214,12 @@ def decoder_layer(kind: str, block: Any, shape: Shape) -> Layer:
 
 
 def llama_layer(attention: Any, mlp: Any, norm1: Any, norm2: Any, shape: Shape) -> Layer:
-    """A gated layer; without `norm1`, what it reads is normed already."""
-    qkv, qkv_bias = fuse([attention.q_proj, attention.k_proj, attention.v_proj], in_place=shape.in_place)
-    up, up_bias = fuse([mlp.gate_proj, mlp.up_proj], in_place=shape.in_place)
+    """A gated layer, of which Phi-3 stores projections fused; without `norm1`, what it reads is normed already."""
+    fused = hasattr(attention, "qkv_proj")
+    inputs = [attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj]
+    gates = [mlp.gate_up_proj] if fused else [mlp.gate_proj, mlp.up_proj]
+    qkv, qkv_bias = fuse(inputs, in_place=shape.in_place)
+    up, up_bias = fuse(gates, in_place=shape.in_place)
     first, qkv = (lambda x: x, qkv) if norm1 is None else _behind(norm1, qkv, shape)
     second, up = _behind(norm2, up, shape)
     qkv, qkv_bias = _sorted_rows(shape, qkv, qkv_bias)

@@ -89,13 +89,13 @@ class ForeignRunner(Runner):
         pieces = [self.vocabulary.translate(token) for token in tokens.tolist()]
         feed = torch.tensor([i for piece in pieces for i in piece], dtype=torch.long, device=self.device)
         ends = list(accumulate(map(len, pieces)))
-        wanted = ends if head is None else ends[len(ends) - head :]
+        needed = ends if head is None else ends[len(ends) - head :]
         before = self._position(self.length)
-        logits = self.inner.read(feed, head=len(feed) - wanted[0] + 1 if wanted else 0)
+        logits = self.inner.read(feed, head=len(feed) - needed[0] + 1 if needed else 0)
         self._ends += [before + end for end in ends]
-        if not wanted:
+        if not needed:
             return logits.new_empty(0, self.vocab_size)
-        rows = [end - wanted[0] for end in wanted]
+        rows = [end - needed[0] for end in needed]
         self.hidden = self.inner.hidden[-len(logits) :]
         if len(rows) < len(logits):
             self.hidden, logits = self.hidden[rows], logits[rows]
@@ -123,13 +123,13 @@ def foreign_logits(draft: ForeignDraft, ids: Sequence[int], prompt_length: int) 
     pieces = [vocabulary.translate(token) for token in ids[:-1]]
     limit = int(getattr(draft.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
     feed = [i for piece in pieces for i in piece][:limit]
-    wanted = [end - 1 for end in accumulate(map(len, pieces))][prompt_length - 1 :]
-    seen = [row for row in wanted if row < len(feed)]
+    needed = [end - 1 for end in accumulate(map(len, pieces))][prompt_length - 1 :]
+    seen = [row for row in needed if row < len(feed)]
     tokens = torch.tensor([feed], device=draft.model.device)
     keep = len(feed) - seen[0] if seen else 1
     logits = draft.model(input_ids=tokens, use_cache=False, logits_to_keep=keep).logits[0]
     found = vocabulary.to_target(logits[[row - seen[0] for row in seen]])
-    rows = found.new_full((len(wanted), found.shape[-1]), -torch.inf)
+    rows = found.new_full((len(needed), found.shape[-1]), -torch.inf)
     rows[:, 0] = 0.0
     rows[: len(seen)] = found
     return rows

@@ -59,13 +59,13 @@ def check_structure(model: PreTrainedModel) -> None:
     hook = decoder_layers(model)[-1].register_forward_hook(lambda module, args, output: kept.append(state_of(output)))
     ids = (torch.arange(8, device=model.device) * 7 % model.get_input_embeddings().num_embeddings)[None]
     try:
-        wanted = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.float()
+        expected = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.float()
     finally:
         hook.remove()
         model.train(was_training)
     seen = final_norm(model)(kept[0]).float()
-    gap = (seen - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6)
-    if seen.shape != wanted.shape or not gap < (1e-4 if model.dtype == torch.float32 else 5e-2):
+    gap = (seen - expected).abs().max() / expected.abs().max().clamp_min(1e-6)
+    if seen.shape != expected.shape or not gap < (1e-4 if model.dtype == torch.float32 else 5e-2):
         raise _unreachable(model, "its last hidden state is not the final norm of the last layer's output")
 
 

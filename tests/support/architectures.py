@@ -234,10 +234,12 @@ NO_TREES = {
 
 
 @torch.inference_mode(False)
-def build_architecture(name: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def build_architecture(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """A random model of an architecture of `ARCHITECTURES`; weights are large, so that its output is varied."""
     kind, settings = ARCHITECTURES[name]
-    settings = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | settings
+    settings = (
+        {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | settings | changes
+    )
     config = transformers.AutoConfig.for_model(kind, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)

@@ -179,7 +179,7 @@ def _config_of(fields: dict[str, Any], target: PreTrainedModel | None, folder: P
     fields["head_dim"] = fields.get("head_dim") or width // int(fields["num_attention_heads"])
     fields["target_hidden_size"] = fields.get("target_hidden_size") or width
     if fields["target_hidden_size"] != width:
-        raise UserError(f"{folder} is {width} wide for a target of {fields['target_hidden_size']}; the same is wanted")
+        raise UserError(f"{folder} is {width} wide, its target {fields['target_hidden_size']}; they have to be equal")
     names = ("captured_layers", "taps", "eagle_aux_hidden_state_layer_ids")  # ours, our former one, the engines'
     fields["captured_layers"] = next((fields[name] for name in names if fields.get(name)), None)
     if target is None:

@@ -225,7 +225,7 @@ def head_logits(head: FeatureHead, target: PreTrainedModel, ids: Sequence[int], 
     features = torch.cat([out.hidden_states[layer] for layer in head.captured_layers], -1)
     embedding = head.embed_tokens or target.get_input_embeddings()
     *_, states = head.unroll(embedding(tokens[:, 1:]), features[:, :-1], depth)
-    # state t of step s predicts token t + 1 + depth; position i of the text is wanted from `start` on
+    # state t of step s predicts token t + 1 + depth; rows of the text are needed from `start` on
     first = max(0, start - 1 - depth)
     found = head.logits(states[0, first : len(ids) - 1 - depth], output_head(target) if head.version == 1 else None)
     rows = found.new_full((len(ids) - start, int(target.get_output_embeddings().weight.shape[0])), -torch.inf)

@@ -192,6 +192,24 @@ def test_a_separate_early_exit_runs_its_own_layers_only(compile: str, monkeypatc
     assert sum(out.trace.accepted) < sum(out.trace.drafted)
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_longrope_texts_are_those_of_fresh_forwards_on_both_sides_of_the_boundary(fast: bool) -> None:
+    """Llama's own generate keeps keys of the short rotation behind the boundary; a fresh forward does not."""
+    rope = ARCHITECTURES["Phi-3, rope longrope"][1]["rope_parameters"]
+    model = build_architecture("Llama", rope_parameters=dict(rope))
+    runner = open_runner(model, fast=fast)
+    text = list(PROMPTS[0])
+    with torch.inference_mode():
+        for _ in range(NEW):
+            text.append(int(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+        rows = runner.read(torch.tensor(text))
+        for end in (15, 16, 17, 20):
+            fresh = model(input_ids=torch.tensor([text[:end]]), use_cache=False).logits[0, -1]
+            assert torch.allclose(rows[end - 1], fresh, atol=1e-3)
+    for way in ("empty", "alternating", "overlong"):
+        assert_decodes(runner, System(way, Oracle(text, way, VOCAB), StopRule()), text, PROMPTS[0], NEW)
+
+
 def test_the_documented_table_is_what_opening_the_models_says() -> None:
     assert table([opened_of(name) for name in ARCHITECTURES]) in DOCS.read_text(encoding="utf-8")
     for name in ARCHITECTURES:
