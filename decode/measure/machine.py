@@ -105,5 +105,5 @@ def set_threads(runner: Runner, threads: int | None = None) -> tuple[int, str]:
     # waiting for a thread that the system has put aside is dear, so more of them have to pay clearly
     best = most if min(times[most]) < 0.85 * min(times[1]) else 1
     torch.set_num_threads(best)
-    told = ", ".join(f"{1e3 * min(seen):.2f} ms with {count}" for count, seen in times.items())
-    return best, f"{best} thread{'s' if best > 1 else ''}: a one-token target forward takes {told}"
+    measured = ", ".join(f"{1e3 * min(seen):.2f} ms with {count}" for count, seen in times.items())
+    return best, f"{best} thread{'s' if best > 1 else ''}: a one-token target forward takes {measured}"

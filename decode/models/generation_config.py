@@ -1,7 +1,7 @@
 """What a model's own ``generation_config.json`` asks of decoding: sampling settings, processors, and what is not met.
 
-`generate` follows that file unless it is told otherwise, so decoding as a model's own `generate` would means to read it
-too. What a user gives goes before it.
+`generate` follows that file unless other settings are given, so decoding as a model's own `generate` would means to
+read it too. What a user gives goes before it.
 """
 
 from __future__ import annotations

@@ -151,7 +151,8 @@ class Detokenizer:
     """Token ids in, text out; the pieces joined are the text of all ids at once.
 
     A piece is held back while its last bytes are no whole character. Each piece is decoded together with the one
-    before it, because many tokenizers treat the first token of a text differently (spaces).
+    before it, because many tokenizers treat the first token of a text differently (spaces). `tokenizers`' DecodeStream
+    does the same for fast tokenizers only, and does not give out what it holds back at the end.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
@@ -159,7 +160,7 @@ class Detokenizer:
         self.skip = skip_special_tokens
         self.ids: list[int] = []
         self._before = 0  # first id of the last piece
-        self._told = 0  # ids whose text has been given out
+        self._shown = 0  # ids whose text has been given out
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of some ids on their own."""
@@ -176,10 +177,10 @@ class Detokenizer:
 
     def _new(self, hold: bool) -> str:
         text = self.text(self.ids[self._before :])
-        known = self.text(self.ids[self._before : self._told])
+        known = self.text(self.ids[self._before : self._shown])
         if len(text) <= len(known) or (hold and text.endswith(INCOMPLETE)):
             return ""
-        self._before, self._told = self._told, len(self.ids)
+        self._before, self._shown = self._shown, len(self.ids)
         return text[len(known) :]
 
 
@@ -196,7 +197,7 @@ def marked(
         detokenizer: holds what came before.
         tokens: the next tokens.
         written_by: as `decode.loop.who_wrote` tells it.
-        rejected: for each token the drafted ones that were rejected at its place; at most three are told.
+        rejected: for each token the drafted ones that were rejected at its place; at most three are shown.
         alone: nobody drafts, so the target's tokens are no bonus.
     """
     names = {"draft": "accepted", "fix": "corrected", "target": "target" if alone else "bonus"}

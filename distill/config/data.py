@@ -34,7 +34,7 @@ class DataSettings:
     """Local test rows, used for the final measurement only; null: split off like the validation rows."""
 
     kind: Kind = "auto"
-    """pairs (prompt, response), chat (a list of messages), text (no prompt); auto: told by the columns."""
+    """pairs (prompt, response), chat (a list of messages), text (no prompt); auto: by the columns."""
 
     prompt_template: str | None = None
     """How a row becomes a prompt: a format string over its columns, such as '{question}\\n' (there a line break, on the

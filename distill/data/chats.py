@@ -67,7 +67,7 @@ def clean_messages(value: Any) -> list[dict[str, Any]]:
         raise UnusableRow("whose messages are not a list")
     raw = [{key: item for key, item in message.items() if item is not None} for message in value]
     if raw and "from" in raw[0]:
-        raw = [{"role": SHAREGPT.get(m.get("from"), m.get("from")), "content": m.get("value")} for m in raw]
+        raw = [{"role": SHAREGPT.get(str(m.get("from")), m.get("from")), "content": m.get("value")} for m in raw]
         raw = raw[1:] if raw[0]["role"] == "assistant" else raw
     messages: list[dict[str, Any]] = []
     for message in map(_clean, raw):
@@ -85,7 +85,7 @@ def clean_messages(value: Any) -> list[dict[str, Any]]:
 def chat_examples(chat: ChatFormat, messages: list[dict[str, Any]], tools: Any = None) -> list[Example]:
     """Examples of one conversation; the labels are what the assistant says, its end-of-turn token included.
 
-    The conversation is one example, as long as the place of every assistant's turn can be told in what the template
+    The conversation is one example, as long as the place of every assistant's turn can be found in what the template
     writes. Templates that rewrite earlier turns (Qwen3 leaves their reasoning out) are met by rendering the whole
     conversation, in which earlier turns are learned as the template shows them. Where a turn cannot be found there,
     every assistant's turn becomes an example of its own, with all turns before it.
@@ -173,7 +173,7 @@ def _places(
     cuts: list[tuple[str, str]],
     tools: Any,
 ) -> list[int]:
-    """Beginnings and ends of the assistant's turns in ``whole``, in turn; none where one of them cannot be told.
+    """Beginnings and ends of the assistant's turns in ``whole``, in turn; none where one of them cannot be found.
 
     An answer is where the rendered text changes when another one stands in its place; what the template writes after
     the answer belongs to the turn (the end-of-turn token).

@@ -258,7 +258,7 @@ def _shape(settings: DataSettings, preset: Preset | None, row: Row) -> tuple[str
 
 
 def _guess(settings: DataSettings, row: Row) -> tuple[str, Shape]:
-    """The shape of rows without a preset, told by their columns as far as ``kind`` leaves it open."""
+    """The shape of rows without a preset, as their columns show it, as far as ``kind`` leaves it open."""
     kind, messages, text = settings.kind, settings.messages_column, settings.text_column
     if kind in ("auto", "chat") and messages in row:
         return "chat", _from_chat(settings)

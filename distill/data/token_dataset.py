@@ -52,12 +52,12 @@ class TokenDataset:
     def from_lists(cls, input_ids: Sequence[ArrayLike], labels: Sequence[ArrayLike]) -> TokenDataset:
         """Examples from their token ids and labels."""
         ids = [np.asarray(row, dtype=np.int32) for row in input_ids]
-        wanted = [np.asarray(row, dtype=np.int32) for row in labels]
-        counts = [int((row[1:] != IGNORE).sum()) for row in wanted]
+        label_rows = [np.asarray(row, dtype=np.int32) for row in labels]
+        counts = [int((row[1:] != IGNORE).sum()) for row in label_rows]
         none = np.empty(0, dtype=np.int32)
         return cls(
             np.concatenate([none, *ids]),
-            np.concatenate([none, *wanted]),
+            np.concatenate([none, *label_rows]),
             np.concatenate([[0], np.cumsum([len(row) for row in ids])]).astype(np.int64),
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         )
