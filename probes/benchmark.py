@@ -55,7 +55,7 @@ class Candidate:
         return " ".join([self.title, *parts])
 
 
-def confirm(
+def run_candidates(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     suite: Suite,

@@ -1,4 +1,4 @@
-"""What the steps of the command share: the target, the decoding modes, the texts it writes and their features."""
+"""What the steps of ``python -m probes`` share: the target, the decoding modes, the texts it writes, their features."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
+from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from transformers import PreTrainedModel
 
@@ -18,77 +18,92 @@ from decode.models.open import stop_ids
 from distill.data.stage_context import StageContext
 from distill.data.tokenize import prompt_part
 from probes.features import Features, Text, collect
-from probes.settings import Settings
+from probes.settings import ProbeSettings, Settings
 
 
 @dataclass
 class Mode:
-    """One decoding mode: its warp, the label its decoder's probes use, and features by split."""
+    """One decoding mode.
+
+    Attributes:
+        name: ``greedy`` or ``sampled``.
+        warp: its sampling settings.
+        label: what the probes that decoding uses in this mode predict.
+        labels: of all probes that are trained for it.
+        texts: what the target wrote, by split.
+        features: of these texts, by split.
+    """
 
     name: str
     warp: Warp
     label: str
     labels: tuple[str, ...]
-    features: dict[str, Features] = field(default_factory=dict)
     texts: dict[str, list[Text]] = field(default_factory=dict)
+    features: dict[str, Features] = field(default_factory=dict)
 
 
 @dataclass
-class Lab:
-    """What the steps work with."""
+class ProbeContext:
+    """What every step works with; the run's folder, data and console are those of `stages`."""
 
     settings: Settings
-    bench: StageContext
+    stages: StageContext
     model: PreTrainedModel
     exits: list[int]
     console: Console
-    logger: Any = None
+    logger: Logger | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def options(self) -> ProbeSettings:
+        """The settings of this command."""
+        return self.settings.probes
 
     @contextmanager
     def step(self, name: str, title: str) -> Iterator[None]:
-        """Says what is being done, and times it."""
+        """Prints what is being done and adds its time to `seconds`."""
         began = time.perf_counter()
         with self.console.status(f"  {title}"):
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
         self.console.print(f"  {title} [dim]{self.seconds[name]:.1f} s[/dim]", highlight=False)
 
-    @property
-    def stops(self) -> set[int]:
-        """Tokens that end a text."""
-        return set(stop_ids(self.model, self.bench.corpus.tokenizer))
+    def prompts(self) -> dict[str, list[list[int]]]:
+        """Prompts of the three splits as token ids; no text of one is in another."""
+        options, corpus = self.options, self.stages.corpus
+        counts = {"train": options.prompts, "validation": options.validation_prompts, "test": options.test_prompts}
+        found = {}
+        for split, count in counts.items():
+            rows = getattr(corpus, split)
+            rows = rows.select(range(min(count, len(rows))))
+            found[split] = [prompt_part(ids, labels) for ids, labels in zip(rows["input_ids"], rows["labels"])]
+            found[split] = [ids for ids in found[split] if ids]
+            if not found[split]:
+                raise UserError(f"the {split} split has no prompts; plain texts need a longer data.max_length")
+        return found
 
+    def add_features(self, mode: Mode, prompts: dict[str, list[list[int]]]) -> None:
+        """Has the target answer the prompts, and reads the texts once for all exits."""
+        options, ends = self.options, set(stop_ids(self.model, self.stages.corpus.tokenizer))
+        limit = int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
+        with self.step("texts", f"{mode.name} texts of the target"):
+            for i, (split, some) in enumerate(prompts.items()):
+                budgets = [min(options.max_new_tokens, limit - len(ids)) for ids in some]
+                written = write_texts(
+                    self.model, some, mode.warp, budgets=budgets,
+                    stop_ids=ends, draws=draws_named(self.settings.seed + i), batch_size=options.batch_size,
+                )  # fmt: skip
+                mode.texts[split] = [([*ids, *text], len(ids)) for ids, text in zip(some, written)]
+        with self.step("features", f"{mode.name} texts read once, {len(self.exits)} exits"):
+            mode.features = self.read(mode)
 
-def read_prompts(lab: Lab) -> dict[str, list[list[int]]]:
-    """Prompts of the three splits as token ids; no text of one is in another."""
-    settings, corpus = lab.settings.probes, lab.bench.corpus
-    counts = {"train": settings.prompts, "validation": settings.validation_prompts, "test": settings.test_prompts}
-    found = {}
-    for split, count in counts.items():
-        rows = getattr(corpus, split)
-        rows = rows.select(range(min(count, len(rows))))
-        found[split] = [prompt_part(ids, labels) for ids, labels in zip(rows["input_ids"], rows["labels"])]
-        found[split] = [ids for ids in found[split] if ids]
-        if not found[split]:
-            raise UserError(f"the {split} split has no prompts; plain texts need a longer data.max_length")
-    return found
-
-
-def add_features(lab: Lab, mode: Mode, prompts: dict[str, list[list[int]]]) -> None:
-    """Has the target write its texts, and reads them once."""
-    settings, seed = lab.settings.probes, lab.settings.seed
-    limit = int(getattr(lab.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
-    with lab.step("texts", f"{mode.name} texts of the target"):
-        for i, (split, some) in enumerate(prompts.items()):
-            written = write_texts(
-                lab.model, some, mode.warp, budgets=[min(settings.max_new_tokens, limit - len(ids)) for ids in some],
-                stop_ids=lab.stops, draws=draws_named(seed + i), batch_size=settings.batch_size,
-            )  # fmt: skip
-            mode.texts[split] = [([*ids, *text], len(ids)) for ids, text in zip(some, written)]
-    with lab.step("features", f"{mode.name} texts read once, {len(lab.exits)} exits"):
-        for i, (split, texts) in enumerate(mode.texts.items()):
-            mode.features[split] = collect(
-                lab.model, texts, mode.warp, exits=lab.exits, positions=settings.positions,
-                batch_size=settings.batch_size, seed=seed + i,
-            )  # fmt: skip
+    def read(self, mode: Mode, draft: PreTrainedModel | None = None) -> dict[str, Features]:
+        """Features of a mode's texts by split, at every exit or at a draft model's last layer."""
+        options = self.options
+        return {
+            split: collect(
+                self.model, texts, mode.warp, exits=self.exits, draft=draft, positions=options.positions,
+                batch_size=options.batch_size, seed=self.settings.seed + i,
+            )
+            for i, (split, texts) in enumerate(mode.texts.items())
+        }  # fmt: skip

@@ -164,7 +164,7 @@ def _confidences(
     rules: dict[str, Confidence | None] = {"length": None, "token": token_probability, **probes}
     drafter = EarlyExitDrafter(runner, warp, LayerSubset(layer))
     rng = TorchRng(0, runner.device)
-    chance = rng.for_greedy() if warp.greedy else rng
+    rng = rng.for_greedy() if warp.greedy else rng
     spent: dict[str, list[float]] = {name: [] for name in rules}
     runner.truncate(0)
     runner.read(tokens[:context], head=0)
@@ -174,7 +174,7 @@ def _confidences(
             stop = StopRule(8, confidence, threshold=Fixed(-1.0))
             stop.begin()
             began = time.perf_counter()
-            drafter.propose(ids, stop, 8, chance)
+            drafter.propose(ids, stop, 8, rng)
             synchronize(runner.device)
             if turn:
                 spent[name].append((time.perf_counter() - began) / 8)

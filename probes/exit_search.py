@@ -1,4 +1,4 @@
-"""The choice of exit, stop rule and threshold by prediction, and its confirmation by real runs."""
+"""The search for exit, stop rule and threshold: speedups are predicted, and the best settings run for real."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from decode.models.fast import FastRunner
 from decode.prompts.presets import PRESETS
 from decode.prompts.scorers import SCORERS
 from decode.prompts.suites import Prompt, Suite
-from probes.benchmark import Candidate, confirm
-from probes.context import Lab, Mode
+from probes.benchmark import Candidate, run_candidates
+from probes.context import Mode, ProbeContext
 from probes.costs import measure, of_weights
 from probes.metrics import probability
 from probes.predict import METHODS, Choice, best_of, predict, split_texts
@@ -26,45 +26,49 @@ UNTUNED = 6
 gets without tuning. Which one their baseline had they do not say."""
 
 
-def choose(
-    lab: Lab, mode: Mode, probes: list[AcceptanceProbe], runner: FastRunner, prompts: dict[str, list[list[int]]]
+def predict_speedups(
+    context: ProbeContext,
+    mode: Mode,
+    probes: list[AcceptanceProbe],
+    runner: FastRunner,
+    prompts: dict[str, list[list[int]]],
 ) -> tuple[list[Choice], list[Choice], dict[str, Any]]:
     """Predicted speedups of all settings, on the held-out texts that chose nothing but penalties.
 
     Returns:
         The settings here, those where weights decide the costs (`of_weights`), and the costs here.
     """
-    settings, held = lab.settings.probes, mode.features["validation"]
+    settings, held = context.options, mode.features["validation"]
     mine = {(p.layer, p.kind): p for p in probes if p.label == mode.label}
-    with lab.step("costs", f"costs of the exits, {mode.name}"):
+    with context.step("costs", f"costs of the exits, {mode.name}"):
         costs = measure(
-            runner, lab.exits, {kind: mine[lab.exits[0], kind] for kind in KINDS}, mode.warp,
+            runner, context.exits, {kind: mine[context.exits[0], kind] for kind in KINDS}, mode.warp,
             prompts["validation"][:3], max_new_tokens=settings.max_new_tokens,
         )  # fmt: skip
     found: list[Choice] = []
     elsewhere: list[Choice] = []
-    with lab.step("choice", f"predicted speedup of every setting, {mode.name}"):
+    with context.step("choice", f"predicted speedup of every setting, {mode.name}"):
         for i, layer in enumerate(held.exits):
             confidences = {"token": held.token_probability[i]} | {k: probability(mine[layer, k], held) for k in KINDS}
             outcomes = split_texts(held.outcome[i], held.text)
             scores: dict[str, Sequence[Sequence[float]]] = {
                 name: split_texts(values, held.text) for name, values in confidences.items()
             }
-            for choices, at in ((found, costs), (elsewhere, of_weights(lab.model, [layer]))):
+            for choices, at in ((found, costs), (elsewhere, of_weights(context.model, [layer]))):
                 choices += predict(outcomes, scores, layer, at, window=settings.window, thresholds=settings.thresholds)
-    told = {
+    measured = {
         "step_seconds": next(iter(costs.exits.values())).target_seconds,
         "exits": {layer: _cost_row(cost) for layer, cost in costs.exits.items()},
         "confidence": costs.confidence,
     }
     best = max((c for c in found if c.method in METHODS), key=lambda c: c.speedup)
-    lab.console.print(
+    context.console.print(
         f"  best predicted: {best.method}, exit after layer {best.exit_layer}, window {best.window}"
         + (f", threshold {best.threshold:g}" if best.threshold is not None else "")
         + f": {best.speedup:.2f}x",
         highlight=False,
     )
-    return found, elsewhere, told
+    return found, elsewhere, measured
 
 
 def _cost_row(cost: CostModel) -> dict[str, Any]:
@@ -76,12 +80,12 @@ def _cost_row(cost: CostModel) -> dict[str, Any]:
     }
 
 
-def find_subset(lab: Lab, mode: Mode, runner: FastRunner, costs: dict[str, Any]) -> dict[str, Any]:
+def find_subset(context: ProbeContext, mode: Mode, runner: FastRunner, costs: dict[str, Any]) -> dict[str, Any]:
     """Draft & Verify's skip sets with the best predicted speedup."""
-    count = lab.settings.probes.subset_prompts
+    count = context.options.subset_prompts
     if not count:
         return {}
-    with lab.step("subset", "search of a layer subset"):
+    with context.step("subset", "search of a layer subset"):
         cost = measure_cost(runner, widths=(1, 2, 3, 5, 9, 13), seconds=2.0)
         some = next(iter(costs["exits"].values()))
         handling = some["per_token"] + costs["confidence"].get("token", 0.0)
@@ -98,9 +102,11 @@ def find_subset(lab: Lab, mode: Mode, runner: FastRunner, costs: dict[str, Any])
     }
 
 
-def run_best(lab: Lab, mode: Mode, choices: list[Choice], subset: dict[str, Any], folder: str) -> list[dict[str, Any]]:
+def run_best(
+    context: ProbeContext, mode: Mode, choices: list[Choice], subset: dict[str, Any], folder: str
+) -> list[dict[str, Any]]:
     """Real runs of the best predicted settings of every method."""
-    settings = lab.settings.probes
+    settings = context.options
     candidates = [Candidate.of(c) for method in METHODS for c in best_of(choices, method, settings.confirm)]
     untuned = next((c for c in best_of(choices, "layerskip", len(choices)) if c.window == UNTUNED), None)
     if untuned is not None:
@@ -110,19 +116,19 @@ def run_best(lab: Lab, mode: Mode, choices: list[Choice], subset: dict[str, Any]
     if subset and (subset["skip_attention"] or subset["skip_mlp"]):
         threshold = best_of(choices, "draft-verify", 1)[0].threshold
         skips = {key: subset[key] for key in ("skip_attention", "skip_mlp")}
-        given = {**skips, "draft_length": settings.window, "threshold": threshold}
-        candidates.append(Candidate("draft-verify", given, subset["predicted_speedup"], "draft-verify-subset"))
-    with lab.step("confirmation", f"real runs of {len(candidates)} settings, {mode.name}"):
-        return confirm(
-            lab.model, lab.bench.corpus.tokenizer, _suite(lab), candidates, mode.warp, probes=folder,
-            max_new_tokens=settings.max_new_tokens, repeats=settings.repeats, seed=lab.settings.seed,
+        options = {**skips, "draft_length": settings.window, "threshold": threshold}
+        candidates.append(Candidate("draft-verify", options, subset["predicted_speedup"], "draft-verify-subset"))
+    with context.step("confirmation", f"real runs of {len(candidates)} settings, {mode.name}"):
+        return run_candidates(
+            context.model, context.stages.corpus.tokenizer, _suite(context), candidates, mode.warp, probes=folder,
+            max_new_tokens=settings.max_new_tokens, repeats=settings.repeats, seed=context.settings.seed,
             threads=settings.threads,
         )  # fmt: skip
 
 
-def _suite(lab: Lab) -> Suite:
-    source, corpus = lab.settings.data.source, lab.bench.corpus
-    rows = corpus.test.select(range(min(lab.settings.probes.bench_prompts, len(corpus.test))))
+def _suite(context: ProbeContext) -> Suite:
+    source, corpus = context.settings.data.source, context.stages.corpus
+    rows = corpus.test.select(range(min(context.options.bench_prompts, len(corpus.test))))
     prompts = [
         Prompt(f"test/{i}", text, answer) for i, (text, answer) in enumerate(zip(rows["prompt"], rows["response"]))
     ]

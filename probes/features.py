@@ -57,7 +57,7 @@ class Features:
         return self.inputs[..., -2]
 
 
-def exit_layers(model: PreTrainedModel, wanted: Sequence[int] = ()) -> list[int]:
+def exit_layers(model: PreTrainedModel, layers: Sequence[int] = ()) -> list[int]:
     """The exits asked for, or all.
 
     Raises:
@@ -65,7 +65,7 @@ def exit_layers(model: PreTrainedModel, wanted: Sequence[int] = ()) -> list[int]
     """
     check_structure(model)
     depth = int(model.config.get_text_config().num_hidden_layers)
-    outside = [layer for layer in wanted if not 1 <= layer < depth]
+    outside = [layer for layer in layers if not 1 <= layer < depth]
     if outside:
         raise UserError(
             f"probes.layers has {outside[0]}; the model has {depth} layers, so exits are 1 to {depth - 1} "
@@ -73,7 +73,7 @@ def exit_layers(model: PreTrainedModel, wanted: Sequence[int] = ()) -> list[int]
         )
     if depth < 2:
         raise UserError("the model has one layer, so there is no early exit; probes need two layers or more")
-    return sorted(set(wanted)) or list(range(1, depth))
+    return sorted(set(layers)) or list(range(1, depth))
 
 
 @torch.no_grad()
@@ -100,7 +100,7 @@ def collect(
         batch_size: texts read together.
         seed: of the drafted tokens, of their acceptance and of the sample.
     """
-    chance = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     layers = [int(draft.config.get_text_config().num_hidden_layers)] if draft is not None else list(exits)
     heads = LMHead(target), LMHead(draft if draft is not None else target)
     texts = [text for text in texts if len(text[0]) > text[1]]
@@ -110,10 +110,10 @@ def collect(
     found: dict[int, dict[str, Tensor]] = {}
     for at in range(0, len(order), batch_size):
         chosen = order[at : at + batch_size]
-        ids, rows, owner = _rows([texts[i] for i in chosen], positions, chance)
+        ids, rows, owner = _rows([texts[i] for i in chosen], positions, generator)
         ids = ids.to(target.device)
         final, states = _states(target, draft, ids, layers, rows)
-        batch = _look(heads, final, states, warp, chance)
+        batch = _observe(heads, final, states, warp, generator)
         for place, i in enumerate(chosen):
             mine = owner == place
             found[i] = {name: value[:, mine] for name, value in batch.items()}
@@ -129,7 +129,7 @@ def collect(
     )
 
 
-def _rows(texts: Sequence[Text], positions: int | None, chance: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def _rows(texts: Sequence[Text], positions: int | None, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Right-padded ids, the (row, column) of every position that predicts a response token, and its row."""
     ids = torch.zeros(len(texts), max(len(t) for t, _ in texts), dtype=torch.long)
     places = []
@@ -137,7 +137,7 @@ def _rows(texts: Sequence[Text], positions: int | None, chance: torch.Generator)
         ids[row, : len(tokens)] = torch.tensor(tokens)
         columns = torch.arange(max(0, start - 1), len(tokens) - 1)
         if positions is not None and len(columns) > positions:
-            columns = columns[torch.randperm(len(columns), generator=chance)[:positions].sort().values]
+            columns = columns[torch.randperm(len(columns), generator=generator)[:positions].sort().values]
         places.append(torch.stack([torch.full_like(columns, row), columns]))
     rows = torch.cat(places, 1)
     return ids, rows, rows[0]
@@ -156,27 +156,27 @@ def _states(
     return final, [norm(out.hidden_states[layer][at]) for layer in layers]
 
 
-def _look(
-    heads: tuple[LMHead, LMHead], final: Tensor, states: Sequence[Tensor], warp: Warp, chance: torch.Generator
+def _observe(
+    heads: tuple[LMHead, LMHead], final: Tensor, states: Sequence[Tensor], warp: Warp, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Inputs, labels and outcomes of every exit, ``[exits, n, ...]``, on the CPU."""
+    """Inputs, labels and outcomes at every exit, ``[exits, n, ...]``, on the CPU."""
     p = warp(heads[0](final)).cpu()
     made: dict[str, list[Tensor]] = {}
     for state in states:
         logits = heads[1](state).float().cpu()
         q = warp(logits)
         shared = min(p.shape[-1], q.shape[-1])
-        q, distribution = q[:, :shared], p[:, :shared]
-        x = q.argmax(-1) if warp.greedy else torch.multinomial(q, 1, generator=chance).squeeze(-1)
-        accept = ratio(distribution, q, x)
+        q, p_shared = q[:, :shared], p[:, :shared]
+        x = q.argmax(-1) if warp.greedy else torch.multinomial(q, 1, generator=generator).squeeze(-1)
+        accept = ratio(p_shared, q, x)
         values = {"inputs": torch.cat([state.float().cpu(), confidence_features(logits, x)], -1)}
         if warp.greedy:
             values |= {"match": accept, "outcome": accept}
         else:
-            draw = torch.rand(len(x), generator=chance)
+            draw = torch.rand(len(x), generator=generator)
             values |= {
                 "accept": accept,
-                "top-p": (pick(distribution, x) > 0).float(),
+                "top-p": (pick(p_shared, x) > 0).float(),
                 "outcome": (draw < accept).float(),
             }
         for name, value in values.items():

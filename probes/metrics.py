@@ -18,19 +18,19 @@ from torch import Tensor
 
 from decode.drafters.acceptance_probe import AcceptanceProbe
 from probes.features import Features
-from probes.newton import EXTRA_PENALTY, EXTRAS
+from probes.train import EXTRA_PENALTY, EXTRAS
 
 
 @dataclass
-class Judgement:
+class Metrics:
     """A probability against what happened.
 
     Attributes:
-        auroc: chance that an accepted token scores above a rejected one; None if only one kind occurs.
+        auroc: probability that an accepted token scores above a rejected one; None if only one kind occurs.
         average_precision: area under precision against recall, for acceptance; None likewise.
         brier: mean squared error of the probability.
         ece: Σ over bins of share · |mean probability − rate|.
-        accuracy: share of tokens that probability > 0.5 tells right.
+        accuracy: share of tokens whose outcome probability > 0.5 predicts.
         base_rate: share accepted; answering always the more frequent one has accuracy max(base_rate, 1 − base_rate).
         bins: for reliability diagrams, ``[mean probability, rate, count]``.
     """
@@ -44,12 +44,12 @@ class Judgement:
     bins: list[list[float]]
 
 
-def judge(probability: Tensor, outcome: Tensor, bins: int = 15) -> Judgement:
-    """Judge probabilities ``[n]`` of outcomes ``[n]`` of 0 and 1."""
+def evaluate(probability: Tensor, outcome: Tensor, bins: int = 15) -> Metrics:
+    """Metrics of probabilities ``[n]`` against outcomes ``[n]`` of 0 and 1."""
     p, y = probability.double().clamp(0, 1).numpy(), outcome.round().int().numpy()
     both = 0 < y.sum() < len(y)
     cells = reliability(p, y, bins)
-    return Judgement(
+    return Metrics(
         float(roc_auc_score(y, p)) if both else None,
         float(average_precision_score(y, p)) if both else None,
         float(brier_score_loss(y, p)) if both else float(np.mean((p - y) ** 2)),
@@ -90,7 +90,7 @@ def calibrate(probe: AcceptanceProbe, features: Features) -> None:
     outcome = features.outcome[at]
 
     def ece(t: float) -> float:
-        return judge((z / t).sigmoid(), outcome).ece
+        return evaluate((z / t).sigmoid(), outcome).ece
 
     if ece(best) < ece(1.0):
         probe.temperature *= best
@@ -128,7 +128,7 @@ def scikit_check(
         test: held-out prompts.
         label: a hard label.
         l2: the same penalties as ours, on standardised inputs; all are fitted, for both kinds of probe.
-        compared: the one of them whose plain probes are judged.
+        compared: the one of them whose plain probes are compared.
 
     Returns:
         AUROC of each exit's plain probe, the seconds of all fits, and their number.
@@ -165,7 +165,7 @@ def _scikit_fit(x: np.ndarray, y: np.ndarray, l2: float, extras: int, tol: float
         return LogisticRegression(C=1 / max(l2 * len(y), 1e-9), max_iter=2000, tol=tol).fit(x, y)
 
 
-def judge_exits(
+def evaluate_exits(
     probes: list[AcceptanceProbe], validation: Features, test: Features, label: str, bins: int
 ) -> list[dict[str, Any]]:
     """A row for each exit: both probes beside token probability and entropy, on the same tokens.
@@ -173,7 +173,7 @@ def judge_exits(
     Args:
         probes: calibrated, of one label.
         validation: fits the entropy's probability.
-        test: what is judged on; hard labels are their own outcome, ``accept`` is judged on the drawn one.
+        test: what is measured on; hard labels are their own outcome, ``accept`` is compared with the drawn one.
         label: the probes' label.
         bins: of the calibration error.
     """
@@ -185,14 +185,14 @@ def judge_exits(
         scores = {kind: probability(probe, test) for kind, probe in mine.items()}
         scores["token_probability"] = test.token_probability[i]
         scores["entropy"] = entropy_probability(validation.entropy[i], held, test.entropy[i])
-        found = {name: judge(score, outcome, bins) for name, score in scores.items()}
+        found = {name: evaluate(score, outcome, bins) for name, score in scores.items()}
         row: dict[str, Any] = {"layer": layer, "label": label, "tokens": len(test)}
-        for name, judged in found.items():
+        for name, metrics in found.items():
             suffix = "" if name == "probe" else "_" + name.replace("-", "_")
             for key in ("auroc", "average_precision", "brier", "ece", "accuracy"):
-                row[key + suffix] = getattr(judged, key)
+                row[key + suffix] = getattr(metrics, key)
         row["base_rate"] = found["probe"].base_rate
-        row["bins"] = {name: judged.bins for name, judged in found.items()}
+        row["bins"] = {name: metrics.bins for name, metrics in found.items()}
         rows.append(row)
         for kind, probe in mine.items():
             probe.metrics = {k: v for k, v in vars(found[kind]).items() if k != "bins"}

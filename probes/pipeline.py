@@ -4,68 +4,80 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
 from decode.core.sampling import Warp
-from decode.drafters.acceptance_probe import save_probes
+from decode.drafters.acceptance_probe import AcceptanceProbe, save_probes
 from decode.measure import machine
 from decode.measure.statistics import plain
 from decode.models.fast import FastRunner
-from decode.models.open import load_model
+from decode.models.open import check_tokenizers, load_model, load_tokenizer
 from decode.models.open_runner import open_runner
 from distill.core.files import write_json
-from distill.core.run_dir import RunDir
 from distill.data.stage_context import StageContext
-from distill.pipeline.runner import plan_stages
-from distill.pipeline.stage_fingerprint import stage_fingerprints
+from distill.pipeline.runner import alone_in, run_of, run_stages
 from distill.tracking.logger import finish, for_stage, make_logger, where
-from probes.context import Lab, Mode, add_features, read_prompts
-from probes.exit_search import advise, choose, find_subset, run_best
-from probes.features import exit_layers
+from probes.context import Mode, ProbeContext
+from probes.exit_search import advise, find_subset, predict_speedups, run_best
+from probes.features import Features, exit_layers
+from probes.metrics import auroc_gain, calibrate, evaluate_exits, probability, scikit_check
 from probes.page import write_page
 from probes.predict import HINDSIGHT, METHODS, Choice, best_of
 from probes.report import console_tables, findings
 from probes.settings import Settings
-from probes.train import learn, learn_for_draft
+from probes.train import Training, train_probes
+
+Rows = list[dict[str, Any]]
 
 
 def run_probes(settings: Settings, console: Console | None = None) -> dict[str, Any]:
-    """Train, judge, choose, confirm and report.
+    """Train probes, measure them, choose an exit, run the best settings and report.
+
+    The run's target is trained first if it is not there, or was made from other settings; the run's folder is locked
+    meanwhile.
 
     Returns:
         What was added to the run's ``report.json``.
 
     Raises:
-        UserError: settings, data or models that cannot be used.
+        UserError: settings, data or models that cannot be used, or another process at work in the run's folder.
     """
     settings.validate()
     console = console or Console()
     began = time.monotonic()
     threads = torch.get_num_threads()
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    run = RunDir(Path(settings.output_dir) / settings.name, [comparison.name for comparison in settings.comparisons])
-    run.work.mkdir(parents=True, exist_ok=True)
-    logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings))
-    bench = StageContext(settings, run, console, logger)
+    run = run_of(settings)
     try:
-        _ensure_target(bench)
+        with alone_in(run, settings):
+            added = _run(StageContext(settings, run, console), began)
+    finally:
+        torch.set_num_threads(threads)
+    return added
+
+
+def _run(stages: StageContext, began: float) -> dict[str, Any]:
+    settings, run, console = stages.settings, stages.run, stages.console
+    assert isinstance(settings, Settings)
+    logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings))
+    stages.logger = logger
+    try:
+        run_stages(stages, only=("target",))
         console.print("[bold]probes[/bold]", highlight=False)
-        wanted = settings.target
+        target = settings.target
         model = load_model(
-            run.target, device=bench.device, dtype=wanted.dtype, trust_remote_code=wanted.trust_remote_code
+            run.target, device=stages.device, dtype=target.dtype, trust_remote_code=target.trust_remote_code
         )
-        lab = Lab(settings, bench, model, exit_layers(model, settings.probes.layers), console, logger)
-        added = _experiment(lab)
+        exits = exit_layers(model, settings.probes.layers)
+        added = _experiment(ProbeContext(settings, stages, model, exits, console, logger))
         _log(for_stage(logger, "probes"), added)
     finally:
         finish(logger)
-        torch.set_num_threads(threads)
     added["probe_settings"]["seconds"]["total"] = time.monotonic() - began
     _write(run.folder, added)
     console.print(console_tables(added))
@@ -74,65 +86,57 @@ def run_probes(settings: Settings, console: Console | None = None) -> dict[str, 
     return added
 
 
-def _ensure_target(bench: StageContext) -> None:
-    """Trains the run's target if it is not there."""
-    run = bench.run
-    if run.record("target") is not None:
-        return
-    stage, title, make = plan_stages(bench)[0]
-    key, made_from = stage_fingerprints(bench.settings)[stage]
-    bench.console.print(f"[bold]{title}[/bold]", highlight=False)
-    made = make(key)
-    made.record.made_from = made_from
-    run.put(stage, made.record, made.save)
-
-
-def _experiment(lab: Lab) -> dict[str, Any]:
+def _experiment(context: ProbeContext) -> dict[str, Any]:
     """From texts to the rows of the report."""
-    settings = lab.settings.probes
+    options, model = context.options, context.model
     modes = [
         Mode("greedy", Warp(), "match", ("match",)),
-        Mode("sampled", Warp(settings.temperature, top_p=settings.top_p), settings.sampled_label, ("accept", "top-p")),
+        Mode("sampled", Warp(options.temperature, top_p=options.top_p), options.sampled_label, ("accept", "top-p")),
     ]
-    prompts = read_prompts(lab)
+    prompts = context.prompts()
     for mode in modes:
-        add_features(lab, mode, prompts)
-    probes, rows, check = learn(lab, modes)
-    folder = lab.bench.run.folder / "probes"
-    save_probes(folder, lab.model, probes)
-    rows += learn_for_draft(lab, modes, folder)
-    runner = open_runner(lab.model)
+        context.add_features(mode, prompts)
+    probes, rows, check = _train(context, modes)
+    folder = context.stages.run.folder / "probes"
+    save_probes(folder, model, probes)
+    rows += _train_for_draft(context, modes, folder)
+    runner = open_runner(model)
     choices: dict[str, list[Choice]] = {}
     elsewhere: dict[str, list[Choice]] = {}
-    table: list[dict[str, Any]] = []
+    table: Rows = []
     subset: dict[str, Any] = {}
     costs: dict[str, Any] = {}
     if isinstance(runner, FastRunner):
-        lab.console.print(f"  {machine.set_threads(runner, settings.threads)[1]}", highlight=False)
+        context.console.print(f"  {machine.set_threads(runner, options.threads)[1]}", highlight=False)
         for mode in modes:
-            choices[mode.name], elsewhere[mode.name], costs[mode.name] = choose(lab, mode, probes, runner, prompts)
-        subset = find_subset(lab, modes[0], runner, costs["greedy"])
+            choices[mode.name], elsewhere[mode.name], costs[mode.name] = predict_speedups(
+                context, mode, probes, runner, prompts
+            )
+        subset = find_subset(context, modes[0], runner, costs["greedy"])
         for mode in modes:
-            table += run_best(lab, mode, choices[mode.name], subset, str(folder))
-        save_probes(folder, lab.model, probes, advise(table))
+            table += run_best(context, mode, choices[mode.name], subset, str(folder))
+        save_probes(folder, model, probes, advise(table))
     else:
-        kind = lab.model.config.model_type
-        lab.console.print(
-            f"  [yellow]{kind}: no decoding with early exits here, so probes are judged but no exit is chosen[/yellow]"
+        kind = model.config.model_type
+        context.console.print(
+            f"  [yellow]{kind}: no decoding with early exits here; probes are measured, but no exit is chosen[/yellow]"
         )
     return plain(
         {
             "probes": rows,
             "self_speculation": table,
             "probe_settings": {
-                "layers": int(lab.model.config.get_text_config().num_hidden_layers),
+                "layers": int(model.config.get_text_config().num_hidden_layers),
                 "tokens": {f"{m.name}/{split}": len(f) for m in modes for split, f in m.features.items()},
                 "labels": {mode.name: mode.label for mode in modes},
-                "temperature": settings.temperature,
-                "top_p": settings.top_p,
+                "temperature": options.temperature,
+                "top_p": options.top_p,
                 "predicted": {
                     name: [
-                        vars(c) for m in (*METHODS, HINDSIGHT) for e in lab.exits for c in best_of(_at(found, e), m, 1)
+                        vars(c)
+                        for m in (*METHODS, HINDSIGHT)
+                        for e in context.exits
+                        for c in best_of(_at(found, e), m, 1)
                     ]
                     for name, found in choices.items()
                 },
@@ -144,11 +148,95 @@ def _experiment(lab: Lab) -> dict[str, Any]:
                 "subset": subset,
                 "scikit_learn": check,
                 "cache_bytes_per_token": runner.cache_bytes_per_token if isinstance(runner, FastRunner) else 0,
-                "machine": machine.describe(lab.model.device),
-                "seconds": lab.seconds,
+                "machine": machine.describe(model.device),
+                "seconds": context.seconds,
             },
         }
     )
+
+
+def _training(context: ProbeContext) -> Training:
+    options = context.options
+    return Training(tuple(options.l2), options.max_epochs, options.patience, options.class_balance)
+
+
+def _train(context: ProbeContext, modes: list[Mode]) -> tuple[list[AcceptanceProbe], Rows, dict[str, Any]]:
+    """Probes of all labels and exits with their metrics, and scikit-learn's beside them."""
+    probes: list[AcceptanceProbe] = []
+    rows: Rows = []
+    for mode in modes:
+        for label in mode.labels:
+            with context.step("training", f"probes, {mode.name}, label {label}"):
+                logger = for_stage(context.logger, f"probes-{label}")
+                made, measured = _train_label(context, mode.features, label, logger)
+            probes += made
+            rows += [row | {"mode": mode.name, "model": "target"} for row in measured]
+    return probes, rows, _compare_with_scikit(context, modes[0]) if context.options.check else {}
+
+
+def _train_for_draft(context: ProbeContext, modes: list[Mode], folder: Path) -> Rows:
+    """The same for a separate draft model's last hidden state."""
+    name = context.options.draft
+    if name is None:
+        return []
+    trust = context.settings.target.trust_remote_code
+    check_tokenizers(context.stages.corpus.tokenizer, load_tokenizer(name, trust_remote_code=trust))
+    draft = load_model(name, device=context.model.device, dtype="float32", trust_remote_code=trust)
+    probes: list[AcceptanceProbe] = []
+    rows: Rows = []
+    for mode in modes:
+        with context.step("draft", f"probes of the draft model, {mode.name}"):
+            made, measured = _train_label(context, context.read(mode, draft), mode.label)
+        probes += made
+        rows += [row | {"mode": mode.name, "model": "draft"} for row in measured]
+    save_probes(folder / "draft", draft, probes)
+    return rows
+
+
+def _train_label(
+    context: ProbeContext, features: dict[str, Features], label: str, logger: Logger | None = None
+) -> tuple[list[AcceptanceProbe], Rows]:
+    """Calibrated probes of one label at every exit, and their metrics on the test texts."""
+    train, held, test = (features[split] for split in ("train", "validation", "test"))
+    probes = train_probes(train, held, label, _training(context), logger)
+    for probe in probes:
+        calibrate(probe, held)
+    rows = evaluate_exits(probes, held, test, label, context.options.bins)
+    return probes, [row | _gains(row, probes, test) for row in rows]
+
+
+def _compare_with_scikit(context: ProbeContext, mode: Mode) -> dict[str, Any]:
+    """The same fits by scikit-learn, one by one, and by us, at once: do they agree, and what do they cost?"""
+    train, held, test = (mode.features[split] for split in ("train", "validation", "test"))
+    training = _training(context)
+    strength = training.l2[len(training.l2) // 2]
+    with context.step("scikit-learn", "the same fits by scikit-learn, one by one"):
+        aurocs, spent, fits = scikit_check(train, test, mode.label, training.l2, strength)
+    began = time.perf_counter()
+    train_probes(train, held, mode.label, training)
+    seconds = time.perf_counter() - began
+    ours = train_probes(train, held, mode.label, replace(training, l2=(strength,), early_stopping=False))
+    rows = evaluate_exits(ours, held, test, mode.label, context.options.bins)
+    return {
+        "auroc": aurocs,
+        "auroc_ours": [row["auroc"] for row in rows],
+        "seconds": spent,
+        "seconds_ours": seconds,
+        "fits": fits,
+    }
+
+
+def _gains(row: dict[str, Any], probes: list[AcceptanceProbe], test: Features) -> dict[str, Any]:
+    """Intervals of what the probes gain in AUROC over the token probability."""
+    at = test.exits.index(row["layer"])
+    outcome = test.outcome[at] if row["label"] == "accept" else test.labels[row["label"]][at]
+    return {
+        f"auroc_gain_ci95_{p.kind.replace('-', '_')}": auroc_gain(
+            probability(p, test), test.token_probability[at], outcome, test.text
+        )
+        for p in probes
+        if p.layer == row["layer"]
+    }
 
 
 def _at(choices: list[Choice], layer: int) -> list[Choice]:

@@ -1,7 +1,7 @@
-"""Which exit, stop rule and threshold: speedups predicted from measured costs and measured acceptances.
+"""Speedups of every exit, stop rule and threshold, predicted from measured costs and measured acceptances.
 
-Every held-out text is walked as the decoder would walk it: drafted tokens are accepted or not as they were found to
-be, and drafting ends where the stop rule would end it. Confidences behind a first rejection are those of the text
+The rounds of every held-out text are simulated: drafted tokens are accepted or not as they were found to be, and
+drafting ends where the stop rule would end it. Confidences behind a first rejection are those of the text
 instead of the rejected continuation, which no draw could tell without decoding.
 """
 
@@ -53,7 +53,7 @@ class Choice:
         return given
 
 
-def walk(
+def simulate(
     outcome: Sequence[float],
     confidence: Sequence[float] | None,
     window: int,
@@ -74,9 +74,9 @@ def walk(
     """
     drafted, accepted, s, n = [], [], 0, len(outcome)
     while s < n:
-        room = min(window, n - s - (not ended))
+        longest = min(window, n - s - (not ended))
         k, aggregate = 0, 1.0
-        while k < room:
+        while k < longest:
             if confidence is not None:
                 aggregate = aggregate * confidence[s + k] if product else confidence[s + k]
             k += 1
@@ -118,7 +118,7 @@ def predict(
         values = outcomes if method == HINDSIGHT else confidences.get(rule)
         for i, outcome in enumerate(outcomes):
             conf = values[i] if values is not None else None
-            d, a = walk(outcome, conf, k, threshold or 0.0, product=product, ended=True)
+            d, a = simulate(outcome, conf, k, threshold or 0.0, product=product, ended=True)
             drafted += d
             accepted += a
         c = cost.cost_ratio + cost.draft_overhead + costs.confidence.get(rule, 0.0)

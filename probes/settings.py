@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rich.console import Console
+
 from decode.core.errors import UserError
 from decode.core.options import COLDEST
 from distill.config.settings import Settings as DistillSettings
@@ -23,7 +25,7 @@ class ProbeSettings:
     validation_prompts: int = 100
     """Held-out prompts that stop the training, calibrate the probes and choose the exit."""
     test_prompts: int = 120
-    """Held-out prompts on which the probes are judged."""
+    """Held-out prompts on which the probes are measured."""
     max_new_tokens: int = 96
     """Longest text."""
     positions: int | None = None
@@ -37,7 +39,7 @@ class ProbeSettings:
     """Of the sampled mode; LayerSkip's library uses 0.9."""
     sampled_label: Literal["accept", "top-p"] = "accept"
     """What probes for sampled decoding learn. accept: min(1, p/q) of the drafted token, which is the acceptance
-    probability itself; top-p: whether the token is in the target's top-p set. Both are trained and judged; this one
+    probability itself; top-p: whether the token is in the target's top-p set. Both are trained and measured; this one
     is used. Greedy decoding always uses match: both argmaxes agree."""
     l2: list[float] = field(default_factory=lambda: [1e-3, 1e-2, 1e-1, 1.0])
     """Strengths of the L2 penalty on the standardised hidden state, all tried at once; each probe takes the one with
@@ -60,9 +62,9 @@ class ProbeSettings:
     )
     """Confidence thresholds considered."""
     confirm: int = 2
-    """Settings of each method, the best predicted ones, that are confirmed by real runs."""
+    """Settings of each method, the best predicted ones, that are run for real."""
     bench_prompts: int = 12
-    """Test prompts decoded for the confirmation."""
+    """Test prompts decoded in real runs."""
     repeats: int = 2
     """Times each of them is decoded by each method."""
     subset_prompts: int = 6
@@ -81,7 +83,7 @@ class ProbeSettings:
             "bins", "window", "confirm", "bench_prompts", "repeats",
         ):  # fmt: skip
             if getattr(self, key) < 1:
-                raise UserError(f"probes.{key} is {getattr(self, key)}, wanted 1 or more")
+                raise UserError(f"probes.{key} is {getattr(self, key)}, expected 1 or more")
         if self.threads is not None and self.threads < 1:
             raise UserError(f"probes.threads is {self.threads}, expected 1 or more, or null to have it measured")
         if not self.temperature >= COLDEST or not 0 < self.top_p <= 1:
@@ -90,9 +92,9 @@ class ProbeSettings:
                 f"least {COLDEST} and a top_p in (0, 1] (the greedy mode is measured anyway)"
             )
         if not self.l2 or min(self.l2) < 0:
-            raise UserError(f"probes.l2 is {self.l2}, wanted strengths of 0 or more")
+            raise UserError(f"probes.l2 is {self.l2}, expected strengths of 0 or more")
         if not self.thresholds or not all(0 < t < 1 for t in self.thresholds):
-            raise UserError(f"probes.thresholds is {self.thresholds}, wanted numbers between 0 and 1")
+            raise UserError(f"probes.thresholds is {self.thresholds}, expected numbers between 0 and 1")
 
 
 @dataclass
@@ -106,10 +108,31 @@ class Settings(DistillSettings):
         """Check what this command uses: data, target and probes.
 
         Raises:
-            UserError: naming the key, the value seen and the values wanted.
+            UserError: naming the key, the value seen and the values expected.
         """
         self.validate_run()
         self.data.validate()
         self.target.validate("target")
         self.trainer.validate()
         self.probes.validate()
+
+
+def shrink(settings: Settings, console: Console | None = None) -> Settings:
+    """Settings of the same experiment in miniature, under ``<name>-dry-run`` (see `distill.pipeline.dry_run`).
+
+    Raises:
+        UserError: the settings are refused as they are.
+    """
+    from distill.pipeline.dry_run import shrink as shrink_run
+
+    small = shrink_run(settings, console, untie=True)
+    assert isinstance(small, Settings)
+    probes = small.probes
+    probes.layers = []  # those of the tiny target
+    probes.draft = probes.draft and small.initial.model
+    probes.prompts, probes.validation_prompts, probes.test_prompts = 16, 8, 8
+    probes.max_new_tokens, probes.positions, probes.batch_size = 12, None, 8
+    probes.max_epochs, probes.window, probes.thresholds = 2, 4, probes.thresholds[:2]
+    probes.confirm, probes.bench_prompts, probes.repeats, probes.threads = 1, 2, 1, 1
+    probes.subset_prompts = min(probes.subset_prompts, 2)
+    return small

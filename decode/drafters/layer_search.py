@@ -49,7 +49,7 @@ class Subset:
 
 @torch.inference_mode()
 def target_rows(runner: FastRunner, texts: Sequence[Text], warp: Warp) -> list[Tensor]:
-    """The target's distribution ``[response, vocab]`` at every response position of each text."""
+    """The target's probabilities ``[response, vocab]`` at every response position of each text."""
     rows = []
     for ids, start in texts:
         runner.truncate(0)
@@ -104,12 +104,12 @@ def search(
         fixed: share of a one-token forward that does not depend on the layers.
         longest: longest draft considered.
         patience: steps without a better set before the search ends.
-        progress: told of the number of skipped sub-layers and their predicted speedup.
+        progress: called with the number of skipped sub-layers and their predicted speedup.
     """
     total = 2 * runner.depth
     rows = target_rows(runner, texts, warp)
 
-    def judge(skip: frozenset[Sublayer]) -> Subset:
+    def predicted(skip: frozenset[Sublayer]) -> Subset:
         subset = _subset(runner.depth, skip)
         accept = acceptance(runner, subset, texts, rows, warp)
         c = fixed + (1 - fixed) * subset.sublayers / total
@@ -124,11 +124,12 @@ def search(
         return Subset(skip, sum(flat) / max(1, len(flat)), best, speeds[best])
 
     everything = [(what, layer) for layer in range(runner.depth) for what in ("attention", "mlp")]
-    best = current = judge(frozenset())
+    best = current = predicted(frozenset())
     since = 0
     while len(current.skip) < total - 1 and since < patience + total // 2:
         current = max(
-            (judge(current.skip | {s}) for s in everything if s not in current.skip), key=lambda s: (s.speedup, s.alpha)
+            (predicted(current.skip | {s}) for s in everything if s not in current.skip),
+            key=lambda s: (s.speedup, s.alpha),
         )
         since = 0 if current.speedup > best.speedup else since + 1
         best = max(best, current, key=lambda s: s.speedup)

@@ -123,7 +123,7 @@ def run_stages(context: StageContext, only: Collection[str] | None = None) -> li
             continue
         if (noted := run.noted(stage)) is not None and noted.fingerprint == key:
             console.print(f"  {run.path(stage)} is not as it was written, and is made again", highlight=False)
-        if not ran:
+        if not ran and (only is None or "initial" in only):
             check_inputs(context)
         started = time.monotonic()
         taken = adopt(run, settings, siblings(run), only=("target",)) if stage == "target" else {}

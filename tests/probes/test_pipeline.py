@@ -11,6 +11,7 @@ from rich.console import Console
 from tiny_run import tiny_settings
 
 from decode.core.errors import UserError
+from distill.pipeline.runner import alone_in, run_of
 from probes.__main__ import main
 from probes.pipeline import run_probes
 from probes.settings import ProbeSettings, Settings
@@ -66,8 +67,8 @@ def test_the_target_is_trained_if_it_is_not_there_and_the_probes_are_written(fin
 def test_the_report_keeps_what_others_wrote_and_gets_the_rows(finished) -> None:
     report = json.loads((finished[0] / "report.json").read_text())
     assert report["drafts"] == [{"offline_alpha": 0.5}]
-    wanted = {"layer", "auroc", "brier", "ece", "accuracy", "base_rate", "auroc_token_probability"}
-    assert all(wanted <= row.keys() for row in report["probes"])
+    expected = {"layer", "auroc", "brier", "ece", "accuracy", "base_rate", "auroc_token_probability"}
+    assert all(expected <= row.keys() for row in report["probes"])
     methods = {row["method"] for row in report["self_speculation"]}
     assert {
         "autoregressive",
@@ -88,16 +89,34 @@ def test_the_page_holds_tables_and_figures(finished) -> None:
         assert said in page
 
 
-def test_a_target_that_is_there_is_used_as_it_is(finished, monkeypatch) -> None:
+def test_a_target_is_used_as_it_is_while_its_settings_are_the_same_and_else_trained_anew(finished) -> None:
     run, _ = finished
-    before = (run / "target" / "model.safetensors").stat().st_mtime_ns
+    weights = run / "target" / "model.safetensors"
+    before = weights.read_bytes()
     settings = settings_in(run.parent, subset_prompts=0, check=False)
-    settings.target.training.steps = 99
     run_probes(settings, Console(file=io.StringIO()))
-    assert (run / "target" / "model.safetensors").stat().st_mtime_ns == before
+    assert weights.read_bytes() == before
+    settings.target.training.steps = 13
+    run_probes(settings, Console(file=io.StringIO()))
+    assert weights.read_bytes() != before
 
 
-def test_families_without_a_walked_forward_get_probes_and_no_table(tmp_path: Path) -> None:
+def test_a_folder_in_which_another_process_works_is_left_alone(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    with alone_in(run_of(settings), settings), pytest.raises(UserError, match="tiny"):
+        run_probes(settings, Console(file=io.StringIO()))
+    assert not (tmp_path / "tiny" / "target").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--tracker", "none"], ["--tracker=none"]])
+def test_the_tracker_is_chosen_by_its_short_form_as_for_distill(arguments, monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr("probes.pipeline.run_probes", seen.append)
+    main([*arguments, "--name", "short"])
+    assert (seen[0].name, seen[0].tracker.kind) == ("short", "none")
+
+
+def test_families_without_a_layer_by_layer_forward_get_probes_and_no_table(tmp_path: Path) -> None:
     settings = settings_in(tmp_path, check=False)
     settings.target.architecture.model_type = "gpt2"
     said = io.StringIO()

@@ -31,8 +31,8 @@ from decode.methods import MethodInputs, build
 from decode.models.batched import draws_named, write_texts
 from decode.models.open_runner import open_runner
 from probes.features import Features, collect, exit_layers
-from probes.metrics import calibrate, judge, judge_exits, probability
-from probes.newton import EXTRA_PENALTY, Training, check_labels, train_probes
+from probes.metrics import calibrate, evaluate, evaluate_exits, probability
+from probes.train import EXTRA_PENALTY, Training, check_labels, train_probes
 
 DEPTH = 4
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7]]
@@ -137,9 +137,9 @@ def test_the_optimiser_finds_scikit_learns_optimum_for_all_layers_at_once(l2: fl
         mean, scale = x.mean(0), x.std(0)
         factor = (l2 / penalty).sqrt()
         z, y = ((x - mean) / scale * factor).numpy(), train.labels["match"][i].numpy()
-        wanted = LogisticRegression(C=1 / (l2 * len(y)), tol=1e-9, max_iter=5000).fit(z, y)
+        expected = LogisticRegression(C=1 / (l2 * len(y)), tol=1e-9, max_iter=5000).fit(z, y)
         ours = probe.logit(train.inputs[i, :, :-3], train.inputs[i, :, -3:])
-        torch.testing.assert_close(ours.double(), torch.from_numpy(wanted.decision_function(z)), atol=0.02, rtol=0.02)
+        torch.testing.assert_close(ours.double(), torch.from_numpy(expected.decision_function(z)), atol=0.02, rtol=0.02)
 
 
 def test_soft_labels_are_estimated_as_probabilities() -> None:
@@ -167,28 +167,28 @@ def test_labels_of_a_single_class_are_refused() -> None:
         check_labels(train, "match")
 
 
-# -- judgement ---------------------------------------------------------------------------------------------------------
+# -- metrics -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_judgement_is_what_its_formulas_say() -> None:
+def test_metrics_are_what_their_formulas_say() -> None:
     p, y = torch.tensor([0.9, 0.8, 0.3, 0.1]), torch.tensor([1.0, 0.0, 1.0, 0.0])
-    found = judge(p, y, bins=2)
+    found = evaluate(p, y, bins=2)
     assert found.auroc == 0.75
     assert found.base_rate == 0.5
     assert found.accuracy == 0.5
     assert found.brier == pytest.approx((0.01 + 0.64 + 0.49 + 0.01) / 4)
     assert found.bins == [pytest.approx([0.2, 0.5, 2]), pytest.approx([0.85, 0.5, 2])]
     assert found.ece == pytest.approx((0.3 + 0.35) / 2)
-    assert judge(p, torch.ones(4)).auroc is None
+    assert evaluate(p, torch.ones(4)).auroc is None
 
 
 def test_calibration_mends_overconfidence_and_keeps_the_ranking() -> None:
     train, held, test = (synthetic(2000, seed=s) for s in (1, 2, 3))
     probe = train_probes(train, held, "match")[0]
     probe.weight, probe.bias = 4 * probe.weight, 4 * probe.bias
-    before = judge(probability(probe, test), test.outcome[0])
+    before = evaluate(probability(probe, test), test.outcome[0])
     calibrate(probe, held)
-    after = judge(probability(probe, test), test.outcome[0])
+    after = evaluate(probability(probe, test), test.outcome[0])
     assert probe.temperature == pytest.approx(4, rel=0.3)
     assert after.ece < before.ece / 2
     assert after.brier < before.brier
@@ -197,10 +197,10 @@ def test_calibration_mends_overconfidence_and_keeps_the_ranking() -> None:
 
 def test_every_exit_gets_a_row_with_all_scores_on_the_same_tokens() -> None:
     train, held, test = (synthetic(1000, seed=s) for s in (1, 2, 3))
-    rows = judge_exits(train_probes(train, held, "match"), held, test, "match", 10)
+    rows = evaluate_exits(train_probes(train, held, "match"), held, test, "match", 10)
     assert [row["layer"] for row in rows] == [1, 2, 3]
-    wanted = {"auroc", "brier", "ece", "accuracy", "base_rate", "auroc_token_probability", "brier_confidence_probe"}
-    assert all(wanted <= row.keys() for row in rows)
+    expected = {"auroc", "brier", "ece", "accuracy", "base_rate", "auroc_token_probability", "brier_confidence_probe"}
+    assert all(expected <= row.keys() for row in rows)
     assert all(sum(b[2] for b in row["bins"][name]) == 1000 for row in rows for name in row["bins"])
 
 
@@ -227,16 +227,16 @@ def folder(tiny, tmp_path: Path) -> Path:
 def test_probes_come_back_from_their_folder_as_they_were(tiny, folder: Path) -> None:
     model = model_of(tiny)
     for kind in ("probe", "confidence-probe"):
-        found, wanted = load_probe(folder, model, 3, kind, ["accept"]), probe_for(model, 3, kind, "accept")
+        found, expected = load_probe(folder, model, 3, kind, ["accept"]), probe_for(model, 3, kind, "accept")
         states, features = torch.randn(5, model.config.hidden_size), torch.randn(5, 3)
-        torch.testing.assert_close(found.logit(states, features), wanted.logit(states, features))
+        torch.testing.assert_close(found.logit(states, features), expected.logit(states, features))
         assert found.metrics == {"auroc": 0.9}
     assert not list(folder.glob(".tmp*"))
     assert advised(folder, "adaspeed-probe", greedy=True)["exit_layer"] == 3
 
 
 @pytest.mark.parametrize("kind", ["probe", "confidence-probe"])
-def test_one_step_is_judged_as_a_batch_is(tiny, kind: str) -> None:
+def test_one_step_gets_the_probability_that_a_batch_gets(tiny, kind: str) -> None:
     probe = probe_for(model_of(tiny), 1, kind)
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
@@ -244,8 +244,8 @@ def test_one_step_is_judged_as_a_batch_is(tiny, kind: str) -> None:
         logits[:3] = -torch.inf
         x = torch.tensor(5 + seed)
         features = confidence_features(logits[None], x.view(1))
-        wanted = probe.logit(hidden[None], features).sigmoid().item()
-        assert probe(Step(logits.softmax(-1), x, logits, hidden)) == pytest.approx(wanted, rel=1e-4)
+        expected = probe.logit(hidden[None], features).sigmoid().item()
+        assert probe(Step(logits.softmax(-1), x, logits, hidden)) == pytest.approx(expected, rel=1e-4)
 
 
 def test_probes_of_another_model_layer_or_nothing_are_refused(tiny, folder: Path, tmp_path: Path) -> None:
@@ -282,10 +282,10 @@ def test_probes_know_their_model_in_every_precision_and_no_other(tiny, dtypes) -
 def test_probe_methods_decode_greedily_as_generate_does_and_take_advice(tiny, folder: Path, method: str) -> None:
     model = model_of(tiny)
     runner = open_runner(model)
-    wanted = model.generate(torch.tensor([PROMPTS[1]]), max_new_tokens=20, do_sample=False)[0].tolist()
+    expected = model.generate(torch.tensor([PROMPTS[1]]), max_new_tokens=20, do_sample=False)[0].tolist()
     given = MethodOptions(probes=str(folder), exit_layer=None if method == "adaspeed-probe" else 1)
     system: System = build(method, MethodInputs(runner, Warp(), options=given))
-    assert decode(Target(runner), system, Warp(), PROMPTS[1], max_new_tokens=20).ids == wanted
+    assert decode(Target(runner), system, Warp(), PROMPTS[1], max_new_tokens=20).ids == expected
     if method == "adaspeed-probe":
         assert (system.drafter.subset.shared, system.stop.window, system.stop.threshold.start) == (3, 4, 0.2)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from probes.dry_run import shrink as shrink_probes
 from rich.console import Console
 
 from decode.commands import bench as compare
@@ -28,7 +29,6 @@ from distill.core.run_dir import RunDir
 from distill.data.stage_context import StageContext
 from distill.pipeline.dry_run import shrink as shrink_run
 from distill.pipeline.runner import run_stages
-from probes.dry_run import shrink as shrink_probes
 from probes.pipeline import run_probes
 from probes.settings import Settings as ProbesSettings
 

@@ -1,4 +1,4 @@
-"""The choice of exit and threshold: walks over texts, costs, and what is predicted from them."""
+"""The choice of exit and threshold: simulated rounds, costs, and what is predicted from them."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from decode.models.structure import decoder_layers
 from probes.benchmark import Candidate
 from probes.costs import Costs, measure, of_weights
 from probes.features import collect
-from probes.predict import HINDSIGHT, METHODS, Choice, best_of, predict, split_texts, walk
+from probes.predict import HINDSIGHT, METHODS, Choice, best_of, predict, simulate, split_texts
 
 DEPTH = 4
 
 
-def test_a_walk_accepts_up_to_the_first_rejection_and_adds_the_targets_token() -> None:
+def test_a_simulated_round_accepts_up_to_the_first_rejection_and_adds_the_targets_token() -> None:
     outcome = [1, 1, 0, 1, 1, 1, 1, 0]
-    assert walk(outcome, None, 2) == ([2, 2, 1], [2, 2, 1])
-    assert walk(outcome, None, 4) == ([4, 4], [2, 4])
-    assert walk([1], None, 4) == ([0], [0])
-    assert walk([1, 1], None, 4, ended=True) == ([2], [1])
+    assert simulate(outcome, None, 2) == ([2, 2, 1], [2, 2, 1])
+    assert simulate(outcome, None, 4) == ([4, 4], [2, 4])
+    assert simulate([1], None, 4) == ([0], [0])
+    assert simulate([1, 1], None, 4, ended=True) == ([2], [1])
 
 
-def test_a_walk_stops_with_the_token_whose_confidence_falls_below() -> None:
+def test_a_simulated_round_stops_with_the_token_whose_confidence_falls_below() -> None:
     outcome, confidence = [1] * 6, [0.9, 0.9, 0.4, 0.9, 0.9, 0.9]
-    assert walk(outcome, confidence, 9, 0.5) == ([3, 1], [3, 1])
-    assert walk(outcome, confidence, 9, 0.85, product=True) == ([2, 2], [2, 2])
-    assert walk(outcome, confidence, 1, 0.5) == ([1, 1, 1], [1, 1, 1])
+    assert simulate(outcome, confidence, 9, 0.5) == ([3, 1], [3, 1])
+    assert simulate(outcome, confidence, 9, 0.85, product=True) == ([2, 2], [2, 2])
+    assert simulate(outcome, confidence, 1, 0.5) == ([1, 1, 1], [1, 1, 1])
 
 
-def test_walked_rounds_are_those_of_greedy_decoding(tiny) -> None:
-    """At a fixed length a greedy text decides every round, so the walk is exact."""
+def test_simulated_rounds_are_those_of_greedy_decoding(tiny) -> None:
+    """At a fixed length a greedy text decides every round, so the simulation is exact."""
     model = tiny("llama", num_hidden_layers=DEPTH)
     runner = fast_runner(model)
     prompt = [3, 1, 4]
     parts = MethodInputs(runner, Warp(), options=MethodOptions(exit_layer=3, draft_length=3))
     out = decode(Target(runner), build("layerskip", parts), Warp(), prompt, max_new_tokens=30)
     found = collect(model, [(out.ids, 3)], Warp(), exits=[3])
-    drafted, accepted = walk(found.outcome[0].tolist(), None, 3)
+    drafted, accepted = simulate(found.outcome[0].tolist(), None, 3)
     assert drafted == out.trace.drafted
     assert accepted[:-1] == out.trace.accepted[:-1]
 
@@ -53,14 +53,14 @@ def test_the_best_setting_is_the_cheapest_way_to_the_same_tokens() -> None:
     free, dear = (dict.fromkeys(range(1, 26), 1.0), {n: 1.0 * n for n in range(1, 26)})
     outcomes = [[1.0] * 9 + [0.0] + [1.0] * 10]
     sure = {"token": [[0.9] * 9 + [0.1] + [0.9] * 10]}
-    for verify, wanted in ((free, 9), (dear, 1)):
+    for verify, expected in ((free, 9), (dear, 1)):
         costs = Costs({2: CostModel(0.1, verify)})
         found = predict(outcomes, sure, 2, costs, window=12, thresholds=[0.05, 0.5])
         lengths = [c for c in found if c.method == "layerskip"]
         best = best_of(found, "layerskip", 1)[0]
         assert len(lengths) == 12
         assert best.speedup == max(c.speedup for c in lengths)
-        assert (best.window >= wanted) if verify is free else (best.window == 1)
+        assert (best.window >= expected) if verify is free else (best.window == 1)
     stopped = best_of(
         predict(outcomes, sure, 2, Costs({2: CostModel(0.2, free)}), window=12, thresholds=[0.5]), "draft-verify", 1
     )
