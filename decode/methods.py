@@ -32,7 +32,7 @@ from decode.drafters.prompt_lookup import LookupDrafter
 from decode.drafters.rest.drafter import open_rest
 from decode.loop import System
 from decode.models.eagle.runner import HeadRunner
-from decode.models.fast import self_speculating
+from decode.models.fast import FastRunner, self_speculating
 from decode.models.layer_subset import LayerSubset
 
 
@@ -188,8 +188,10 @@ def _probed(kind: str) -> MakeStop:
         if inputs.options.probes is None:
             raise UserError(f"stopping on a {kind} needs one; train it with python -m probes, give --probes DIR")
         drafting = inputs.draft if inputs.draft is not None else inputs.target
-        whole = drafting.model.config.get_text_config().num_hidden_layers
-        layer = whole if inputs.draft is not None else exit_layer(inputs)
+        if drafting.model is None:
+            raise UserError(f"{drafting.name} drafts without the layers that a {kind} reads; choose another stop rule")
+        last = int(drafting.model.config.get_text_config().num_hidden_layers)
+        layer = last if inputs.draft is not None else exit_layer(inputs)
         labels = ("match",) if inputs.warp.greedy else ("accept", "top-p", "match")
         probe = load_probe(inputs.options.probes, drafting.model, layer, kind, labels)
         return StopRule(inputs.window(12), probe, product=True, threshold=_controller(inputs, 0.8, False))
@@ -199,12 +201,12 @@ def _probed(kind: str) -> MakeStop:
 
 def _cost_optimal(inputs: MethodInputs) -> StopRule:
     """The costs are fixed before decoding, so that a seed gives one text."""
-    c, layers = inputs.options.cost_ratio, inputs.options.exit_layer
-    if c is None and inputs.draft is not None:
-        c = inputs.draft.weight_bytes / inputs.target.weight_bytes
-    elif c is None:
-        c = layers / self_speculating(inputs.target).depth if layers else 0.25
-    threshold = CostOptimal(c, inputs.options.verify_growth)
+    c, target = inputs.options.cost_ratio, inputs.target
+    if c is None and inputs.draft is not None and inputs.draft.weight_bytes and target.weight_bytes:
+        c = inputs.draft.weight_bytes / target.weight_bytes
+    elif c is None and inputs.draft is None and isinstance(target, FastRunner):
+        c = exit_layer(inputs) / target.depth
+    threshold = CostOptimal(CostOptimal.cost_ratio if c is None else c, inputs.options.verify_growth)
     return StopRule(inputs.window(20), token_probability, product=True, threshold=threshold)
 
 
