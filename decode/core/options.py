@@ -8,7 +8,7 @@ not strings: the parser reads those of classes that other modules extend.
 
 import re
 import typing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -49,12 +49,32 @@ class Checked:
     """
 
     def __post_init__(self) -> None:
-        settings_class: type = type(self)
-        for name, (number, is_list) in _constrained(settings_class).items():
-            value = getattr(self, name)
-            if value is not None:
-                checked = [_number(name, item, number) for item in (value if is_list else [value])]
-                setattr(self, name, checked if is_list else checked[0])
+        check_numbers(self)
+
+
+def check_numbers(settings: Any, where: str = "", *, nested: bool = False) -> None:
+    """Checks the fields with a constrained type, and makes their values plain numbers.
+
+    Args:
+        settings: an instance of a dataclass.
+        where: put before the fields' names in errors.
+        nested: check the dataclasses in its fields too, under their dotted names.
+
+    Raises:
+        UserError: naming the field, its value and the values allowed.
+    """
+    settings_class: type = type(settings)
+    for name, (number, is_list) in _constrained(settings_class).items():
+        value = getattr(settings, name)
+        if value is not None:
+            checked = [_number(where + name, item, number) for item in (value if is_list else [value])]
+            setattr(settings, name, checked if is_list else checked[0])
+    for name in [f.name for f in fields(settings)] if nested else []:
+        value = getattr(settings, name)
+        for index, item in enumerate(value if isinstance(value, list) else [value]):
+            if is_dataclass(item):
+                place = f"{name}[{index}]" if isinstance(value, list) else name
+                check_numbers(item, f"{where}{place}.", nested=True)
 
 
 def _number(name: str, value: Any, number: Any) -> Any:

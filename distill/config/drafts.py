@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from jsonargparse.typing import ClosedUnitInterval, PositiveFloat
+
 from decode.core.errors import UserError
+from decode.core.options import Seed, Share
 from distill.config.divergences import DIVERGENCES, DivergenceName
+from distill.config.ranges import ShareBelowOne
 
 Iso = Literal["steps", "epochs", "teacher_tokens"]
 Scope = Literal["microbatch", "sequence", "global"]
@@ -44,7 +48,7 @@ class AdaSpecSettings:
     name: str = PLAIN
     """What reports call the draft. With any of select_by, divergence, kl_first, k_start and on_policy it is not AdaSPEC
     as published any more and needs a name of its own."""
-    k: float = 0.4
+    k: Share = 0.4
     """Share of response tokens selected by the largest loss difference to the reference; the paper's best is 0.2
     to 0.4. 1.0 selects all, which is DistillSpec."""
     scope: Scope = "microbatch"
@@ -61,9 +65,9 @@ class AdaSpecSettings:
     """What is held equal to the reference's training (S steps of B examples). steps: S steps of B/k examples, the
     official scripts' choice, with 1/k times the data and teacher tokens. epochs: S steps of B examples.
     teacher_tokens: k*S steps of B/k examples, the same data, the same selected tokens a step."""
-    epochs: float | None = None
+    epochs: PositiveFloat | None = None
     """Length in epochs of the reference's batches, before iso is applied; null: as long as the reference."""
-    lr: float | None = None
+    lr: PositiveFloat | None = None
     """Peak learning rate; null: the reference's."""
     select_by: SelectBy = "delta"
     """What the selected tokens are largest in. delta: AdaSPEC's dL, the loss of the draft minus that of the reference.
@@ -71,17 +75,17 @@ class AdaSpecSettings:
     can reach at this token and the draft does not yet, whatever the loss is."""
     divergence: DivergenceName | None = None
     """Loss per token, as in reference.divergence; null: that one. dL is measured in it."""
-    kl_first: float = 0.0
+    kl_first: ShareBelowOne = 0.0
     """Share of the steps, from the first, with forward KL as the loss, before divergence takes over: those that train
     acceptance itself learn little while p and q hardly overlap."""
-    k_start: float | None = None
+    k_start: Share | None = None
     """Share of tokens selected at the first step, from where it goes linearly to k; null: k throughout."""
-    k_ramp: float = 1.0
+    k_ramp: Share = 1.0
     """Of k_start: share of the steps after which k is reached."""
-    on_policy: float | None = None
+    on_policy: ClosedUnitInterval | None = None
     """Chance of each training example to be one whose response the draft writes itself, by the sampling and at the
     intervals of reference.responses; null: as there. The reference's training stays as it is."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Seed of the order of examples; null: the run's. The weights that training starts from do not depend on it."""
 
     @property
@@ -95,28 +99,11 @@ class AdaSpecSettings:
         return {n: value for n, value in asdict(self).items() if n not in LATER or value != LATER[n]}
 
     def validate(self, where: str) -> None:
-        """Check k, the length, the learning rate and the variations."""
+        """Check the name, the divergence and the variations."""
         if not self.name or not self.name.replace("-", "").replace("_", "").isalnum():
             raise UserError(f"{where}.name is {self.name!r}, wanted letters, digits, '-' and '_'")
-        if self.epochs is not None and self.epochs <= 0:
-            raise UserError(f"{where}.epochs is {self.epochs}, wanted a number above 0, or null for the reference's")
-        if not 0 < self.k <= 1:
-            raise UserError(f"{where}.k is {self.k}, wanted a share of tokens above 0 and at most 1, such as 0.4")
-        if self.lr is not None and self.lr <= 0:
-            raise UserError(f"{where}.lr is {self.lr}, wanted a number above 0, or null for the reference's")
         if self.divergence is not None and self.divergence not in DIVERGENCES:
             raise UserError(f"{where}.divergence is {self.divergence!r}; known are {', '.join(DIVERGENCES)}")
-        if not 0 <= self.kl_first < 1:
-            raise UserError(f"{where}.kl_first is {self.kl_first}, wanted a share of the steps from 0 to below 1")
-        if not (self.k_start is None or 0 < self.k_start <= 1) or not 0 < self.k_ramp <= 1:
-            raise UserError(
-                f"{where}.k_start is {self.k_start} and k_ramp is {self.k_ramp}, wanted a share of tokens (or null) "
-                "and a share of the steps, both above 0 and at most 1"
-            )
-        if self.on_policy is not None and not 0 <= self.on_policy <= 1:
-            raise UserError(f"{where}.on_policy is {self.on_policy}, wanted a share of examples from 0 to 1, or null")
-        if self.seed is not None and self.seed < 0:
-            raise UserError(f"{where}.seed is {self.seed}, wanted 0 or more, or null for the run's")
         if self.name == PLAIN and self.variations:
             raise UserError(
                 f"{where}.name is {self.name!r}, but with {', '.join(self.variations)} set this is not AdaSPEC as "

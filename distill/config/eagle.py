@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
+
 from decode.core.errors import UserError
+from decode.core.options import Share
 from distill.config.distillation import DistillSettings
 from distill.config.drafts import AdaSpecSettings
 
@@ -23,32 +26,32 @@ class EagleSettings:
     kind: Kind = "none"
     """none: the drafts are language models. eagle: EAGLE-1, one layer on the target's last hidden state, with the
     target's embedding and output head. eagle3: on a low, a middle and a high state, with an output head of its own."""
-    intermediate_size: int | None = None
+    intermediate_size: PositiveInt | None = None
     """Width inside the layer's MLP; null: the target's. The layer's width is the target's."""
-    heads: int | None = None
+    heads: PositiveInt | None = None
     """Attention heads; null: as many as the target has."""
-    kv_heads: int | None = None
+    kv_heads: PositiveInt | None = None
     """Key and value heads; null: the target's."""
-    draft_vocab: int | None = None
+    draft_vocab: PositiveInt | None = None
     """eagle3: tokens that the head can draft, the most frequent ones of the training responses; null: all. Fewer
     make the output head cheaper and leave the rest to the target."""
-    layers: list[int] = field(default_factory=list)
+    layers: list[NonNegativeInt] = field(default_factory=list)
     """eagle3: the target's states that are fused (i enters layer i); empty: 2, L/2 and L - 3, which serving engines
     expect."""
-    unroll: int | None = None
+    unroll: PositiveInt | None = None
     """Drafting steps trained at once on the head's own states (training-time test); null: 1 for eagle, 7 for
     eagle3, as published. More steps keep acceptance up deeper into a draft and cost as much again each."""
-    decay: float = 0.8
+    decay: Share = 0.8
     """Weight of each further step's loss against the one before."""
-    feature_weight: float = 1.0
+    feature_weight: NonNegativeFloat = 1.0
     """eagle: weight of the smooth L1 distance between the head's state and the target's."""
-    ce_weight: float = 0.1
+    ce_weight: NonNegativeFloat = 0.1
     """eagle: weight of the soft cross-entropy, which AdaSPEC's selection applies to. (eagle3 has nothing else.)"""
-    noise: float = 0.2
+    noise: NonNegativeFloat = 0.2
     """eagle: width of the uniform noise on the features, times 512 / length, as published; 0: none."""
-    tree_widths: list[int] = field(default_factory=lambda: [4])
+    tree_widths: list[PositiveInt] = field(default_factory=lambda: [4])
     """Trees measured at the end: nodes expanded a level, one entry for each of tree_nodes."""
-    tree_nodes: list[int] = field(default_factory=lambda: [8])
+    tree_nodes: list[PositiveInt] = field(default_factory=lambda: [8])
     """Nodes of each tree (EAGLE-2: 60, for a machine on which checking 60 tokens costs little more than one)."""
 
     @property
@@ -106,21 +109,19 @@ class EagleSettings:
                 )
 
     def validate(self) -> None:
-        """Check the ranges.
+        """Check that the settings fit together.
 
         Raises:
             UserError: naming the key.
         """
-        if self.unroll is not None and self.unroll < 1:
-            raise UserError(f"eagle.unroll is {self.unroll}, wanted 1 or more")
-        if min(self.feature_weight, self.ce_weight, self.noise) < 0 or not 0 < self.decay <= 1:
-            raise UserError("eagle.feature_weight, ce_weight and noise must not be negative, decay in (0, 1]")
         if self.kind == "eagle" and not self.ce_weight:
             raise UserError("eagle.ce_weight is 0: the soft cross-entropy is what AdaSPEC selects by; wanted above 0")
-        if len(self.tree_widths) != len(self.tree_nodes) or min([1, *self.tree_widths, *self.tree_nodes]) < 1:
+        if len(self.tree_widths) != len(self.tree_nodes):
             raise UserError(
-                f"eagle.tree_widths is {self.tree_widths} and eagle.tree_nodes {self.tree_nodes}: wanted two lists of "
-                "one length, with numbers from 1 on"
+                f"eagle.tree_widths is {self.tree_widths} and eagle.tree_nodes {self.tree_nodes}: expected equal "
+                "lengths"
             )
+        if self.kind == "eagle3" and self.layers and len(set(self.layers)) != 3:
+            raise UserError(f"eagle.layers is {self.layers}: expected three different layers, or none for the default")
         if self.kind == "eagle" and (self.layers or self.draft_vocab):
             raise UserError("eagle.layers and eagle.draft_vocab are for kind eagle3; EAGLE-1 has the target's own")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from jsonargparse.typing import ClosedUnitInterval, PositiveInt
+
 
 @dataclass
 class ExportSettings:
@@ -12,7 +14,7 @@ class ExportSettings:
 
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
     """Number format of the exported weights; keep: as trained."""
-    draft_length: int | None = None
+    draft_length: PositiveInt | None = None
     """Tokens drafted per round, written to generation_config.json; none: the best length measured."""
-    confidence_threshold: float = 0.0
+    confidence_threshold: ClosedUnitInterval = 0.0
     """Transformers' assistant_confidence_threshold: drafting stops below it; 0 always drafts the full length."""

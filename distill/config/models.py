@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
+
 from decode.core.errors import UserError
+from distill.config.ranges import ShareBelowOne
 from distill.config.trainer import TrainingSettings
 
 Kind = Literal["scratch", "finetune", "lora", "as_is", "cut"]
@@ -17,17 +20,17 @@ class Architecture:
 
     model_type: str = "llama"
     """Model family as transformers names it: llama, gpt_neox, phi, qwen3, ..."""
-    hidden_size: int = 64
+    hidden_size: PositiveInt = 64
     """Width."""
-    layers: int = 1
+    layers: PositiveInt = 1
     """Depth. Decoding time grows with it, so a draft wants one or two and a target of a given size many."""
-    heads: int = 2
+    heads: PositiveInt = 2
     """Attention heads; has to divide hidden_size."""
-    kv_heads: int | None = None
+    kv_heads: PositiveInt | None = None
     """Key and value heads (grouped-query attention); null: as many as heads."""
-    intermediate_size: int | None = None
+    intermediate_size: PositiveInt | None = None
     """Width inside the MLP; null: 8/3 of hidden_size, rounded up to a multiple of 32."""
-    positions: int = 512
+    positions: PositiveInt = 512
     """Longest text that the model is made for, in tokens."""
     tie_embeddings: bool = True
     """One matrix for embedding and head: fewer parameters, which is what small models with a vocabulary need."""
@@ -39,19 +42,14 @@ class Architecture:
 class LoraSettings:
     """Low-rank adaptation through peft; the adapter is merged into the weights at the end."""
 
-    rank: int = 16
+    rank: PositiveInt = 16
     """Rank of the update. Higher learns more and takes more memory."""
     alpha: int = 32
     """Scale of the update (alpha / rank)."""
-    dropout: float = 0.0
+    dropout: ShareBelowOne = 0.0
     """Dropout on the adapter's input."""
     modules: list[str] = field(default_factory=list)
     """Names of the layers that get an adapter; empty: every linear layer but the head."""
-
-    def validate(self, where: str) -> None:
-        """Check the rank."""
-        if self.rank < 1:
-            raise UserError(f"{where}.rank is {self.rank}, wanted 1 or more")
 
 
 @dataclass
@@ -60,10 +58,10 @@ class LayerSkipSettings:
 
     enabled: bool = False
     """Train with it."""
-    dropout: float = 0.1
+    dropout: ShareBelowOne = 0.1
     """p_max: chance that a sample skips the last layer; falls exponentially to 0 at the first (paper 0.1 to 0.2).
     From scratch it also rises from 0 over the training. 0: no layer dropout."""
-    early_exit_scale: float = 1.0
+    early_exit_scale: NonNegativeFloat = 1.0
     """Weight of the early exits' loss: higher makes drafts better and the full model slightly worse. Paper: 0.2 from
     scratch, 1.0 for finetuning, with weighting depth."""
     weighting: Literal["uniform", "depth"] = "uniform"
@@ -72,21 +70,8 @@ class LayerSkipSettings:
     curriculum: Literal["rotational", "gradual"] = "rotational"
     """rotational: every rotation-th exit, moved on by one each step; gradual: from the last layer down, all from half
     of the training on (costs a head for every exit)."""
-    rotation: int | None = None
+    rotation: PositiveInt | None = None
     """Rotational only: distance of the exits trained together; null: one exit a step, which is the cheapest."""
-
-    def validate(self, where: str) -> None:
-        """Check ranges.
-
-        Raises:
-            UserError: naming the key.
-        """
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"{where}.dropout is {self.dropout}, wanted a probability below 1, such as 0.1")
-        if self.early_exit_scale < 0:
-            raise UserError(f"{where}.early_exit_scale is {self.early_exit_scale}, wanted 0 (off) or more")
-        if self.rotation is not None and self.rotation < 1:
-            raise UserError(f"{where}.rotation is {self.rotation}, wanted 1 (all exits) or more, or null")
 
 
 @dataclass
@@ -119,14 +104,10 @@ class ModelSettings:
         if self.trained:
             self.training.validate(f"{where}.training")
         shape = self.architecture
-        if self.kind == "scratch" and (min(shape.hidden_size, shape.layers, shape.heads) < 1):
-            raise UserError(f"{where}.architecture: hidden_size, layers and heads have to be 1 or more")
         if self.kind == "scratch" and shape.hidden_size % shape.heads:
             raise UserError(
                 f"{where}.architecture.hidden_size is {shape.hidden_size}, which {shape.heads} heads do not divide"
             )
-        if self.kind == "lora":
-            self.lora.validate(f"{where}.lora")
 
     @property
     def trained(self) -> bool:
@@ -144,11 +125,10 @@ class TargetSettings(ModelSettings):
     """LayerSkip's training recipe, so that the target's own early layers can draft (see python -m probes)."""
 
     def validate(self, where: str) -> None:
-        """Check the recipe, then as for `ModelSettings`."""
+        """Check the kind, then as for `ModelSettings`."""
         if self.kind == "cut":
             raise UserError(f"{where}.kind is cut, which is for initial: a draft is cut from the target")
         super().validate(where)
-        self.layerskip.validate(f"{where}.layerskip")
 
 
 @dataclass

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+
 from decode.core.errors import UserError
+from decode.core.options import Share, Temperature
 
 Source = Literal["dataset", "target", "draft", "mixed"]
 
@@ -24,11 +27,11 @@ class ServerSettings:
     that is no chat as a user's message, for servers that have nothing else; they apply the template themselves."""
     key_variable: str = "OPENAI_API_KEY"
     """Environment variable that holds the key, where the server wants one. The key itself is written nowhere."""
-    concurrency: int = 32
+    concurrency: PositiveInt = 32
     """Requests in flight. An engine that batches wants many."""
-    retries: int = 6
+    retries: NonNegativeInt = 6
     """Further tries of a request that failed, after 1, 2, 4, ... seconds (at most 30), or as the server says."""
-    timeout: float = 300.0
+    timeout: PositiveFloat = 300.0
     """Seconds until a request counts as failed."""
 
 
@@ -43,21 +46,21 @@ class ResponseSettings:
     mixed: the share of examples below from the draft, the rest as in fixed, sample by sample."""
     fixed: Literal["dataset", "target"] = "dataset"
     """With draft and mixed: where the other examples and those for validation come from."""
-    share: float = 0.5
+    share: Share = 0.5
     """With mixed: chance of each example, not of each step, to be the draft's own."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Of the sampling; 0 is greedy."""
-    top_p: float = 1.0
+    top_p: Share = 1.0
     """Sampling from the smallest set of tokens with this probability. 1 samples from the whole distribution."""
-    max_new_tokens: int = 256
+    max_new_tokens: PositiveInt = 256
     """Longest response; data.max_length holds for prompt and response together. A response that is cut has no
     end-of-text label."""
-    batch_size: int = 16
+    batch_size: PositiveInt = 16
     """Prompts answered together here."""
-    refresh_every: int = 100
+    refresh_every: PositiveInt = 100
     """Steps between rewritings of the draft's own texts. Small: closer to on-policy, but writing takes longer than
     training."""
-    buffer: int | None = None
+    buffer: PositiveInt | None = None
     """Texts the draft writes each time; null: one for every example of the steps until the next time. Fewer are used
     several times each."""
     server: ServerSettings = field(default_factory=ServerSettings)
@@ -87,18 +90,7 @@ class ResponseSettings:
         return key
 
     def validate(self, where: str) -> None:
-        """Check ranges, and that what is set is used."""
-        if not 0 < self.share <= 1:
-            raise UserError(f"{where}.share is {self.share}, wanted a share above 0 and at most 1, such as 0.5")
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise UserError(
-                f"{where}: temperature is {self.temperature} and top_p is {self.top_p}, wanted 0 (greedy) or more, and "
-                "above 0 to 1"
-            )
-        for name in ("max_new_tokens", "batch_size", "refresh_every", "buffer"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{where}.{name} is {value}, wanted 1 or more")
+        """Check the server's address, and that what is set is used."""
         server = self.server
         if server.url is None:
             return
@@ -109,5 +101,3 @@ class ResponseSettings:
             )
         if not server.url.startswith(("http://", "https://")):
             raise UserError(f"{where}.server.url is {server.url!r}, wanted an address such as http://127.0.0.1:8000/v1")
-        if server.concurrency < 1 or server.retries < 0 or server.timeout <= 0:
-            raise UserError(f"{where}.server: concurrency has to be 1 or more, retries 0 or more, timeout above 0")

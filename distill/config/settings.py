@@ -8,7 +8,7 @@ from typing import Literal
 from jsonargparse.typing import PositiveInt
 
 from decode.core.errors import UserError
-from decode.core.options import COLDEST
+from decode.core.options import Seed, Temperature, check_numbers
 from distill.config.data import DataSettings
 from distill.config.distillation import DistillSettings
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings, check_names
@@ -48,40 +48,32 @@ __all__ = [
 class EvaluationSettings:
     """What is measured at the end, on test prompts."""
 
-    prompts: int = 128
+    prompts: PositiveInt = 128
     """Prompts for offline alpha. The standard error falls with the root of it."""
-    accuracy_prompts: int = 200
+    accuracy_prompts: PositiveInt = 200
     """Prompts on which the target's answers are scored, where the task has a score."""
-    decode_prompts: int = 24
+    decode_prompts: PositiveInt = 24
     """Prompts decoded for speeds: each once per draft, temperature, draft length and repeat."""
-    max_new_tokens: int = 128
+    max_new_tokens: PositiveInt = 128
     """Longest generated response."""
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
     """Decoding modes: 0 is greedy."""
-    draft_lengths: list[int] = field(default_factory=lambda: [2, 4, 6, 8])
+    draft_lengths: list[PositiveInt] = field(default_factory=lambda: [2, 4, 6, 8])
     """Draft lengths tried with the final draft."""
-    repeats: int = 1
+    repeats: PositiveInt = 1
     """Times each speed is measured; the median counts."""
     batch_size: PositiveInt = 32
     """Test prompts that the target answers at a time, before anything is timed."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Number format of target and drafts while they are measured, on the trainer's device; null: target.dtype."""
-    threads: int | None = 1
+    threads: PositiveInt | None = 1
     """CPU threads while decoding one text; small models are faster with one. null: leave as it is."""
 
     def validate(self) -> None:
-        """Check counts and ranges."""
-        for key in ("prompts", "accuracy_prompts", "decode_prompts", "max_new_tokens", "repeats"):
-            if getattr(self, key) < 1:
-                raise UserError(f"evaluation.{key} is {getattr(self, key)}, wanted 1 or more")
-        if not self.temperatures or any(t != 0 and not t >= COLDEST for t in self.temperatures):
-            raise UserError(
-                f"evaluation.temperatures is {self.temperatures}, expected 0 (greedy) or numbers of at least {COLDEST}"
-            )
-        if self.threads is not None and self.threads < 1:
-            raise UserError(f"evaluation.threads is {self.threads}, expected 1 or more, or null to leave it as it is")
-        if not self.draft_lengths or min(self.draft_lengths) < 1:
-            raise UserError(f"evaluation.draft_lengths is {self.draft_lengths}, wanted numbers of 1 or more")
+        """Check that something is measured."""
+        for key in ("temperatures", "draft_lengths"):
+            if not getattr(self, key):
+                raise UserError(f"evaluation.{key} is empty: give at least one")
 
 
 @dataclass
@@ -90,11 +82,11 @@ class Settings:
 
     name: str = "run"
     """Name of the run, and of its folder."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the data, the initial weights and the order of examples."""
     output_dir: str = "runs"
     """Folder of all runs."""
-    threads: int | None = None
+    threads: PositiveInt | None = None
     """CPU threads for training; null: PyTorch's choice (all cores)."""
     data: DataSettings = field(default_factory=DataSettings)
     """The corpus."""
@@ -146,17 +138,14 @@ class Settings:
             self._check_sharding()
 
     def validate_run(self) -> None:
-        """Check what every command uses: name, seed and threads.
+        """Check what every command uses: the name, and every number against its range.
 
         Raises:
             UserError: naming the key.
         """
+        check_numbers(self, nested=True)
         if not self.name or "/" in self.name or self.name.startswith("."):
-            raise UserError(f"name is {self.name!r}, wanted a plain folder name")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed is {self.seed}, expected 0 to {2**32 - 1}")
-        if self.threads is not None and self.threads < 1:
-            raise UserError(f"threads is {self.threads}, wanted 1 or more, or null for all cores")
+            raise UserError(f"name is {self.name!r}, expected a plain folder name")
 
     def _check_sharding(self) -> None:
         """Refuses what needs a model's weights in one place."""

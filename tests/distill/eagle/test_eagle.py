@@ -32,7 +32,7 @@ from decode.models.open_runner import open_runner
 from distill.__main__ import FOREIGN
 from distill.config.eagle import EagleSettings
 from distill.config.export import ExportSettings
-from distill.config.settings import AdaSpecSettings, ComparisonSettings, Settings, TrainingSettings
+from distill.config.settings import AdaSpecSettings, ComparisonSettings, Settings, TargetSettings, TrainingSettings
 from distill.core.run_dir import RunDir
 from distill.data.token_dataset import TokenDataset
 from distill.eagle.drafting_steps import drafting_steps
@@ -295,11 +295,12 @@ def test_the_recipe_shares_the_quickstarts_target(config: str) -> None:
         (EagleSettings(kind="eagle", draft_vocab=10), "draft_vocab"),
         (EagleSettings(unroll=0), "unroll"),
         (EagleSettings(tree_widths=[2, 3]), "tree_widths"),
+        (EagleSettings(kind="eagle3", layers=[1, 2, 2]), "three different"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: EagleSettings, named: str) -> None:
     with pytest.raises(UserError, match=named):
-        settings.validate()
+        Settings(eagle=settings, target=TargetSettings(kind="as_is", model="x")).validate()
 
 
 def test_the_selection_settings_reach_the_heads(tmp_path: Path) -> None:

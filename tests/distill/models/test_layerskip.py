@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from decode.core.errors import UserError
+from decode.core.options import check_numbers
 from decode.models.structure import check_structure, decoder_layers, final_norm
 from distill.config.models import LayerSkipSettings
 from distill.config.settings import Settings, TrainingSettings
@@ -203,7 +204,7 @@ def test_models_without_an_exit_are_refused(build) -> None:
 )
 def test_settings_out_of_range_are_refused(change: dict, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        LayerSkipSettings(**change).validate("target.layerskip")
+        check_numbers(LayerSkipSettings(**change))
 
 
 def test_the_recipe_changes_the_targets_fingerprint_only_where_it_is_used() -> None:

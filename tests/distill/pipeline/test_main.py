@@ -47,7 +47,7 @@ def test_tracker_is_short_for_its_kind(config: str, form: tuple[str, ...], capsy
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--draft.k", "1.5"), "error: draft.k is 1.5, wanted a share of tokens above 0 and at most 1"),
+        (("--draft.k", "1.5"), "'draft.k': 1.5 is not allowed, expected >0 and <=1"),
         (("--draft.kk", "0.5"), "error: unknown option '--draft.kk'; the nearest known key is 'draft.k'"),
         (("--data.train_file", "no.jsonl"), "no.jsonl"),
         (("--initial.architecture.layers", "40"), "a draft has to be smaller"),

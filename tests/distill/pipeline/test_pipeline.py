@@ -210,7 +210,7 @@ def test_a_model_taken_as_it_is_becomes_a_link_and_may_be_shared(finished: tuple
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (setting("draft.k", 0.0), r"draft.k is 0.0, wanted a share of tokens above 0 and at most 1"),
+        (setting("draft.k", 0.0), r"draft.k is 0.0, expected a number >0 and <=1"),
         (setting("draft.k", 1.1), r"draft.k is 1.1"),
         (setting("target.training.steps", None), r"target.training.steps and target.training.epochs: neither is set"),
         (setting("target.training.epochs", 1.0), r"both are set; give exactly one"),
@@ -221,7 +221,7 @@ def test_a_model_taken_as_it_is_becomes_a_link_and_may_be_shared(finished: tuple
         (setting("reference.examples", 0), r"reference.examples is 0"),
         (setting("comparisons", [ComparisonSettings(name="adaspec")]), r"names a standard draft"),
         (setting("comparisons", [ComparisonSettings()]), r"comparisons\[0\].name is ''"),
-        (setting("name", "a/b"), r"name is 'a/b', wanted a plain folder name"),
+        (setting("name", "a/b"), r"name is 'a/b', expected a plain folder name"),
         (setting("evaluation.temperatures", []), r"evaluation.temperatures"),
         (setting("trainer.validate_every", 0), r"trainer.validate_every is 0"),
         (setting("data.train_examples", 0), r"data.train_examples"),
