@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from probes.dry_run import shrink as shrink_probes
 from rich.console import Console
 
 from decode.commands import bench as compare
@@ -31,6 +30,7 @@ from distill.pipeline.dry_run import shrink as shrink_run
 from distill.pipeline.runner import run_stages
 from probes.pipeline import run_probes
 from probes.settings import Settings as ProbesSettings
+from probes.settings import shrink as shrink_probes
 
 ROOT = Path(__file__).parents[3] / "configs"
 CONFIGS = sorted(ROOT.rglob("*.yaml"))
