@@ -188,7 +188,7 @@ def test_adaspec_reads_the_report_of_a_distillation(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["paper"], "--paper is missing"),
+        (["paper"], "no paper is named"),
         (["paper", "adasdd"], "did you mean 'adasd'"),
         (["paper", "ears", "--scale", "ful"], "did you mean 'full'"),
         (["paper", "ears", "--scale", "full", "--only", "qwen"], "unknown configuration 'qwen'"),
