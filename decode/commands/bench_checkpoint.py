@@ -12,7 +12,7 @@ from typing import Any
 from decode.commands.settings import BenchSettings
 from decode.core.errors import UserError
 from decode.core.files import write_text
-from decode.measure.benchmark import Block
+from decode.measure.benchmark import ResultBlock
 
 
 def draft_names(given: Sequence[str]) -> dict[str, str]:
@@ -39,19 +39,19 @@ class Checkpoint:
     def __init__(self, path: Path, settings: BenchSettings) -> None:
         self.path = path
         self.key = fingerprint(settings)
-        self.blocks: list[Block] = []
+        self.blocks: list[ResultBlock] = []
 
-    def read(self) -> list[Block]:
+    def read(self) -> list[ResultBlock]:
         """Blocks that need not be measured again."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return []
         if isinstance(content, dict) and content.get("key") == self.key:
-            self.blocks = [Block(**block) for block in content["blocks"]]
+            self.blocks = [ResultBlock(**block) for block in content["blocks"]]
         return list(self.blocks)
 
-    def add(self, block: Block) -> None:
+    def add(self, block: ResultBlock) -> None:
         """Keep a block that is complete."""
         self.blocks.append(block)
         content = {"key": self.key, "blocks": [dataclasses.asdict(block) for block in self.blocks]}

@@ -90,7 +90,7 @@ def offline_alpha(
         target: p.
         draft: q.
         texts: (token ids, prompt length) of each text.
-        warp: the decoding mode that acceptance is wanted for.
+        warp: the decoding mode.
 
     Returns:
         Acceptance by text and position, for means, errors, paired comparisons and replays.

@@ -24,9 +24,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
-from decode.measure.entries import REFERENCE, BenchEntry, EntryRun, with_baselines
+from decode.measure.entries import REFERENCE, BenchEntry, EntryRun, opponents, with_baselines
 from decode.measure.session import BenchOptions, Item, Session
 from decode.measure.statistics import (
+    COLUMNS,
     Record,
     TimedText,
     accuracy,
@@ -49,7 +50,7 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass
-class Block:
+class ResultBlock:
     """The results of one suite at one temperature.
 
     Attributes:
@@ -80,7 +81,7 @@ class Benchmark:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.blocks: list[Block] = []
+        self.blocks: list[ResultBlock] = []
         self.records: dict[tuple[str, float, str], Record] = {}
         self._scores: dict[tuple[int, str], float] = {}
 
@@ -92,8 +93,8 @@ class Benchmark:
         entries: Iterable[BenchEntry],
         progress: Progress | None = None,
         *,
-        finished: Iterable[Block] = (),
-        on_block: Callable[[Block], None] | None = None,
+        finished: Iterable[ResultBlock] = (),
+        on_block: Callable[[ResultBlock], None] | None = None,
     ) -> list[dict[str, Any]]:
         """Measure all entries on all suites; the baselines are added at every temperature.
 
@@ -131,7 +132,7 @@ class Benchmark:
         total = sum(len(items[s.name]) * len(table[t]) for s, t in jobs) * options.repeats
         count = 0
 
-        def tell(label: str) -> None:
+        def count_text(label: str) -> None:
             nonlocal count
             count += 1
             if progress is not None:
@@ -141,7 +142,7 @@ class Benchmark:
             runs = [EntryRun(session, entry) for entry in table[temperature]]
             try:
                 with quiet():
-                    self._block(items[suite.name], runs, tell, suite.name)
+                    self._block(items[suite.name], runs, count_text, suite.name)
             except KeyboardInterrupt:
                 if any(run.record.texts for run in runs):
                     self.blocks.append(self._report(suite, items[suite.name], runs, complete=False))
@@ -171,7 +172,9 @@ class Benchmark:
 
     # -- measurement -----------------------------------------------------------------------------------------------
 
-    def _block(self, items: Sequence[Item], runs: list[EntryRun], tell: Callable[[str], None], suite: str) -> None:
+    def _block(
+        self, items: Sequence[Item], runs: list[EntryRun], count_text: Callable[[str], None], suite: str
+    ) -> None:
         options = self.session.options
         for run in runs:
             self._warm_up(run, items[0].ids)
@@ -185,7 +188,7 @@ class Benchmark:
                     sample = i < options.samples and repeat == 0
                     text = run.write(item.ids, repeat, seed, options.max_new_tokens, sample)
                     texts[id(run)].append(text)
-                    tell(f"{suite} T={run.entry.temperature:g} {run.entry.label}")
+                    count_text(f"{suite} T={run.entry.temperature:g} {run.entry.label}")
             for run in running:
                 run.record.texts.append(texts[id(run)])
             for meter in self.session.meters.values():  # costs too, under the load that the methods meet
@@ -212,7 +215,7 @@ class Benchmark:
 
     # -- results ---------------------------------------------------------------------------------------------------
 
-    def _report(self, suite: Suite, items: Sequence[Item], runs: list[EntryRun], complete: bool = True) -> Block:
+    def _report(self, suite: Suite, items: Sequence[Item], runs: list[EntryRun], complete: bool = True) -> ResultBlock:
         session = self.session
         session.costs = {name: meter.cost() for name, meter in session.meters.items()}
         rows, details = [], []
@@ -223,13 +226,13 @@ class Benchmark:
                 "temperature": run.entry.temperature,
             }
             self.records[suite.name, run.entry.temperature, run.entry.label] = run.record
-            rows.append(plain(where | self._row(run, suite, items, _opponents(run, runs))))
+            rows.append(plain(where | self._row(run, suite, items, opponents(run, runs))))
             if run.record.texts:
                 prompts = by_prompt(run.record, self._marks(run.record, suite, items))
                 kept = {"samples": self._samples(run, items), "prompts": prompts}
                 details.append(plain(where | analysis(run.record) | run.learned | kept))
         costs = {name or "": cost.to_dict() for name, cost in session.costs.items()}
-        return Block(suite.name, runs[0].entry.temperature, rows, details, costs, complete)
+        return ResultBlock(suite.name, runs[0].entry.temperature, rows, details, costs, complete)
 
     def _row(self, run: EntryRun, suite: Suite, items: Sequence[Item], of: dict[str, Record]) -> dict[str, Any]:
         entry, record = run.entry, run.record
@@ -281,28 +284,6 @@ class Benchmark:
             }
             for item, out in zip(items, run.samples)
         ]
-
-
-COLUMNS = (
-    "tokens_per_second", "speedup", "speedup_ci95", "speedup_micro", "speedup_without_prefill", "speedup_vs_generate",
-    "speedup_vs_generate_ci95", "speedup_vs_assistant", "speedup_vs_assistant_ci95", "predicted_speedup",
-    "block_efficiency", "alpha", "alpha_se", "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance",
-    "accuracy", "accuracy_se", "identical_to_target", "identical_share", "drafted_per_round", "bookkeeping_share",
-    "rounds", "tokens",
-)  # fmt: skip
-"""Measured columns; every row has all of them, null where they do not apply."""
-
-
-def _opponents(run: EntryRun, runs: Sequence[EntryRun]) -> dict[str, Record]:
-    """The records that a row is compared with, by method; of several assistants the one most like this entry."""
-    ours = run.entry
-    ran = [e for e in runs if e.record.texts]
-
-    def unlike(e: EntryRun) -> tuple[bool, bool]:
-        theirs = e.entry
-        return ours.draft not in (None, theirs.draft), e.draft_length != run.draft_length
-
-    return {e.entry.method: e.record for e in sorted(ran, key=unlike, reverse=True)}
 
 
 def run_benchmark(

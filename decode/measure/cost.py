@@ -95,12 +95,12 @@ class CostMeter:
         self.widths = sorted({n for n in widths if 1 < n < room})
         longest = max([min(STEADY, room - 1), *self.widths])
         self.context = max(1, min(context, room - longest))
-        dice = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         if isinstance(draft, ForeignRunner):  # it drafts common tokens only, each of which is one of its own
             known = draft.vocabulary.target_ids.cpu()
         else:
             known = torch.arange(min(runner.vocab_size for runner in self.runners))
-        self.tokens = known[torch.randint(len(known), (self.context + longest,), generator=dice)]
+        self.tokens = known[torch.randint(len(known), (self.context + longest,), generator=generator)]
         self.plain: list[float] = []
         self.drafting: list[float] = []
         self.verifying: dict[int, list[float]] = {n: [] for n in self.widths}

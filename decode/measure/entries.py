@@ -168,7 +168,7 @@ class EntryRun:
 
     def _build(self) -> System:
         session, entry = self.session, self.entry
-        parts = MethodInputs(
+        inputs = MethodInputs(
             session.runner,
             self.warp,
             self.draft if entry.needs_draft else None,
@@ -177,7 +177,7 @@ class EntryRun:
             session.options.trigrams,
             entry.options,
         )
-        return build(entry.method, parts, stop=entry.stop, rule=entry.rule)
+        return build(entry.method, inputs, stop=entry.stop, rule=entry.rule)
 
     @property
     def draft_length(self) -> int | None:
@@ -203,9 +203,9 @@ class EntryRun:
             new, seconds, forwards = self.peer.run(ids, min(budget, runner.limit + 1 - len(ids)), seed)
             return TimedText(new, seconds, forwards=forwards)
         with ExitStack() as stack:
-            watch = None
+            timer = None
             if runner.device.type == "cpu":  # elsewhere, waiting for each forward would slow the loop down
-                watch = stack.enter_context(time_forwards(runner, *([self.draft] if self.draft is not None else [])))
+                timer = stack.enter_context(time_forwards(runner, *([self.draft] if self.draft is not None else [])))
             out = decode(
                 Target(runner),
                 self.systems[repeat],
@@ -219,5 +219,17 @@ class EntryRun:
         if sample:
             self.samples.append(out)
         trace = out.trace
-        inside = watch.seconds if watch is not None else None
+        inside = timer.seconds if timer is not None else None
         return TimedText(out.new_ids, trace.total_seconds, trace.prefill_seconds, trace.rounds, inside, trace)
+
+
+def opponents(run: EntryRun, runs: Sequence[EntryRun]) -> dict[str, Record]:
+    """The records that a row is compared with, by method; of several assistants the one most like this entry."""
+    ours = run.entry
+    ran = [e for e in runs if e.record.texts]
+
+    def unlike(e: EntryRun) -> tuple[bool, bool]:
+        theirs = e.entry
+        return ours.draft not in (None, theirs.draft), e.draft_length != run.draft_length
+
+    return {e.entry.method: e.record for e in sorted(ran, key=unlike, reverse=True)}

@@ -22,7 +22,7 @@ class ForwardTimer:
 @contextmanager
 def time_forwards(*runners: Runner) -> Iterator[ForwardTimer]:
     """Add up the time of all forwards, those of early layers among them; what is left of a round is bookkeeping."""
-    watch = ForwardTimer()
+    timer = ForwardTimer()
     different = list({id(r): r for r in runners}.values())
 
     def timed(read: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
@@ -31,7 +31,7 @@ def time_forwards(*runners: Runner) -> Iterator[ForwardTimer]:
             began = time.perf_counter()
             logits = read(*args, **extra)
             synchronize(device)
-            watch.seconds += time.perf_counter() - began
+            timer.seconds += time.perf_counter() - began
             return logits
 
         return call
@@ -41,7 +41,7 @@ def time_forwards(*runners: Runner) -> Iterator[ForwardTimer]:
     for runner, name in reads:
         vars(runner)[name] = timed(getattr(runner, name), runner.device)
     try:
-        yield watch
+        yield timer
     finally:
         for runner, name in reads:
             del vars(runner)[name]

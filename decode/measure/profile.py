@@ -85,8 +85,8 @@ def profile_pair(
         raise UserError("the target wrote nothing, so α cannot be measured; choose other prompts or more new tokens")
     rows = [predict(k, alpha, cost) for k in range(1, longest + 1)]
     speedups = {row["draft_length"]: row["with_bookkeeping"] for row in rows}
-    told = verdict(alpha.mean, cost, speedups)
-    return PairProfile(cost, alpha, rows, best_length(speedups), told, machine.describe(session.runner.device))
+    sentence = verdict(alpha.mean, cost, speedups)
+    return PairProfile(cost, alpha, rows, best_length(speedups), sentence, machine.describe(session.runner.device))
 
 
 def measure_overhead(

@@ -139,8 +139,8 @@ class Session:
         ids = [i for item in fitting for i in item.ids]
         foreign = {name: draft for name, draft in self.draft_models.items() if isinstance(draft, ForeignDraft)}
         if foreign:
-            told = (f"{name}: {draft.vocabulary.sentence(ids)}" for name, draft in foreign.items())
-            self.vocabularies[suite.name] = "; ".join(told)
+            sentences = (f"{name}: {draft.vocabulary.sentence(ids)}" for name, draft in foreign.items())
+            self.vocabularies[suite.name] = "; ".join(sentences)
         return fitting
 
     def _item(self, prompt: Prompt, text: str, history: Sequence[Message] = ()) -> Item:

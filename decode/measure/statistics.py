@@ -19,6 +19,14 @@ RESAMPLES = 2000
 GIVEN_DRAFT = "generate-assistant"
 DISTINCT = {"alpha", "alpha_se", "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance"}
 """Metrics to which a greedy repeat adds nothing."""
+COLUMNS = (
+    "tokens_per_second", "speedup", "speedup_ci95", "speedup_micro", "speedup_without_prefill", "speedup_vs_generate",
+    "speedup_vs_generate_ci95", "speedup_vs_assistant", "speedup_vs_assistant_ci95", "predicted_speedup",
+    "block_efficiency", "alpha", "alpha_se", "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance",
+    "accuracy", "accuracy_se", "identical_to_target", "identical_share", "drafted_per_round", "bookkeeping_share",
+    "rounds", "tokens",
+)  # fmt: skip
+"""Measured columns; every row has all of them, null where they do not apply."""
 
 
 @dataclass
@@ -28,10 +36,10 @@ class TimedText:
     Attributes:
         new_ids: the generated tokens.
         seconds: wall time, prompt included.
-        prefill: seconds of it until the first round; None where they cannot be told apart.
+        prefill: seconds of it until the first round; None where it is not known.
         forwards: target forwards that gave the tokens.
         forward_seconds: time inside the forwards of target and draft; None where it was not taken.
-        trace: the rounds; None for peers.
+        trace: the rounds; None for transformers' own.
     """
 
     new_ids: list[int]
@@ -182,7 +190,7 @@ def speeds(record: Record, of: Mapping[str, Record], seed: int) -> dict[str, Any
 
 
 def counts(record: Record, cost: CostModel | None, drafts_with_model: bool) -> dict[str, Any]:
-    """The columns that come from the trace, `predicted_speedup` among them; peers have only block efficiency."""
+    """The columns that come from the trace; transformers' own methods have only block efficiency."""
     texts = [text for texts in record.texts for text in texts]
     tokens, forwards = sum(len(t.new_ids) for t in texts), sum(t.forwards for t in texts)
     if not texts or texts[0].trace is None:

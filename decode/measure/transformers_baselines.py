@@ -1,4 +1,4 @@
-"""Transformers' own generation, run and timed beside ours: the peers of every benchmark."""
+"""Transformers' own generation, run and timed beside ours."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from decode.papers.claims import Ordering
-from decode.papers.results import Results, Table
+from decode.papers.results import PaperTable, Results
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Paper:
     """
 
     title: str
-    tables: Callable[[Mapping[str, Results]], list[Table]]
+    tables: Callable[[Mapping[str, Results]], list[PaperTable]]
     orderings: Callable[[Mapping[str, Results]], list[Ordering]]
     trains: bool = False
     draft_alone: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from decode.papers import Paper
 from decode.papers.claims import Claim, Estimate, Ordering, judge, ratio_text, speed_ratio
-from decode.papers.results import Block, Result, Results, Table, number, published
+from decode.papers.results import Block, PaperTable, Result, Results, number, published
 
 PUBLISHED = {(row["suite"], row["model"]): row for row in published("adaptix")}
 """Table 1: latency in ms a token, and accept length, by suite and model."""
@@ -50,9 +50,9 @@ def _ours(results: Results, block: Block) -> list[str]:
     return [*(_milliseconds(found[name]) for name in ORDER), *(_length(found[name]) for name in DRAFTING)]
 
 
-def tables(runs: Mapping[str, Results]) -> list[Table]:
+def tables(runs: Mapping[str, Results]) -> list[PaperTable]:
     """Table 1 with our lines between the paper's, then the ablations with the memory of table 2."""
-    main = Table(
+    main = PaperTable(
         "Adaptix, table 1: latency (ms a token) and average accept length (tokens a target forward)",
         ["", *HEADINGS],
         note=f"paper: A6000, 33B on an H100; its REST takes several threads. Memory: {MEMORY}",
@@ -76,9 +76,9 @@ def tables(runs: Mapping[str, Results]) -> list[Table]:
     return [main, *ablations]
 
 
-def _ablation(results: Results, block: Block) -> Table:
+def _ablation(results: Results, block: Block) -> PaperTable:
     columns = ["", "accept length", "ms a token", "speedup", "table, MB", "paper: Vicuna-7B, MT-Bench"]
-    table = Table(f"Adaptix, ablations, {results.where(block)}", columns, note=results.setting)
+    table = PaperTable(f"Adaptix, ablations, {results.where(block)}", columns, note=results.setting)
     plain = results.find("autoregressive", block)
     names = [r["name"] for r in results.rows if r["suite"] == block[0] and str(r["method"]).startswith("adaptix")]
     for name in names:

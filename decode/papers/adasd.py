@@ -8,7 +8,7 @@ from typing import Any
 
 from decode.papers import Paper
 from decode.papers.claims import Claim, judge, ratio_text, speed_ratio
-from decode.papers.results import Block, Result, Results, Table, number, published
+from decode.papers.results import Block, PaperTable, Result, Results, number, published
 
 PUBLISHED = published("adasd")
 """Tables 3 (GSM8K), 4 (HumanEval) and 5 (MMLU); tables 1 and 2 repeat parts of them."""
@@ -53,17 +53,17 @@ def paper_rows(pair: str, suite: str) -> dict[str, list[str]]:
     }
 
 
-def tables(runs: Mapping[str, Results]) -> list[Table]:
+def tables(runs: Mapping[str, Results]) -> list[PaperTable]:
     """One table a setting, as in appendix B, with the paper's own numbers in the right half."""
     return [_table(config, results, block) for config, results in runs.items() for block in results.blocks]
 
 
-def _table(config: str, results: Results, block: Block) -> Table:
+def _table(config: str, results: Results, block: Block) -> PaperTable:
     setting = (config.removesuffix("-mmlu"), block[0].split(":")[0])
     setting = setting if paper_rows(*setting) else NEAREST
     where = f"paper: {PAIRS[setting[0]]}, {setting[1]} (tables 3 to 5)"
     columns = ["", *COLUMNS, *(f"paper: {c}" for c in COLUMNS)]
-    table = Table(f"AdaSD, {results.where(block)}", columns, note=f"{results.setting}. {where}. {NOTE}")
+    table = PaperTable(f"AdaSD, {results.where(block)}", columns, note=f"{results.setting}. {where}. {NOTE}")
     vanilla = results.find("vanilla", block)
     rows: dict[str, Result | None] = {}
     if results.alone is not None and results.alone.blocks:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from decode.papers import Paper
 from decode.papers.claims import Estimate, Ordering
-from decode.papers.results import Results, Row, Table, number, published
+from decode.papers.results import PaperTable, Results, Row, number, published
 
 PUBLISHED = published("adaspec")
 """DistillSpec and AdaSPEC: α in percent by pair, epochs and task; tokens/s by task (pair and hardware not stated)."""
@@ -18,7 +18,7 @@ PAIRS = {"pythia": "Pythia-31M → 1.4B", "codegen": "CodeGen-350M → Phi-2"}
 NAMES = {"undistilled": "undistilled", "distillspec": "DistillSpec", "adaspec": "AdaSPEC"}
 
 
-def tables(runs: Mapping[str, Results]) -> list[Table]:
+def tables(runs: Mapping[str, Results]) -> list[PaperTable]:
     """Our drafts, then the paper's main results with ours in their places, then speeds."""
     return [
         *(_drafts(name, results.report) for name, results in runs.items() if results.report.get("drafts")),
@@ -27,9 +27,9 @@ def tables(runs: Mapping[str, Results]) -> list[Table]:
     ]
 
 
-def _drafts(name: str, report: Row) -> Table:
+def _drafts(name: str, report: Row) -> PaperTable:
     columns = ["draft", "α, T = 1", "± se", "α, greedy", "± se", "steps", "examples", "teacher tokens", "selected"]
-    table = Table(f"AdaSPEC: drafts of {name}", columns, note=NOTE)
+    table = PaperTable(f"AdaSPEC: drafts of {name}", columns, note=NOTE)
     for draft in report["drafts"]:
         table.rows.append(
             [
@@ -52,10 +52,10 @@ NOTE = (
 )
 
 
-def _main(reports: Mapping[str, Row]) -> Table:
+def _main(reports: Mapping[str, Row]) -> PaperTable:
     columns = ["task", *(f"{PAIRS[pair]}, {length}" for pair, length in SETTINGS)]
     note = "paper: α in % of DistillSpec → AdaSPEC, estimator not stated; ours: α at T = 1 of the same two drafts"
-    table = Table("AdaSPEC, main results", columns, note=note)
+    table = PaperTable("AdaSPEC, main results", columns, note=note)
     places = {(pair, length, task): f"{pair}-{task}-{length}" for pair, length, task in MAIN_RESULTS}
     for task in TASKS:
         theirs = [MAIN_RESULTS[pair, length, task] for pair, length in SETTINGS]
@@ -76,10 +76,10 @@ def _pair(report: Row | None) -> str:
     return f"{100 * alphas['distillspec']:.2f} → {100 * alphas['adaspec']:.2f}"
 
 
-def _speeds(name: str, report: Row) -> Table:
+def _speeds(name: str, report: Row) -> PaperTable:
     task = next((t for t in SPEEDS if f"-{t}-" in name), "gsm8k")
     columns = ["draft", "T", "k", "tokens/s", "speedup", "95 %", "tokens/round", f"paper: tokens/s, {task}"]
-    table = Table(f"AdaSPEC, speed: {name}, each draft at its fastest length", columns)
+    table = PaperTable(f"AdaSPEC, speed: {name}, each draft at its fastest length", columns)
     rows = [row for row in report["decoding"] if row["draft"] in NAMES and row.get("speedup")]
     for key in dict.fromkeys((row["temperature"], row["draft"]) for row in rows):
         row = max((r for r in rows if (r["temperature"], r["draft"]) == key), key=lambda r: r["speedup"])

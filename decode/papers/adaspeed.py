@@ -7,7 +7,7 @@ from functools import partial
 
 from decode.papers import Paper
 from decode.papers.claims import Claim, judge, ratio_text, speed_ratio
-from decode.papers.results import Block, Results, Table, number, published
+from decode.papers.results import Block, PaperTable, Results, number, published
 
 METHODS = {
     "layerskip": "LayerSkip",
@@ -25,7 +25,7 @@ NOTE = (
 )
 
 
-def tables(runs: Mapping[str, Results]) -> list[Table]:
+def tables(runs: Mapping[str, Results]) -> list[PaperTable]:
     """Methods by mode, as table I."""
     made = []
     for results in runs.values():
@@ -33,7 +33,7 @@ def tables(runs: Mapping[str, Results]) -> list[Table]:
         columns = ["Methods", *(f"{mode}: {what}" for mode in modes for what in ("tps", "× LayerSkip", "tokens/round"))]
         where = "; ".join(map(results.where, results.blocks))
         columns += [f"paper: {mode}" for mode in MODES]
-        table = Table(f"AdaSPEED, {where}", columns, note=f"{results.setting}. {NOTE}")
+        table = PaperTable(f"AdaSPEED, {where}", columns, note=f"{results.setting}. {NOTE}")
         for method, title in METHODS.items():
             cells: list[str] = []
             for block in results.blocks:

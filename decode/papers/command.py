@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table as Grid
+from rich.table import Table
 
 from decode.commands import bench as compare
 from decode.commands.bench_checkpoint import draft_names, fingerprint
@@ -21,7 +21,7 @@ from decode.core.files import write_text
 from decode.methods import PROBED
 from decode.papers import Paper, papers
 from decode.papers.claims import Ordering
-from decode.papers.results import Results, Table
+from decode.papers.results import PaperTable, Results
 
 SCALES = ("quickstart", "gpu-small", "full")
 RUNS = {"quickstart": "runs/quickstart", "gpu-small": "runs/gpu-small"}
@@ -180,10 +180,10 @@ def _trained(settings: PaperSettings) -> dict[str, Results]:
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def show(tables: list[Table], orderings: list[Ordering], console: Console) -> None:
+def show(tables: list[PaperTable], orderings: list[Ordering], console: Console) -> None:
     """Tables, then the orderings with the verdict in colour."""
     for table in tables:
-        grid = Grid(title=f"\n{table.title}", title_justify="left", box=None, pad_edge=False, header_style="bold")
+        grid = Table(title=f"\n{table.title}", title_justify="left", box=None, pad_edge=False, header_style="bold")
         for i, column in enumerate(table.columns):
             grid.add_column(column, justify="right" if i else "left")
         for row in table.rows:
@@ -202,7 +202,7 @@ def write(
     name: str,
     settings: PaperSettings,
     paper: Paper,
-    tables: list[Table],
+    tables: list[PaperTable],
     orderings: list[Ordering],
     folder: Path,
 ) -> list[Path]:

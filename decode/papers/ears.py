@@ -7,7 +7,7 @@ from functools import partial
 
 from decode.papers import Paper
 from decode.papers.claims import Claim, judge, ratio_text, speed_ratio
-from decode.papers.results import Block, Result, Results, Table, number, published
+from decode.papers.results import Block, PaperTable, Result, Results, number, published
 
 BASELINE = "vanilla"
 MAIN = "ears draft_length=5 beta=0.1"
@@ -36,13 +36,13 @@ def _beta(found: Result) -> float:
     return float(found.name.partition("beta=")[2] or 0.1)
 
 
-def tables(runs: Mapping[str, Results]) -> list[Table]:
+def tables(runs: Mapping[str, Results]) -> list[PaperTable]:
     """Throughput and accuracy of the exact rule and of every β."""
     made = []
     columns = ["", "tokens/s", "ratio", *NUMBERS, "paper: tokens/s", "paper: accuracy"]
     for results in runs.values():
         for block in results.blocks:
-            table = Table(f"EARS, {results.where(block)}", columns, note=f"{results.setting}. {NOTE}")
+            table = PaperTable(f"EARS, {results.where(block)}", columns, note=f"{results.setting}. {NOTE}")
             exact = results.find(BASELINE, block)
             for found in _methods(results, block):
                 row, plain = found.row, found.row["method"] == BASELINE

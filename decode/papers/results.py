@@ -23,7 +23,7 @@ def published(name: str) -> list[dict[str, str]]:
 
 
 @dataclass
-class Table:
+class PaperTable:
     """A table in the paper's layout."""
 
     title: str

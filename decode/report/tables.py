@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from decode.core.trace import FORMULAS
-from decode.measure.benchmark import Block
+from decode.measure.benchmark import ResultBlock
 from decode.measure.statistics import differing, fastest_lossless
 from decode.report.page import LOSSLESS, RELAXED, Badge, Column, present
 
@@ -82,7 +82,7 @@ def shown(row: Row) -> dict[str, Any]:
     return {**row, "kind": kind, "identical_to_target": same}
 
 
-def table(block: Block, width: int = 130) -> Table:
+def table(block: ResultBlock, width: int = 130) -> Table:
     """One block for a terminal of this width; lossless and relaxed methods and peers each have a mark."""
     rows = [shown(row) for row in block.rows]
     wide = width >= 110

@@ -54,9 +54,9 @@ class AblationSettings:
     def validate(self) -> None:
         """Check the seeds."""
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
-            raise UserError(f"ablation.seeds is {self.seeds}, wanted different numbers of 0 or more, such as [1, 2, 3]")
+            raise UserError(f"ablation.seeds is {self.seeds}, expected different numbers from 0 up, such as [1, 2, 3]")
         if self.batch_size < 1:
-            raise UserError(f"ablation.batch_size is {self.batch_size}, wanted 1 or more")
+            raise UserError(f"ablation.batch_size is {self.batch_size}, expected 1 or more")
 
 
 @dataclass

@@ -102,8 +102,8 @@ def _mean(alphas: Sequence[OfflineAlpha]) -> OfflineAlpha:
 
 def verdict(rows: Sequence[Row]) -> str:
     """What AdaSPEC gains, and whether any variant beats it by more than twice its error."""
-    told = f"{display(rows[1]['name'])} − {display(rows[0]['name'])}: {_number(rows[1])}." if len(rows) > 1 else ""
-    return f"{told} {_of_rivals([row for row in rows if row.get('over_adaspec')])}".strip()
+    sentence = f"{display(rows[1]['name'])} − {display(rows[0]['name'])}: {_number(rows[1])}." if len(rows) > 1 else ""
+    return f"{sentence} {_of_rivals([row for row in rows if row.get('over_adaspec')])}".strip()
 
 
 def _of_rivals(rivals: Sequence[Row]) -> str:
@@ -128,18 +128,18 @@ def write_table(folder: Path, measured: Measured, console: Console) -> None:
     """Shows the table, and writes ``ablation.json`` and ``ablation.md``."""
     rows = measured.rows()
     seeds = sorted({seed for row in measured.about.values() for seed in row["used"]})
-    told = verdict(rows)
+    sentence = verdict(rows)
     content = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "seeds": seeds,
-        "verdict": told,
+        "verdict": sentence,
         "formulas": FORMULAS,
         "variants": rows,
         "machine": machine.describe(),
     }
     write_json(folder / "ablation.json", content)
     cells = [_cells(row) for row in rows]
-    write_text(folder / "ablation.md", _markdown(cells, told))
+    write_text(folder / "ablation.md", _markdown(cells, sentence))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="right" if index else "left")

@@ -84,7 +84,7 @@ class TrainingBenchSettings(Settings):
 
 
 @dataclass
-class Job:
+class TrainingCase:
     """A training that both sides do."""
 
     folder: str
@@ -131,7 +131,7 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def _prepare(settings: TrainingBenchSettings, folder: Path, threads: int) -> tuple[Job, str]:
+def _prepare(settings: TrainingBenchSettings, folder: Path, threads: int) -> tuple[TrainingCase, str]:
     """The three models in folders, and what to train on: the run's own if it is finished, else random weights."""
     run, names = RunDir(Path(settings.output_dir) / settings.name), ("target", "initial", "reference")
     trained = all(run.record(name) is not None for name in names)
@@ -155,7 +155,7 @@ def _prepare(settings: TrainingBenchSettings, folder: Path, threads: int) -> tup
     selection = Selection(draft.k, draft.scope, draft.normalisation)
     models = [load_model(folder / name, device="cpu", dtype="float32") for name in ("target", "initial")]
     signal = TargetSignal.of(settings.reference, min(LMHead(model).vocab for model in models))
-    job = Job(
+    job = TrainingCase(
         str(folder), rows, reference, settings.trainer, selection, signal, settings.speed.steps, plan.batch_size,
         settings.seed, threads,
     )  # fmt: skip
@@ -171,15 +171,15 @@ def _published(settings: Settings) -> AdaSpecSettings:
     return next((draft for draft in drafts if not draft.variations), AdaSpecSettings())
 
 
-def _schedule(job: Job) -> Schedule:
+def _schedule(job: TrainingCase) -> Schedule:
     return Schedule(job.rows.lengths, job.batch_size, job.training.length_bucket, job.seed)
 
 
-def _models(job: Job, *names: str) -> list[PreTrainedModel]:
+def _models(job: TrainingCase, *names: str) -> list[PreTrainedModel]:
     return [load_model(Path(job.folder) / name, device="cpu", dtype="float32") for name in names]
 
 
-class _Clock(Callback):
+class _StepClock(Callback):
     """When each step ended, and its loss."""
 
     def __init__(self, module: DistillModule) -> None:
@@ -194,7 +194,7 @@ class _Clock(Callback):
         self.losses.append(self.module.last_loss)
 
 
-def _train_straightforward(job: Job) -> dict[str, Any]:
+def _train_straightforward(job: TrainingCase) -> dict[str, Any]:
     target, draft, reference = _models(job, "target", "initial", "reference")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     memory = Memory(device)
@@ -206,7 +206,7 @@ def _train_straightforward(job: Job) -> dict[str, Any]:
     return _measured(job, made.ends, made.losses, memory.peak(), 0.0)
 
 
-def _train_here(job: Job) -> dict[str, Any]:
+def _train_here(job: TrainingCase) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(dir=job.folder))  # nothing is there from an earlier round
     model, draft, reference = _models(job, "target", "initial", "reference")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -226,7 +226,7 @@ def _train_here(job: Job) -> dict[str, Any]:
         seed=job.seed,
     )  # fmt: skip
     few = TokenDataset(rows.ids, rows.labels, rows.offsets[:5], rows.label_offsets[:5], rows.signals)
-    clock = _Clock(module)
+    clock = _StepClock(module)
     data = DistillDataModule(rows, few, _schedule(job), job.steps, 0)
     settings = replace(job.trainer, validate_every=job.steps)
     fit(module, data, settings, folder / "work", name="bench", console=Console(quiet=True), callbacks=(clock,))
@@ -234,7 +234,7 @@ def _train_here(job: Job) -> dict[str, Any]:
 
 
 def _measured(
-    job: Job, ends: list[float], losses: list[torch.Tensor], peak: int | None, prepared: float
+    job: TrainingCase, ends: list[float], losses: list[torch.Tensor], peak: int | None, prepared: float
 ) -> dict[str, Any]:
     schedule = _schedule(job)
     tokens = sum(job.rows.labels_of(schedule.batch(step)) for step in range(WARM, job.steps))

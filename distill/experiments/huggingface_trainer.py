@@ -74,7 +74,7 @@ def selective_loss(draft: Tensor, target: Tensor, reference: Tensor, k: float, *
     return actual[chosen].sum() / (count if mean else len(actual))
 
 
-class _Clock(TrainerCallback):
+class _TrainerClock(TrainerCallback):
     def __init__(self, ends: list[float], device: torch.device) -> None:
         self.ends, self.device = ends, device
 
@@ -99,7 +99,7 @@ class ThreeModels(Trainer):
         self.k, self.mean = k, mean
         self.losses: list[Tensor] = []
         self.ends: list[float] = []
-        self.add_callback(_Clock(self.ends, self.args.device))
+        self.add_callback(_TrainerClock(self.ends, self.args.device))
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -15,7 +15,7 @@ from decode.__main__ import main
 from decode.papers import adaptix, adaspec, adaspeed, ears, papers
 from decode.papers.adasd import COLUMNS, PUBLISHED, ROWS, paper_rows
 from decode.papers.claims import Estimate, Ordering, accepted_length, accounting, difference, score, speed_ratio
-from decode.papers.results import Result, Results, Table
+from decode.papers.results import PaperTable, Result, Results
 
 ROOT = Path(__file__).parents[3]
 
@@ -111,7 +111,7 @@ def test_nothing_outside_the_papers_imports_them():
 
 
 def test_tables_are_markdown():
-    table = Table("T", ["", "a"], [["x", "1"]], "note")
+    table = PaperTable("T", ["", "a"], [["x", "1"]], "note")
     assert table.markdown() == "**T**\n\n|  | a |\n| --- | ---: |\n| x | 1 |\n\nnote"
     assert adaptix.store_of("adaptix texts=5 order=2") == "texts-5/ngrams-2"
     assert adaptix.store_of("adaptix") == "ngrams-3"
