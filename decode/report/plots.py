@@ -11,6 +11,7 @@ import io
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import matplotlib as mpl
@@ -65,6 +66,14 @@ def _svg(axes: Axes, legend: bool = False) -> str:
     return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(alt)}"', 1).strip()
 
 
+def _colours(names: Iterable[str], fixed: Mapping[str, str]) -> dict[str, str]:
+    """A colour for each name: its fixed one, or one that no other name has."""
+    names = list(names)
+    taken = {fixed[name] for name in names if name in fixed}
+    free = cycle([colour for colour in COLOURS if colour not in taken] or COLOURS)
+    return {name: fixed.get(name) or next(free) for name in names}
+
+
 def _whole_numbers(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
@@ -90,7 +99,8 @@ def bars(rows: Sequence[Row], title: str, xlabel: str) -> str:
         low, high = row.get("interval") or (row["value"], row["value"])
         relaxed = not row.get("lossless", True)
         axes.barh(y, row["value"], height=0.6, color=ORANGE if relaxed else BLUE, alpha=0.6 if relaxed else 0.85)
-        axes.plot([low, high], [y, y], "|-" if high > low else "", color=INK, linewidth=1.1, markersize=6, alpha=0.75)
+        if high > low:
+            axes.plot([low, high], [y, y], "|-", color=INK, linewidth=1.1, markersize=6, alpha=0.75)
         axes.annotate(
             str(row.get("note", "")), (max(row["value"], high), y), (5, 0), textcoords="offset points", va="center",
             fontsize=9,
@@ -170,12 +180,11 @@ def lines(
     whole_x: bool = False,
 ) -> str:
     """Lines through (x, y) points, one a name; those not finite are left out; ``whole_x`` marks each point."""
-    axes = _new(title, xlabel, ylabel)
+    axes, shades = _new(title, xlabel, ylabel), _colours(series, colours or {})
     for i, (name, values) in enumerate(series.items()):
         kept = [(v[0], v[1]) for v in values if finite(v[0]) and finite(v[1])]
         marker = MARKERS[i % len(MARKERS)] if whole_x or len(kept) == 1 else ""
-        colour = (colours or {}).get(name, COLOURS[i % len(COLOURS)])
-        axes.plot([x for x, _ in kept], [y for _, y in kept], marker=marker, color=colour, label=name)
+        axes.plot([x for x, _ in kept], [y for _, y in kept], marker=marker, color=shades[name], label=name)
     if whole_x:
         _whole_numbers(axes)
     return _svg(axes, legend=len(series) > 1)
@@ -249,12 +258,12 @@ def histograms(
 
     ``log_y`` is for long tails.
     """
-    axes = _new(title, xlabel, "share of tokens (%)")
-    for i, (name, found) in enumerate(series.items()):
+    axes, shades = _new(title, xlabel, "share of tokens (%)"), _colours(series, colours)
+    for name, found in series.items():
         edges, counts = found["edges"], found["counts"]
         total = sum(counts) or 1
         mean = sum(n * (a + b) / 2 for n, a, b in zip(counts, edges, edges[1:])) / total
-        share, colour = [100 * n / total for n in counts], colours.get(name, COLOURS[i % len(COLOURS)])
+        share, colour = [100 * n / total for n in counts], shades[name]
         axes.stairs(share, edges, color=colour, fill=True, alpha=0.1, linewidth=0)
         axes.stairs(share, edges, color=colour, linewidth=1.6, label=f"{name} (mean {mean:.3g})")
         axes.plot(mean, 0, "^", color=colour, clip_on=False, transform=axes.get_xaxis_transform())

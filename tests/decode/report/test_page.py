@@ -121,6 +121,13 @@ def test_a_plot_is_the_same_bytes_every_time():
     assert plots.speedup_bars(METHODS) == PLOTS["bars"][0]
 
 
+def test_a_line_without_a_colour_of_its_own_takes_one_that_no_other_line_has():
+    series = {"a": [(0, 1), (1, 2)], "b": [(0, 2), (1, 3)]}
+    svg = plots.lines(series, "t", "x", "y", {"b": plots.BLUE})  # BLUE is the first of the colours
+    assert plots.BLUE in svg
+    assert plots.ORANGE in svg
+
+
 def test_ids_of_plots_do_not_clash_and_references_still_resolve():
     document = full_page()
     ids = [attributes["id"] for _, attributes in Tags(document).seen if "id" in attributes]
