@@ -1,1 +1,1 @@
-"""Feature heads (EAGLE): trained on the target's hidden states, with or without AdaSPEC's selection."""
+"""What feature heads learn from: the target's states, drafting steps; imports teacher and what is below."""

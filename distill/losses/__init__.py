@@ -1,1 +1,1 @@
-"""The distillation loss: divergences, token selection, the chunked loss."""
+"""The losses: divergences, token selection, chunks of logits; imports models, data, config and core."""

@@ -1,1 +1,1 @@
-"""Models for training: loading, output head, LoRA, layer pruning, LayerSkip, optimisers."""
+"""Models for training: made or loaded, head, adapters, LayerSkip, pruning, optimiser; imports data, config and core."""

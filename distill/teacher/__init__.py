@@ -1,1 +1,1 @@
-"""The frozen target: its distributions on training examples, computed once and kept."""
+"""The frozen target: its distributions on training examples, computed once and kept; imports losses and below."""

@@ -1,1 +1,1 @@
-"""Experiment tracking: W&B, CSV, TensorBoard."""
+"""Experiment tracking by Lightning's loggers: W&B, CSV files, TensorBoard; imports config and core."""

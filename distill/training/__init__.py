@@ -1,1 +1,1 @@
-"""Training by Lightning: modules, trainer, checkpoints, distribution."""
+"""Training by Lightning: modules, trainer, checkpoints, distribution; imports eagle, teacher and what is below."""

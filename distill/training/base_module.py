@@ -159,7 +159,8 @@ class TrainingModule(L.LightningModule):
             )
         if not self.trainer.sanity_checking:
             self.history.append({"step": self.global_step, **dict(zip(names, means))})
-        self.log_dict({f"validation_{name}": mean for name, mean in zip(names, means)}, prog_bar=True)
+        for name, mean in zip(names, means):
+            self.log(f"validation_{name}", mean, prog_bar=f"validation_{name}" == self.monitor)
 
     # -- what checkpoints hold ----------------------------------------------------------------------------------------
 

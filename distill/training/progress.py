@@ -48,4 +48,5 @@ class ProgressLines(Callback):
         self._shown, step = now, trainer.global_step
         left = (trainer.max_steps - step) * (now - self._started) / max(1, step - self._first)
         values = " ".join(f"{name} {float(value):.4f}" for name, value in trainer.progress_bar_metrics.items())
-        self.console.print(f"  {self.name} {step}/{trainer.max_steps} {values} ({left:.0f} s left)", highlight=False)
+        line = f"  {self.name} {step}/{trainer.max_steps} {values} ({left:.0f} s left)"
+        self.console.print(line, highlight=False, soft_wrap=True)
