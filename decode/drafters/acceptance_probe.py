@@ -149,7 +149,7 @@ def save_probes(
         {"label": p.label, "kind": p.kind, "layer": p.layer, "temperature": p.temperature, "metrics": p.metrics}
         for p in probes
     ]
-    note = {"model": weight_sample(model), "class": type(model).__name__, "features": FEATURES}
+    note: dict[str, Any] = {"model": weight_sample(model), "class": type(model).__name__, "features": FEATURES}
     note |= {"best": dict(best or {}), "probes": described}
     temporary = folder / f".tmp-{os.getpid()}"
     for name, write in (

@@ -120,7 +120,10 @@ class TrigramDrafter(Drafter):
             context, token = self.table.context(window[end - size : end]), window[end]
             if context is None or token >> self.table.bits:
                 continue
-            tokens, weights = self._learned.pop(context, None) or tuple(map(list, self.table.successors(context)))
+            learned = self._learned.pop(context, None)
+            tokens, weights = learned if learned is not None else self.table.successors(context)
+            if learned is None:
+                tokens, weights = tokens.copy(), weights.copy()
             self._learned[context] = tokens, weights  # the latest at the end
             if token not in tokens:
                 if len(tokens) >= self.widest:
