@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from decode.commands.bench import bench as bench
     from decode.commands.generate import generate as generate
-    from decode.commands.generation import Generation as Generation
+    from decode.commands.generated_text import Generation as Generation
     from decode.commands.profile import profile as profile
     from decode.core.errors import UserError as UserError
     from decode.models.pair import Pair as Pair
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Generation", "Pair", "UserError", "bench", "generate", "load", "profile"]
 
 _HOMES = {
-    "Generation": "decode.commands.generation",
+    "Generation": "decode.commands.generated_text",
     "Pair": "decode.models.pair",
     "UserError": "decode.core.errors",
     "bench": "decode.commands.bench",

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from decode.core.acceptance import AcceptanceRule, Exact, js_distance, pick
-from decode.core.device import synchronize
 from decode.core.drafter import Drafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.rng import Rng, TorchRng
 from decode.core.sampling import Warp, one_hot
 from decode.core.stopping import StopRule
+from decode.core.synchronize import synchronize
 from decode.core.target import Target
 from decode.core.trace import Round, Trace, Values
 from decode.verify import verify_chain, verify_greedy, verify_tree, verify_tree_relaxed

@@ -32,8 +32,8 @@ from decode.drafters.prompt_lookup import LookupDrafter
 from decode.drafters.rest.drafter import open_rest
 from decode.loop import System
 from decode.models.eagle.runner import HeadRunner
-from decode.models.fast import FastRunner, self_speculating
-from decode.models.layer_subset import LayerSubset
+from decode.models.runners.fast_runner import FastRunner, self_speculating
+from decode.models.runners.layer_subset import LayerSubset
 
 
 @dataclass

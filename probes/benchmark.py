@@ -10,9 +10,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.options import MethodOptions
 from decode.core.sampling import Warp
+from decode.measure.bench_entries import BenchEntry
+from decode.measure.bench_session import BenchOptions, Session
 from decode.measure.benchmark import Benchmark
-from decode.measure.entries import BenchEntry
-from decode.measure.session import BenchOptions, Session
 from decode.measure.statistics import Record, median_interval, paired_ratios, plain
 from decode.prompts.suites import Suite
 from probes.predict import HINDSIGHT, Choice

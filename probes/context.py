@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.core.sampling import Warp
-from decode.models.batched import draws_named, write_texts
+from decode.models.batched_generation import draws_named, write_texts
 from decode.models.open import stop_ids
 from distill.data.stage_context import StageContext
 from distill.data.tokenize import prompt_part

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.core.device import synchronize
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.stopping import Confidence, StopRule, token_probability
+from decode.core.synchronize import synchronize
 from decode.core.target import Target
 from decode.core.thresholds import Fixed
 from decode.drafters.acceptance_probe import AcceptanceProbe
@@ -25,8 +25,8 @@ from decode.loop import System, decode
 from decode.measure.cost import CostModel
 from decode.measure.forward_timer import time_forwards
 from decode.methods import MethodInputs, build
-from decode.models.fast import FastRunner
-from decode.models.layer_subset import LayerSubset
+from decode.models.runners.fast_runner import FastRunner
+from decode.models.runners.layer_subset import LayerSubset
 from decode.models.structure import decoder_layers
 
 WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25)

@@ -11,7 +11,7 @@ from decode.drafters.layer_search import search
 from decode.measure.cost import CostModel, measure_cost
 from decode.measure.predict import replayed_speedup
 from decode.methods import SELF_SPECULATIVE
-from decode.models.fast import FastRunner
+from decode.models.runners.fast_runner import FastRunner
 from decode.prompts.presets import PRESETS
 from decode.prompts.scorers import SCORERS
 from decode.prompts.suites import Prompt, Suite

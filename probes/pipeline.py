@@ -16,9 +16,9 @@ from decode.core.sampling import Warp
 from decode.drafters.acceptance_probe import AcceptanceProbe, save_probes
 from decode.measure import machine
 from decode.measure.statistics import plain
-from decode.models.fast import FastRunner
 from decode.models.open import check_tokenizers, load_model, load_tokenizer
 from decode.models.open_runner import open_runner
+from decode.models.runners.fast_runner import FastRunner
 from distill.core.files import write_json
 from distill.data.stage_context import StageContext
 from distill.pipeline.runner import alone_in, run_of, run_stages

@@ -33,15 +33,15 @@ from decode.commands.exit_status import check_writable
 from decode.commands.settings import BenchSettings
 from decode.core.options import split_spec
 from decode.drafters.corpus_files import join_documents
+from decode.measure.bench_entries import BenchEntry, plan
+from decode.measure.bench_session import BenchOptions, Session
 from decode.measure.benchmark import Benchmark
-from decode.measure.entries import BenchEntry, plan
-from decode.measure.session import BenchOptions, Session
 from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE, smaller_store
 from decode.models.eagle.files import is_head
-from decode.models.foreign import DraftModel
 from decode.models.generation_config import described
 from decode.models.open import load_tokenizer, open_draft, placement
+from decode.models.other_vocabulary import DraftModel
 from decode.models.pair import Pair
 from decode.prompts.suites import Suite
 from decode.report.bench_report import write_report

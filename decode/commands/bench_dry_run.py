@@ -26,7 +26,7 @@ from decode.commands.settings import BenchSettings
 from decode.core.options import split_spec
 from decode.drafters.acceptance_probe import FEATURES, KINDS, AcceptanceProbe, save_probes
 from decode.methods import PROBED, SELF_SPECULATIVE
-from decode.models.tiny import config_for, family_of
+from decode.models.config_from_shape import config_for, family_of
 from decode.prompts.arithmetic import problems
 from decode.prompts.presets import PRESETS
 

@@ -15,10 +15,10 @@ from decode.core.options import MethodOptions, split_spec
 from decode.core.sampling import Warp
 from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS
-from decode.models.compiled import check_compile
 from decode.models.generation_config import NEUTRAL, own_warp
 from decode.models.open import choose_device, choose_dtype
 from decode.models.pair import Pair, load
+from decode.models.runners.compiled import check_compile
 from decode.prompts.suites import Suite, load_suite
 
 Settings = TypeVar("Settings", bound=ModelSettings)

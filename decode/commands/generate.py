@@ -20,7 +20,7 @@ from decode.commands.checks import (
     open_pair,
     store_folders,
 )
-from decode.commands.generation import Generation, colored, show_statistics
+from decode.commands.generated_text import Generation, colored, show_statistics
 from decode.commands.settings import GenerateSettings
 from decode.core.errors import UserError
 from decode.core.rng import TorchRng
@@ -28,11 +28,11 @@ from decode.core.target import Target
 from decode.core.trace import Round
 from decode.loop import rejected_tokens, rounds, who_wrote
 from decode.measure import machine
-from decode.measure.entries import exported_length
+from decode.measure.bench_entries import exported_length
 from decode.methods import METHODS, MethodInputs, build, is_lossless
-from decode.models.foreign import ForeignDraft
 from decode.models.generation_config import described
 from decode.models.open import placement, stop_ids
+from decode.models.other_vocabulary import ForeignDraft
 from decode.models.pair import Pair
 from decode.models.text import Detokenizer, chat_ids, marked, prompt_ids, stop_at
 

@@ -14,8 +14,8 @@ from decode.commands.checks import api_settings, check_chat, check_models, make_
 from decode.commands.settings import ProfileSettings, required
 from decode.core.trace import FORMULAS
 from decode.measure import machine
+from decode.measure.bench_session import BenchOptions, Session
 from decode.measure.profile import PairProfile, profile_pair
-from decode.measure.session import BenchOptions, Session
 from decode.models.pair import Pair
 
 

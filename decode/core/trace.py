@@ -11,8 +11,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from decode.core.estimate import clustered_ratio
 from decode.core.proposal import Draft
+from decode.core.standard_error import clustered_ratio
 
 Values = Tensor | list[float]
 """One number for each tested position."""

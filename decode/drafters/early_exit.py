@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from decode.core.sampling import Warp
 from decode.drafters.draft_model import ModelDrafter
-from decode.models.fast import FastRunner, LayerSubsetRunner
-from decode.models.layer_subset import LayerSubset
+from decode.models.runners.fast_runner import FastRunner, LayerSubsetRunner
+from decode.models.runners.layer_subset import LayerSubset
 
 
 class EarlyExitDrafter(ModelDrafter):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from decode.core.acceptance import overlap
 from decode.core.sampling import Warp
-from decode.models.fast import FastRunner
-from decode.models.layer_subset import LayerSubset
+from decode.models.runners.fast_runner import FastRunner
+from decode.models.runners.layer_subset import LayerSubset
 
 Text = tuple[list[int], int]
 """Token ids, and how many of them are the prompt."""

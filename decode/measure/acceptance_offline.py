@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.core.acceptance import overlap
-from decode.core.estimate import clustered_ratio
 from decode.core.sampling import Warp
+from decode.core.standard_error import clustered_ratio
 from decode.models.eagle.head import FeatureHead, head_logits
-from decode.models.foreign import DraftModel, ForeignDraft, foreign_logits
+from decode.models.other_vocabulary import DraftModel, ForeignDraft, foreign_logits
 
 
 @dataclass

@@ -24,8 +24,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
-from decode.measure.entries import REFERENCE, BenchEntry, EntryRun, opponents, with_baselines
-from decode.measure.session import BenchOptions, Item, Session
+from decode.measure.bench_entries import REFERENCE, BenchEntry, EntryRun, opponents, with_baselines
+from decode.measure.bench_session import BenchOptions, Item, Session
 from decode.measure.statistics import (
     COLUMNS,
     Record,
@@ -40,7 +40,7 @@ from decode.measure.statistics import (
 )
 from decode.measure.transformers_baselines import TRANSFORMERS_BASELINES, quiet
 from decode.methods import METHODS
-from decode.models.foreign import DraftModel
+from decode.models.other_vocabulary import DraftModel
 from decode.models.text import Detokenizer, marked
 from decode.prompts.suites import Suite
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from decode.core.device import synchronize
 from decode.core.runner import Runner
-from decode.models.foreign import ForeignRunner
+from decode.core.synchronize import synchronize
+from decode.models.other_vocabulary import ForeignRunner
 
 LONGEST = 15
 """Draft lengths are compared up to here: v is measured for 1 to 16 tokens."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from decode.core.device import synchronize
 from decode.core.runner import Runner
+from decode.core.synchronize import synchronize
 
 
 class ForwardTimer:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import transformers
 
-from decode.core.device import synchronize
 from decode.core.errors import UserError
 from decode.core.runner import Runner
+from decode.core.synchronize import synchronize
 
 SLOW = 0.05
 """Seconds of a one-token forward above which more threads always pay, and measuring that would take long."""

@@ -11,10 +11,10 @@ from decode.core.options import MethodOptions
 from decode.core.sampling import Warp
 from decode.measure import machine
 from decode.measure.acceptance_offline import OfflineAlpha, offline_alpha
+from decode.measure.bench_entries import BenchEntry, EntryRun
+from decode.measure.bench_session import Item, Session
 from decode.measure.cost import LONGEST, CostModel
-from decode.measure.entries import BenchEntry, EntryRun
 from decode.measure.predict import best_length, predict, verdict
-from decode.measure.session import Item, Session
 from decode.measure.statistics import plain
 
 OVERHEAD_PROMPTS = 4

@@ -17,7 +17,7 @@ from transformers.utils import logging as hf_logging
 
 from decode.core.errors import UserError
 from decode.models.eagle.files import is_head, load_head
-from decode.models.foreign import DraftModel, ForeignDraft
+from decode.models.other_vocabulary import DraftModel, ForeignDraft
 from decode.models.vocabulary import Intersection, Vocabulary
 
 DTYPES = {

@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.runner import Runner
-from decode.models.compiled import check_compile
 from decode.models.eagle.head import FeatureHead
 from decode.models.eagle.runner import HeadRunner
-from decode.models.fast import fast_runner, supports
-from decode.models.fast_weights import FAMILIES
-from decode.models.foreign import DraftModel, ForeignDraft, ForeignRunner
-from decode.models.huggingface import HuggingFaceRunner, arguments_of
-from decode.models.longrope import LongRopeRunner, longrope_boundary
+from decode.models.other_vocabulary import DraftModel, ForeignDraft, ForeignRunner
+from decode.models.runners.compiled import check_compile
+from decode.models.runners.fast_runner import fast_runner, supports
+from decode.models.runners.fast_weights import FAMILIES
+from decode.models.runners.huggingface import HuggingFaceRunner, arguments_of
+from decode.models.runners.longrope import LongRopeRunner, longrope_boundary
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Differences of logits that rounding explains, in standard deviations; 0.1 in 16 bits."""
@@ -41,7 +41,7 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, compile: str = "no
     Args:
         model: a causal language model, or one with adapters (peft).
         fast: use the hand-written forward where it can be.
-        compile: send it through torch.compile (a mode of `decode.models.compiled.MODES`).
+        compile: send it through torch.compile (a mode of `decode.models.runners.compiled.MODES`).
 
     Raises:
         UserError: a model that cannot be rolled back (recurrent, hybrid, encoder–decoder, bidirectional), logits that

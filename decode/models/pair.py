@@ -9,9 +9,9 @@ from functools import cached_property
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.runner import Runner
-from decode.models.foreign import DraftModel
 from decode.models.open import open_draft, open_target
 from decode.models.open_runner import open_draft_runner, open_runner
+from decode.models.other_vocabulary import DraftModel
 
 
 @dataclass

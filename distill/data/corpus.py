@@ -24,7 +24,7 @@ from decode.models.open import load_tokenizer
 from decode.prompts.files import Row, quiet_datasets
 from distill.config.data import DataSettings
 from distill.data.chats import ChatFormat, chat_examples
-from distill.data.label_masks import check_masks, show
+from distill.data.show_example import check_masks, show
 from distill.data.sources import SPLITS, LeftOut, SourceRows, load_rows
 from distill.data.tokenize import IGNORE, Example, UnusableRow, pair_examples, text_examples
 from distill.data.train_tokenizer import train_tokenizer

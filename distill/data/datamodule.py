@@ -11,7 +11,7 @@ import numpy as np
 
 from decode.core.errors import UserError
 from distill.data.batch_schedule import EvalBatches, Schedule
-from distill.data.step import Step
+from distill.data.optimizer_step import Step
 from distill.data.token_dataset import Batch, Picks, TokenDataset, label_count, make_batch
 
 

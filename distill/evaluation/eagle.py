@@ -9,7 +9,7 @@ from decode.core.acceptance import overlap
 from decode.core.options import MethodOptions
 from decode.core.sampling import Warp
 from decode.measure.acceptance_offline import OfflineAlpha, response_logits
-from decode.measure.entries import BenchEntry
+from decode.measure.bench_entries import BenchEntry
 from decode.models.eagle.head import FeatureHead, head_logits
 from distill.evaluation.evaluate import Evaluation, Text
 

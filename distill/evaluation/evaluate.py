@@ -16,12 +16,12 @@ from decode.core.options import MethodOptions
 from decode.core.sampling import Warp
 from decode.measure import machine
 from decode.measure.acceptance_offline import OfflineAlpha, draft_logits, offline_alpha, paired, response_logits
+from decode.measure.bench_entries import BenchEntry
+from decode.measure.bench_session import BenchOptions, Session
 from decode.measure.benchmark import Benchmark
 from decode.measure.cost import CostModel
-from decode.measure.entries import BenchEntry
 from decode.measure.predict import best_length, break_even, speedups_by_length, verdict
-from decode.measure.session import BenchOptions, Session
-from decode.models.batched import draws_of_loop, write_texts
+from decode.models.batched_generation import draws_of_loop, write_texts
 from decode.models.eagle.files import is_head, load_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import load_model, stop_ids

@@ -42,7 +42,7 @@ from distill.models.lm_head import LMHead
 from distill.models.loading import load_or_build
 from distill.pipeline.training_budget import plan_draft, plan_reference
 from distill.teacher import signal_cache as signals
-from distill.teacher.teacher import TargetSignal, TargetSource
+from distill.teacher.target_distribution import TargetSignal, TargetSource
 from distill.training.distillation import DistillModule
 from distill.training.trainer import fit
 

@@ -16,7 +16,7 @@ from distill.losses.chunked_kl import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
 from distill.losses.token_selection import top_share
 from distill.models.lm_head import LMHead
-from distill.teacher.teacher import HiddenRows
+from distill.teacher.target_distribution import HiddenRows
 from distill.training.trainer import quiet
 
 SIDES = ("straightforward", "draftsmith")

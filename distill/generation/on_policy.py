@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.core.sampling import Warp
-from decode.models.batched import uniform_draws, write_texts
+from decode.models.batched_generation import uniform_draws, write_texts
 from distill.config.responses import ResponseSettings
 from distill.core import ranks
 from distill.data.batch_schedule import Schedule

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.sampling import Warp
-from decode.models.batched import uniform_draws, write_texts
+from decode.models.batched_generation import uniform_draws, write_texts
 from decode.models.text import continuation_ids, end_token
 from distill.config.responses import ResponseSettings
 from distill.core.files import void, write_json, write_safely

@@ -21,7 +21,7 @@ class Selection:
         k: Share of tokens selected, in (0, 1].
         scope: ``microbatch`` ranks all label tokens of the batch together, as the official code does;
             ``sequence`` ranks within each example; ``global`` ranks those of the whole optimiser step, over all
-            ranks and micro-batches (`distill.data.step` does, where there are several).
+            ranks and micro-batches (`distill.data.optimizer_step` does, where there are several).
         normalisation: ``paper`` divides by the step's selected tokens: their mean. ``response`` is the paper's
             1/(k·|y|) for every response y, averaged over the step's responses. ``official`` divides by all label
             tokens, as the official code does, a loss k times as large.

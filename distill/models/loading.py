@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from decode.core.errors import UserError
+from decode.models.config_from_shape import config_for
 from decode.models.open import load_model
-from decode.models.tiny import config_for
 from distill.config.settings import Architecture, ModelSettings
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.commands.bench_dry_run import row_with, write_rows
 from decode.core.errors import UserError
-from decode.models.tiny import family_of
+from decode.models.config_from_shape import family_of
 from decode.prompts.presets import PRESETS
 from distill.config.responses import ResponseSettings
 from distill.config.settings import Architecture, ModelSettings, Settings, TrainingSettings

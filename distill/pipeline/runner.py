@@ -26,7 +26,8 @@ from distill.data.stage_context import StageContext
 from distill.export.card import export_profile
 from distill.export.draft import check_export_path, export_draft
 from distill.export.eagle import check_head_path, export_head
-from distill.pipeline import draft_models, feature_heads
+from distill.pipeline import draft_models
+from distill.pipeline import eagle_heads as feature_heads
 from distill.pipeline.reuse import adopt, siblings
 from distill.pipeline.stage_fingerprint import measurement_fingerprint, stage_fingerprints
 from distill.pipeline.stages import StageResult, check_inputs, distil, language_model

@@ -2,7 +2,7 @@
 
 Both return a finished model with what is known of it; `distill.pipeline.runner` decides which stages have to run and
 puts the results in their folders. What differs between draft models and feature heads is a `Distillation`, made by
-`distill.pipeline.draft_models` or `distill.pipeline.feature_heads`.
+`distill.pipeline.draft_models` or `distill.pipeline.eagle_heads`.
 """
 
 from __future__ import annotations

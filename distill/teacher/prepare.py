@@ -23,7 +23,7 @@ from distill.losses.objective import Objective
 from distill.models.lm_head import LMHead, check_head
 from distill.models.precision import weights_dtype
 from distill.teacher import signal_cache as signals
-from distill.teacher.teacher import TargetSignal, TargetSource
+from distill.teacher.target_distribution import TargetSignal, TargetSource
 
 
 @dataclass

@@ -35,7 +35,7 @@ from distill.losses.chunked_kl import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
 from distill.models.lm_head import LMHead, last_hidden
 from distill.models.precision import forward_precision
-from distill.teacher.teacher import TargetSignal, TargetSource
+from distill.teacher.target_distribution import TargetSignal, TargetSource
 
 Array = NDArray[Any]
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from distill.config.trainer import TrainingSettings
-from distill.data.step import Step
+from distill.data.optimizer_step import Step
 from distill.data.token_dataset import Batch
 from distill.losses.chunked_kl import LossRequest, LossRows, fused_loss, plain_loss
 from distill.losses.head_gradients import can_fuse
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection, top_share
-from distill.teacher.teacher import TargetSource
+from distill.teacher.target_distribution import TargetSource
 from distill.training.base_module import TrainingModule
 
 

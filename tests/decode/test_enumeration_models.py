@@ -19,8 +19,8 @@ from decode.core.stopping import StopRule, negative_entropy, token_probability
 from decode.core.thresholds import Fixed, MeanOfRejected
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System
-from decode.models.fast import fast_runner
-from decode.models.huggingface import HuggingFaceRunner
+from decode.models.runners.fast_runner import fast_runner
+from decode.models.runners.huggingface import HuggingFaceRunner
 
 TOLERANCE = 1e-12
 VOCAB = 8

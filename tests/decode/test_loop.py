@@ -23,9 +23,9 @@ from decode.core.stopping import StopRule
 from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode, rounds
-from decode.models.fast import supports
-from decode.models.huggingface import HuggingFaceRunner
 from decode.models.open_runner import open_runner
+from decode.models.runners.fast_runner import supports
+from decode.models.runners.huggingface import HuggingFaceRunner
 
 PROMPT = [3, 7, 1, 9, 3, 7]
 SAMPLE = Warp(temperature=1.0)

@@ -11,7 +11,7 @@ from decode.core.target import Target
 from decode.loop import decode
 from decode.measure.cost import CostModel
 from decode.methods import MethodInputs, build
-from decode.models.fast import fast_runner
+from decode.models.runners.fast_runner import fast_runner
 from decode.models.structure import decoder_layers
 from probes.benchmark import Candidate
 from probes.costs import Costs, measure, of_weights

@@ -28,7 +28,7 @@ from decode.drafters.acceptance_probe import (
 )
 from decode.loop import System, decode, rounds
 from decode.methods import MethodInputs, build
-from decode.models.batched import draws_named, write_texts
+from decode.models.batched_generation import draws_named, write_texts
 from decode.models.open_runner import open_runner
 from probes.features import Features, collect, exit_layers
 from probes.metrics import calibrate, evaluate, evaluate_exits, probability

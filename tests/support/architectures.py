@@ -11,8 +11,8 @@ from families import CONTEXT, VOCAB, WIDTH
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.core.errors import UserError
-from decode.models.fast import FastRunner
 from decode.models.open_runner import open_runner
+from decode.models.runners.fast_runner import FastRunner
 
 WINDOW = 6
 

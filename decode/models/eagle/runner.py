@@ -11,8 +11,8 @@ from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.runner import Runner
 from decode.models.eagle.head import FeatureHead, output_head
-from decode.models.fast_forward import FastForward, add_projected, cos_and_sin
-from decode.models.fast_weights import Shape, Weights, by_columns, llama_layer, norm, tunable
+from decode.models.runners.fast_forward import FastForward, add_projected, cos_and_sin
+from decode.models.runners.fast_weights import Shape, Weights, by_columns, llama_layer, norm, tunable
 
 
 class HeadRunner(Runner):

@@ -12,7 +12,7 @@ from decode.__main__ import main
 from decode.commands.bench_dry_run import preset_row, row_with, shrink, write_rows
 from decode.commands.settings import BenchSettings
 from decode.core.errors import UserError
-from decode.models.tiny import FAMILIES, family_of
+from decode.models.config_from_shape import FAMILIES, family_of
 from decode.prompts.presets import PRESETS
 from decode.prompts.suites import load_suite
 

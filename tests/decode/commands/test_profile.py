@@ -12,9 +12,9 @@ from decode.commands.settings import ProfileSettings
 from decode.core.errors import UserError
 from decode.core.sampling import Warp
 from decode.measure.acceptance_offline import offline_alpha
+from decode.measure.bench_session import BenchOptions, Session
 from decode.measure.predict import predicted_speedup
 from decode.measure.profile import profile_pair
-from decode.measure.session import BenchOptions, Session
 
 
 @pytest.fixture(scope="module")

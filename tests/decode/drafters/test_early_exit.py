@@ -17,11 +17,11 @@ from decode.core.thresholds import Fixed
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.loop import System, decode, rounds
 from decode.methods import MethodInputs, build
-from decode.models.fast import FastRunner, fast_runner, self_speculating
-from decode.models.fast_forward import FastForward
-from decode.models.fast_weights import FAMILIES
-from decode.models.layer_subset import LayerSubset
 from decode.models.open_runner import open_runner
+from decode.models.runners.fast_forward import FastForward
+from decode.models.runners.fast_runner import FastRunner, fast_runner, self_speculating
+from decode.models.runners.fast_weights import FAMILIES
+from decode.models.runners.layer_subset import LayerSubset
 
 WALKED = ["llama", "llama-mha", "llama-tied", "mistral", "qwen2", "qwen3", "phi", "gpt_neox", "gpt_neox-sequential"]
 DEPTH = 4

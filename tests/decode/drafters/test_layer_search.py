@@ -8,8 +8,8 @@ import torch
 from decode.core.sampling import Warp
 from decode.drafters.layer_search import acceptance, search, target_rows
 from decode.measure.predict import replayed_speedup
-from decode.models.fast import FastRunner, fast_runner
-from decode.models.layer_subset import LayerSubset
+from decode.models.runners.fast_runner import FastRunner, fast_runner
+from decode.models.runners.layer_subset import LayerSubset
 
 DEPTH = 4
 GREEDY = Warp()

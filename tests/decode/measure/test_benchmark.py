@@ -20,10 +20,10 @@ from decode.commands.checks import open_suites
 from decode.commands.settings import BenchSettings
 from decode.core.errors import UserError
 from decode.core.options import MethodOptions
+from decode.measure.bench_entries import BenchEntry, EntryRun, plan
+from decode.measure.bench_session import BenchOptions, Session
 from decode.measure.benchmark import Benchmark, run_benchmark
 from decode.measure.cost import CostModel
-from decode.measure.entries import BenchEntry, EntryRun, plan
-from decode.measure.session import BenchOptions, Session
 from decode.measure.statistics import (
     COLUMNS,
     Record,

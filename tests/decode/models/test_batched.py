@@ -14,7 +14,7 @@ from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
 from decode.methods import MethodInputs, build
-from decode.models.batched import draws_named, draws_of_loop, uniform_draws, write_texts
+from decode.models.batched_generation import draws_named, draws_of_loop, uniform_draws, write_texts
 from decode.models.open_runner import open_runner
 
 Tiny = Callable[..., PreTrainedModel]

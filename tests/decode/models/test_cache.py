@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.models.cache import RollbackCache, RollbackLayer
+from decode.models.runners.cache import RollbackCache, RollbackLayer
 
 
 def states(*values: float) -> Tensor:

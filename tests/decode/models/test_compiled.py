@@ -22,12 +22,12 @@ from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
 from decode.methods import MethodInputs, build
-from decode.models import compiled
 from decode.models import open_runner as open_runner_module
-from decode.models.compiled import check_compile
-from decode.models.fast import FastRunner, fast_runner
-from decode.models.layer_subset import LayerSubset
 from decode.models.open_runner import open_runner
+from decode.models.runners import compiled
+from decode.models.runners.compiled import check_compile
+from decode.models.runners.fast_runner import FastRunner, fast_runner
+from decode.models.runners.layer_subset import LayerSubset
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
 PROMPT = TEXT[:6]

@@ -22,11 +22,11 @@ from decode.core.stopping import StopRule
 from decode.core.target import Target
 from decode.loop import System, decode
 from decode.methods import MethodInputs, build
-from decode.models import fast_weights, tree_masks
-from decode.models import huggingface as huggingface_module
-from decode.models.fast import FastRunner, fast_runner
-from decode.models.huggingface import HuggingFaceRunner
 from decode.models.open_runner import compare, open_runner
+from decode.models.runners import fast_weights, tree_masks
+from decode.models.runners import huggingface as huggingface_module
+from decode.models.runners.fast_runner import FastRunner, fast_runner
+from decode.models.runners.huggingface import HuggingFaceRunner
 
 SERVED = [name for name in ARCHITECTURES if name not in REFUSED]
 TREES = [name for name in SERVED if name not in NO_TREES]

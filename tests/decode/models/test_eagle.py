@@ -28,9 +28,9 @@ from decode.methods import MethodInputs, build
 from decode.models.eagle.files import default_captured_layers, head_config, is_head, load_head, save_head
 from decode.models.eagle.head import FeatureHead, head_logits
 from decode.models.eagle.runner import HeadRunner
-from decode.models.fast import fast_runner
-from decode.models.huggingface import HuggingFaceRunner
 from decode.models.open_runner import open_runner
+from decode.models.runners.fast_runner import fast_runner
+from decode.models.runners.huggingface import HuggingFaceRunner
 
 FAMILIES = ["llama", "qwen3", "gpt_neox", "gpt2"]
 SMALL = 8

@@ -25,14 +25,14 @@ from decode.core.thresholds import Fixed
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode
 from decode.measure.acceptance_offline import draft_logits
+from decode.measure.bench_entries import plan
+from decode.measure.bench_session import BenchOptions
 from decode.measure.benchmark import run_benchmark
-from decode.measure.entries import plan
-from decode.measure.session import BenchOptions
 from decode.methods import STOPS, MethodInputs
 from decode.models import vocabulary
-from decode.models.foreign import ForeignDraft, ForeignRunner
 from decode.models.open import open_draft
 from decode.models.open_runner import open_draft_runner, open_runner
+from decode.models.other_vocabulary import ForeignDraft, ForeignRunner
 from decode.models.vocabulary import Intersection, Vocabulary
 
 TOLERANCE = 1e-12

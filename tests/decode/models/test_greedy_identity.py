@@ -17,8 +17,8 @@ from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode
 from decode.methods import STOPS, MethodInputs
-from decode.models.fast import FastRunner
 from decode.models.open_runner import open_runner
+from decode.models.runners.fast_runner import FastRunner
 
 
 @pytest.fixture(scope="module")

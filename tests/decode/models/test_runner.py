@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.target import Target
-from decode.models import fast as fast_module
-from decode.models import fast_weights
-from decode.models.huggingface import HuggingFaceRunner
 from decode.models.open_runner import open_runner
-from decode.models.tree_masks import tree_mask
+from decode.models.runners import fast_runner as fast_module
+from decode.models.runners import fast_weights
+from decode.models.runners.huggingface import HuggingFaceRunner
+from decode.models.runners.tree_masks import tree_mask
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
 PATHS = [path for path in RUNNER_PATHS if path[0] in ("llama", "mistral", "qwen3", "phi", "gpt_neox", "gpt2", "gemma2")]

@@ -9,7 +9,7 @@ from decode.core.errors import UserError
 from decode.models.text import continuation_ids, prompt_ids
 from distill.data import IGNORE, prompt_part, train_tokenizer
 from distill.data.chats import ChatFormat, chat_examples
-from distill.data.label_masks import check_masks, render, show
+from distill.data.show_example import check_masks, render, show
 from distill.data.tokenize import pair_examples, text_examples
 
 TEXTS = ["How many pens are there?\nThere are 2+2 = <<2+2=4>>4 pens.\n#### 4", "user assistant says hello again"] * 9

@@ -39,7 +39,7 @@ from distill.eagle.drafting_steps import drafting_steps
 from distill.eagle.features import STATES, FeatureSource
 from distill.experiments.ablate import AblateSettings, Meter, ablate
 from distill.export.eagle import check_files, check_head_path, export_head
-from distill.pipeline.feature_heads import frequent
+from distill.pipeline.eagle_heads import frequent
 from distill.pipeline.runner import run_of, run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 

@@ -17,7 +17,7 @@ from distill.losses.divergences import LOSSES, Divergence
 from distill.losses.head_gradients import can_fuse, chunk_rows
 from distill.losses.token_selection import top_share
 from distill.models.lm_head import LMHead, last_hidden
-from distill.teacher.teacher import HiddenRows
+from distill.teacher.target_distribution import HiddenRows
 
 Tiny = Callable[..., PreTrainedModel]
 

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from decode.commands.command_line import parse
-from decode.models.tiny import FAMILIES
+from decode.models.config_from_shape import FAMILIES
 from decode.prompts.presets import PRESETS
 from distill.__main__ import FOREIGN
 from distill.config.settings import InitialDraftSettings, Settings, TargetSettings, TrainingSettings

@@ -16,7 +16,7 @@ from distill.data.tokenize import IGNORE
 from distill.losses.divergences import Divergence, Pair
 from distill.models.lm_head import LMHead, last_hidden
 from distill.teacher import signal_cache as signals
-from distill.teacher.teacher import TargetSignal, TargetSource
+from distill.teacher.target_distribution import TargetSignal, TargetSource
 
 Tiny = Callable[..., PreTrainedModel]
 

@@ -23,12 +23,12 @@ from distill.core import ranks
 from distill.core.run_dir import RunDir
 from distill.data.batch_schedule import Schedule
 from distill.data.datamodule import TrainLoader
-from distill.data.step import Step
+from distill.data.optimizer_step import Step
 from distill.data.token_dataset import Batch, TokenDataset
 from distill.data.tokenize import IGNORE
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection, top_share
-from distill.teacher.teacher import TargetSource
+from distill.teacher.target_distribution import TargetSource
 from distill.training.causal_lm import CausalLMModule
 from distill.training.distillation import DistillModule
 

@@ -24,7 +24,7 @@ from distill.data.datamodule import DistillDataModule
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
 from distill.teacher import signal_cache as signals
-from distill.teacher.teacher import TargetSource
+from distill.teacher.target_distribution import TargetSource
 from distill.training.causal_lm import CausalLMModule
 from distill.training.checkpointing import BestWeights
 from distill.training.distillation import DistillModule

@@ -19,7 +19,7 @@ from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
 from distill.models.lm_head import LMHead, check_head, last_hidden
 from distill.models.loading import checkpoint_layers
-from distill.teacher.teacher import TargetSignal, TargetSource
+from distill.teacher.target_distribution import TargetSignal, TargetSource
 from distill.training.causal_lm import CausalLMModule
 from distill.training.distillation import DistillModule, token_counts
 

@@ -21,7 +21,7 @@ from distill.data.token_dataset import TokenDataset
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
 from distill.teacher import signal_cache as signals
-from distill.teacher.teacher import TargetSignal, TargetSource
+from distill.teacher.target_distribution import TargetSignal, TargetSource
 from distill.training.causal_lm import CausalLMModule
 from distill.training.distillation import DistillModule
 from distill.training.nan_guard import FirstBad

@@ -13,13 +13,13 @@ from decode.core.options import MethodOptions, split_spec
 from decode.core.rng import TorchRng
 from decode.core.target import Target
 from decode.loop import Output, System, decode
+from decode.measure.bench_session import BASELINE, Session
 from decode.measure.forward_timer import time_forwards
-from decode.measure.session import BASELINE, Session
 from decode.measure.statistics import Record, TimedText
 from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES, TransformersBaseline
 from decode.methods import DRAFTED, HEADED, METHODS, SELF_SPECULATIVE, MethodInputs, build, is_lossless
 from decode.models.eagle.head import FeatureHead
-from decode.models.foreign import DraftModel
+from decode.models.other_vocabulary import DraftModel
 
 REFERENCE = "generate"
 """What `speedup_vs_generate` is measured against, and what greedy texts have to equal."""

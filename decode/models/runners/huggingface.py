@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from decode.core.proposal import Draft
 from decode.core.runner import Runner
-from decode.models.cache import RollbackCache
-from decode.models.tree_masks import masks_of_tree, tree_refusal
+from decode.models.runners.cache import RollbackCache
+from decode.models.runners.tree_masks import masks_of_tree, tree_refusal
 
 
 class HuggingFaceRunner(Runner):
-    """Calls the model as it is; `decode.models.fast.FastRunner` does the same with less overhead.
+    """Calls the model as it is; `decode.models.runners.fast_runner.FastRunner` does the same with less overhead.
 
     The weights are the model's own, so changes to them are seen.
     """

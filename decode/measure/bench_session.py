@@ -18,9 +18,9 @@ from decode.loop import decode
 from decode.measure import machine
 from decode.measure.cost import LONGEST, CostMeter, CostModel
 from decode.methods import MethodInputs, build
-from decode.models.foreign import DraftModel, ForeignDraft
 from decode.models.open import stop_ids
 from decode.models.open_runner import open_draft_runner, open_runner
+from decode.models.other_vocabulary import DraftModel, ForeignDraft
 from decode.models.text import Detokenizer, Message, chat_ids, prompt_ids
 from decode.prompts.suites import Prompt, Suite
 
@@ -47,7 +47,7 @@ class BenchOptions:
         samples: prompts of each suite whose texts are kept with their marks.
         costs: measure c and v(n), which `predicted_speedup` needs.
         cost_turns: measurements of the costs, spread over a block's prompts (a few of them come first).
-        compile: see `decode.models.huggingface.open_runner`.
+        compile: see `decode.models.runners.huggingface.open_runner`.
     """
 
     max_new_tokens: int = 128

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.runner import Runner
-from decode.models.compiled import CompiledChain
-from decode.models.fast_forward import FastForward, add_projected, cos_and_sin
-from decode.models.fast_weights import FAMILIES, model_weights, tunable
-from decode.models.huggingface import facts_of, weight_bytes
-from decode.models.layer_subset import LayerSubset
+from decode.models.runners.compiled import CompiledChain
+from decode.models.runners.fast_forward import FastForward, add_projected, cos_and_sin
+from decode.models.runners.fast_weights import FAMILIES, model_weights, tunable
+from decode.models.runners.huggingface import facts_of, weight_bytes
+from decode.models.runners.layer_subset import LayerSubset
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Scalings whose rotation of a position is the same in every forward."""
@@ -72,7 +72,8 @@ def fast_runner(model: PreTrainedModel, *, compile: str = "none") -> FastRunner:
 class FastRunner(Runner):
     """A model by `FastForward`, equal to its own forward to rounding.
 
-    Where weights are copied (see `decode.models.fast_weights`), later changes to the model are not seen: open it anew.
+    Where weights are copied (see `decode.models.runners.fast_weights`), later changes to the model are not seen: open
+    it anew.
 
     Args:
         forward: the layers and their cache.

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decode.core.errors import UserError
-from decode.models.fast_forward import FastForward
+from decode.models.runners.fast_forward import FastForward
 
 MODES = ("none", "default", "reduce-overhead")
 """``none``, or the mode of torch.compile; ``reduce-overhead`` replays CUDA graphs."""

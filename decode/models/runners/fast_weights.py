@@ -1,4 +1,4 @@
-"""Weights of a decoder layer as the hand-written forward reads them (see `decode.models.fast`).
+"""Weights of a decoder layer as the hand-written forward reads them (see `decode.models.runners.fast_runner`).
 
 Two layouts. `tuned` weights are copies for the CPU: scales of RMS norms folded into the projection behind them, and
 rows of q and k sorted so that rotation is one multiplication of complex numbers. Where a copy would cost too much, or
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from decode.models.fast_norms import WIDE, Function, RmsNorm, norm, rms_norm
+from decode.models.runners.fast_norms import WIDE, Function, RmsNorm, norm, rms_norm
 
 COLUMNS = 1 << 15
 """Smallest weight (elements) that is laid out column by column."""

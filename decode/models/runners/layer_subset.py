@@ -4,7 +4,7 @@ Up to the first skipped sub-layer the draft's states and cache entries are the t
 verification runs those layers for the tokens that were not read yet, and only the layers behind them for all tokens
 (LayerSkip, arXiv 2404.16710, section 4.3). Behind the first skipped sub-layer (Draft & Verify, arXiv 2309.08168) the
 draft attends to the target's entries of the text, and writes its own into the slots past it, where verification
-overwrites them. `decode.models.fast.FastRunner.read_subset` runs them.
+overwrites them. `decode.models.runners.fast_runner.FastRunner.read_subset` runs them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Same arithmetic as transformers' modelling code, a few dozen operations a layer less: one projection for q, k and v,
 rotation in place, one preallocated cache for all layers, masks made once a call. On CPUs the weights are laid out anew
-for it (`decode.models.fast_weights`). `decode.models.fast.FastRunner` makes a `Runner` of it.
+for it (`decode.models.runners.fast_weights`). `decode.models.runners.fast_runner.FastRunner` makes a `Runner` of it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decode.core.proposal import Draft
-from decode.models.fast_weights import Layer, Weights
-from decode.models.tree_masks import tree_mask
+from decode.models.runners.fast_weights import Layer, Weights
+from decode.models.runners.tree_masks import tree_mask
 
 CacheSlots = tuple[Any, Tensor, Tensor]
 """Of one layer: cache ``[1, 2 kv_heads, n, width]`` of the new tokens (anything with ``copy_``), and all keys and all
