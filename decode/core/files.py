@@ -6,6 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from decode.core.errors import UserError
+
 
 def write_text(path: str | Path, content: str) -> None:
     """Write a UTF-8 text file, and its folder where that is missing; a file already there is replaced whole or not.
@@ -15,9 +17,11 @@ def write_text(path: str | Path, content: str) -> None:
         content: all of its text.
 
     Raises:
+        UserError: a folder or a device stands at the path.
         OSError: the folder cannot be written to, or the disk is full; a file already there is unchanged.
     """
     path = Path(path)
+    check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -28,3 +32,13 @@ def write_text(path: str | Path, content: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse a path whose place a renamed file must not take.
+
+    Raises:
+        UserError: a folder or a device stands there.
+    """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{str(path)!r} is not a file that can be replaced but a folder or a device; give another path")

@@ -175,9 +175,17 @@ class EntryRun:
             session.tokenizer,
             session.options.datastore,
             session.options.trigrams,
-            entry.options,
+            self._options(),
         )
         return build(entry.method, inputs, stop=entry.stop, rule=entry.rule)
+
+    def _options(self) -> MethodOptions:
+        """The entry's options; ``cost-optimal`` gets the costs measured before the first text, fixed from then on."""
+        options, cost = self.entry.options, self.session.costs.get(self.entry.draft)
+        if options.cost_ratio is not None or self.entry.draft is None or cost is None:
+            return options
+        growth = max(0.0, (cost.v(9) - cost.v(1)) / 8)
+        return replace(options, cost_ratio=max(1e-3, cost.cost_ratio + cost.draft_overhead), verify_growth=growth)
 
     @property
     def draft_length(self) -> int | None:

@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
+from decode.core.files import check_replaceable
 from distill.core import ranks
 
 BLOCK = 1 << 24
@@ -22,6 +23,7 @@ BLOCK = 1 << 24
 
 def write_safely(path: Path, write: Callable[[Path], None]) -> None:
     """Have ``write`` fill a file beside ``path``, then rename it into place; nothing partial is ever left at it."""
+    check_replaceable(path)
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
         write(temporary)

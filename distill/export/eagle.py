@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
 from decode.models.eagle.files import load_head, save_head
 from decode.models.eagle.head import FeatureHead
-from decode.models.open import load_model
+from decode.models.open import load_model, load_tokenizer
 from distill.config.export import ExportSettings
 from distill.core.files import save_tokenizer
 from distill.export.card import speculation_profile
@@ -55,6 +55,8 @@ def export_head(
     out_dir: str | Path,
     profile: Mapping[str, Any],
     settings: ExportSettings,
+    *,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Export a head; an earlier export in the same place is replaced once the new one is complete.
 
@@ -64,6 +66,7 @@ def export_head(
         out_dir: destination.
         profile: what was measured, as for `distill.export.draft.export_draft`.
         settings: number format and draft length.
+        trust_remote_code: run the code that the target's folder brings.
 
     Returns:
         `out_dir`.
@@ -72,11 +75,11 @@ def export_head(
         UserError: a destination that holds something else, or a missing draft length.
     """
     out_dir = Path(out_dir)
-    target = load_model(target_dir, device="cpu", dtype="float32")
+    target = load_model(target_dir, device="cpu", dtype="float32", trust_remote_code=trust_remote_code)
     head = load_head(head_dir, target)
     check_head_path(out_dir, head.version)
     length = draft_length(profile, settings)
-    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    tokenizer = load_tokenizer(target_dir, trust_remote_code=trust_remote_code)
     dtype = torch.float32 if settings.dtype == "keep" else getattr(torch, settings.dtype)
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     for stale in out_dir.parent.glob(f".{out_dir.name}.partial-*"):

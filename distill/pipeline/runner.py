@@ -164,11 +164,9 @@ def measure(context: StageContext) -> dict[str, Any]:
         "commands": {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"},
     }
     write_safely(run.folder / "settings.yaml", lambda file: _dump(settings, file))
-    if settings.eagle.enabled:
-        export_head(run.draft, run.target, run.export, export_profile(report, run.names["draft"]), settings.export)
-    else:
-        trust, profile = settings.target.trust_remote_code, export_profile(report, run.names["draft"])
-        export_draft(run.draft, run.target, run.export, profile, settings.export, trust_remote_code=trust)
+    trust, profile = settings.target.trust_remote_code, export_profile(report, run.names["draft"])
+    export = export_head if settings.eagle.enabled else export_draft
+    export(run.draft, run.target, run.export, profile, settings.export, trust_remote_code=trust)
     write_report(run.folder, report)
     report = _read(run.folder / "report.json")
     log_report(context.logger, report, lambda: figures(report))

@@ -1,9 +1,11 @@
 """Files are complete or not there."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+from decode.core.errors import UserError
 from decode.core.files import write_text
 
 
@@ -21,3 +23,13 @@ def test_the_folder_is_made_and_everybody_may_read_the_file(tmp_path: Path) -> N
     write_text(path, "é")
     assert path.read_text(encoding="utf-8") == "é"
     assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_folders_and_devices_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "pipe"):
+        with pytest.raises(UserError, match=name):
+            write_text(tmp_path / name, "new")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "pipe"]
+    assert (tmp_path / "pipe").is_fifo()

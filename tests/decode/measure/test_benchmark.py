@@ -493,3 +493,14 @@ def test_prompts_are_kept_for_paired_comparisons(bench):
         assert ("accepted" in prompts[0]) != row["peer"]
     learned = {d["name"] for d in bench.analysis if d.get("verification_threshold") is not None}
     assert learned == {"adasd"}
+
+
+def test_cost_optimal_drafts_by_the_costs_that_were_measured_before(models) -> None:
+    target, draft = models
+    session = Session(target, {"small": draft}, make_tokenizer(), BenchOptions(max_new_tokens=8, repeats=1))
+    session.costs["small"] = CostModel(0.25, {1: 1.0, 9: 1.4}, draft_overhead=0.05)
+    (entry,) = plan(["cost-optimal"], {"small": draft}, [0.0])
+    threshold = EntryRun(session, entry).systems[0].stop.threshold
+    assert (threshold.cost_ratio, threshold.verify_growth) == pytest.approx((0.30, 0.05))
+    (given,) = plan(["cost-optimal:cost_ratio=0.5"], {"small": draft}, [0.0])
+    assert EntryRun(session, given).systems[0].stop.threshold.cost_ratio == 0.5
