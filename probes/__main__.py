@@ -27,14 +27,14 @@ def main(argv: list[str] | None = None) -> None:
     Raises:
         UserError: anything in settings, data or models that cannot be used.
     """
-    from probes.settings import Settings
+    from probes.settings import ProbesSettings
 
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv:
         raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")
     dry_run = take_flag(argv, "--dry-run")
     settings = parse(
-        Settings,
+        ProbesSettings,
         argv,
         prog="python -m probes",
         description=ABOUT,

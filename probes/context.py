@@ -18,7 +18,7 @@ from decode.models.open import stop_ids
 from distill.data.stage_context import StageContext
 from distill.data.tokenize import prompt_part
 from probes.features import Features, Text, collect
-from probes.settings import ProbeSettings, Settings
+from probes.settings import ProbeSettings, ProbesSettings
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Mode:
 class ProbeContext:
     """What every step works with; the run's folder, data and console are those of `stages`."""
 
-    settings: Settings
+    settings: ProbesSettings
     stages: StageContext
     model: PreTrainedModel
     exits: list[int]

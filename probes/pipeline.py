@@ -30,13 +30,13 @@ from probes.metrics import auroc_gain, calibrate, evaluate_exits, probability, s
 from probes.page import write_page
 from probes.predict import HINDSIGHT, METHODS, Choice, best_of
 from probes.report import console_tables, findings
-from probes.settings import Settings
+from probes.settings import ProbesSettings
 from probes.train import Training, train_probes
 
 Rows = list[dict[str, Any]]
 
 
-def run_probes(settings: Settings, console: Console | None = None) -> dict[str, Any]:
+def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict[str, Any]:
     """Train probes, measure them, choose an exit, run the best settings and report.
 
     The run's target is trained first if it is not there, or was made from other settings; the run's folder is locked
@@ -63,7 +63,7 @@ def run_probes(settings: Settings, console: Console | None = None) -> dict[str, 
 
 def _run(stages: StageContext, began: float) -> dict[str, Any]:
     settings, run, console = stages.settings, stages.run, stages.console
-    assert isinstance(settings, Settings)
+    assert isinstance(settings, ProbesSettings)
     logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings))
     stages.logger = logger
     try:

@@ -98,7 +98,7 @@ class ProbeSettings:
 
 
 @dataclass
-class Settings(DistillSettings):
+class ProbesSettings(DistillSettings):
     """A run as `python -m distill` reads it, and the section of this command."""
 
     probes: ProbeSettings = field(default_factory=ProbeSettings)
@@ -117,7 +117,7 @@ class Settings(DistillSettings):
         self.probes.validate()
 
 
-def shrink(settings: Settings, console: Console | None = None) -> Settings:
+def shrink(settings: ProbesSettings, console: Console | None = None) -> ProbesSettings:
     """Settings of the same experiment in miniature, under ``<name>-dry-run`` (see `distill.pipeline.dry_run`).
 
     Raises:
@@ -126,7 +126,7 @@ def shrink(settings: Settings, console: Console | None = None) -> Settings:
     from distill.pipeline.dry_run import shrink as shrink_run
 
     small = shrink_run(settings, console, untie=True)
-    assert isinstance(small, Settings)
+    assert isinstance(small, ProbesSettings)
     probes = small.probes
     probes.layers = []  # those of the tiny target
     probes.draft = probes.draft and small.initial.model

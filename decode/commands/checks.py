@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.commands.settings import MethodSettings, ModelSettings, SamplingSettings, required
+from decode.commands.settings import LoadSettings, MethodSettings, SamplingSettings, required
 from decode.core.errors import UserError, unknown
 from decode.core.options import MethodOptions, split_spec
 from decode.core.sampling import Warp
@@ -21,9 +21,9 @@ from decode.models.pair import Pair, load
 from decode.models.runners.compiled import check_compile
 from decode.prompts.suites import Suite, load_suite
 
-Settings = TypeVar("Settings", bound=ModelSettings)
+Settings = TypeVar("Settings", bound=LoadSettings)
 
-PLACED = {f.name for f in dataclasses.fields(ModelSettings)} - {"threads"}
+PLACED = {f.name for f in dataclasses.fields(LoadSettings)} - {"threads"}
 """Settings that were decided when the models were opened."""
 STORES = {"rest": "datastore", "adaptix": "trigrams", "adaptix-best-first": "trigrams"}
 """Methods that read a file built beforehand."""
@@ -66,7 +66,7 @@ def _check_name(kind: str, name: str, known: list[str]) -> None:
         raise UserError(unknown(kind, name, known))
 
 
-def check_models(settings: ModelSettings) -> None:
+def check_models(settings: LoadSettings) -> None:
     """Refuse what can be told from the settings alone."""
     required(settings, "target")
     device = choose_device(settings.device)
@@ -116,7 +116,7 @@ def open_suites(specs: Sequence[str], **options: Any) -> list[Suite]:
     ]
 
 
-def open_pair(settings: ModelSettings, draft: str | None = None) -> Pair:
+def open_pair(settings: LoadSettings, draft: str | None = None) -> Pair:
     """The target of the settings, and a draft for it."""
     names = ("device", "dtype", "device_map", "trust_remote_code", "draft_vocabulary", "compile")
     return load(str(settings.target), draft, **{name: getattr(settings, name) for name in names})

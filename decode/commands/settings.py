@@ -15,7 +15,7 @@ from decode.core.options import Checked, MethodOptions, NgramOrder, Seed, Share,
 
 
 @dataclass
-class ModelSettings(Checked):
+class LoadSettings(Checked):
     """Which models, and where they run."""
 
     target: str | None = None
@@ -72,7 +72,7 @@ class SamplingSettings(Checked):
 
 
 @dataclass
-class GenerateSettings(SamplingSettings, MethodSettings, ModelSettings):
+class GenerateSettings(SamplingSettings, MethodSettings, LoadSettings):
     """Settings of python -m decode generate."""
 
     draft: str | None = None
@@ -105,7 +105,7 @@ class GenerateSettings(SamplingSettings, MethodSettings, ModelSettings):
 
 
 @dataclass
-class BenchSettings(SamplingSettings, MethodSettings, ModelSettings):
+class BenchSettings(SamplingSettings, MethodSettings, LoadSettings):
     """Settings of python -m decode bench, and of the section bench of a configuration."""
 
     draft: list[str] = field(default_factory=list)
@@ -153,7 +153,7 @@ class BenchSettings(SamplingSettings, MethodSettings, ModelSettings):
 
 
 @dataclass
-class ProfileSettings(SamplingSettings, ModelSettings):
+class ProfileSettings(SamplingSettings, LoadSettings):
     """Settings of python -m decode profile."""
 
     draft: str | None = None

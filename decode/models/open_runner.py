@@ -149,7 +149,7 @@ def _open_compiled(model: PreTrainedModel, mode: str) -> Runner:
 
 
 @dataclass
-class Comparison:
+class RunnerCheck:
     """How far a runner's logits are from those of fresh forwards.
 
     Differences are root mean squares over the vocabulary, of the worst row, in standard deviations of the logits.
@@ -168,7 +168,7 @@ class Comparison:
 
 
 @torch.inference_mode()
-def compare(model: PreTrainedModel, runner: Runner) -> Comparison:
+def compare(model: PreTrainedModel, runner: Runner) -> RunnerCheck:
     """Read a text in pieces, roll back and read another, then a tree of which a path is kept: against fresh forwards.
 
     About ten forwards of a few tokens; past the end of the attention window where that is at most `NEAR`.
@@ -195,7 +195,7 @@ def compare(model: PreTrainedModel, runner: Runner) -> Comparison:
     pieces = [runner.read(ids[:start]), runner.read(ids[start : start + 1]), runner.read(ids[start + 1 :])]
     runner.truncate(start + 1)
     after = [runner.read(other[start + 1 :])]
-    found = Comparison(TOLERANCE.get(model.dtype, 0.1), gap(pieces, fresh[0]))
+    found = RunnerCheck(TOLERANCE.get(model.dtype, 0.1), gap(pieces, fresh[0]))
     found.chain = max(found.chain, gap(after, fresh[1, start + 1 :]))
     if runner.supports_trees:
         try:

@@ -11,7 +11,7 @@ import numpy as np
 
 from decode.core.errors import UserError
 from distill.data.batch_schedule import EvalBatches, Schedule
-from distill.data.optimizer_step import Step
+from distill.data.optimizer_step import OptimizerStep
 from distill.data.token_dataset import Batch, Picks, TokenDataset, label_count, make_batch
 
 
@@ -35,7 +35,7 @@ class OwnTexts(Protocol):
 class TrainLoader:
     """One rank's batches of all steps; Lightning saves and restores how many were drawn.
 
-    A step gives ``micros`` batches, between which gradients are summed up. Each carries its `Step`; with
+    A step gives ``micros`` batches, between which gradients are summed up. Each carries its `OptimizerStep`; with
     ``look_ahead`` the first one carries all.
     """
 
@@ -83,7 +83,7 @@ class TrainLoader:
         batches = [make_batch(part, self.pad_id, all_tokens=self.all_tokens) for part in own]
         for micro, batch in enumerate(batches):
             ahead = batches if self.look_ahead and micro == 0 else ()
-            yield batch | {"step": Step(counts, self.rank, self.world, micro, self.micros, ahead)}
+            yield batch | {"step": OptimizerStep(counts, self.rank, self.world, micro, self.micros, ahead)}
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ LONGEST = 1 << 24
 """Label tokens of an example, at most."""
 
 
-class Step:
+class OptimizerStep:
     """A micro-batch's place in its optimiser step. Kept on the host: no tensor, so it is not moved to the device.
 
     Args:

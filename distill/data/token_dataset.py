@@ -16,7 +16,7 @@ from distill.data.tokenize import IGNORE, prompt_part
 
 Ints = NDArray[np.int64]
 Batch = dict[str, Any]
-"""Tensors by name, and under ``step`` the batch's `Step`."""
+"""Tensors by name, and under ``step`` the batch's `OptimizerStep`."""
 
 
 @dataclass

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from distill.losses.divergences import Divergence, Pair, log_probs
+from distill.losses.divergences import Divergence, TokenDistributions, log_probs
 from distill.losses.head_gradients import HeadGradients, RowIndex, chunk_rows, row_slices
 from distill.models.lm_head import LMHead
 from distill.models.precision import loss_precision
@@ -120,7 +120,10 @@ def _plain_loss(hidden: Tensor, head: LMHead, target: TargetRows, request: LossR
     log_q = log_probs(head.first(hidden, vocab), vocab, request.divergence.temperature)
     with torch.no_grad():
         log_p = target.log_probs(slice(None), log_q.detach(), request.divergence.temperature)
-    losses, detached = request.divergence.loss(Pair(log_p, log_q)), Pair(log_p, log_q.detach())
+    losses, detached = (
+        request.divergence.loss(TokenDistributions(log_p, log_q)),
+        TokenDistributions(log_p, log_q.detach()),
+    )
     chosen = None
     if request.choose is not None:
         ranked = losses.detach() if request.criterion is None else request.criterion.loss(detached)
@@ -159,7 +162,7 @@ class _Work:
         self.alpha: Tensor | None = empty.clone() if request.metrics else None
         self.agreement: Tensor | None = empty.clone() if request.metrics else None
 
-    def pair(self, place: RowIndex, weight: Tensor, bias: Tensor | None) -> tuple[Pair, Tensor | float]:
+    def pair(self, place: RowIndex, weight: Tensor, bias: Tensor | None) -> tuple[TokenDistributions, Tensor | float]:
         """Both distributions of some rows, and the derivative of the weighted logits by the linear layer's output."""
         products = functional.linear(
             self.hidden[place], weight[: self.vocab], None if bias is None else bias[: self.vocab]
@@ -170,7 +173,7 @@ class _Work:
         slope = self.head.slope(logits.to(self.dtype)) / temperature
         if self.request.weights is not None:
             slope = slope * self.request.weights[place][:, None]
-        return Pair(self.target.log_probs(place, log_q, temperature), log_q), slope
+        return TokenDistributions(self.target.log_probs(place, log_q, temperature), log_q), slope
 
     def run(self, weight: Tensor, bias: Tensor | None, gradients: HeadGradients | None) -> Tensor:
         """The loss; adds the gradient to ``gradients`` if it is wanted."""
@@ -195,7 +198,7 @@ class _Work:
                 gradients.add(rows, gradient)
         return _total(self.losses, self.chosen, request.weights)
 
-    def note(self, place: slice, pair: Pair) -> None:
+    def note(self, place: slice, pair: TokenDistributions) -> None:
         """Writes down what a chunk says of its rows."""
         request = self.request
         self.losses[place] = request.divergence.loss(pair)
@@ -222,7 +225,7 @@ class _Part:
     """A chunk's distributions, and the derivative of the draft's logits by the linear layer's output."""
 
     divergence: Divergence
-    pair: Pair
+    pair: TokenDistributions
     slope: Tensor | float
 
     def gradient(self, rows: Tensor | None = None) -> Tensor:

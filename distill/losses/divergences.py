@@ -23,7 +23,7 @@ HYBRID_DECAY = 3.0
 """η of the hybrid's weight exp(-η·α), the value of its paper."""
 
 
-class Pair:
+class TokenDistributions:
     """The two distributions of the same rows.
 
     Args:
@@ -49,9 +49,9 @@ class Pair:
         """Σ min(p, q), ``[rows]``."""
         return torch.minimum(self.p, self.q).sum(-1)
 
-    def at(self, rows: Tensor) -> Pair:
+    def at(self, rows: Tensor) -> TokenDistributions:
         """Some of the rows, by their indices."""
-        part = Pair(self.log_p.index_select(0, rows), self.log_q.index_select(0, rows))
+        part = TokenDistributions(self.log_p.index_select(0, rows), self.log_q.index_select(0, rows))
         for name in {"p", "q"} & vars(self).keys():  # those that were needed already
             vars(part)[name] = getattr(self, name).index_select(0, rows)
         return part
@@ -79,11 +79,11 @@ class Divergence:
     tv_weight: float = 2.0
     temperature: float = 1.0
 
-    def loss(self, pair: Pair) -> Tensor:
+    def loss(self, pair: TokenDistributions) -> Tensor:
         """The divergence of every row, ``[rows]``; differentiable."""
         return LOSSES[self.name](pair, self)
 
-    def gradient(self, pair: Pair) -> Tensor:
+    def gradient(self, pair: TokenDistributions) -> Tensor:
         """Of each row's loss with respect to the draft's logits after the temperature, ``[rows, vocab]``."""
         return GRADIENTS[self.name](pair, self)
 
@@ -97,44 +97,44 @@ def log_probs(logits: Tensor, vocab: int, temperature: float = 1.0) -> Tensor:
     return (wide if temperature == 1.0 else wide / temperature).log_softmax(-1)
 
 
-def forward_kl(pair: Pair, _: Divergence) -> Tensor:
+def forward_kl(pair: TokenDistributions, _: Divergence) -> Tensor:
     """KL(p‖q) = Σ p (log p - log q): q has to cover every token that the target may choose."""
     return (pair.p * (pair.log_p - pair.log_q)).sum(-1)
 
 
-def reverse_kl(pair: Pair, _: Divergence) -> Tensor:
+def reverse_kl(pair: TokenDistributions, _: Divergence) -> Tensor:
     """KL(q‖p) = Σ q (log q - log p): q has to avoid what the target would not say."""
     return (pair.q * (pair.log_q - pair.log_p)).sum(-1)
 
 
-def jsd(pair: Pair, of: Divergence) -> Tensor:
+def jsd(pair: TokenDistributions, of: Divergence) -> Tensor:
     """β·KL(p‖m) + (1 - β)·KL(q‖m) with m = β·p + (1 - β)·q: between the two KLs, and bounded."""
     log_m = _log_mixture(pair, of.beta)
     return of.beta * (pair.p * (pair.log_p - log_m)).sum(-1) + (1 - of.beta) * (pair.q * (pair.log_q - log_m)).sum(-1)
 
 
-def tv(pair: Pair, _: Divergence) -> Tensor:
+def tv(pair: TokenDistributions, _: Divergence) -> Tensor:
     """½ Σ |p - q| = 1 - α: the chance of a rejection."""
     return (pair.p - pair.q).abs().sum(-1) * 0.5
 
 
-def neg_log_alpha(pair: Pair, _: Divergence) -> Tensor:
+def neg_log_alpha(pair: TokenDistributions, _: Divergence) -> Tensor:
     """-log α: total variation's gradient divided by α, so rows that overlap little pull as hard as under KL."""
     return -_positive(pair.alpha).log()
 
 
-def lk_hybrid(pair: Pair, of: Divergence) -> Tensor:
+def lk_hybrid(pair: TokenDistributions, of: Divergence) -> Tensor:
     """λ·KL(p‖q) + (1 - λ)·TV with λ = exp(-3α) a row, α held constant: KL while far apart, acceptance when near."""
     share = _hybrid_share(pair)
     return share * forward_kl(pair, of) + (1 - share) * tv(pair, of)
 
 
-def kl_tv(pair: Pair, of: Divergence) -> Tensor:
+def kl_tv(pair: TokenDistributions, of: Divergence) -> Tensor:
     """KL(p‖q) + w·TV: KL shapes the whole distribution, total variation what is accepted."""
     return forward_kl(pair, of) + of.tv_weight * tv(pair, of)
 
 
-LOSSES: dict[str, Callable[[Pair, Divergence], Tensor]] = {
+LOSSES: dict[str, Callable[[TokenDistributions, Divergence], Tensor]] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
     "jsd": jsd,
@@ -149,38 +149,38 @@ LOSSES: dict[str, Callable[[Pair, Divergence], Tensor]] = {
 # A loss d(q) with slopes g = ∂d/∂q has the gradient q·(g - Σ q g) with respect to the logits of q = softmax(logits).
 
 
-def _forward_kl_gradient(pair: Pair, _: Divergence) -> Tensor:
+def _forward_kl_gradient(pair: TokenDistributions, _: Divergence) -> Tensor:
     return pair.q - pair.p
 
 
-def _reverse_kl_gradient(pair: Pair, of: Divergence) -> Tensor:
+def _reverse_kl_gradient(pair: TokenDistributions, of: Divergence) -> Tensor:
     return pair.q * (pair.log_q - pair.log_p - reverse_kl(pair, of)[:, None])
 
 
-def _jsd_gradient(pair: Pair, of: Divergence) -> Tensor:
+def _jsd_gradient(pair: TokenDistributions, of: Divergence) -> Tensor:
     slope = pair.log_q - _log_mixture(pair, of.beta)
     return (1 - of.beta) * pair.q * (slope - (pair.q * slope).sum(-1, keepdim=True))
 
 
-def _tv_gradient(pair: Pair, _: Divergence) -> Tensor:
+def _tv_gradient(pair: TokenDistributions, _: Divergence) -> Tensor:
     short = torch.heaviside(pair.p - pair.q, pair.p.new_tensor(0.5))  # where raising q raises α; half of it at a tie
     return pair.q * ((pair.q * short).sum(-1, keepdim=True) - short)
 
 
-def _neg_log_alpha_gradient(pair: Pair, of: Divergence) -> Tensor:
+def _neg_log_alpha_gradient(pair: TokenDistributions, of: Divergence) -> Tensor:
     return _tv_gradient(pair, of) / _positive(pair.alpha)[:, None]
 
 
-def _lk_hybrid_gradient(pair: Pair, of: Divergence) -> Tensor:
+def _lk_hybrid_gradient(pair: TokenDistributions, of: Divergence) -> Tensor:
     share = _hybrid_share(pair)[:, None]
     return share * _forward_kl_gradient(pair, of) + (1 - share) * _tv_gradient(pair, of)
 
 
-def _kl_tv_gradient(pair: Pair, of: Divergence) -> Tensor:
+def _kl_tv_gradient(pair: TokenDistributions, of: Divergence) -> Tensor:
     return _forward_kl_gradient(pair, of) + of.tv_weight * _tv_gradient(pair, of)
 
 
-GRADIENTS: dict[str, Callable[[Pair, Divergence], Tensor]] = {
+GRADIENTS: dict[str, Callable[[TokenDistributions, Divergence], Tensor]] = {
     "forward_kl": _forward_kl_gradient,
     "reverse_kl": _reverse_kl_gradient,
     "jsd": _jsd_gradient,
@@ -192,11 +192,11 @@ GRADIENTS: dict[str, Callable[[Pair, Divergence], Tensor]] = {
 """Gradient of each loss with respect to the draft's logits."""
 
 
-def _log_mixture(pair: Pair, beta: float) -> Tensor:
+def _log_mixture(pair: TokenDistributions, beta: float) -> Tensor:
     return torch.logaddexp(pair.log_p + math.log(beta), pair.log_q + math.log(1 - beta))
 
 
-def _hybrid_share(pair: Pair) -> Tensor:
+def _hybrid_share(pair: TokenDistributions) -> Tensor:
     return torch.exp(-HYBRID_DECAY * pair.alpha.detach())
 
 

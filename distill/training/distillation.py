@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from distill.config.trainer import TrainingSettings
-from distill.data.optimizer_step import Step
+from distill.data.optimizer_step import OptimizerStep
 from distill.data.token_dataset import Batch
 from distill.losses.chunked_kl import LossRequest, LossRows, fused_loss, plain_loss
 from distill.losses.head_gradients import can_fuse
@@ -96,7 +96,7 @@ class DistillModule(TrainingModule):
         self.log_means("loss", "alpha", "agreement")
 
     def _choose_in_step(
-        self, request: LossRequest, objective: Objective, batch: Batch, mask: Tensor, step: Step
+        self, request: LossRequest, objective: Objective, batch: Batch, mask: Tensor, step: OptimizerStep
     ) -> LossRequest:
         """With scope ``global`` the choice among all parts of the step; other scopes look at one part only."""
         selection = objective.selection_at(self.global_step)

@@ -14,7 +14,7 @@ from decode.core.errors import UserError
 from distill.pipeline.runner import alone_in, run_of
 from probes.__main__ import main
 from probes.pipeline import run_probes
-from probes.settings import ProbeSettings, Settings
+from probes.settings import ProbeSettings, ProbesSettings
 
 SMALL = {
     "prompts": 12,
@@ -31,11 +31,11 @@ SMALL = {
 }
 
 
-def settings_in(folder: Path, **probes) -> Settings:
+def settings_in(folder: Path, **probes) -> ProbesSettings:
     tiny = tiny_settings(folder)
     tiny.target.architecture.layers = 3
     tiny.target.layerskip.enabled = True
-    return Settings(**vars(tiny), probes=ProbeSettings(**SMALL | probes))
+    return ProbesSettings(**vars(tiny), probes=ProbeSettings(**SMALL | probes))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from distill.losses.divergences import Divergence, Pair, log_probs
+from distill.losses.divergences import Divergence, TokenDistributions, log_probs
 
 
 @dataclass
@@ -37,5 +37,5 @@ def token_loss(target_logits: Tensor, draft_logits: Tensor, divergence: Divergen
     vocab = min(target_logits.shape[-1], draft_logits.shape[-1])
     log_p = log_probs(target_logits.detach(), vocab, divergence.temperature)
     log_q = log_probs(draft_logits, vocab, divergence.temperature)
-    apart = Pair(log_p, log_q.detach())
-    return TokenLoss(divergence.loss(Pair(log_p, log_q)), apart.alpha, apart.agreement())
+    apart = TokenDistributions(log_p, log_q.detach())
+    return TokenLoss(divergence.loss(TokenDistributions(log_p, log_q)), apart.alpha, apart.agreement())

@@ -185,6 +185,6 @@ def test_models_that_cannot_be_compiled_are_refused(tiny, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "compile", broken)
     with pytest.raises(UserError, match=r"torch\.compile failed for Llama.* \(llama\): no such operator; leave"):
         open_runner(tiny("llama"), compile="default")
-    monkeypatch.setattr(open_runner_module, "compare", lambda model, runner: open_runner_module.Comparison(1e-3, 0.5))
+    monkeypatch.setattr(open_runner_module, "compare", lambda model, runner: open_runner_module.RunnerCheck(1e-3, 0.5))
     with pytest.raises(UserError, match=r"differs from itself by 0\.5"):
         open_runner(tiny("llama"), compile="default")

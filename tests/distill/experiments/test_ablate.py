@@ -21,7 +21,7 @@ from distill.config.settings import DistillSettings, EagleSettings
 from distill.core.run_dir import RunDir
 from distill.experiments.ablate import AblateSettings, ablate
 from distill.experiments.ablation_table import Measured, verdict
-from distill.losses.divergences import Divergence, Pair
+from distill.losses.divergences import Divergence, TokenDistributions
 from distill.losses.objective import objective_of
 from distill.pipeline.runner import run_of
 from distill.pipeline.stage_fingerprint import stage_fingerprints
@@ -60,7 +60,7 @@ def test_acceptance_gain_ranks_by_what_the_reference_accepts_more_than_the_draft
     gain = objective(select_by="acceptance_gain")
     assert gain.divergence.name == "forward_kl"
     p, q, r = (torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)).log_softmax(-1) for seed in range(3))
-    draft, reference = Pair(p, q), Pair(p, r)
+    draft, reference = TokenDistributions(p, q), TokenDistributions(p, r)
     wanted = reference.alpha - draft.alpha
     assert torch.allclose(gain.ranking.loss(draft) - gain.ranking.loss(reference), wanted, atol=1e-6)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from distill.losses.divergences import GRADIENTS, LOSSES, Divergence, Pair
+from distill.losses.divergences import GRADIENTS, LOSSES, Divergence, TokenDistributions
 
 HAND = {
     "forward_kl": 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75),
@@ -34,7 +34,9 @@ def test_every_loss_has_a_gradient_and_a_value_by_hand() -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_divergence_agrees_with_its_formula_by_hand(name: str) -> None:
-    rows = Pair(torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log(), torch.tensor([[0.25, 0.75], [0.9, 0.1]]).log())
+    rows = TokenDistributions(
+        torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log(), torch.tensor([[0.25, 0.75], [0.9, 0.1]]).log()
+    )
     assert divergence(name).loss(rows).tolist() == pytest.approx([HAND[name], 0.0], abs=1e-6)
 
 
@@ -42,8 +44,8 @@ def test_a_divergence_agrees_with_its_formula_by_hand(name: str) -> None:
 def test_the_closed_form_gradient_is_that_of_autograd(name: str) -> None:
     log_p, z = logits(5, 13, 0).log_softmax(-1), logits(5, 13, 1).requires_grad_()
     kind = divergence(name)
-    (wanted,) = torch.autograd.grad(kind.loss(Pair(log_p, z.log_softmax(-1))).sum(), z)
-    got = kind.gradient(Pair(log_p, z.detach().log_softmax(-1)))
+    (wanted,) = torch.autograd.grad(kind.loss(TokenDistributions(log_p, z.log_softmax(-1))).sum(), z)
+    got = kind.gradient(TokenDistributions(log_p, z.detach().log_softmax(-1)))
     assert torch.allclose(got, wanted, rtol=1e-9, atol=1e-12)
     assert torch.allclose(got.sum(-1), torch.zeros(5, dtype=torch.float64), atol=1e-12)  # logits have a free constant
 
@@ -51,7 +53,7 @@ def test_the_closed_form_gradient_is_that_of_autograd(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_equal_distributions_have_no_loss_and_no_gradient(name: str) -> None:
     log_p = logits(4, 9, 2, dtype=torch.float32).log_softmax(-1)
-    rows = Pair(log_p, log_p.clone())
+    rows = TokenDistributions(log_p, log_p.clone())
     assert torch.allclose(divergence(name).loss(rows), torch.zeros(4), atol=1e-6)
     assert torch.allclose(divergence(name).gradient(rows), torch.zeros(4, 9), atol=1e-7)
 
@@ -59,7 +61,7 @@ def test_equal_distributions_have_no_loss_and_no_gradient(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_rows_that_do_not_overlap_in_float32_stay_finite(name: str) -> None:
     log_p = torch.tensor([[300.0, 0.0, -300.0]]).log_softmax(-1)
-    rows = Pair(log_p, torch.tensor([[-300.0, 0.0, 300.0]]).log_softmax(-1))
+    rows = TokenDistributions(log_p, torch.tensor([[-300.0, 0.0, 300.0]]).log_softmax(-1))
     assert divergence(name).loss(rows).isfinite().all()
     gradient = divergence(name).gradient(rows)
     assert gradient.isfinite().all()
@@ -68,19 +70,19 @@ def test_rows_that_do_not_overlap_in_float32_stay_finite(name: str) -> None:
 
 
 def test_minus_log_alpha_has_the_gradient_of_total_variation_over_alpha() -> None:
-    rows = Pair(logits(6, 20, 3).log_softmax(-1), logits(6, 20, 4).log_softmax(-1))
+    rows = TokenDistributions(logits(6, 20, 3).log_softmax(-1), logits(6, 20, 4).log_softmax(-1))
     assert torch.allclose(
         divergence("neg_log_alpha").gradient(rows), divergence("tv").gradient(rows) / rows.alpha[:, None], rtol=1e-9
     )
 
 
 def test_total_variation_is_one_minus_alpha() -> None:
-    rows = Pair(logits(6, 20, 5).log_softmax(-1), logits(6, 20, 6).log_softmax(-1))
+    rows = TokenDistributions(logits(6, 20, 5).log_softmax(-1), logits(6, 20, 6).log_softmax(-1))
     assert torch.allclose(divergence("tv").loss(rows), 1 - rows.alpha)
 
 
 def test_jensen_shannon_near_its_ends_is_a_multiple_of_the_two_kls() -> None:
-    rows = Pair(logits(6, 20, 7).log_softmax(-1), logits(6, 20, 8).log_softmax(-1))
+    rows = TokenDistributions(logits(6, 20, 7).log_softmax(-1), logits(6, 20, 8).log_softmax(-1))
     for beta, name in ((1e-5, "forward_kl"), (1 - 1e-5, "reverse_kl")):
         scaled = Divergence("jsd", beta=beta).loss(rows) / 1e-5
         assert torch.allclose(scaled, divergence(name).loss(rows), rtol=1e-2)

@@ -29,7 +29,7 @@ from distill.data.stage_context import StageContext
 from distill.pipeline.dry_run import shrink as shrink_run
 from distill.pipeline.runner import run_stages
 from probes.pipeline import run_probes
-from probes.settings import Settings as ProbesSettings
+from probes.settings import ProbesSettings
 from probes.settings import shrink as shrink_probes
 
 ROOT = Path(__file__).parents[3] / "configs"

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from distill.data.token_dataset import TokenDataset, label_mask
 from distill.data.tokenize import IGNORE
-from distill.losses.divergences import Divergence, Pair
+from distill.losses.divergences import Divergence, TokenDistributions
 from distill.models.lm_head import LMHead, last_hidden
 from distill.teacher import signal_cache as signals
 from distill.teacher.target_distribution import TargetSignal, TargetSource
@@ -93,7 +93,7 @@ def test_top_log_probabilities_are_the_targets_own_and_the_tail_has_the_drafts_s
     kept = np.load(tmp_path / "t.npy")
     assert signals.mean_tail(kept, block=4) == pytest.approx(tail.mean().item(), abs=1e-6)
     assert signals.signal_bytes(model, signal, rows.label_count) == kept.nbytes
-    true, known = Pair(exact, log_q), Pair(got, log_q)
+    true, known = TokenDistributions(exact, log_q), TokenDistributions(got, log_q)
     assert ((true.alpha - known.alpha).abs() <= tail + 1e-6).all()
     for name in ("forward_kl", "reverse_kl", "jsd", "tv"):  # lumping outcomes together cannot raise a divergence
         divergence = Divergence(name)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from distill.core import ranks
 from distill.core.run_dir import RunDir
 from distill.data.batch_schedule import Schedule
 from distill.data.datamodule import TrainLoader
-from distill.data.optimizer_step import Step
+from distill.data.optimizer_step import OptimizerStep
 from distill.data.token_dataset import Batch, TokenDataset
 from distill.data.tokenize import IGNORE
 from distill.losses.objective import Objective
@@ -128,13 +128,13 @@ def test_the_choice_among_micro_batches_is_the_one_among_the_whole_step() -> Non
     generator = torch.Generator().manual_seed(0)
     counts = [5, 3, 0, 7, 4, 6]
     values = [torch.randint(0, 4, (n,), generator=generator).float() for n in counts]  # many ties
-    whole = Step(np.array([counts]))
+    whole = OptimizerStep(np.array([counts]))
     sequence = torch.repeat_interleave(torch.arange(6), torch.tensor(counts))
     wanted = whole.choose([torch.cat(values)], [sequence], partial(top_share, k=0.3))[0]
     assert len(wanted) == Selection(0.3, "global").count(np.array([counts])) == 8
     parts = [list(range(6))[m::2] for m in range(2)]
     table = np.array([[counts[i] for i in part] for part in parts])
-    split = Step(table, micros=2)
+    split = OptimizerStep(table, micros=2)
     chosen = split.choose(
         [torch.cat([values[i] for i in part]) for part in parts],
         [torch.repeat_interleave(torch.arange(3), torch.tensor([counts[i] for i in part])) for part in parts],
