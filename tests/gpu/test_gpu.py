@@ -188,8 +188,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
 
 def test_probes_are_trained_and_used(tmp_path: Path) -> None:
     from probes.pipeline import run_probes
-    from probes.settings import ProbeSettings
-    from probes.settings import ProbesSettings
+    from probes.settings import ProbeSettings, ProbesSettings
 
     settings = settings_in(tmp_path)
     settings.target.architecture.layers = 3
