@@ -85,7 +85,7 @@ class Column:
         error = row.get(self.error) if self.error and present(row.get(self.key)) else None
         if isinstance(error, Sequence):
             return f"{error[0]:{self.format}}–{error[1]:{self.format}}" if all(map(finite, error)) else ""
-        return f"± {error:{self.format}}" if finite(error) else ""
+        return f"± {format(error, self.format.removeprefix('+'))}" if finite(error) else ""
 
 
 @dataclass(frozen=True)
