@@ -156,7 +156,9 @@ def test_a_target_that_is_run_every_step_is_on_the_device_before_the_first_valid
             return super().rows(*args)
 
     rows = some_rows()
-    module = DistillModule(copy.deepcopy(tiny("llama")), TRAINING, 1, target=Watched(tiny("llama", seed=4)))
+    module = DistillModule(
+        copy.deepcopy(tiny("llama")).requires_grad_(True), TRAINING, 1, target=Watched(tiny("llama", seed=4))
+    )
     data = DistillDataModule(rows, some_rows(2), Schedule(rows.lengths, 2), 1, pad_id=0)
     fit(module, data, TrainerSettings(accelerator="cpu"), tmp_path, name="x", console=Console(quiet=True))
     assert events[:2] == ["moved to cpu", "used"]

@@ -87,7 +87,7 @@ def test_a_kept_signal_that_is_not_finite_is_named_as_the_cause(tiny: Tiny, tmp_
 
 
 def test_a_target_whose_output_is_not_finite_is_refused_while_its_signal_is_made(tiny: Tiny, tmp_path: Path) -> None:
-    model = copy.deepcopy(tiny("llama"))
+    model = copy.deepcopy(tiny("llama")).requires_grad_(True)
     model.model.norm.weight.data[0] = torch.inf
     rows = some_rows()
     with pytest.raises(UserError, match=r"target's hidden states are not finite in a batch of examples \[0, 1, 2, 3"):
