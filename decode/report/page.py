@@ -85,7 +85,8 @@ class Column:
         error = row.get(self.error) if self.error and present(row.get(self.key)) else None
         if isinstance(error, Sequence):
             return f"{error[0]:{self.format}}–{error[1]:{self.format}}" if all(map(finite, error)) else ""
-        return f"± {format(error, self.format.removeprefix('+'))}" if finite(error) else ""
+        unsigned = str(self.format).removeprefix("+")
+        return f"± {error:{unsigned}}" if finite(error) else ""
 
 
 @dataclass(frozen=True)

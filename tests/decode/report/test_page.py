@@ -177,3 +177,9 @@ def test_tokens_say_who_wrote_them_and_line_ends_stay_visible():
     assert '<span class="accepted">a</span><span class="bonus"><i class="newline">⏎</i>\n</span>' in document
     assert "drafted and accepted" in document
     assert "corrected by the target" not in document  # the legend lists only what occurs
+
+
+def test_a_standard_error_has_no_sign_beside_a_signed_difference() -> None:
+    column = p.Column("difference", "Δα", "", "+.4f", error="se")
+    row = {"difference": 0.0017, "se": 0.0007}
+    assert (column.text(row), column.error_text(row)) == ("+0.0017", "± 0.0007")
