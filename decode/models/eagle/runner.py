@@ -11,8 +11,9 @@ from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.runner import Runner
 from decode.models.eagle.head import FeatureHead, output_head
-from decode.models.runners.fast_forward import FastForward, add_projected, cos_and_sin
-from decode.models.runners.fast_weights import Shape, Weights, by_columns, llama_layer, norm, tunable
+from decode.models.runners.fast_forward import FastForward, cos_and_sin
+from decode.models.runners.fast_weights import Shape, Weights, llama_layer, norm, product, tunable
+from decode.models.runners.linear import Linear
 
 
 class HeadRunner(Runner):
@@ -50,8 +51,7 @@ class HeadRunner(Runner):
             window=None,
             embedding=embedding.weight,
             final_norm=norm(head.norm) if head.version == 3 else lambda x: x,
-            head=by_columns(linear.weight) if tuned else linear.weight,
-            head_bias=linear.bias,
+            head=product(linear.weight, linear.bias, shape),
         )
         self.forward = FastForward(weights, head.rotary)
         super().__init__(
@@ -64,6 +64,7 @@ class HeadRunner(Runner):
         )
         self.tree_refusal = "levels of a tree are read by read_level"
         self.feature_head, self.version = head, head.version
+        self.fuse = Linear(head.fc.weight, head.fc.bias)
         if head.version == 3:
             self.norm_embedded, self.norm_state = norm(layer.input_layernorm), norm(layer.hidden_norm)
         self.draft_ids = head.draft_ids()
@@ -73,7 +74,7 @@ class HeadRunner(Runner):
     def weight_bytes(self) -> int:
         """Bytes of weights that drafting one token reads, the shared output head among them."""
         own = sum(p.numel() for name, p in self.feature_head.named_parameters() if not name.startswith("embed_tokens"))
-        shared = self.forward.weights.head.numel() if self.version == 1 else 0
+        shared = self.forward.weights.head.weight.numel() if self.version == 1 else 0
         if self.version == 3:  # only the pairs of the text go through the fusion
             own -= self.feature_head.fc.weight.numel()
         return (own + shared) * self.dtype.itemsize
@@ -110,7 +111,7 @@ class HeadRunner(Runner):
         if true:
             assert n <= len(self.unread), (n, len(self.unread))
             x, self.unread = self.unread[:n], self.unread[n:]
-            x = x if self.version == 1 else F.linear(x, self.feature_head.fc.weight)
+            x = x if self.version == 1 else self.fuse(x)
         else:
             x = self.hidden[-1:].expand(n, -1)
         slot = self.length - 1
@@ -149,13 +150,13 @@ class HeadRunner(Runner):
         forward = self.forward
         e, layer = forward.embed(tokens), forward.layers[0]
         if self.version == 1:
-            x = y = F.linear(torch.cat([e, x], -1), self.feature_head.fc.weight, self.feature_head.fc.bias)
+            x = y = self.fuse(torch.cat([e, x], -1))
         else:
             y = torch.cat([self.norm_embedded(e), self.norm_state(x)], -1)
         (slots,) = forward.slots(0, 1, slot, len(tokens))
-        x = add_projected(x, forward.attention(layer, y, rotary, mask, slots), layer.out, None)
+        x = layer.out.add_to(x, forward.attention(layer, y, rotary, mask, slots))
         assert layer.norm2 is not None
-        return add_projected(x, forward.mlp(layer, layer.norm2(x)), layer.down, None)
+        return layer.down.add_to(x, forward.mlp(layer, layer.norm2(x)))
 
     def _rows(self, x: Tensor) -> Tensor:
         """Logits over the target's vocabulary; tokens outside the head's are impossible."""

@@ -149,19 +149,19 @@ class FastForward:
         """Layers ``[first, last)`` on the states of tokens in these slots."""
         for layer, slot in zip(self.layers[first:last], slots):
             y = layer.norm1(x)
-            a = add_projected(x, self.attention(layer, y, rotary, mask, slot), layer.out, layer.out_bias)
+            a = layer.out.add_to(x, self.attention(layer, y, rotary, mask, slot))
             z = y if layer.norm2 is None else layer.norm2(x if self.parallel else a)
-            x = add_projected(a, self.mlp(layer, z), layer.down, layer.down_bias)
+            x = layer.down.add_to(a, self.mlp(layer, z))
         return x
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of states behind any layer by the final norm and the output head, and what the head read."""
         hidden = self.weights.final_norm(x)
-        return F.linear(hidden, self.weights.head, self.weights.head_bias), hidden
+        return self.weights.head(hidden), hidden
 
     def mlp(self, layer: Layer, z: Tensor) -> Tensor:
         """The MLP before its projection down."""
-        u = F.linear(z, layer.up, layer.up_bias)
+        u = layer.up(z)
         if not self.gated:
             return self.activation(u)
         gate, up = u.chunk(2, -1)
@@ -179,7 +179,7 @@ class FastForward:
         """
         shape, n, (new, k, v) = self.shape, y.shape[0], slot
         heads, kv_heads, d = shape.heads, shape.kv_heads, shape.width
-        rows = self._rotated(layer, F.linear(y, layer.qkv, layer.qkv_bias), rotary)
+        rows = self._rotated(layer, layer.qkv(y), rotary)
         new.copy_(rows.narrow(1, heads, 2 * kv_heads))
         q = rows.narrow(1, 0, heads)
         if heads == kv_heads:
@@ -207,12 +207,6 @@ class FastForward:
         rolled = part.roll(shape.rotated // 2, -1)
         part.mul_(rotary[:, 0]).add_(rolled.mul_(rotary[:, 1]))
         return rows
-
-
-def add_projected(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x + y·W + b in as few operations as it takes, W transposed."""
-    x = torch.addmm(x, y, weight)
-    return x if bias is None else x.add_(bias)
 
 
 def cos_and_sin(rotary: Any, positions: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.runner import Runner
 from decode.models.runners.compiled import CompiledChain
-from decode.models.runners.fast_forward import FastForward, add_projected, cos_and_sin
+from decode.models.runners.fast_forward import FastForward, cos_and_sin
 from decode.models.runners.fast_weights import FAMILIES, model_weights, tunable
 from decode.models.runners.huggingface import facts_of, weight_bytes
 from decode.models.runners.layer_subset import LayerSubset
@@ -86,7 +86,7 @@ class FastRunner(Runner):
     def __init__(
         self, forward: FastForward, name: str, limit: int, *, model: Any = None, compile: str = "none"
     ) -> None:
-        vocab = int(forward.weights.head.shape[0])
+        vocab = forward.weights.head.rows
         super().__init__(name, device=forward.device, dtype=forward.dtype, vocab_size=vocab, limit=limit, model=model)
         self.forward, self.compile = forward, compile
         self._chain = None if compile == "none" else CompiledChain(forward, compile, limit)
@@ -205,10 +205,10 @@ class FastRunner(Runner):
             if i in subset.attention:
                 (slot,) = forward.slots(i, i + 1, start, n)
                 y = forward.attention(layer, layer.norm1(x), rotary, mask, slot)
-                a = add_projected(x, y, layer.out, layer.out_bias)
+                a = layer.out.add_to(x, y)
             if i in subset.mlp:
                 z = (layer.norm2 or layer.norm1)(x if forward.parallel else a)
-                a = add_projected(a, forward.mlp(layer, z), layer.down, layer.down_bias)
+                a = layer.down.add_to(a, forward.mlp(layer, z))
             x = a
         return x
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from decode.models.runners.fast_norms import WIDE, Function, RmsNorm, norm, rms_norm
+from decode.models.runners.linear import Linear, by_columns
 
-COLUMNS = 1 << 15
-"""Smallest weight (elements) that is laid out column by column."""
 COPIED = 1 << 30
 """Most bytes of a model whose weights are copied."""
 
@@ -60,23 +59,19 @@ class Layer:
     Attributes:
         norm1: before attention.
         norm2: before the MLP; None where it reads what attention reads.
-        qkv: ``[(heads + 2 kv_heads) · width, hidden]``.
-        out: of attention, transposed: ``[heads · width, hidden]``.
+        qkv: to ``(heads + 2 kv_heads) · width``.
+        out: of attention, from ``heads · width``.
         up: gate and up projections stacked where the block is gated, else up.
-        down: transposed: ``[intermediate, hidden]``.
+        down: from the MLP's inner width.
         qk_norm: norm of rotated heads ``[.., heads + kv_heads, n, width]``.
     """
 
     norm1: Function
     norm2: Function | None
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
-    up: Tensor
-    up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    qkv: Linear
+    out: Linear
+    up: Linear
+    down: Linear
     qk_norm: Function | None = None
 
 
@@ -107,12 +102,6 @@ def fuse(linears: Sequence[nn.Linear], *, in_place: bool) -> tuple[Tensor, Tenso
             m.bias.data = bias[start:end]
         start = end
     return weight, bias
-
-
-def by_columns(weight: Tensor) -> Tensor:
-    """The weight laid out so that x·Wᵀ of few rows is fastest: measured up to 1.5 times on CPUs where W is tall."""
-    tall = weight.device.type == "cpu" and weight.shape[0] > weight.shape[1] and weight.numel() >= COLUMNS
-    return weight.t().contiguous().t() if tall else weight
 
 
 def _behind(module: Any, weight: Tensor, shape: Shape) -> tuple[Function, Tensor]:
@@ -153,8 +142,7 @@ class Weights:
         window: tokens that attention sees, or None for all.
         embedding: ``[vocab, hidden]``.
         final_norm: before the output head.
-        head: ``[vocab, hidden]``.
-        head_bias: ``[vocab]``.
+        head: the output head, to ``vocab``.
     """
 
     shape: Shape
@@ -165,8 +153,7 @@ class Weights:
     window: int | None
     embedding: Tensor
     final_norm: Function
-    head: Tensor
-    head_bias: Tensor | None
+    head: Linear
 
 
 def model_weights(model: Any, rotated: int, *, tuned: bool) -> Weights:
@@ -199,8 +186,7 @@ def model_weights(model: Any, rotated: int, *, tuned: bool) -> Weights:
         window=config.sliding_window if slides else None,
         embedding=model.get_input_embeddings().weight,
         final_norm=norm(final),
-        head=by_columns(head.weight) if shape.tuned else head.weight,
-        head_bias=head.bias,
+        head=product(head.weight, head.bias, shape),
     )
 
 
@@ -230,18 +216,30 @@ def llama_layer(attention: Any, mlp: Any, norm1: Any, norm2: Any, shape: Shape) 
         scale = _pairs(shape, scale) if shape.tuned else scale
         qk_norm = rms_norm(scale[:, None].contiguous(), q.variance_epsilon)
     out, down = attention.o_proj, mlp.down_proj
-    return _laid_out(first, second, qkv, qkv_bias, out, up, up_bias, down, shape, qk_norm)
+    return Layer(
+        first,
+        second,
+        product(qkv, qkv_bias, shape),
+        Linear(out.weight, out.bias),
+        product(up, up_bias, shape),
+        Linear(down.weight, down.bias),
+        qk_norm,
+    )
 
 
 def neox_layer(block: Any, shape: Shape) -> Layer:
     """A layer of GPT-NeoX."""
     attention, mlp = block.attention, block.mlp
     qkv, qkv_bias = _sorted_rows(shape, attention.query_key_value.weight, attention.query_key_value.bias)
-    first, second = norm(block.input_layernorm), norm(block.post_attention_layernorm)
-    up = mlp.dense_h_to_4h
-    return _laid_out(
-        first, second, qkv, qkv_bias, attention.dense, up.weight, up.bias, mlp.dense_4h_to_h, shape, None
-    )  # fmt: skip
+    out, up, down = attention.dense, mlp.dense_h_to_4h, mlp.dense_4h_to_h
+    return Layer(
+        norm(block.input_layernorm),
+        norm(block.post_attention_layernorm),
+        product(qkv, qkv_bias, shape),
+        Linear(out.weight, out.bias),
+        product(up.weight, up.bias, shape),
+        Linear(down.weight, down.bias),
+    )
 
 
 def phi_layer(block: Any, shape: Shape) -> Layer:
@@ -250,24 +248,17 @@ def phi_layer(block: Any, shape: Shape) -> Layer:
     qkv, qkv_bias = _sorted_rows(
         shape, *fuse([attention.q_proj, attention.k_proj, attention.v_proj], in_place=shape.in_place)
     )
-    first, up = norm(block.input_layernorm), mlp.fc1
-    return _laid_out(first, None, qkv, qkv_bias, attention.dense, up.weight, up.bias, mlp.fc2, shape, None)
-
-
-def _laid_out(
-    norm1: Function,
-    norm2: Function | None,
-    qkv: Tensor,
-    qkv_bias: Tensor | None,
-    out: nn.Linear,
-    up: Tensor,
-    up_bias: Tensor | None,
-    down: nn.Linear,
-    shape: Shape,
-    qk_norm: Function | None,
-) -> Layer:
-    if shape.tuned:
-        qkv, up = by_columns(qkv), by_columns(up)
+    out, up, down = attention.dense, mlp.fc1, mlp.fc2
     return Layer(
-        norm1, norm2, qkv, qkv_bias, out.weight.t(), out.bias, up, up_bias, down.weight.t(), down.bias, qk_norm
-    )  # fmt: skip
+        norm(block.input_layernorm),
+        None,
+        product(qkv, qkv_bias, shape),
+        Linear(out.weight, out.bias),
+        product(up.weight, up.bias, shape),
+        Linear(down.weight, down.bias),
+    )
+
+
+def product(weight: Tensor, bias: Tensor | None, shape: Shape) -> Linear:
+    """A product whose weight may be copied."""
+    return Linear(by_columns(weight) if shape.tuned else weight, bias)

@@ -162,7 +162,7 @@ def test_a_large_models_projections_are_fused_in_its_own_memory(monkeypatch: pyt
     weights = {key: weight.clone() for key, weight in model.state_dict().items()}
     runner = open_runner(model)
     assert isinstance(runner, FastRunner)
-    assert runner.forward.layers[0].qkv.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
+    assert runner.forward.layers[0].qkv.weight.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
     assert all(torch.equal(weight, weights[key]) for key, weight in model.state_dict().items())
 
 
