@@ -19,7 +19,7 @@ class ProbeSettings:
     layers: list[int] = field(default_factory=list)
     """Exit layers (layers that run before the exit); empty: all but the last."""
     draft: str | None = None
-    """Folder or Hub name of a separate draft model to train probes for as well; null: none."""
+    """Folder, Hub name or GGUF file of a separate draft model to train probes for as well; null: none."""
     prompts: int = 320
     """Training prompts. The target answers them itself, and its texts are what the probes learn from."""
     validation_prompts: int = 100

@@ -19,7 +19,7 @@ class LoadSettings(Checked):
     """Which models, and where they run."""
 
     target: str | None = None
-    """Folder or hub name of the target. Required."""
+    """Folder, hub name or GGUF file of the target. Required."""
     dtype: str = "auto"
     """Of weights and arithmetic: float32, bfloat16, float16, float64; auto is the checkpoint's own on a GPU and float32
     on a CPU. Only the wider two give greedy texts that are identical whatever the draft: in 16 bits lossless means the
@@ -76,7 +76,7 @@ class GenerateSettings(SamplingSettings, MethodSettings, LoadSettings):
     """Settings of python -m decode generate."""
 
     draft: str | None = None
-    """Folder or hub name of the draft model."""
+    """Folder, hub name or GGUF file of the draft model."""
     method: str | None = None
     """Decoding method; null: vanilla with a draft, else autoregressive. See `python -m decode methods`."""
     prompt: str | None = None
@@ -109,7 +109,7 @@ class BenchSettings(SamplingSettings, MethodSettings, LoadSettings):
     """Settings of python -m decode bench, and of the section bench of a configuration."""
 
     draft: list[str] = field(default_factory=list)
-    """Draft models: folders or hub names, NAME=PATH to name them in the table. Several are compared."""
+    """Draft models: folders, hub names or GGUF files, NAME=PATH to name them in the table. Several are compared."""
     methods: list[str] = field(default_factory=list)
     """Methods and peers to compare; empty: all that the given models and files allow. A method may carry options of its
     own, NAME:option=value:...: ears:beta=0.2, adaptix:order=2, adaspeed:exit_layer=4, vanilla:draft_length=5."""
@@ -157,7 +157,7 @@ class ProfileSettings(SamplingSettings, LoadSettings):
     """Settings of python -m decode profile."""
 
     draft: str | None = None
-    """Folder or hub name of the draft model. Required."""
+    """Folder, hub name or GGUF file of the draft model. Required."""
     suite: list[str] = field(default_factory=lambda: ["arithmetic"])
     """Prompts that α is measured on; see `python -m decode bench --help`."""
     split: str = "test"
@@ -183,7 +183,7 @@ class StoreSettings(Checked):
     """Settings of python -m decode datastore build and python -m decode trigrams build."""
 
     tokenizer: str | None = None
-    """Folder or hub name of the target or its tokenizer. Required."""
+    """Folder, hub name or GGUF file of the target or its tokenizer. Required."""
     input: list[str] = field(default_factory=list)
     """Text or .jsonl files, or suites such as arithmetic and gsm8k=PATH (prompt and answer of the training split)."""
     output: str | None = None

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
+from decode.models.gguf import gguf_config, gguf_file
 
 GPT2_NAMES = {
     "hidden_size": "n_embd",
@@ -54,7 +55,9 @@ def family_of(model: str) -> tuple[str, bool, str]:
         ``model_type``, whether several query heads share a key head, and a sentence where the name had to tell.
     """
     try:
-        config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
+        packed = gguf_file(model)
+        config = gguf_config(packed) if packed else AutoConfig.from_pretrained(model, local_files_only=True)
+        config = config.get_text_config()
         heads = int(config.num_attention_heads)
         return str(config.model_type), heads > int(getattr(config, "num_key_value_heads", None) or heads), ""
     except (OSError, ValueError):

@@ -7,17 +7,26 @@ the next step. What a model's own ``generation_config`` asks of decoding is read
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as hf_logging
 
 from decode.core.errors import UserError
 from decode.models.eagle.files import is_head, load_head
+from decode.models.gguf import forget_packing, gguf_config, gguf_file, quiet_in_files, unpacking
 from decode.models.other_vocabulary import DraftModel, ForeignDraft
+from decode.models.unreadable import EXPECTED, quantized, unreadable
 from decode.models.vocabulary import Intersection, Vocabulary
 
 DTYPES = {
@@ -109,34 +118,42 @@ def load_model(
     """
     device = choose_device(device)
     format = choose_dtype(dtype, device)
-    folder, extra = _source(name)
+    packed = gguf_file(name)
+    extra: dict[str, Any] = unpacking(packed) if packed else {}
+    folder = str(packed.parent if packed else name)
     if device_map:
         extra["device_map"] = device_map
-    elif _quantized(folder):
+    elif not packed and quantized(folder):
         extra["device_map"] = {"": device}  # quantised weights are put in place while loading and do not move later
     bars, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()  # what is missing is an error here, not a table of warnings
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=DTYPES.get(format, format),
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            **extra,
-        )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError, SafetensorError) as error:
-        raise _unreadable(str(name), "model", error) from error
+        with quiet_in_files() if packed else nullcontext():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=DTYPES.get(format, format),
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **extra,
+            )
+    except Exception as error:  # damaged files raise whatever the bytes lead to
+        if not packed and not isinstance(error, EXPECTED):
+            raise
+        raise unreadable(str(name), "model", error, packed) from error
     finally:
         hf_logging.set_verbosity(level)
         if bars:
             hf_logging.enable_progress_bar()
     if missing := sorted(found["missing_keys"]):
         raise UserError(
-            f"the model {str(name)!r} is incomplete: its config.json asks for {len(missing)} tensors that its files "
-            f"do not hold, {missing[0]} the first; download or save it again, or correct config.json"
+            f"the model {str(name)!r} is incomplete: its {'header' if packed else 'config.json'} asks for "
+            f"{len(missing)} tensors that its files do not hold, {missing[0]} the first; download or save it again"
+            + ("" if packed else ", or correct config.json")
         )
+    if packed:
+        forget_packing(model)
     if "device_map" not in extra:
         try:
             model = model.to(device)
@@ -154,11 +171,27 @@ def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     Raises:
         UserError: it cannot be found or read.
     """
-    folder, extra = _source(name)
+    packed = gguf_file(name)
+    folder, extra = (packed.parent, {"gguf_file": packed.name}) if packed else (name, {})
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **extra)
     except Exception as error:  # the tokenizers package raises bare Exceptions for damaged files
-        raise _unreadable(str(name), "tokenizer", error) from error
+        raise unreadable(str(name), "tokenizer", error, packed) from error
+
+
+def load_config(name: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration of a folder, a Hub name or a GGUF file, without its weights.
+
+    Raises:
+        UserError: it cannot be found or read.
+    """
+    packed = gguf_file(name)
+    try:
+        return gguf_config(packed) if packed else AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        if not packed and not isinstance(error, EXPECTED):
+            raise
+        raise unreadable(str(name), "model", error, packed) from error
 
 
 def open_target(
@@ -254,9 +287,13 @@ def _draft_tokenizer(name: str | os.PathLike[str], trust_remote_code: bool) -> P
     A tokenizer that is there but cannot be read is an error: without it nothing says that the ids mean the same.
     """
     folder = Path(name)
-    if folder.is_dir() and not any(
-        file.name.startswith(("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken"))
-        for file in folder.iterdir()
+    if (
+        folder.is_dir()
+        and not gguf_file(name)
+        and not any(
+            file.name.startswith(("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken"))
+            for file in folder.iterdir()
+        )
     ):
         return None
     return load_tokenizer(name, trust_remote_code=trust_remote_code)
@@ -275,73 +312,3 @@ def _same(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, vocab
 
 def _outputs(model: PreTrainedModel) -> int:
     return int(model.get_output_embeddings().weight.shape[0])
-
-
-# -- files ---------------------------------------------------------------------------------------------------------
-
-
-def _source(name: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
-    """What transformers is given for a name: a folder or Hub name, and for a GGUF file its folder and file name."""
-    path = Path(name)
-    if path.suffix.lower() == ".gguf" and path.is_file():
-        return str(path.parent), {"gguf_file": path.name}
-    if path.is_dir() and not (path / "config.json").exists():
-        files = sorted(path.glob("*.gguf"))
-        if len(files) == 1:
-            return str(path), {"gguf_file": files[0].name}
-        if files:
-            raise UserError(f"{name} holds {len(files)} GGUF files; give one of them, such as {files[0]}")
-    return str(name), {}
-
-
-def _quantized(folder: str) -> bool:
-    """Whether the configuration says that the weights are quantised (bitsandbytes, GPTQ, AWQ, ...)."""
-    try:
-        from transformers import PretrainedConfig
-
-        fields, _ = PretrainedConfig.get_config_dict(folder)
-    except (OSError, ValueError):
-        return False
-    return "quantization_config" in fields
-
-
-def _unreadable(name: str, what: str, error: Exception) -> UserError:
-    """The error of a model or tokenizer that transformers could not open, with the likeliest reason first."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    return UserError(
-        f"cannot load the {what} {name!r}: {_reason(name, what, error)} ({type(error).__name__}: {lines[0]})"
-    )
-
-
-def _reason(name: str, what: str, error: Exception) -> str:
-    folder, text = Path(name), str(error)
-    if isinstance(error, ImportError) or "pip install" in text:
-        return "reading it needs a package that is not installed here; install the one named below"
-    if isinstance(error, SafetensorError) or "SafetensorError" in text:
-        return "its safetensors file is damaged or cut off; download or save it again"
-    if "size mismatch" in text or "ignore_mismatched_sizes" in text:
-        return "its weights have other shapes than its config.json says; take the two from one model"
-    if isinstance(error, torch.OutOfMemoryError):
-        return "there is not enough memory; choose --dtype bfloat16, a smaller model, or --device-map auto"
-    if folder.is_dir():
-        files = {file.name for file in folder.iterdir()}
-        if not files:
-            return "the folder is empty"
-        if what == "model" and "config.json" not in files:
-            return "the folder has no config.json, so it is not a model saved by transformers"
-        if (
-            what == "model"
-            and any(f.endswith(".bin") for f in files)
-            and not any(f.endswith(".safetensors") for f in files)
-        ):
-            return (
-                "the folder holds .bin weights only, which are pickles and are not read here; convert them with "
-                f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{name}', "
-                f"use_safetensors=False).save_pretrained('{name}')\""
-            )
-        return f"the folder exists but holds no {what} that transformers can read"
-    if folder.is_file():
-        return "it is a file; give the folder of a model, or a GGUF file whose name ends in .gguf"
-    if name.startswith((".", "/", "~")) or name.startswith("runs/") or name.count("/") != 1:
-        return "there is no such folder; train it first (make distill) or give the path of one"
-    return "it is neither a folder nor reachable on the Hub; without network, give a local folder"

@@ -59,8 +59,8 @@ def load(
     """Open a target and, if given, a draft for it.
 
     Args:
-        target: folder or Hub name.
-        draft: folder or Hub name of a draft model, or folder of a feature head; ``None`` for methods without one.
+        target: folder, Hub name or GGUF file.
+        draft: the same of a draft model, or the folder of a feature head; ``None`` for methods without one.
         device: ``auto`` is the first GPU, without one the CPU.
         dtype: ``auto`` is the checkpoint's on a GPU, float32 on a CPU.
         device_map: passed to transformers, to spread the target over several devices.

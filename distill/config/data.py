@@ -86,7 +86,7 @@ class DataSettings:
     """Arithmetic only: 1 (one or two steps, results below 100), 2 or 3 (up to four steps, below 10000)."""
 
     tokenizer: str | None = None
-    """Folder or Hub name of the tokenizer; null: the target's, or a small one trained on the training texts."""
+    """Folder, Hub name or GGUF file of the tokenizer; null: the target's, or a small one trained on the texts."""
 
     tokenizer_vocab_size: int = 1024
     """Largest vocabulary of a tokenizer that is trained here."""

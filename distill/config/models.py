@@ -82,7 +82,7 @@ class ModelSettings:
     """scratch (random weights, then trained), finetune (all weights), lora, as_is, or, for the draft, cut: some of the
     target's own layers, trained on next tokens only if training.steps or training.epochs is set."""
     model: str | None = None
-    """Folder or Hub name to start from; not for scratch and cut."""
+    """Folder, Hub name or GGUF file to start from; not for scratch and cut."""
     architecture: Architecture = field(default_factory=Architecture)
     """Shape of a model from scratch; ignored otherwise."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
@@ -99,7 +99,7 @@ class ModelSettings:
         """Check that kind, model and architecture fit together."""
         origins = {"scratch": "no model (it starts from random weights)", "cut": "no model (it is cut from the target)"}
         if (self.kind in origins) != (self.model is None):
-            wanted = origins.get(self.kind, "a folder or Hub name")
+            wanted = origins.get(self.kind, "a folder, a Hub name or a GGUF file")
             raise UserError(f"{where}.kind is {self.kind} and {where}.model is {self.model!r}: wanted {wanted}")
         if self.trained:
             self.training.validate(f"{where}.training")

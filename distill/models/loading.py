@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     PretrainedConfig,
@@ -16,7 +15,7 @@ from transformers import (
 
 from decode.core.errors import UserError
 from decode.models.config_from_shape import config_for
-from decode.models.open import load_model
+from decode.models.open import load_config, load_model
 from distill.config.settings import Architecture, ModelSettings
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
@@ -106,10 +105,7 @@ def count_parameters(settings: ModelSettings, vocab: int) -> int:
 def _config_of(settings: ModelSettings, vocab: int) -> PretrainedConfig:
     if settings.model is None:
         return build_config(settings.architecture, vocab)
-    try:
-        return AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise _unreachable(settings.model, error) from error
+    return load_config(settings.model, trust_remote_code=settings.trust_remote_code)
 
 
 def _unreachable(model: str, error: Exception) -> UserError:

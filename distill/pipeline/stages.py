@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from decode.core.errors import UserError
 from decode.models.eagle.files import save_head
 from decode.models.eagle.head import FeatureHead
+from decode.models.gguf import gguf_file
 from decode.models.open import check_tokenizers, load_model, load_tokenizer
 from distill.config.settings import (
     AdaSpecSettings,
@@ -170,8 +171,13 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
         check_tokenizers(tokenizer, load_tokenizer(settings.model, trust_remote_code=settings.trust_remote_code))
     if settings.kind == "as_is":
         assert settings.model is not None
-        record = StageRecord(key, parameters=count_parameters(settings, len(tokenizer)))
-        return StageResult(record, source=source_folder(settings.model))
+        if gguf_file(settings.model) is None:
+            record = StageRecord(key, parameters=count_parameters(settings, len(tokenizer)))
+            return StageResult(record, source=source_folder(settings.model))
+        model = load_model(settings.model, device="cpu", dtype=settings.dtype)
+        say_size(context, model, model.num_parameters())
+        record = StageRecord(key, parameters=model.num_parameters())
+        return StageResult(record, ready_to_save(model, tokenizer), tokenizer)
     offset = ("target", "initial").index(stage)
     if isinstance(settings, InitialDraftSettings) and settings.kind == "cut":
         model = cut(

@@ -214,7 +214,7 @@ def test_a_model_taken_as_it_is_becomes_a_link_and_may_be_shared(finished: tuple
         (setting("draft.k", 1.1), r"draft.k is 1.1"),
         (setting("target.training.steps", None), r"target.training.steps and target.training.epochs: neither is set"),
         (setting("target.training.epochs", 1.0), r"both are set; give exactly one"),
-        (setting("target.kind", "finetune"), r"target.model is None: wanted a folder or Hub name"),
+        (setting("target.kind", "finetune"), r"target.model is None: wanted a folder, a Hub name or a GGUF file"),
         (setting("initial.model", "somewhere"), r"initial.model is 'somewhere': wanted no model"),
         (setting("initial.architecture.heads", 3), r"hidden_size is 16, which 3 heads do not divide"),
         (setting("reference.divergence", "reverse"), r"reference.divergence is 'reverse'; known are forward_kl"),
