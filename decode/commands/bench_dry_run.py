@@ -168,7 +168,7 @@ def _local(spec: str, folder: Path, console: Console) -> str:
     """The entry of a suite or corpus, with a file of stand-in rows where it is not on this machine."""
     head, equals, path = spec.partition("=")
     source = head.partition(":")[0]
-    if source in ("arithmetic", "open") or Path(path or spec).is_file():
+    if source in ("arithmetic", "chat", "open") or Path(path or spec).is_file():
         return spec
     if source not in PRESETS:  # a text file that is not here
         console.print(f"  word problems stand for {spec}", highlight=False)

@@ -109,7 +109,7 @@ def open_suites(specs: Sequence[str], **options: Any) -> list[Suite]:
     """  # noqa: E501
     if not specs:
         raise UserError("no suite is given; --suite arithmetic needs no download")
-    short = [spec.partition("=")[0] for spec in specs]
+    short = [Path(spec).stem if "=" not in spec and "/" in spec else spec.partition("=")[0] for spec in specs]
     return [
         dataclasses.replace(load_suite(spec, **options), name=name if short.count(name) == 1 else spec)
         for spec, name in zip(specs, short)

@@ -118,12 +118,12 @@ class BenchSettings(SamplingSettings, MethodSettings, LoadSettings):
     draft_lengths: list[PositiveInt] = field(default_factory=list)
     """Run the fixed-length methods once with each of these."""
     suite: list[str] = field(default_factory=lambda: ["arithmetic"])
-    """Prompts: arithmetic, gsm8k, humaneval, mbpp, mmlu, alpaca, mt_bench, spec_bench, cnn_dailymail, xsum, open, or
-    prompts=PATH; NAME=PATH reads a local file, arithmetic:2 is a difficulty, spec_bench:qa a category."""
+    """Prompts: arithmetic, chat, gsm8k, humaneval, mbpp, mmlu, alpaca, mt_bench, spec_bench, cnn_dailymail, xsum, open;
+    a local file, whose columns say what it is, or NAME=PATH; arithmetic:2 is a difficulty, chat:qa a category."""
     split: str = "test"
     """Split of suites that have several."""
     limit: PositiveInt | None = 20
-    """Prompts of each suite, a sample chosen by the seed; null takes all."""
+    """Prompts of each suite (also --prompts), a sample chosen by the seed, evenly from its categories; null: all."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0])
     """0 is greedy; the smallest other value is 0.001."""
     max_new_tokens: PositiveInt = 128
@@ -247,6 +247,7 @@ def bench_settings(argv: Sequence[str], description: str = "", examples: str = "
         description=description,
         examples=examples,
         section="bench",
+        aliases={"prompts": "limit"},
     )
     if not (paths := config_paths(argv)):
         return settings

@@ -49,6 +49,10 @@ class Preset:
     """Column that groups rows."""
     turns: Callable[[Row], tuple[str, ...]] = _no_turns
     """What the user says, turn by turn, where a row has several."""
+    said: Callable[[Row], str] | None = None
+    """What a user says to a chat model; None: the prompt."""
+    groups: Mapping[str, str] = field(default_factory=dict)
+    """Categories that are reported as one."""
     split_of: Callable[[Row], str | None] = _every_split
     """The official split of a row of a file that holds all splits; None where a file is one split."""
 
@@ -73,6 +77,15 @@ def _gsm8k_response(row: Row) -> str:
 def _alpaca_prompt(row: Row) -> str:
     given = f"\n\nInput:\n{row['input']}" if row.get("input") else ""
     return f"Instruction:\n{row['instruction']}{given}\n\nResponse:\n"
+
+
+def _alpaca_said(row: Row) -> str:
+    return f"{row['instruction']}\n\n{row['input']}" if row.get("input") else str(row["instruction"])
+
+
+def _mbpp_said(row: Row) -> str:
+    tests = "\n".join(row["test_list"])
+    return f"{row['text']}\nThe code has to pass these tests:\n```python\n{tests}\n```"
 
 
 def _mbpp_prompt(row: Row) -> str:
@@ -117,6 +130,9 @@ def _user_turns(row: Row) -> tuple[str, ...]:
     return tuple(message["content"] for message in row["messages"] if message["role"] == "user")
 
 
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+"""MT-Bench's categories, which are one of Spec-Bench's six."""
+
 PRESETS: dict[str, Preset] = {
     "arithmetic": Preset(
         columns=("question", "answer"),
@@ -136,6 +152,7 @@ PRESETS: dict[str, Preset] = {
         columns=("instruction", "output"),
         prompt=_alpaca_prompt,
         response=lambda row: str(row["output"]),
+        said=_alpaca_said,
         hub="tatsu-lab/alpaca",
         splits={"train": "train"},
         scorer="rouge",
@@ -144,6 +161,7 @@ PRESETS: dict[str, Preset] = {
         columns=("text", "code", "test_list", "task_id"),
         prompt=_mbpp_prompt,
         response=lambda row: str(row["code"]).replace("\r\n", "\n"),
+        said=_mbpp_said,
         hub="google-research-datasets/mbpp",
         config="full",
         splits={"train": "train", "validation": "validation", "test": "test"},
@@ -155,6 +173,7 @@ PRESETS: dict[str, Preset] = {
         columns=("prompt", "canonical_solution", "test", "entry_point"),
         prompt=lambda row: str(row["prompt"]),
         response=lambda row: str(row["canonical_solution"]),
+        said=lambda row: f"Complete this Python function:\n```python\n{row['prompt'].rstrip()}\n```",
         hub="openai/openai_humaneval",
         splits={"test": "test"},
         scorer="humaneval",
@@ -216,6 +235,7 @@ PRESETS: dict[str, Preset] = {
         key="question_id",
         category="category",
         turns=_turns,
+        groups=dict.fromkeys(MT_BENCH, "multi-turn"),
     ),
 }
 """Every known data set by its name in ``data.source`` and ``--suite``."""

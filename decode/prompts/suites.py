@@ -1,8 +1,10 @@
 """Prompt suites: what to ask a model, and how to score its answers.
 
-A suite is named by a spec: ``arithmetic``, ``arithmetic:3`` (difficulty), ``open``, a preset such as ``gsm8k`` from
-the Hugging Face Hub or ``gsm8k=PATH`` from a local file, ``mmlu:astronomy=PATH`` or ``spec_bench:qa=PATH`` for one
-category, or ``prompts=PATH`` for prompts of your own (txt: a prompt a line; else a column prompt, turns or text).
+A suite is named by a spec: ``arithmetic``, ``arithmetic:3`` (difficulty), ``open``, ``chat`` (96 prompts in the six
+categories of Spec-Bench), a preset such as ``gsm8k`` from the Hugging Face Hub or ``gsm8k=PATH`` from a local file, or
+just ``PATH``, whose columns say what it is (``LABEL=PATH`` gives it a name); ``chat:qa``, ``mmlu:astronomy=PATH`` or
+``spec_bench:qa=PATH`` for one category; ``prompts=PATH`` for prompts of your own (txt: a prompt a line; else a column
+prompt, turns, text or question).
 """
 
 from __future__ import annotations
@@ -13,27 +15,40 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TypeVar
 
 from decode.core.errors import UserError
 from decode.prompts.arithmetic import problems
-from decode.prompts.files import Row, load_hub, read_rows
+from decode.prompts.files import READERS, Row, load_hub, read_rows
 from decode.prompts.open_questions import QUESTIONS
 from decode.prompts.presets import PRESETS, Preset, held_out
 from decode.prompts.scorers import CODE_SCORERS, SCORERS
 
 __all__ = ["Prompt", "Suite", "load_suite"]
 
-NAMES = (*PRESETS, "open", "prompts")
+NAMES = (*PRESETS, "chat", "open", "prompts")
+BUNDLED = Path(__file__).with_name("chat.jsonl")
+"""The suite ``chat``, in Spec-Bench's format: written for this project, 16 prompts in each of six categories."""
+RECOGNISED = ("humaneval", "mbpp", "mmlu", "spec_bench", "ultrachat", "cnn_dailymail", "xsum", "gsm8k", "alpaca")
+"""Presets that a file is recognised as by its columns, the more particular ones first."""
 DEFAULT_LIMIT = 100
 """Problems of the arithmetic suite, which has no end, where no limit is given."""
 
+T = TypeVar("T")
 Score = Callable[["Prompt", str], float]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt; ``reference`` is the expected answer, ``turns`` all user turns of a conversation (or empty)."""
+    """One prompt.
+
+    Attributes:
+        id: of the prompt in its suite.
+        text: for a model that continues text.
+        reference: the expected answer.
+        category: what the results are grouped by.
+        turns: what a user says to a chat model, turn by turn; empty: the text.
+    """
 
     id: str
     text: str
@@ -64,7 +79,8 @@ def load_suite(
 
     Args:
         spec: see the module's docstring.
-        limit: prompts at most, a sample chosen by the seed and kept in order; None: all there are.
+        limit: prompts at most, a sample chosen by the seed and kept in order, evenly from the categories where there
+            are several; None: all there are.
         seed: chooses the sample; for arithmetic, the problems.
         split: train, validation or test of sources that have several.
         allow_code_execution: whether answers to humaneval and mbpp may be run, in a limited process of their own.
@@ -84,13 +100,17 @@ def load_suite(
         if path is None:
             raise UserError("the suite 'prompts' is a file of your own: --suite prompts=PATH")
         prompts = [_own_prompt(place, row) for place, row in enumerate(read_rows(path))]
-        return Suite(spec, _sample(prompts, limit, seed), None, "prompts of your own have no scorer")
-    preset = PRESETS[name]
-    rows = _local(name, preset, path, split) if path is not None else _hub(name, preset, split)
+        kept = _sample(prompts, limit, seed, lambda prompt: prompt.category)
+        return Suite(spec, kept, None, "prompts of your own have no scorer")
+    preset = PRESETS["spec_bench" if name == "chat" else name]
+    if name == "chat":
+        rows = read_rows(path or BUNDLED)
+    else:
+        rows = _local(name, preset, path, split) if path is not None else _hub(name, preset, split)
     numbered = list(enumerate(rows))
     if option:
         numbered = _of_category(name, preset, numbered, option)
-    numbered = _sample(numbered, limit, seed)
+    numbered = _sample(numbered, limit, seed, lambda item: _category(preset, item[1]))
     if path is not None and Path(path).suffix.lower() == ".txt":
         prompts = [Prompt(f"{name}/{place}", row["text"], None) for place, row in numbered]
         return Suite(spec, prompts, None, "a txt file holds prompts without references")
@@ -105,16 +125,38 @@ def _parse(spec: str) -> tuple[str, str, str | None]:
     """Name, option (or an empty string) and path (or None) of a spec."""
     head, equals, path = spec.partition("=")
     name, _, option = head.partition(":")
+    if not equals and Path(spec).suffix.lower() in READERS:
+        return _recognise(spec), "", spec
     if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8 if path else 0.4)
+        if path and not near:
+            return _recognise(path), "", path
         guess = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown suite {name!r}: {guess}Suites: {', '.join(NAMES)}")
+        raise UserError(f"unknown suite {name!r}: {guess}Suites: {', '.join(NAMES)}, or the path of a file")
     if equals and not path:
         raise UserError(f"the suite {spec!r} names no file after '=': give --suite {name}=PATH")
-    allowed = name == "arithmetic" or (name in PRESETS and PRESETS[name].category)
+    allowed = name in ("arithmetic", "chat") or (name in PRESETS and PRESETS[name].category)
     if option and not allowed:
         raise UserError(f"the suite {name!r} has no option {option!r}: give --suite {name}")
     return name, option, path or None
+
+
+def _recognise(path: str) -> str:
+    """The preset whose columns a file has, or ``prompts``.
+
+    Raises:
+        UserError: the file cannot be read, or its columns are of neither kind.
+    """
+    row = read_rows(path)[0]
+    for name in RECOGNISED:
+        if all(column in row for column in PRESETS[name].columns) and (name != "gsm8k" or "####" in str(row["answer"])):
+            return name
+    if any(column in row for column in OWN):
+        return "prompts"
+    raise UserError(
+        f"{path}: rows with the columns {', '.join(row)} are of no known data set: rename the column of the prompts to "
+        f"prompt, or say what the file is with --suite NAME={path}, NAME being one of {', '.join(RECOGNISED)}"
+    )
 
 
 def _arithmetic(spec: str, option: str, limit: int, seed: int, split: str) -> Suite:
@@ -164,34 +206,57 @@ def _hub(name: str, preset: Preset, split: str) -> list[Row]:
     return [row for row, part in held if (part if part not in preset.splits else "train") == split]
 
 
+def _category(preset: Preset, row: Row) -> str:
+    own = str(row.get(preset.category, "")) if preset.category else ""
+    return preset.groups.get(own, own)
+
+
 def _of_category(name: str, preset: Preset, rows: list[tuple[int, Row]], wanted: str) -> list[tuple[int, Row]]:
-    found = [(place, row) for place, row in rows if row.get(preset.category) == wanted]
+    found = [(n, row) for n, row in rows if wanted in (row.get(preset.category), _category(preset, row))]
     if not found:
-        known = ", ".join(sorted({str(row.get(preset.category)) for _, row in rows}))
-        raise UserError(f"the suite {name!r} has no {preset.category} {wanted!r}: choose one of {known}")
+        known = sorted({str(row.get(preset.category)) for _, row in rows} | {_category(preset, row) for _, row in rows})
+        raise UserError(f"the suite {name!r} has no {preset.category} {wanted!r}: choose one of {', '.join(known)}")
     return found
 
 
-def _sample(items: list[Any], limit: int | None, seed: int) -> list[Any]:
+def _sample(items: list[T], limit: int | None, seed: int, category: Callable[[T], str] = lambda item: "") -> list[T]:
+    """At most ``limit`` items in their order: of every category as many, but for one."""
     if limit is None or limit >= len(items):
         return items
-    return [items[place] for place in sorted(Random(seed).sample(range(len(items)), limit))]
+    groups: dict[str, list[int]] = {}
+    for place, item in enumerate(items):
+        groups.setdefault(category(item), []).append(place)
+    random = Random(seed)
+    if len(groups) == 1:
+        kept = random.sample(range(len(items)), limit)
+    else:  # the first of every category, then the second ones, ...
+        order = [(n, random.random(), p) for own in groups.values() for n, p in enumerate(random.sample(own, len(own)))]
+        kept = [place for _, _, place in sorted(order)[:limit]]
+    return [items[place] for place in sorted(kept)]
 
 
 def _prompt(identity: str, preset: Preset, row: Row) -> Prompt:
     reference = preset.response(row) or None
-    category = str(row.get(preset.category, "")) if preset.category else ""
-    return Prompt(identity, preset.prompt(row), reference, category, preset.turns(row))
+    turns = preset.turns(row) or ((preset.said(row),) if preset.said else ())
+    return Prompt(identity, preset.prompt(row), reference, _category(preset, row), turns)
+
+
+OWN = ("prompt", "turns", "text", "question")
+"""Columns that a prompt of one's own is read from."""
 
 
 def _own_prompt(place: int, row: Row) -> Prompt:
-    turns = tuple(row.get("turns") or ())
-    text = row.get("prompt") or row.get("text") or (turns[0] if turns else None)
+    turns = row.get("turns") or ()
+    if not isinstance(turns, list | tuple) or not all(isinstance(turn, str) for turn in turns):
+        raise UserError(f"row {place} of the prompts: turns is {turns!r}; give a list of texts, one for each turn")
+    text = row.get("prompt") or row.get("text") or row.get("question") or (turns[0] if turns else None)
     if not isinstance(text, str):
         raise UserError(
-            f"row {place} of the prompts has the columns {', '.join(row)}: it needs prompt, text or turns as text"
+            f"row {place} of the prompts has the columns {', '.join(row)}: it needs {', '.join(OWN[:-1])} or "
+            f"{OWN[-1]} as text"
         )
-    return Prompt(f"prompts/{row.get('id', place)}", text, row.get("reference"), str(row.get("category", "")), turns)
+    category = str(row.get("category", ""))
+    return Prompt(f"prompts/{row.get('id', place)}", text, row.get("reference"), category, tuple(turns))
 
 
 def _scorer(name: str, preset: Preset, rows: dict[str, Row], allow_code: bool) -> tuple[Score | None, str]:

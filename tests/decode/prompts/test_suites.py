@@ -1,11 +1,13 @@
 import csv
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from decode.commands.checks import open_suites
 from decode.core.errors import UserError
 from decode.prompts.files import read_rows
 from decode.prompts.presets import PRESETS, held_out
@@ -98,11 +100,68 @@ def test_spec_bench_rows_with_references_of_all_shapes_are_read(tmp_path):
     assert [p.id for p in suite.prompts] == ["spec_bench/81", "spec_bench/82", "spec_bench/83"]
     assert [p.reference for p in suite.prompts] == [None, "Ann", "Rome"]
     assert suite.prompts[0].turns == ("Write.", "Again.")
-    assert [p.category for p in suite.prompts] == ["writing", "qa", "rag"]
+    assert [p.category for p in suite.prompts] == ["multi-turn", "qa", "rag"]  # MT-Bench's are one
     only = load_suite(f"spec_bench:rag={tmp_path / 'question.jsonl'}")
     assert [p.id for p in only.prompts] == ["spec_bench/83"]
-    with pytest.raises(UserError, match="choose one of qa, rag, writing"):
+    for name in ("multi-turn", "writing"):
+        assert [p.id for p in load_suite(f"spec_bench:{name}={tmp_path / 'question.jsonl'}").prompts] == [
+            "spec_bench/81"
+        ]
+    with pytest.raises(UserError, match="choose one of multi-turn, qa, rag, writing"):
         load_suite(f"spec_bench:cooking={tmp_path / 'question.jsonl'}")
+
+
+CATEGORIES = {"multi-turn", "translation", "summarization", "qa", "math_reasoning", "rag"}
+
+
+def test_the_chat_suite_has_sixteen_prompts_in_each_of_six_categories():
+    suite = load_suite("chat")
+    assert len(suite.prompts) == len({p.id for p in suite.prompts}) == len({p.turns for p in suite.prompts}) == 96
+    assert Counter(p.category for p in suite.prompts) == dict.fromkeys(CATEGORIES, 16)
+    assert all(len(p.turns) == 1 + (p.category == "multi-turn") for p in suite.prompts)
+    passages = [p.text for p in suite.prompts if p.category in ("summarization", "rag")]
+    assert all(80 <= len(text.split()) <= 250 for text in passages)
+    assert {p.category for p in load_suite("chat:qa").prompts} == {"qa"}
+
+
+@pytest.mark.parametrize("limit", [4, 6, 12, 20])
+def test_a_limited_suite_takes_evenly_from_its_categories(limit):
+    chosen = load_suite("chat", limit=limit).prompts
+    assert chosen == load_suite("chat", limit=limit).prompts
+    assert chosen != load_suite("chat", limit=limit, seed=1).prompts
+    counts = Counter(p.category for p in chosen)
+    assert sum(counts.values()) == limit
+    assert max(counts.values()) - min(counts.get(name, 0) for name in CATEGORIES) <= 1
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "turns"),
+    [
+        ({"question": "2+2?", "answer": "2+2=4\n#### 4"}, "2+2?\nAnswer the above question.", ()),
+        ({"question": "Who?", "answer": "Ann"}, "Who?", ()),
+        ({"instruction": "Add.", "input": "1, 2", "output": "3"}, "Instruction:\nAdd.", ("Add.\n\n1, 2",)),
+        ({"prompt": "def f():", "canonical_solution": "", "test": "", "entry_point": "f"}, "def f():", None),
+        ({"category": "writing", "turns": ["One.", "Two."], "question_id": 81}, "One.", ("One.", "Two.")),
+        ({"prompt": "Say something.", "weight": 3}, "Say something.", ()),
+    ],
+)
+def test_a_file_is_recognised_by_its_columns(tmp_path, row, prompt, turns):
+    path = write(tmp_path / "mine.jsonl", [row])
+    for spec in (path, f"mine={path}"):
+        (found,) = load_suite(spec).prompts
+        assert found.text.startswith(prompt)
+        assert turns is None or found.turns == turns
+    assert [suite.name for suite in open_suites([path])] == ["mine"]
+
+
+def test_a_file_of_unknown_columns_is_refused_with_what_is_known(tmp_path):
+    path = write(tmp_path / "mine.jsonl", [{"id": 1, "query": "Who?"}])
+    with pytest.raises(UserError, match=r"columns id, query are of no known data set.*rename.*--suite NAME=.*gsm8k"):
+        load_suite(path)
+    with pytest.raises(UserError, match="there is no file"):
+        load_suite("missing.jsonl")
+    with pytest.raises(UserError, match=r"turns is 'One\.'; give a list"):
+        load_suite(f"prompts={write(tmp_path / 'turns.jsonl', [{'turns': 'One.'}])}")
 
 
 def test_mmlu_asks_for_a_letter(tmp_path):
