@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from decode.core.errors import UserError
+from distill.config.prompts import PromptSettings
 
 Kind = Literal["auto", "pairs", "chat", "text"]
 Overlong = Literal["drop", "cut"]
@@ -18,8 +19,12 @@ class DataSettings:
     """The corpus: where its rows come from, how they become texts, how many and how long they are."""
 
     source: str = "arithmetic"
-    """`arithmetic` (built in, no download), a preset (gsm8k, alpaca, mbpp, ...), a file or folder, or a data set's
-    name on the Hugging Face Hub."""
+    """`arithmetic` (built in, no download), a preset (gsm8k, alpaca, mbpp, ...), a file or folder, a data set's name
+    on the Hugging Face Hub, or `target`: an instruct target writes its own prompts, and answers them (see prompts;
+    reference.responses says how it answers)."""
+
+    prompts: PromptSettings = field(default_factory=PromptSettings)
+    """With source target: how prompts are written, chosen and mixed with those of a file."""
 
     hub_config: str | None = None
     """Configuration of the Hub data set, where it has several; null: the preset's, or the only one."""
@@ -95,6 +100,11 @@ class DataSettings:
     """Whether the tokenizer's repository may run its own Python code here."""
 
     @property
+    def from_target(self) -> bool:
+        """Whether the rows are prompts that the target writes, or that a file holds, for the target to answer."""
+        return self.source == "target"
+
+    @property
     def train_limit(self) -> int | None:
         """Training examples at most; None: all."""
         return self.train_examples if isinstance(self.train_examples, int) else None
@@ -115,6 +125,8 @@ class DataSettings:
             raise UserError(
                 "data.train_examples is all, but arithmetic makes as many problems as are asked for: give a number"
             )
+        if self.from_target:
+            self._validate_prompts()
         for key in ("train_examples", "validation_examples", "test_examples"):
             if isinstance(getattr(self, key), int) and getattr(self, key) < 1:
                 raise UserError(f"data.{key} is {getattr(self, key)}: give at least 1")
@@ -132,6 +144,30 @@ class DataSettings:
                 )
         if (self.prompt_template is None) != (self.response_template is None):
             raise UserError("data.prompt_template and data.response_template go together: give both or neither")
+
+    def _validate_prompts(self) -> None:
+        """What holds for prompts that the target writes.
+
+        Raises:
+            UserError: naming the key.
+        """
+        self.prompts.validate()
+        if self.train_limit is None:
+            raise UserError(
+                "data.train_examples is all, but with data.source target as many prompts are made as are asked for: "
+                "give a number"
+            )
+        if self.chat is False or self.kind not in ("auto", "chat"):
+            raise UserError(
+                f"data.source is target, whose prompts are chats, and data.chat is {self.chat}, data.kind {self.kind}: "
+                "leave both at auto"
+            )
+        for key in ("train_file", "validation_file", "test_file"):
+            if getattr(self, key) is not None:
+                raise UserError(
+                    f"data.source is target and data.{key} is {getattr(self, key)!r}: prompts of one's own are given "
+                    "with data.prompts.file, or name the file as data.source with reference.responses.source target"
+                )
 
 
 def _unescaped(template: str) -> str:

@@ -120,6 +120,8 @@ class Settings:
         self.validate_run()
         self.data.validate()
         self.target.validate("target")
+        if self.data.from_target:
+            self._check_own_prompts()
         self.eagle.validate()
         if self.eagle.enabled:
             self.eagle.check_reference(self.reference)
@@ -146,6 +148,25 @@ class Settings:
         check_numbers(self, nested=True)
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise UserError(f"name is {self.name!r}, expected a plain folder name")
+
+    def _check_own_prompts(self) -> None:
+        """What has to be so where the data are prompts without answers."""
+        responses = self.reference.responses
+        if not responses.from_target and responses.from_draft < 1:
+            raise UserError(
+                f"data.source is target, whose prompts have no answers, and reference.responses.source is "
+                f"{responses.source}: set it to target (or reference.responses.fixed to target)"
+            )
+        if responses.from_draft and responses.fixed != "target":
+            raise UserError(
+                "data.source is target, whose prompts have no answers, and reference.responses.fixed is dataset: set "
+                "it to target, which then answers those that the draft does not, and those for validation"
+            )
+        if self.target.trained:
+            raise UserError(
+                f"data.source is target and target.kind is {self.target.kind}, which would train the target on answers "
+                "that it has yet to write: set target.kind to as_is"
+            )
 
     def _check_sharding(self) -> None:
         """Refuses what needs a model's weights in one place."""

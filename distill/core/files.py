@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,23 @@ def checksum_once(path: Path) -> int:
     if key not in _CHECKSUMS:
         _CHECKSUMS[key] = checksum(path)
     return _CHECKSUMS[key]
+
+
+LARGE = 256_000_000
+"""Files of more bytes than this are not read to tell whether they changed; checking 256 MB takes a quarter second."""
+
+
+def files_state(paths: Iterable[str]) -> dict[str, list[int]]:
+    """Size and content (of large files the time) of every file at, or directly below, those of the paths that exist."""
+    found = [Path(path) for path in paths if Path(path).exists()]
+    files = [file for path in found for file in ([path] if path.is_file() else sorted(path.iterdir()))]
+    return {str(file): _content(file) for file in files if file.is_file()}
+
+
+def _content(file: Path) -> list[int]:
+    """A copy that only got a new time, by a checkout or a download, is the same file."""
+    size = file.stat().st_size
+    return [size, checksum_once(file) if size <= LARGE else file.stat().st_mtime_ns]
 
 
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:

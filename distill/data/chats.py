@@ -126,6 +126,19 @@ def chat_examples(chat: ChatFormat, messages: list[dict[str, Any]], tools: Any =
     ]
 
 
+def prompt_example(chat: ChatFormat, messages: list[dict[str, Any]]) -> Example:
+    """A chat that the assistant has yet to answer: nothing is a label.
+
+    Raises:
+        UnusableRow: a template that refuses the messages.
+    """
+    if chat.system is not None and messages[0]["role"] not in ("system", "developer"):
+        messages = [{"role": "system", "content": chat.system}, *messages]
+    text = chat.render(messages, ask=True)
+    ids = prompt_ids(chat.tokenizer, text)
+    return Example(ids, [IGNORE] * len(ids), text, "", messages)
+
+
 def _clean(message: dict[str, Any]) -> dict[str, Any]:
     """One message with its content as text and the arguments of its tool calls as objects."""
     content = message.get("content", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from random import Random
@@ -23,7 +23,9 @@ from decode.core.errors import UserError
 from decode.models.open import load_tokenizer
 from decode.prompts.files import Row, quiet_datasets
 from distill.config.data import DataSettings
-from distill.data.chats import ChatFormat, chat_examples
+from distill.data.chats import ChatFormat, chat_examples, prompt_example
+from distill.data.own_prompts.prompt_rows import prompt_rows
+from distill.data.own_prompts.sampler import PromptSampler
 from distill.data.show_example import check_masks, show
 from distill.data.sources import SPLITS, LeftOut, SourceRows, load_rows
 from distill.data.tokenize import IGNORE, Example, UnusableRow, pair_examples, text_examples
@@ -50,7 +52,7 @@ class Corpus:
     Each split has the columns ``input_ids`` and ``labels`` (lists of equal length, not shifted, -100 where no loss
     is taken), ``prompt`` and ``response`` (the texts), and ``messages``: JSON of the turns before the response where
     the prompt is a chat, else empty. For plain text every token is a label, and ``prompt`` is the first quarter of a
-    block.
+    block. Prompts without answers have no labels, and an empty ``response``.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -61,13 +63,21 @@ class Corpus:
     """Hash of the settings, the tokenizer and every token id and label."""
     kind: str = "pairs"
     """pairs, chat or text."""
+    answered: bool = True
+    """Whether the examples have responses; without, the target has to answer them."""
     chat: bool = False
     """Whether prompts are chats in the tokenizer's template."""
     notes: list[str] = field(default_factory=list)
     """What was left out and why, a sentence each."""
 
 
-def load_corpus(settings: DataSettings, *, seed: int, tokenizer: PreTrainedTokenizerBase | None = None) -> Corpus:
+def load_corpus(
+    settings: DataSettings,
+    *,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    sampler: Callable[[ChatFormat], PromptSampler] | None = None,
+) -> Corpus:
     """Reads, splits, tokenises and masks the corpus.
 
     Args:
@@ -75,13 +85,14 @@ def load_corpus(settings: DataSettings, *, seed: int, tokenizer: PreTrainedToken
         seed: chooses the sample and the order where the source has more rows than asked for; for arithmetic, the
             problems themselves. Which split a row is in does not depend on it.
         tokenizer: the target's. None: ``settings.tokenizer``, or else a small one trained on the training texts.
+        sampler: gives, for the target's chat template, the prompts that the target writes; None: it writes none.
 
     Raises:
         UserError: settings, files or masks that cannot be used.
     """
     settings.validate()
     quiet_datasets()
-    rows = load_rows(settings, seed)
+    rows = _own_prompts(settings, seed, tokenizer, sampler) if settings.from_target else load_rows(settings, seed)
     tokenizer = tokenizer or _tokenizer(settings, rows.splits["train"], seed)
     if settings.chat_template is not None:
         tokenizer.chat_template = settings.chat_template
@@ -90,9 +101,35 @@ def load_corpus(settings: DataSettings, *, seed: int, tokenizer: PreTrainedToken
     splits = {}
     for split, limit in zip(SPLITS, limits, strict=True):
         splits[split] = _dataset(rows, split, limit, settings, seed, tokenizer, chat)
-        check_masks(splits[split], tokenizer, rows.kind)
+        if not settings.from_target:
+            check_masks(splits[split], tokenizer, rows.kind)
     fingerprint = _fingerprint(settings, tokenizer, splits)
-    return Corpus(tokenizer, **splits, fingerprint=fingerprint, kind=rows.kind, chat=chat is not None, notes=rows.notes)
+    return Corpus(
+        tokenizer,
+        **splits,
+        fingerprint=fingerprint,
+        kind=rows.kind,
+        answered=not settings.from_target,
+        chat=chat is not None,
+        notes=rows.notes,
+    )
+
+
+def _own_prompts(
+    settings: DataSettings,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+    sampler: Callable[[ChatFormat], PromptSampler] | None,
+) -> SourceRows:
+    """Prompts of the target and of a file, as chats without an answer."""
+    samples, markers = None, frozenset[str]()
+    if sampler is not None and tokenizer is not None and settings.prompts.writes:
+        if settings.chat_template is not None:
+            tokenizer.chat_template = settings.chat_template
+        source = sampler(ChatFormat(tokenizer, settings.system, settings.template_args))
+        samples, markers = iter(source), source.turn.markers
+    splits, notes = prompt_rows(settings, seed, samples, markers)
+    return SourceRows("chat", splits, notes)
 
 
 def collate(rows: Sequence[Mapping[str, Any]], pad_id: int) -> dict[str, Tensor]:
@@ -214,7 +251,10 @@ def _examples(
     else:
         for row in rows:
             try:
-                found = chat_examples(chat, row.get("messages") or _as_chat(row), row.get("tools"))
+                if settings.from_target:
+                    found = [prompt_example(chat, row["messages"])]
+                else:
+                    found = chat_examples(chat, row.get("messages") or _as_chat(row), row.get("tools"))
             except UnusableRow as error:
                 left_out.add(f"{error.reason} dropped", row["number"], error.detail)
                 continue

@@ -8,12 +8,18 @@ from functools import cached_property
 import torch
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
+from transformers import PreTrainedModel
 
-from decode.models.open import load_tokenizer
+from decode.models.open import load_model, load_tokenizer
 from distill.config.settings import Settings
 from distill.core import ranks
+from distill.core.files import files_state
 from distill.core.run_dir import RunDir
+from distill.data.chats import ChatFormat
 from distill.data.corpus import Corpus, load_corpus
+from distill.data.own_prompts.sampler import PromptSampler
+from distill.data.own_prompts.user_turn import user_turn
+from distill.data.response_file import ResponseFile
 from distill.data.token_dataset import TokenDataset
 
 
@@ -40,10 +46,37 @@ class StageContext:
         if target.model is not None and self.settings.data.tokenizer is None:
             tokenizer = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
         with self.console.status("  reading the data"):
-            corpus = load_corpus(self.settings.data, seed=self.settings.seed, tokenizer=tokenizer)
+            own = self._sampler if target.model is not None else None
+            corpus = load_corpus(self.settings.data, seed=self.settings.seed, tokenizer=tokenizer, sampler=own)
         for note in corpus.notes:
             self.console.print(f"  {note}", highlight=False)
         return corpus
+
+    def _sampler(self, chat: ChatFormat) -> PromptSampler:
+        """The prompts that the target writes."""
+        target, settings, tokenizer = self.settings.target, self.settings.data.prompts, chat.tokenizer
+        assert target.model is not None
+        ends = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+        turn = user_turn(chat, ends)
+        made_from = {
+            "target": files_state([target.model]) or target.model,
+            "dtype": target.dtype,
+            "before": turn.before,
+            "ends": sorted(turn.ends),
+            "seed": self.settings.seed,
+            **{key: getattr(settings, key) for key in ("temperature", "top_p", "max_tokens", "batch_size")},
+        }
+        file = ResponseFile(self.run.work / "prompts" / "samples.jsonl", made_from)
+
+        def model() -> PreTrainedModel:
+            self.console.print("  the target writes prompts", highlight=False)
+            trust = target.trust_remote_code
+            return load_model(str(target.model), device=self.device, dtype=target.dtype, trust_remote_code=trust)
+
+        return PromptSampler(tokenizer, turn, settings, self.settings.seed, file, model, self._line)
+
+    def _line(self, text: str) -> None:
+        self.console.print(f"  {text}", highlight=False, soft_wrap=True)
 
     @cached_property
     def validation(self) -> TokenDataset:

@@ -26,10 +26,11 @@ from distill.config.responses import ResponseSettings
 from distill.config.settings import Settings
 from distill.core.files import fingerprint
 from distill.core.run_dir import account_of
+from distill.data.response_file import ResponseFile
 from distill.data.stage_context import StageContext
 from distill.data.token_dataset import TokenDataset
 from distill.experiments.ablation_table import Measured, write_table
-from distill.generation.response_store import ResponseFile, answered_here, make_jobs
+from distill.generation.response_store import answered_here, make_jobs
 from distill.pipeline.reuse import adopt, siblings
 from distill.pipeline.runner import alone_in, run_of, run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
@@ -152,8 +153,8 @@ class Meter:
         file = ResponseFile(self.folder / f"{mode}.jsonl", made_from)
         file.open()
         writer = answered_here(self.target, how, settings.seed, stop_ids(self.target, corpus.tokenizer))
-        lines, console = file.fill(jobs, writer, corpus.tokenizer), self.bench.console
-        left = len(jobs) - len(file.found)
+        missing, console = {job.example for job in jobs} - file.found.keys(), self.bench.console
+        lines, left = file.fill(writer(jobs, missing), corpus.tokenizer), len(missing)
         for _ in track(lines, f"  texts of the target, {mode}", total=left, console=console, transient=True):
             pass
         self.made_from[mode] = fingerprint(made_from)

@@ -31,6 +31,12 @@ from distill.models.loading import build_model
 
 STEPS = 4
 
+PLAIN_CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""Chat template of the tokenizer made here, where the run's own target brings one."""
+
 
 def shrink(settings: Settings, console: Console | None = None, *, untie: bool = False) -> Settings:
     """Settings of the same run in miniature, with the models and rows it needs made under ``<name>-dry-run``.
@@ -139,6 +145,12 @@ def _shrink_data(data: DataSettings, folder: Path, console: Console) -> None:
     data.train_examples, data.validation_examples, data.test_examples = 48, 8, 8
     data.tokenizer, data.tokenizer_vocab_size, data.trust_remote_code = None, 320, False
     data.max_length, data.overlong = 512, "cut"
+    if data.from_target:
+        console.print("  word problems stand for the prompts that the target writes", highlight=False)
+        files = write_rows(folder, data.source, lambda question, *_: {"question": question})
+        data.prompts.file, data.prompts.file_share = str(files["train"]), 1.0
+        data.chat_template = data.chat_template or PLAIN_CHAT
+        return
     local = data.source == "arithmetic" or Path(data.source).exists() or data.train_file is not None
     if local:
         return

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
 from distill.config.settings import ModelSettings, Settings
 from distill.core import ranks
-from distill.core.files import checksum_once, fingerprint
+from distill.core.files import files_state, fingerprint
 
 VERSION = 1
 """Raised when a change of the code changes what a stage produces: folders made before are then made again."""
-
-LARGE = 256_000_000
-"""Files of more bytes than this are not read for the fingerprint; checking 256 MB takes a quarter of a second."""
 
 Key = tuple[str, dict[str, Any]]
 
@@ -64,13 +60,17 @@ def data_key(settings: Settings) -> dict[str, Any]:
     if data["chat_template"] is None:  # folders made before there was this setting stay valid
         del data["chat_template"]
     paths = [data[name] for name in ("source", "train_file", "validation_file", "tokenizer") if data[name]]
-    return {"data": data, "seed": settings.seed, "files": _state(paths)}
+    if settings.data.from_target:  # the target's files are in its own key
+        paths = [path for path in (settings.data.prompts.file, settings.data.tokenizer) if path]
+    else:
+        del data["prompts"]
+    return {"data": data, "seed": settings.seed, "files": files_state(paths)}
 
 
 def measurement_fingerprint(settings: Settings) -> str:
     """Of everything that evaluation, export and report depend on."""
     stages = [key for key, _ in stage_fingerprints(settings).values()]
-    test = settings.data.test_examples, settings.data.test_file, _state(_paths(settings.data.test_file))
+    test = settings.data.test_examples, settings.data.test_file, files_state(_paths(settings.data.test_file))
     sections = (asdict(section) for section in (settings.evaluation, settings.export, settings.eagle))
     return fingerprint(VERSION, stages, *test, *sections, settings.trainer.accelerator)
 
@@ -105,17 +105,4 @@ def _model_key(settings: ModelSettings) -> dict[str, Any]:
         key.pop("layerskip", None)
     if settings.kind != "cut":
         key.pop("layers", None)
-    return key | {"files": _state([settings.model] if settings.model else [])}
-
-
-def _state(paths: list[str]) -> dict[str, list[int]]:
-    """Size and content (of large files the time) of every file at, or directly below, those of the paths that exist."""
-    found = [Path(path) for path in paths if Path(path).exists()]
-    files = [file for path in found for file in ([path] if path.is_file() else sorted(path.iterdir()))]
-    return {str(file): _content(file) for file in files if file.is_file()}
-
-
-def _content(file: Path) -> list[int]:
-    """A copy that only got a new time, by a checkout or a download, is the same file."""
-    size = file.stat().st_size
-    return [size, checksum_once(file) if size <= LARGE else file.stat().st_mtime_ns]
+    return key | {"files": files_state([settings.model] if settings.model else [])}

@@ -46,6 +46,7 @@ from distill.models.loading import (
 )
 from distill.models.lora import add_adapter
 from distill.pipeline.training_budget import Plan, account, label_tokens, plan_draft, plan_reference
+from distill.teacher.prepare import answered_by_target
 from distill.tracking.logger import for_stage
 from distill.training.base_module import TrainingModule
 from distill.training.causal_lm import CausalLMModule
@@ -199,13 +200,15 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
     if not settings.trained:
         return StageResult(record, ready_to_save(model, tokenizer), tokenizer)
     adapted = add_adapter(model, settings.lora, full.seed) if settings.kind == "lora" else None
-    rows = TokenDataset.of(context.corpus.train)
+    rows, validation = TokenDataset.of(context.corpus.train), context.validation
+    if not context.corpus.answered:
+        rows, validation = answered_by_target(context)
     plan = plan_reference(settings.training, len(rows))
     module = CausalLMModule(model, settings.training, plan.steps, seed=full.seed)
     if isinstance(settings, TargetSettings) and settings.layerskip.enabled:
         module.layerskip = LayerSkip(model, settings.layerskip, plan.steps, scratch=settings.kind == "scratch")
     schedule = Schedule(rows.lengths, plan.batch_size, settings.training.length_bucket, full.seed * 10 + offset)
-    data = Distillation(module, rows, context.validation, record.parameters, lambda: model)
+    data = Distillation(module, rows, validation, record.parameters, lambda: model)
     record.history, record.seconds = _fit(context, stage, key, data, schedule, plan, settings.training, None)
     if module.layerskip is not None:
         module.layerskip.remove()

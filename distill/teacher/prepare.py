@@ -14,11 +14,12 @@ from decode.models.open import load_model, stop_ids
 from distill.core import ranks
 from distill.core.files import fingerprint
 from distill.data.batch_schedule import Schedule
+from distill.data.response_file import ResponseFile
 from distill.data.stage_context import StageContext
 from distill.data.token_dataset import TokenDataset
 from distill.generation.on_policy import OnPolicy
 from distill.generation.openai_client import answered_by_server
-from distill.generation.response_store import Answer, ResponseFile, answered_here, make_jobs, response_rows
+from distill.generation.response_store import Answer, answered_here, make_jobs, response_rows
 from distill.losses.objective import Objective
 from distill.models.lm_head import LMHead, check_head
 from distill.models.precision import weights_dtype
@@ -180,6 +181,14 @@ def fixed_texts(
     return splits["train"], splits["validation"], fingerprint(made_from)
 
 
+def answered_by_target(context: StageContext) -> tuple[TokenDataset, TokenDataset]:
+    """Train and validation examples with the target's responses, for those who do not have the target at hand."""
+    wanted = context.settings.target
+    model = load_model(context.run.target, device="cpu", dtype=wanted.dtype, trust_remote_code=wanted.trust_remote_code)
+    train, validation, _ = fixed_texts(context, model, stop_ids(model, context.corpus.tokenizer))
+    return train, validation
+
+
 def _answered(
     context: StageContext,
     target: PreTrainedModel,
@@ -203,7 +212,8 @@ def _answered(
         file.open()
         there = len(file.found)
         if there < len(jobs):
-            lines = file.fill(jobs, writer(), tokenizer)
+            missing = {job.example for job in jobs} - file.found.keys()
+            lines = file.fill(writer()(jobs, missing), tokenizer)
             name = f"  the target's responses, {split}"
             for _ in track(lines, name, total=len(jobs), completed=there, console=context.console, transient=True):
                 pass

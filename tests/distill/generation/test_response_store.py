@@ -11,13 +11,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
 from distill.config.responses import ResponseSettings
+from distill.data.response_file import Response, ResponseFile
 from distill.data.token_dataset import label_mask
 from distill.data.tokenize import IGNORE
 from distill.data.train_tokenizer import train_tokenizer
 from distill.generation.response_store import (
     Job,
-    Response,
-    ResponseFile,
     answered_here,
     encode_answer,
     make_jobs,
@@ -74,6 +73,7 @@ def test_the_end_that_a_server_leaves_out_is_put_back_only_where_the_text_ended(
 
 
 JOBS = [Job(i, [5, 6 + i], "", 4) for i in range(5)]
+EVERY = range(5)
 
 
 def plain(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
@@ -86,7 +86,7 @@ def test_a_kill_costs_the_line_being_written_and_an_altered_line_is_written_agai
     path = tmp_path / "train.jsonl"
     file = ResponseFile(path, {"a": 1})
     file.open()
-    writing = file.fill(JOBS, plain, tokenizer)
+    writing = file.fill(plain(JOBS, EVERY), tokenizer)
     for _ in range(3):
         next(writing)
     lines = path.read_bytes().splitlines(keepends=True)
@@ -98,14 +98,8 @@ def test_a_kill_costs_the_line_being_written_and_an_altered_line_is_written_agai
     file.open()
     assert list(file.found) == [0]
     assert path.read_bytes() == lines[0]
-    asked: list[int] = []
-
-    def noting(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
-        asked.extend(sorted(missing))
-        return plain(jobs, {job.example for job in jobs})  # whole batches are answered again
-
-    assert [response.example for response in file.fill(JOBS, noting, tokenizer)] == [1, 2, 3, 4]
-    assert asked == [1, 2, 3, 4]
+    again = file.fill(plain(JOBS, EVERY), tokenizer)  # whole batches are answered again
+    assert [response.example for response in again] == [1, 2, 3, 4]
     assert ResponseFile(path, {"a": 1}).complete(5)
     assert not ResponseFile(path, {"a": 2}).complete(5)
 
@@ -113,7 +107,7 @@ def test_a_kill_costs_the_line_being_written_and_an_altered_line_is_written_agai
 def test_responses_of_other_settings_are_begun_anew(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = ResponseFile(tmp_path / "train.jsonl", {"temperature": 1.0})
     file.open()
-    list(file.fill(JOBS, plain, tokenizer))
+    list(file.fill(plain(JOBS, EVERY), tokenizer))
     other = ResponseFile(tmp_path / "train.jsonl", {"temperature": 0.5})
     other.open()
     assert not other.found

@@ -1,0 +1,63 @@
+"""Prompts that the target writes for itself (``data.source: target``), and prompts from a file beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jsonargparse.typing import ClosedUnitInterval, PositiveInt
+
+from decode.core.errors import UserError
+from decode.core.options import Share, Temperature
+
+
+@dataclass
+class PromptSettings:
+    """How an instruct target writes prompts (Magpie, arXiv 2406.08464), and which of them are kept."""
+
+    file: str | None = None
+    """Prompts of one's own beside those that the target writes (json, jsonl, csv or parquet, with the columns
+    instruction and input, question, prompt, messages or turns); answers in it are not read."""
+    file_share: Share = 0.5
+    """With a file: share of the examples of each split that come from it, as far as it goes. 1: the target writes no
+    prompts."""
+    temperature: Temperature = 1.0
+    """Of the sampling of prompts."""
+    top_p: Share = 0.95
+    """Prompts are sampled from the smallest set of tokens with this probability; 1 leaves in what is hardly ever
+    said."""
+    min_tokens: PositiveInt = 4
+    """Shortest prompt kept."""
+    max_tokens: PositiveInt = 160
+    """Longest prompt; a sample that has not ended by then is dropped."""
+    ascii_letters: ClosedUnitInterval = 0.9
+    """Least share of the letters of a prompt that are ASCII: a cheap rule for English. 0 keeps every language."""
+    same_start: PositiveInt = 10
+    """Prompts whose first so many words agree count as near repeats, and so do ..."""
+    overlap: Share = 0.6
+    """... prompts of whose word triples this share is in one earlier prompt. 1 drops exact repetitions of them only."""
+    tries: PositiveInt = 8
+    """Samples at most for each prompt that is wanted; the run stops if too few of them can be used."""
+    batch_size: PositiveInt = 64
+    """Prompts written together."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether the target has to write prompts."""
+        return self.file is None or self.file_share < 1
+
+    def validate(self) -> None:
+        """Checks the file and that the limits leave something.
+
+        Raises:
+            UserError: naming the key.
+        """
+        if self.file is not None and not Path(self.file).is_file():
+            raise UserError(
+                f"data.prompts.file: there is no file {self.file!r}; check the path (it is relative to {Path.cwd()})"
+            )
+        if self.min_tokens > self.max_tokens:
+            raise UserError(
+                f"data.prompts.min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}: no prompt could be "
+                "kept; raise the one or lower the other"
+            )

@@ -1,0 +1,81 @@
+"""The target writes prompts: sample after sample, each kept on disk, the same whenever it is asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.core.sampling import Warp
+from decode.models.batched_generation import uniform_draws, write_texts
+from distill.config.prompts import PromptSettings
+from distill.core import ranks
+from distill.data.own_prompts.prompt_rows import Sample
+from distill.data.own_prompts.user_turn import UserTurn
+from distill.data.response_file import Response, ResponseFile
+
+CHUNK = 2
+"""Batches that are written in one call; a kill costs at most these."""
+
+
+@dataclass
+class PromptSampler:
+    """Samples number 0, 1, 2, ...; which ones they are depends on the seed and the number alone.
+
+    Attributes:
+        tokenizer: The target's.
+        turn: Where the user speaks.
+        settings: Sampling.
+        seed: Of the samples.
+        file: Where they are kept.
+        model: Loads the target; asked once, when a sample is missing.
+        told: Called with a line of progress after every chunk.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    turn: UserTurn
+    settings: PromptSettings
+    seed: int
+    file: ResponseFile
+    model: Callable[[], PreTrainedModel]
+    told: Callable[[str], None]
+
+    def __iter__(self) -> Iterator[Sample]:
+        """All samples, those on disk first; the target writes further ones as long as there is a next."""
+        size, chunk, model = CHUNK * self.settings.batch_size, 0, None
+        if ranks.is_first():
+            self.file.open()
+        while True:
+            numbers = range(chunk * size, (chunk + 1) * size)
+            if ranks.is_first():
+                if not all(number in self.file.found for number in numbers):
+                    model = model or self.model()
+                    began = time.monotonic()
+                    lines = list(self.file.fill(self._written(model, numbers), self.tokenizer))
+                    speed = sum(len(line.ids) for line in lines) / (time.monotonic() - began)
+                    self.told(f"{len(self.file.found)} prompts written ({speed:.0f} tokens/s)")
+            else:
+                ranks.wait_for(lambda last=numbers[-1]: self.file.complete(last + 1) or None, "the target's prompts")  # type: ignore[misc]
+            yield from (self._sample(self.file.found[number].ids) for number in numbers)
+            chunk += 1
+
+    def _written(self, model: PreTrainedModel, numbers: Collection[int]) -> Iterator[Response]:
+        chosen = list(numbers)
+        texts = write_texts(
+            model,
+            [self.turn.before] * len(chosen),
+            Warp(self.settings.temperature, top_p=self.settings.top_p),
+            budgets=self.settings.max_tokens + 1,
+            stop_ids=self.turn.ends,
+            draws=lambda i, count: uniform_draws(self.seed, 5, chosen[i], count=count),
+            batch_size=self.settings.batch_size,
+        )
+        return (Response(number, text) for number, text in zip(chosen, texts))
+
+    def _sample(self, ids: list[int]) -> Sample:
+        ended = bool(ids) and ids[-1] in self.turn.ends
+        words = ids[:-1] if ended else ids
+        text = self.tokenizer.decode(words, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return Sample(str(text), len(words), ended)
