@@ -1,4 +1,4 @@
-"""Texts of many prompts at once, by the model's own forward; finished texts leave the batch.
+"""Texts of many prompts at once, by the hand-written forward where it knows the model, else by the model's own.
 
 Every text has uniform draws of its own, named by numbers such as (seed, example), so that what is written for a prompt
 depends neither on its neighbours nor on when it is written, and a run that was killed writes the same again.
@@ -6,8 +6,11 @@ depends neither on its neighbours nor on when it is written, and a run that was 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,6 +19,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 from decode.core.rng import TorchRng, inverse
 from decode.core.sampling import Warp
+from decode.models.free_memory import free_memory
+from decode.models.open_runner import fast_if_equal
+from decode.models.runners.fast_runner import FastRunner
+
+PROMPT_TOKENS = 1024
+"""Most tokens of prompts in a forward, unless one prompt has more."""
+GROWTH = 2.5
+"""Memory that the cache takes for a moment while it grows, in caches."""
 
 Draws = Callable[[int, int], Sequence[float]]
 """Given a prompt's number and a count, so many numbers from [0, 1): one a token of its text."""
@@ -56,7 +67,8 @@ def write_texts(
         budgets: longest continuation, of all prompts or of each; none is written for 0 or less.
         stop_ids: tokens that end a text and are its last.
         draws: of sampling.
-        batch_size: prompts at once, those of similar length together; None: all.
+        batch_size: prompts at once, those of similar length together; None: all. The hand-written forward begins a
+            waiting text as soon as one is finished, and takes fewer at once where memory does not hold so many.
         progress: called with the number of texts finished since the last call.
 
     Returns:
@@ -65,7 +77,18 @@ def write_texts(
     limits = [budgets] * len(prompts) if isinstance(budgets, int) else list(budgets)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i])) if batch_size else list(range(len(prompts)))
     texts: list[list[int]] = [[] for _ in prompts]
+    finished = progress or (lambda _: None)
     with _evaluating(model):
+        runner = fast_if_equal(model)
+        if runner is not None:
+            asked = [i for i in reversed(order) if limits[i] > 0]
+            finished(len(prompts) - len(asked))
+            rows = _rows_that_fit(runner, [len(prompts[i]) + limits[i] for i in asked], batch_size)
+            waiting = (_Text(i, prompts[i], limits[i], draws(i, limits[i])) for i in asked)
+            for done in _write_continuously(runner, waiting, rows, warp, set(stop_ids)):
+                texts[done.number] = done.written
+                finished(1)
+            return texts
         for at in range(0, len(order), batch_size or max(1, len(order))):
             chosen = order[at : at + (batch_size or len(order))]
             uniforms = [draws(i, max(0, limits[i])) for i in chosen]
@@ -74,8 +97,7 @@ def write_texts(
             )
             for i, text in zip(chosen, written):
                 texts[i] = text
-            if progress is not None:
-                progress(len(chosen))
+            finished(len(chosen))
     return texts
 
 
@@ -87,6 +109,68 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.train(training)
+
+
+# -- by the hand-written forward: a finished text's place is taken by a waiting one ------------------------------------
+
+
+@dataclass(eq=False)
+class _Text:
+    number: int
+    prompt: Sequence[int]
+    budget: int
+    uniforms: Sequence[float]
+    written: list[int] = field(default_factory=list)
+
+
+@torch.inference_mode()
+def _write_continuously(
+    runner: FastRunner, texts: Iterable[_Text], rows: int, warp: Warp, stop_ids: set[int]
+) -> Iterator[_Text]:
+    """Write all texts, at most `rows` at once, yielding each that is finished."""
+    waiting = deque(texts)
+    runner.truncate(0)
+    free = [runner, *(runner.fork(min(rows, len(waiting)) - 1) if len(waiting) > 1 else [])]
+    live: list[tuple[FastRunner, _Text]] = []
+    while waiting or live:
+        new = 0  # prompts are read along with the others' next tokens, some at a time
+        while free and waiting and (not new or new + len(waiting[0].prompt) <= PROMPT_TOKENS):
+            live.append((free.pop(), waiting.popleft()))
+            new += len(live[-1][1].prompt)
+        while free and not waiting and len(free) + len(live) > 1:
+            free.pop().close()
+        live.sort(key=lambda pair: pair[0].row)
+        feeds = [[text.written[-1]] if text.written else text.prompt for _, text in live]
+        tokens = torch.tensor([token for feed in feeds for token in feed], device=runner.device)
+        logits = runner.read_texts([row for row, _ in live], tokens, list(map(len, feeds)), last_only=True)
+        u = [text.uniforms[len(text.written)] for _, text in live]
+        prefixes = [[*text.prompt, *text.written] for _, text in live] if warp.needs_prefix else None
+        going = []
+        for (row, text), token in zip(live, next_tokens(logits, warp, prefixes, u)):
+            text.written.append(token)
+            if token in stop_ids or len(text.written) == text.budget:
+                row.truncate(0)
+                free.append(row)
+                yield text
+            else:
+                going.append((row, text))
+        live = going
+
+
+def _rows_that_fit(runner: FastRunner, lengths: Sequence[int], batch_size: int | None) -> int:
+    """How many texts of these lengths to write at once: as many as asked for, unless memory holds fewer."""
+    wanted = max(1, min(batch_size or len(lengths), len(lengths)))
+    row = max(lengths, default=1) * runner.cache_bytes_per_token
+    rows = max(1, min(wanted, int(free_memory(runner.device) / (GROWTH * row))))
+    if rows < wanted:
+        warnings.warn(
+            f"memory holds {rows} texts of {max(lengths)} tokens; writing {rows} instead of {wanted} at once",
+            stacklevel=3,
+        )
+    return rows
+
+
+# -- by the model's own forward: batches, in which finished texts leave their places empty -----------------------------
 
 
 @torch.no_grad()
@@ -115,11 +199,12 @@ def _write(
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        u = torch.tensor([uniforms[place][len(texts[place])] for place in live], dtype=torch.float64, device=device)
+        u = [uniforms[place][len(texts[place])] for place in live]
         prefixes = [[*prompts[place], *texts[place]] for place in live] if warp.needs_prefix else None
-        tokens = warp.top(logits, prefixes) if warp.greedy else inverse(warp(logits, prefixes), u[:, None])
-        for place, token in zip(live, tokens.tolist()):
+        chosen = next_tokens(logits, warp, prefixes, u)
+        for place, token in zip(live, chosen):
             texts[place].append(token)
+        tokens = torch.tensor(chosen, device=device)
         going = [
             row
             for row, place in enumerate(live)
@@ -134,6 +219,16 @@ def _write(
             live = [live[row] for row in going]
         feed, positions = tokens[:, None], positions[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(len(live), 1)], 1)
+
+
+def next_tokens(
+    logits: Tensor, warp: Warp, prefixes: Sequence[Sequence[int]] | None, uniforms: Sequence[float]
+) -> list[int]:
+    """One token for each row of logits, by its own uniform number."""
+    if warp.greedy:
+        return warp.top(logits, prefixes).tolist()
+    u = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
+    return inverse(warp(logits, prefixes), u[:, None]).tolist()
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from decode.models.eagle.head import FeatureHead
 from decode.models.eagle.runner import HeadRunner
 from decode.models.other_vocabulary import DraftModel, ForeignDraft, ForeignRunner
 from decode.models.runners.compiled import check_compile
-from decode.models.runners.fast_runner import fast_runner, supports
+from decode.models.runners.fast_runner import FastRunner, fast_runner, supports
 from decode.models.runners.fast_weights import FAMILIES
 from decode.models.runners.huggingface import HuggingFaceRunner, arguments_of
 from decode.models.runners.longrope import LongRopeRunner, longrope_boundary
@@ -50,16 +50,9 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, compile: str = "no
     refuse_unserved(model)
     if compile != "none":
         return _open_compiled(model, compile)
-    if fast and supports(model):
-        quick = fast_runner(model)
-        found = compare(model, quick)
-        if found.chain < found.tolerance and found.tree < found.tolerance:
-            return quick
-        warnings.warn(
-            f"the fast forward differs from {type(model).__name__} by {max(found.chain, found.tree):.2g} in its "
-            "logits; using the ordinary model call",
-            stacklevel=2,
-        )
+    quick = fast_if_equal(model) if fast else None
+    if quick is not None:
+        return quick
     runner: Runner = HuggingFaceRunner(model)
     boundary = longrope_boundary(model.config.get_text_config())
     if boundary is not None:
@@ -81,6 +74,22 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, compile: str = "no
     if runner.supports_trees and not found.tree < max(found.tolerance, TOLERANCE[torch.float32]):
         runner.tree_refusal = found.tree_error or "a tree's branches get other logits than the texts they stand for"
     return runner
+
+
+def fast_if_equal(model: PreTrainedModel) -> FastRunner | None:
+    """The hand-written forward of a model that it knows, once it has reproduced its logits; else None."""
+    if not supports(model):
+        return None
+    quick = fast_runner(model)
+    found = compare(model, quick)
+    if found.chain < found.tolerance and found.tree < found.tolerance:
+        return quick
+    warnings.warn(
+        f"the fast forward differs from {type(model).__name__} by {max(found.chain, found.tree):.2g} in its "
+        "logits; using the ordinary model call",
+        stacklevel=3,
+    )
+    return None
 
 
 def refuse_unserved(model: PreTrainedModel) -> None:

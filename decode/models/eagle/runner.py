@@ -11,7 +11,7 @@ from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.runner import Runner
 from decode.models.eagle.head import FeatureHead, output_head
-from decode.models.runners.fast_forward import FastForward, cos_and_sin
+from decode.models.runners.fast_forward import FastForward, Mask, cos_and_sin
 from decode.models.runners.fast_weights import Shape, Weights, llama_layer, norm, product, tunable
 from decode.models.runners.linear import Linear
 
@@ -145,7 +145,7 @@ class HeadRunner(Runner):
 
     # -- the forward ---------------------------------------------------------------------------------------------
 
-    def _run(self, tokens: Tensor, x: Tensor, slot: int, rotary: Tensor, mask: Tensor | None) -> Tensor:
+    def _run(self, tokens: Tensor, x: Tensor, slot: int, rotary: Tensor, mask: Mask) -> Tensor:
         """The layer on embeddings of the tokens and states ``x [n, hidden]``, in the cache slots from `slot` on."""
         forward = self.forward
         e, layer = forward.embed(tokens), forward.layers[0]
@@ -153,7 +153,7 @@ class HeadRunner(Runner):
             x = y = self.fuse(torch.cat([e, x], -1))
         else:
             y = torch.cat([self.norm_embedded(e), self.norm_state(x)], -1)
-        (slots,) = forward.slots(0, 1, slot, len(tokens))
+        (slots,) = forward.slots(0, 1, slot, len(tokens), mask)
         x = layer.out.add_to(x, forward.attention(layer, y, rotary, mask, slots))
         assert layer.norm2 is not None
         return layer.down.add_to(x, forward.mlp(layer, layer.norm2(x)))

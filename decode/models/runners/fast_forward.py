@@ -8,6 +8,7 @@ for it (`decode.models.runners.fast_weights`). `decode.models.runners.fast_runne
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,15 +17,19 @@ from torch import Tensor
 
 from decode.core.proposal import Draft
 from decode.models.runners.fast_weights import Layer, Weights
+from decode.models.runners.texts_together import NewTokens, TextsTogether
 from decode.models.runners.tree_masks import tree_mask
 
 CacheSlots = tuple[Any, Tensor, Tensor]
 """Of one layer: cache ``[1, 2 kv_heads, n, width]`` of the new tokens (anything with ``copy_``), and all keys and all
-values ``[1, kv_heads, m, width]``, the new ones among them."""
+values ``[1, kv_heads, m, width]``, the new ones among them; of several texts as `TextsTogether` gives them."""
+
+Mask = Tensor | TextsTogether | None
+"""Additive ``[groups · n, m]`` of one text, or None where every query may see every key; or what tells texts apart."""
 
 
 class FastForward:
-    """Decoder layers over a cache of their own. Rows are tokens of one text: states are ``[n, hidden]``.
+    """Decoder layers over a cache of their own. States are ``[n, hidden]``, n the tokens of one text or of several.
 
     Args:
         weights: of the model.
@@ -32,8 +37,8 @@ class FastForward:
         powers_of_two: let the cache grow to powers of two only.
 
     Attributes:
-        cache: ``[layers, 1, 2 kv_heads, capacity, width]``, keys before values.
-        capacity: positions of the cache.
+        cache: ``[layers, rows, 2 kv_heads, capacity, width]``, keys before values; a row is one text's.
+        capacity: positions of a row.
         rotary_factors: by position: complex factors of a whole row of q, k and v (tuned), or cos and ∓sin, stacked.
     """
 
@@ -63,24 +68,43 @@ class FastForward:
         self.cache, self.capacity = torch.zeros(size, dtype=self.dtype, device=self.device), 0
         self.reserve(256)
 
+    @property
+    def rows(self) -> int:
+        """Texts that the cache has room for."""
+        return self.cache.shape[1]
+
     def reserve(self, capacity: int) -> None:
-        """Allocate for `capacity` positions, keeping what is held."""
+        """Allocate for `capacity` positions of each text, keeping what is held."""
         if capacity <= self.capacity:
             return
-        capacity = max(capacity, 2 * self.capacity)
+        # one text's cache doubles; that of many grows in smaller steps, since memory is what bounds their number
+        capacity = max(capacity, 2 * self.capacity if self.rows == 1 else self.capacity + self.capacity // 4)
         if self.powers_of_two:
             capacity = 1 << (capacity - 1).bit_length()
-        grown = self.cache.new_zeros(*self.cache.shape[:3], capacity, self.shape.width)
-        grown[:, :, :, : self.capacity] = self.cache
-        heads = self.shape.kv_heads
-        self.cache = grown
-        self._views = [(layer, layer[:, :heads], layer[:, heads:]) for layer in grown.unbind(0)]
+        self._allocate(self.rows, capacity)
         self.rotary_factors = self._rotary_factors(capacity)
-        self.capacity = capacity
 
-    def gather(self, base: int, slots: Tensor) -> None:
-        """Move the cache entries at `slots` (ascending) to `base` and the slots behind it."""
-        self.cache[:, :, :, base : base + len(slots)] = self.cache.index_select(3, slots)
+    def reserve_rows(self, rows: int) -> None:
+        """Give the cache room for exactly so many texts, keeping what the first of them hold."""
+        if rows != self.rows:
+            self._allocate(rows, self.capacity)
+
+    def _allocate(self, rows: int, capacity: int) -> None:
+        old, heads = self.cache, self.shape.kv_heads
+        grown = old.new_zeros(old.shape[0], rows, 2 * heads, capacity, self.shape.width)
+        kept = min(rows, self.rows)
+        grown[:, :kept, :, : old.shape[3]] = old[:, :kept]
+        self.cache, self.capacity = grown, capacity
+        self._views = [(layer, layer[:, :heads], layer[:, heads:]) for layer in grown.unbind(0)]
+
+    def gather(self, base: int, slots: Tensor, row: int = 0) -> None:
+        """Move a text's cache entries at `slots` (ascending) to `base` and the slots behind it."""
+        held = self.cache[:, row]
+        held[:, :, base : base + len(slots)] = held.index_select(2, slots)
+
+    def move_row(self, source: int, to: int, length: int) -> None:
+        """Copy the first `length` positions of one row to another."""
+        self.cache[:, to, :, :length] = self.cache[:, source, :, :length]
 
     def _rotary_factors(self, positions: int) -> Tensor:
         (cos, sin), shape = cos_and_sin(self.rotary, positions, self.dtype, self.device), self.shape
@@ -115,16 +139,27 @@ class FastForward:
         groups = self.shape.heads // self.shape.kv_heads
         return mask.repeat(groups, 1) if groups > 1 else mask
 
-    def place(self, n: int, tree: Draft | None, start: int) -> tuple[Tensor, Tensor | None]:
-        """Rotary factors and mask of n tokens whose first cache slot is `start`; reserves it."""
+    def place(self, n: int, tree: Draft | None, start: int, row: int = 0) -> tuple[Tensor, Mask]:
+        """Rotary factors and mask of n tokens of a text whose first cache slot is `start`; reserves it."""
+        if self.rows > 1:
+            return self.place_texts([NewTokens(row, start, n, tree)])
         self.reserve(start + n)
         if tree is None:
             return self.rotary_factors.narrow(0, start, n), self._mask(n, tree, start)
         at = start + torch.tensor([0, *tree.depths()], device=self.device)
         return self.rotary_factors.index_select(0, at), self._mask(n, tree, start)
 
-    def slots(self, first: int, last: int, start: int, n: int) -> list[CacheSlots]:
-        """Of layers ``[first, last)``, for n tokens whose first cache slot is `start`."""
+    def place_texts(self, texts: Sequence[NewTokens]) -> tuple[Tensor, TextsTogether]:
+        """Rotary factors of the new tokens of several texts, rows ascending, and what tells them apart."""
+        self.reserve(max(text.end for text in texts))
+        groups = self.shape.heads // self.shape.kv_heads
+        together = TextsTogether(texts, groups, self.weights.window, self.cache)
+        return self.rotary_factors.index_select(0, together.positions), together
+
+    def slots(self, first: int, last: int, start: int, n: int, mask: Mask = None) -> list[CacheSlots]:
+        """Of layers ``[first, last)``, for n tokens whose first cache slot is `start`, or several texts'."""
+        if isinstance(mask, TextsTogether):
+            return mask.slots(self._views[first:last])
         end, heads = start + n, self.shape.kv_heads
         if last - first < 4:  # views one by one, or all at once: whichever are fewer operations
             views = self._views[first:last]
@@ -139,12 +174,12 @@ class FastForward:
         """Input states of token ids."""
         return self.weights.embedding.index_select(0, tokens)
 
-    def run(self, x: Tensor, first: int, last: int, start: int, rotary: Tensor, mask: Tensor | None) -> Tensor:
+    def run(self, x: Tensor, first: int, last: int, start: int, rotary: Tensor, mask: Mask) -> Tensor:
         """Layers ``[first, last)`` on the states of tokens whose first cache slot is `start` (see `place`)."""
-        return self.run_layers(x, first, last, self.slots(first, last, start, x.shape[0]), rotary, mask)
+        return self.run_layers(x, first, last, self.slots(first, last, start, x.shape[0], mask), rotary, mask)
 
     def run_layers(
-        self, x: Tensor, first: int, last: int, slots: list[CacheSlots], rotary: Tensor, mask: Tensor | None
+        self, x: Tensor, first: int, last: int, slots: list[CacheSlots], rotary: Tensor, mask: Mask
     ) -> Tensor:
         """Layers ``[first, last)`` on the states of tokens in these slots."""
         for layer, slot in zip(self.layers[first:last], slots):
@@ -167,14 +202,14 @@ class FastForward:
         gate, up = u.chunk(2, -1)
         return self.activation(gate) * up
 
-    def attention(self, layer: Layer, y: Tensor, rotary: Tensor, mask: Tensor | None, slot: CacheSlots) -> Tensor:
+    def attention(self, layer: Layer, y: Tensor, rotary: Tensor, mask: Mask, slot: CacheSlots) -> Tensor:
         """Attention before its projection, ``[n, heads · width]``; keys and values are stored in the slot.
 
         Args:
             layer: its weights.
             y: normed states ``[n, hidden]``.
             rotary: rotary factors of the tokens.
-            mask: additive, see `place`.
+            mask: see `place`.
             slot: the layer's.
         """
         shape, n, (new, k, v) = self.shape, y.shape[0], slot
@@ -182,6 +217,8 @@ class FastForward:
         rows = self._rotated(layer, layer.qkv(y), rotary)
         new.copy_(rows.narrow(1, heads, 2 * kv_heads))
         q = rows.narrow(1, 0, heads)
+        if isinstance(mask, TextsTogether):
+            return mask.attend(q, k, v)
         if heads == kv_heads:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             return out.transpose(1, 2).reshape(n, -1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -12,10 +14,11 @@ from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.runner import Runner
 from decode.models.runners.compiled import CompiledChain
-from decode.models.runners.fast_forward import FastForward, cos_and_sin
+from decode.models.runners.fast_forward import FastForward, Mask, cos_and_sin
 from decode.models.runners.fast_weights import FAMILIES, model_weights, tunable
 from decode.models.runners.huggingface import facts_of, weight_bytes
 from decode.models.runners.layer_subset import LayerSubset
+from decode.models.runners.texts_together import NewTokens
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Scalings whose rotation of a position is the same in every forward."""
@@ -91,6 +94,8 @@ class FastRunner(Runner):
         self.forward, self.compile = forward, compile
         self._chain = None if compile == "none" else CompiledChain(forward, compile, limit)
         self._length = 0
+        self._row = 0
+        self._texts: list[FastRunner] = []  # by row of the cache, once it is shared
         self._ahead: list[Tensor] = []  # states behind the shared layers of the tokens read ahead
         self._shared = 0
 
@@ -98,6 +103,11 @@ class FastRunner(Runner):
     def length(self) -> int:
         """See `Runner.length`; what was read ahead does not count."""
         return self._length
+
+    @property
+    def row(self) -> int:
+        """The row of the cache that holds the text; it changes when a text in a lower one is closed."""
+        return self._row
 
     @property
     def length_ahead(self) -> int:
@@ -129,6 +139,27 @@ class FastRunner(Runner):
         count = LayerSubset.early_exit(self.depth, exit_layer).shared
         return FastRunner(self.forward.first_layers(count), self.name, self.limit, compile=self.compile)
 
+    def fork(self, count: int) -> list[FastRunner]:
+        """Runners of the same model on so many more texts, in rows of the same cache; `close` gives the rows back."""
+        assert self._chain is None, "a compiled forward reads one text"
+        forks = [FastRunner(self.forward, self.name, self.limit, model=self.model) for _ in range(count)]
+        self._texts.extend([] if self._texts else [self])
+        self.forward.reserve_rows(len(self._texts) + count)
+        for fork in forks:
+            fork._row, fork._texts = len(self._texts), self._texts
+            self._texts.append(fork)
+        return forks
+
+    def close(self) -> None:
+        """Leave the cache; the text in its last row moves into the free one. The memory goes with the last but one."""
+        last = self._texts.pop()
+        if last is not self:
+            self.forward.move_row(last._row, self._row, last.length + last.length_ahead)
+            last._row, self._texts[self._row] = self._row, last
+        if len(self._texts) == 1:
+            self._texts.clear()
+            self.forward.reserve_rows(1)
+
     def reserve(self, capacity: int) -> None:
         """See `Runner.reserve`."""
         self.forward.reserve(capacity)
@@ -141,7 +172,7 @@ class FastRunner(Runner):
 
     def gather(self, base: int, slots: list[int]) -> None:
         """See `Runner.gather`."""
-        self.forward.gather(base, torch.tensor(slots, device=self.device))
+        self.forward.gather(base, torch.tensor(slots, device=self.device), self._row)
 
     def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
         """See `Runner.read`."""
@@ -154,13 +185,44 @@ class FastRunner(Runner):
                 assert tree is None, "what was read ahead is a chain"
                 x = self._behind_ahead(tokens, start)
             else:
-                x, placed = forward.embed(tokens), forward.place(n, tree, start)
+                x, placed = forward.embed(tokens), forward.place(n, tree, start, self._row)
                 if self.captured_layers:
                     x = self._capturing(x, start, *placed)
                 else:
                     x = forward.run(x, 0, len(forward.layers), start, *placed)
             logits, self.hidden = forward.project(x if head is None or head >= n else x[n - head :])
         self._length = start + n
+        return logits
+
+    def read_texts(
+        self,
+        texts: Sequence[FastRunner],
+        tokens: Tensor,
+        counts: Sequence[int],
+        trees: Sequence[Draft | None] | None = None,
+        *,
+        last_only: bool = False,
+    ) -> Tensor:
+        """One forward over new tokens of several texts.
+
+        Args:
+            texts: this runner's forks (or itself), rows ascending; nothing was read ahead in them.
+            tokens: long ``[tokens]``, text after text.
+            counts: how many of them each text has; at least 1.
+            trees: see `read`, of each text.
+            last_only: compute logits of each text's last token only.
+
+        Returns:
+            Logits ``[tokens or texts, vocab]``.
+        """
+        forward = self.forward
+        new = [NewTokens(t._row, t._length, n, tree) for t, n, tree in zip(texts, counts, trees or repeat(None))]
+        rotary, together = forward.place_texts(new)
+        x = forward.run(forward.embed(tokens), 0, self.depth, 0, rotary, together)
+        logits, hidden = forward.project(x.index_select(0, together.last) if last_only else x)
+        for text, n, own in zip(texts, counts, hidden.split([1] * len(texts) if last_only else list(counts))):
+            text._length += n
+            text.hidden = own
         return logits
 
     def read_subset(self, tokens: Tensor, subset: LayerSubset) -> Tensor:
@@ -176,7 +238,7 @@ class FastRunner(Runner):
             Logits ``[n, vocab]`` by the model's own final norm and head; `hidden` is what the head saw.
         """
         forward, start = self.forward, self._length + self.length_ahead
-        placed = forward.place(len(tokens), None, start)
+        placed = forward.place(len(tokens), None, start, self._row)
         x = forward.embed(tokens)
         if subset.shared:
             x = forward.run(x, 0, subset.shared, start, *placed)
@@ -187,7 +249,7 @@ class FastRunner(Runner):
         logits, self.hidden = forward.project(x)
         return logits
 
-    def _capturing(self, x: Tensor, start: int, rotary: Tensor, mask: Tensor | None) -> Tensor:
+    def _capturing(self, x: Tensor, start: int, rotary: Tensor, mask: Mask) -> Tensor:
         """All layers, in pieces between the captured ones (ascending)."""
         forward, done, kept = self.forward, 0, []
         for layer in self.captured_layers:
@@ -197,13 +259,13 @@ class FastRunner(Runner):
         self.features = kept[0] if len(kept) == 1 else torch.cat(kept, -1)
         return forward.run(x, done, self.depth, start, rotary, mask) if done < self.depth else x
 
-    def _run_sublayers(self, x: Tensor, subset: LayerSubset, start: int, rotary: Tensor, mask: Tensor | None) -> Tensor:
+    def _run_sublayers(self, x: Tensor, subset: LayerSubset, start: int, rotary: Tensor, mask: Mask) -> Tensor:
         """The sub-layers of a subset behind the shared layers."""
         forward, n = self.forward, len(x)
         for i in range(subset.shared, self.depth):
             layer, a = forward.layers[i], x
             if i in subset.attention:
-                (slot,) = forward.slots(i, i + 1, start, n)
+                (slot,) = forward.slots(i, i + 1, start, n, mask)
                 y = forward.attention(layer, layer.norm1(x), rotary, mask, slot)
                 a = layer.out.add_to(x, y)
             if i in subset.mlp:
@@ -221,9 +283,11 @@ class FastRunner(Runner):
         if known < n:
             new, at = forward.embed(tokens[known:]), start + known
             if shared:
-                new = forward.run(new, 0, shared, at, *forward.place(n - known, None, at))
+                new = forward.run(new, 0, shared, at, *forward.place(n - known, None, at, self._row))
             x = torch.cat([x, new])
-        return forward.run(x, shared, self.depth, start, *forward.place(n, None, start)) if shared < self.depth else x
+        if shared == self.depth:
+            return x
+        return forward.run(x, shared, self.depth, start, *forward.place(n, None, start, self._row))
 
 
 class LayerSubsetRunner(Runner):
