@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,7 +10,6 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 from decode.core.errors import UserError
 from decode.core.options import Share
 from distill.config.distillation import DistillSettings
-from distill.config.drafts import AdaSpecSettings
 
 Kind = Literal["none", "eagle", "eagle3"]
 
@@ -20,12 +18,16 @@ Kind = Literal["none", "eagle", "eagle3"]
 class EagleSettings:
     """A feature head in place of a draft model: the sections reference, draft and comparisons then train heads.
 
-    The initial draft is a random head (initial is not read); the reference is EAGLE, the draft EAGLE + AdaSPEC.
+    The section initial is not read; the reference is EAGLE, the draft EAGLE + AdaSPEC. Everything else in those
+    sections means what it means for draft models: signals, divergences, selection, optimisers, texts of its own.
     """
 
     kind: Kind = "none"
     """none: the drafts are language models. eagle: EAGLE-1, one layer on the target's last hidden state, with the
     target's embedding and output head. eagle3: on a low, a middle and a high state, with an output head of its own."""
+    init: Literal["target", "random"] = "target"
+    """Weights that the head starts from. target: those of the target's last layer where the shapes agree, with fc
+    passing the last captured state through. random: none but eagle3's output rows, which are the target's."""
     intermediate_size: PositiveInt | None = None
     """Width inside the layer's MLP; null: the target's. The layer's width is the target's."""
     heads: PositiveInt | None = None
@@ -33,8 +35,8 @@ class EagleSettings:
     kv_heads: PositiveInt | None = None
     """Key and value heads; null: the target's."""
     draft_vocab: PositiveInt | None = None
-    """eagle3: tokens that the head can draft, the most frequent ones of the training responses; null: all. Fewer
-    make the output head cheaper and leave the rest to the target."""
+    """Tokens that the head can draft, the most frequent ones of the training labels (FR-Spec); null: all. Fewer make
+    the output head cheaper and leave the rest to the target: 4,000 to 16,000 of some 50,000 are a good start."""
     layers: list[NonNegativeInt] = field(default_factory=list)
     """eagle3: the target's states that are fused (i enters layer i); empty: 2, L/2 and L - 3, which serving engines
     expect."""
@@ -46,7 +48,8 @@ class EagleSettings:
     feature_weight: NonNegativeFloat = 1.0
     """eagle: weight of the smooth L1 distance between the head's state and the target's."""
     ce_weight: NonNegativeFloat = 0.1
-    """eagle: weight of the soft cross-entropy, which AdaSPEC's selection applies to. (eagle3 has nothing else.)"""
+    """eagle: weight of the divergence from the target, which AdaSPEC's selection applies to. (eagle3 has nothing
+    else.)"""
     noise: NonNegativeFloat = 0.2
     """eagle: width of the uniform noise on the features, times 512 / length, as published; 0: none."""
     tree_widths: list[PositiveInt] = field(default_factory=lambda: [4])
@@ -70,43 +73,16 @@ class EagleSettings:
         return self.unroll or (7 if self.kind == "eagle3" else 1)
 
     def check_reference(self, reference: DistillSettings) -> None:
-        """Refuse what draft models can be trained with and heads cannot.
+        """Refuse the one thing that draft models can be trained with and heads cannot.
 
         Raises:
             UserError: naming the key.
         """
-        wanted = {
-            "signal": (reference.signal, ("hidden", "recompute")),
-            "signal_dtype": (reference.signal_dtype, ("float32",)),
-            "divergence": (reference.divergence, ("forward_kl",)),
-            "temperature": (reference.temperature, (1.0,)),
-            "lora": (reference.lora, (None,)),
-            "responses.from_draft": (reference.responses.from_draft, (0,)),
-        }
-        for key, (value, known) in wanted.items():
-            if value not in known:
-                raise UserError(
-                    f"reference.{key} is {value}, which feature heads are not trained with: wanted "
-                    + " or ".join(map(str, known))
-                )
-
-    def check_drafts(self, drafts: Sequence[AdaSpecSettings]) -> None:
-        """Refuse variations of AdaSPEC's objective, which heads are not trained with.
-
-        Raises:
-            UserError: naming the key.
-        """
-        for draft in drafts:
-            if draft.variations:
-                raise UserError(
-                    f"{draft.variations[0]} is set for the draft {draft.name!r}, which feature heads are not trained "
-                    "with: remove it, or set eagle.kind to none"
-                )
-            if draft.scope == "global":
-                raise UserError(
-                    f"scope is global for the draft {draft.name!r}: feature heads select within a batch, so take "
-                    "microbatch or sequence"
-                )
+        if reference.lora is not None:
+            raise UserError(
+                "reference.lora is set, and a feature head has one layer, all of whose weights are trained: set it to "
+                "null"
+            )
 
     def validate(self) -> None:
         """Check that the settings fit together.
@@ -115,7 +91,7 @@ class EagleSettings:
             UserError: naming the key.
         """
         if self.kind == "eagle" and not self.ce_weight:
-            raise UserError("eagle.ce_weight is 0: the soft cross-entropy is what AdaSPEC selects by; wanted above 0")
+            raise UserError("eagle.ce_weight is 0: the divergence is what AdaSPEC selects by; wanted above 0")
         if len(self.tree_widths) != len(self.tree_nodes):
             raise UserError(
                 f"eagle.tree_widths is {self.tree_widths} and eagle.tree_nodes {self.tree_nodes}: expected equal "
@@ -123,5 +99,5 @@ class EagleSettings:
             )
         if self.kind == "eagle3" and self.layers and len(set(self.layers)) != 3:
             raise UserError(f"eagle.layers is {self.layers}: expected three different layers, or none for the default")
-        if self.kind == "eagle" and (self.layers or self.draft_vocab):
-            raise UserError("eagle.layers and eagle.draft_vocab are for kind eagle3; EAGLE-1 has the target's own")
+        if self.kind == "eagle" and self.layers:
+            raise UserError("eagle.layers is for kind eagle3; EAGLE-1 reads the target's last hidden state")

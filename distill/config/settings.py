@@ -132,8 +132,6 @@ class Settings:
         for index, comparison in enumerate(self.comparisons):
             comparison.validate(f"comparisons[{index}]")
         check_names(self.draft, self.comparisons)
-        if self.eagle.enabled:
-            self.eagle.check_drafts([self.draft, *self.comparisons])
         self.evaluation.validate()
         self.trainer.validate()
         if self.trainer.strategy == "fsdp":

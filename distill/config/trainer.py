@@ -182,7 +182,8 @@ class TrainingSettings:
     length_bucket: int = 16
     """Batches drawn together and cut from a list sorted by length: less padding. 1: none, every batch random."""
     prompt_loss: bool = False
-    """Next-token loss on the prompt as well (for the cross-entropy stages only)."""
+    """Loss on the prompt as well: on its next tokens, or in a distillation on the target's distributions there, which
+    cost nothing where the target reads the prompt anyway. Validation is of the responses in any case."""
 
     def validate(self, where: str) -> None:
         """Check values and that the length of the training is given exactly once."""

@@ -101,7 +101,10 @@ class OptimizerStep:
         """The values of all ranks, one after the other."""
         if self.world == 1:
             return values
-        sizes = self.counts.sum(1).reshape(self.world, self.micros).sum(1).tolist()
+        size = torch.tensor([len(values)], device=values.device)
+        counts = [torch.empty_like(size) for _ in range(self.world)]
+        dist.all_gather(counts, size)
+        sizes = [int(count) for count in counts]
         padded = values.new_zeros(max(sizes))
         padded[: len(values)] = values
         found = [torch.empty_like(padded) for _ in sizes]

@@ -32,6 +32,7 @@ class TokenDataset:
         signals: Cached values per label token, ``[label tokens, ...]``, by name; batches carry their share.
         tokens: Cached values per token, those of the prompt too, ``[tokens, ...]``, by name; batches carry them padded
             with zeros.
+        prompt_lengths: Tokens of each prompt ``[examples]``, where the labels do not tell; None: they do.
     """
 
     ids: NDArray[np.int32]
@@ -40,6 +41,7 @@ class TokenDataset:
     label_offsets: Ints
     signals: dict[str, np.ndarray] = field(default_factory=dict)
     tokens: dict[str, np.ndarray] = field(default_factory=dict)
+    prompt_lengths: Ints | None = None
 
     @classmethod
     def of(cls, dataset: Dataset, limit: int | None = None) -> TokenDataset:
@@ -82,7 +84,15 @@ class TokenDataset:
     def prompt(self, example: int) -> list[int]:
         """Token ids that a response follows: those before the first label, or a quarter of a block of plain text."""
         place = slice(self.offsets[example], self.offsets[example + 1])
+        if self.prompt_lengths is not None:
+            return self.ids[place][: self.prompt_lengths[example]].tolist()
         return prompt_part(self.ids[place].tolist(), self.labels[place].tolist())
+
+    def all_labelled(self) -> TokenDataset:
+        """The same examples with every token a label, and without cached values."""
+        prompts = np.array([len(self.prompt(i)) for i in range(len(self))], dtype=np.int64)
+        starts = self.offsets - np.arange(len(self) + 1)  # an example's first token is predicted from nothing
+        return TokenDataset(self.ids, self.ids, self.offsets, starts, prompt_lengths=prompts)
 
     def batch(self, examples: Ints, pad_id: int, *, all_tokens: bool = False) -> Batch:
         """Examples padded on the right.
@@ -123,7 +133,8 @@ def make_batch(picks: Picks, pad_id: int, *, all_tokens: bool = False) -> Batch:
         parts = [np.asarray(rows.signals[name])[rows.label_offsets[i] : rows.label_offsets[i + 1]] for rows, i in picks]
         batch[name] = torch.from_numpy(np.concatenate(parts))
     for name in picks[0][0].tokens if picks else ():
-        padded = np.zeros((*shape, *picks[0][0].tokens[name].shape[1:]), dtype=np.float32)
+        array = picks[0][0].tokens[name]
+        padded = np.zeros((*shape, *array.shape[1:]), dtype=array.dtype)
         for row, ((rows, _), span) in enumerate(zip(picks, spans)):
             padded[row, : span.stop - span.start] = rows.tokens[name][span]
         batch[name] = torch.from_numpy(padded)

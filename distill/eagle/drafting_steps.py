@@ -1,88 +1,99 @@
-"""What a feature head is compared with, drafting step by drafting step, and the reference head's losses on disk."""
+"""What a feature head drafts on a batch, drafting step by drafting step, and the reference head's losses on disk."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from decode.models.eagle.head import FeatureHead
 from distill.data.batch_schedule import EvalBatches
 from distill.data.token_dataset import Batch, TokenDataset, label_mask
-from distill.eagle.features import FeatureSource, per_example
-from distill.models.precision import forward_precision, loss_precision
-from distill.teacher.signal_cache import Array, cached
+from distill.eagle.features import INSIDE, FeatureSource
+from distill.losses.chunked_kl import LossRequest, TargetRows, fused_loss
+from distill.losses.divergences import Divergence
+from distill.losses.drafted import Drafted
+from distill.models.lm_head import LMHead
+from distill.models.precision import forward_precision
+from distill.teacher.signal_cache import Array, Part, cached, collected, scatter
+from distill.teacher.target_distribution import HiddenRows, LogProbRows
 
-
-@dataclass
-class StepRows:
-    """What one drafting step yields at the label tokens it can be asked about, ``[rows]`` each.
-
-    Attributes:
-        place: which positions ``[batch, time]`` (bool) the rows are: those whose next token is predicted.
-        cross_entropy: −Σ p log q over the head's vocabulary, p renormalised to it; carries the gradient.
-        regression: smooth L1 distance of the head's state from the target's; carries the gradient. EAGLE-1 only.
-        alpha: Σ min(p, q), with the target's whole p, detached.
-        agreement: 1 where both have the same most probable token, detached.
-        learnable: whether the target's most probable token is in the head's vocabulary.
-    """
-
-    place: Tensor
-    cross_entropy: Tensor
-    regression: Tensor | None
-    alpha: Tensor
-    agreement: Tensor
-    learnable: Tensor
+WHOLE = 1 << 28
+"""Bytes of the target's log-probabilities of a batch up to which they are computed once for all drafting steps."""
 
 
 def drafting_steps(
-    head: FeatureHead, source: FeatureSource, batch: Batch, steps: int, noise: float = 0.0
-) -> Iterator[StepRows]:
-    """Run a head on a batch for several drafting steps and compare it with the target.
+    head: FeatureHead,
+    source: FeatureSource,
+    batch: Batch,
+    steps: int,
+    *,
+    temperature: float = 1.0,
+    noise: float = 0.0,
+    learnable_only: bool = False,
+) -> Iterator[Drafted]:
+    """Run a head on a batch for several drafting steps; step s is asked about the labels that s + 1 tokens precede.
 
     Args:
         head: the feature head.
         source: the target's features, embedding and output head.
-        batch: `TokenDataset.batch`, with the target's states unless ``source`` computes them.
+        batch: `TokenDataset.batch`, with the target's values unless ``source`` computes them.
         steps: drafting steps; step s drafts token s + 1 of a draft.
+        temperature: of the target's distributions that are computed here.
         noise: width of the uniform noise on the features, to be scaled by 512 / length.
+        learnable_only: leave out labels where the target's most probable token is none of the head's ids.
     """
-    features, last = source.states(batch)
-    features = features.to(head.fc.weight.dtype)
-    if noise:
-        features = features + (torch.rand_like(features) - 0.5) * noise * 512 / features.shape[1]
-    mask, ids = label_mask(batch["labels"]), head.draft_ids()
-    embeds = source.embedding(batch["input_ids"][:, 1:]).detach().to(features.dtype)
-    for step, states in enumerate(head.unroll(embeds, features[:, :-1], steps)):
-        first = step + 1  # state t predicts what the target's state t + first predicts
-        if first >= mask.shape[1]:
-            return
-        place = mask.clone()
-        place[:, :first] = False
-        rows, true = states[:, : mask.shape[1] - first][place[:, first:]], last[place]
-        with loss_precision(rows.device):
-            rows = rows.to(head.fc.weight.dtype)
-            log_q = head.logits(rows, source.logits).float().log_softmax(-1)
-        with torch.no_grad(), loss_precision(rows.device):
-            whole = source.logits(true).float().log_softmax(-1)
-            inside = whole if ids is None else whole[:, ids]
-            best = whole.argmax(-1)
-            drafted = log_q.argmax(-1) if ids is None else ids[log_q.argmax(-1)]
-            p = inside.softmax(-1)  # renormalised to the head's vocabulary
-        yield StepRows(
-            place,
-            -(p * log_q).sum(-1),
-            functional.smooth_l1_loss(rows.float(), true.float(), reduction="none").mean(-1)
-            if head.version == 1
-            else None,
-            torch.minimum(inside.exp(), log_q.detach().exp()).sum(-1),
-            (best == drafted).float(),
-            torch.ones_like(best, dtype=torch.bool) if ids is None else head.t2d[best],
+    batch, mask = source.complete(batch), label_mask(batch["labels"])
+    true = source.features(batch).to(head.fc.weight.dtype)
+    features = true + (torch.rand_like(true) - 0.5) * noise * 512 / true.shape[1] if noise else true
+    place = mask.flatten().nonzero()[:, 0]
+    position, time = place % mask.shape[1], mask.shape[1]
+    rows = torch.zeros_like(mask).flatten()
+    for step in range(steps):
+        rows[place[position > step] - step - 1] = True
+    from_ = rows.nonzero()[:, 0]
+    target, inside = source.rows(batch, mask), batch.get(INSIDE)
+    if steps > 1:
+        target = computed(target, temperature)
+    output = LMHead.of(head.lm_head) if head.version == 3 else source.target.head
+    embeds = source.embedding(functional.pad(batch["input_ids"][:, 1:], (0, 1))).detach().to(features.dtype)
+    reference, labels = batch.get("reference_loss"), batch["labels"].roll(-1, 1)[mask]
+    for step, states in enumerate(head.unroll(embeds, features, steps, rows.view_as(mask))):
+        asked = (position > step).nonzero()[:, 0]
+        found = states.index_select(0, torch.searchsorted(from_, place[asked] - step - 1))
+        regression = None
+        if head.version == 1:
+            state = true.flatten(0, 1).index_select(0, place[asked])
+            regression = functional.smooth_l1_loss(found.float(), state.float(), reduction="sum") / (
+                max(1, len(asked)) * state.shape[-1]
+            )
+        if learnable_only and inside is not None:
+            kept = inside[asked, 1].nonzero()[:, 0]
+            asked, found = asked[kept], found.index_select(0, kept)
+        yield Drafted(
+            found if head.version == 1 else head.norm(found),
+            output,
+            target.at(asked),
+            place[asked] // time,
+            labels[asked],
+            None if reference is None else reference[asked, step],
+            rows=asked,
+            mass=None if inside is None else inside[asked, 0],
+            learnable=None if inside is None else inside[asked, 1],
+            regression=regression,
         )
+
+
+@torch.no_grad()
+def computed(target: TargetRows, temperature: float) -> TargetRows:
+    """Rows whose log-probabilities every drafting step would compute anew, with these computed, if not too large."""
+    if not isinstance(target, HiddenRows) or len(target.hidden) * target.vocab * 4 > WHOLE:
+        return target
+    wide = torch.promote_types(target.hidden.dtype, torch.float32)
+    shape = target.hidden.new_empty(len(target.hidden), target.vocab, device="meta", dtype=wide)
+    return LogProbRows(target.log_probs(slice(None), shape, temperature))
 
 
 def keep_reference(
@@ -92,25 +103,43 @@ def keep_reference(
     steps: int,
     path: Path,
     fingerprint: str,
+    divergence: Divergence,
     precision: str = "32-true",
 ) -> Array:
-    """The reference head's cross-entropies at every token and drafting step, ``[tokens, steps]``, on disk.
+    """The reference head's divergences at every label token and drafting step, ``[label tokens, steps]``, on disk.
 
     ``precision`` is the trainer's: the other head's side of ΔL is computed in it, so the reference's has to be.
     """
-    return cached(path, fingerprint, (len(rows.ids), steps), _reference_parts(head, source, rows, steps, precision))
+    parts = _reference_parts(head, source, rows, steps, divergence, precision)
+    return cached(path, fingerprint, (rows.label_count, steps), parts)
+
+
+def reference_now(
+    head: FeatureHead,
+    source: FeatureSource,
+    rows: TokenDataset,
+    steps: int,
+    divergence: Divergence,
+    precision: str = "32-true",
+) -> Array:
+    """The same in memory."""
+    parts = _reference_parts(head, source, rows, steps, divergence, precision)
+    return collected((rows.label_count, steps), parts)
 
 
 @torch.inference_mode()
 def _reference_parts(
-    head: FeatureHead, source: FeatureSource, rows: TokenDataset, steps: int, precision: str
-) -> Iterator[tuple[slice, Array]]:
+    head: FeatureHead, source: FeatureSource, rows: TokenDataset, steps: int, divergence: Divergence, precision: str
+) -> Iterator[Part]:
     device = next(head.parameters()).device
     source.to(device)
+    head.eval()
     for examples in EvalBatches(rows, 16, pad_id=0).indices():
         batch = {name: values.to(device) for name, values in rows.batch(examples, 0).items()}
-        losses = torch.zeros(*batch["input_ids"].shape, steps, device=device)
+        losses = torch.zeros(rows.labels_of(examples), steps, device=device)
         with forward_precision(precision, device):
-            for step, found in enumerate(drafting_steps(head.eval(), source, batch, steps)):
-                losses[..., step][found.place] = found.cross_entropy
-        yield from per_example(rows, examples, losses.cpu().numpy())
+            drafted = drafting_steps(head, source, batch, steps, temperature=divergence.temperature)
+            for step, made in enumerate(drafted):
+                found = fused_loss(made.hidden, made.head, made.target, LossRequest(divergence, metrics=False))
+                losses[made.rows, step] = found.losses.float()
+        yield from scatter(rows, examples, losses.cpu().numpy())

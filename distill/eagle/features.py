@@ -1,96 +1,171 @@
-"""The target's hidden states at every token of a text, which feature heads read, and values kept for each token."""
+"""What feature heads read of the target: hidden states of every token, and its distributions where labels are.
+
+Both come from one forward pass, whose results are kept on disk, or are computed anew for every batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.models.eagle.head import FeatureHead
+from distill.core.files import fingerprint
 from distill.data.batch_schedule import EvalBatches
-from distill.data.token_dataset import Batch, Ints, TokenDataset
+from distill.data.token_dataset import Batch, Ints, TokenDataset, label_mask
+from distill.losses.chunked_kl import TargetRows
 from distill.models.lm_head import LMHead
-from distill.teacher.signal_cache import Array, cached
+from distill.teacher.signal_cache import Array, Kept, Part, cached_together, check_finite, scatter
+from distill.teacher.target_distribution import HiddenRows, TargetSignal, TargetSource
 
-STATES, REFERENCE = "states", "reference"
-"""Names of the values: the target's states ``[tokens, width]``, the reference's losses ``[tokens, steps]``."""
+FEATURES, INSIDE = "features", "target_inside"
+"""Names of the values: the captured states ``[tokens, feature width]``; and ``[label tokens, 2]``, how much probability
+the target gives to the head's ids together, and whether its most probable token is one of them."""
+
+SOME_ROWS = 256
+"""Rows whose logits over the whole vocabulary are in memory at a time."""
 
 
 class FeatureSource:
-    """The frozen target as a source of features and logits, from cached states or by a forward pass.
+    """The frozen target as a source of features and of distributions over the head's ids.
 
     Not an ``nn.Module`` on purpose: the target is in no checkpoint and no optimiser.
 
     Args:
-        model: the target. With cached states only its embedding and its head stay referenced.
-        head: tells which states are its feature.
-        cached: whether batches carry the states.
+        model: the target. With a signal that is kept only its embedding and its head stay referenced.
+        head: tells which states are its feature, and which ids it drafts.
+        signal: what batches carry; ``recompute``: nothing.
 
     Attributes:
-        captured_layers: hidden states that are kept: the feature's, then the last one (for EAGLE-1 they are one).
+        target: distributions over the head's ids, renormalised to them.
+        ids: these ids; None: all.
     """
 
-    def __init__(self, model: PreTrainedModel, head: FeatureHead, *, cached: bool) -> None:
-        model.eval().requires_grad_(False)
-        self.embedding, self.head = model.get_input_embeddings(), LMHead(model)
-        last = int(model.config.get_text_config().num_hidden_layers)
-        feature = head.captured_layers
-        self.captured_layers = tuple(dict.fromkeys([*feature, last])) if head.version == 1 else (*feature, last)
-        self.feature_width, self.width = head.feature_width, int(head.config.hidden_size)
-        self.model = None if cached else model
-
-    @property
-    def state_width(self) -> int:
-        """Values kept a token."""
-        return len(self.captured_layers) * self.width
+    def __init__(self, model: PreTrainedModel, head: FeatureHead, signal: TargetSignal) -> None:
+        self.signal, self.ids, self.version = signal, head.draft_ids(), head.version
+        kept = replace(signal, kind="hidden", bfloat16=False) if signal.kind == "recompute" else signal
+        self.target = TargetSource(model, kept, self.ids)
+        self.embedding, self.whole = model.get_input_embeddings(), LMHead(model)
+        self.captured_layers, self.width = head.captured_layers, head.feature_width
+        self.model = model if signal.kind == "recompute" else None
 
     def to(self, device: torch.device) -> None:
         """Moves the weights there."""
         self.embedding.to(device)
-        self.head.to(device)
+        self.target.to(device)
         if self.model is not None:
+            self.whole.to(device)
             self.model.to(device)
 
     @torch.no_grad()
-    def states(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Features ``[batch, time, feature width]`` and last hidden states ``[batch, time, hidden]``."""
+    def complete(self, batch: Batch) -> Batch:
+        """The batch with the target's values, by a forward pass where nothing is kept."""
         if self.model is None:
-            states = batch[STATES]
-        else:
-            with torch.autocast(batch["input_ids"].device.type, enabled=False):  # the target's own format
-                states = self.compute(self.model, batch["input_ids"])
-        return states[..., : self.feature_width], states[..., -self.width :]
+            return batch
+        mask = label_mask(batch["labels"])
+        with torch.autocast(mask.device.type, enabled=False):  # the target computes in its own format
+            features, last = self.compute(self.model, batch["input_ids"])
+            rows = last[mask]
+            inside = {} if self.ids is None else {INSIDE: self.inside(rows)}
+        return batch | {FEATURES: features, "target_hidden": rows, **inside}
 
-    def logits(self, states: Tensor) -> Tensor:
-        """Logits ``[..., vocab]`` of last hidden states, the target's or a head's, in the target's precision."""
-        return cast(Tensor, self.head(states.to(self.head.linear.weight.dtype)))
+    def features(self, batch: Batch) -> Tensor:
+        """The feature of every token, ``[batch, time, feature width]`` in float32 or better."""
+        values: Tensor = batch[FEATURES]
+        values = values.view(torch.bfloat16) if values.dtype == torch.int16 else values
+        return values.to(torch.promote_types(values.dtype, torch.float32))
 
-    def compute(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
-        """The states ``[batch, time, state width]`` by a forward pass."""
-        found = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
-        return torch.cat([found[layer] for layer in self.captured_layers], -1)
+    def rows(self, batch: Batch, mask: Tensor) -> TargetRows:
+        """The target's distributions at the label rows, over the head's ids."""
+        if self.version == 1 and self.target.signal.kind == "hidden":  # its feature is what logits are made of
+            return HiddenRows(self.features(batch)[mask], self.target.head)
+        return self.target.rows(batch, mask)
+
+    def compute(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Features ``[batch, time, feature width]`` and last hidden states ``[batch, time, hidden]``, by a forward."""
+        out = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
+        return torch.cat([out.hidden_states[layer] for layer in self.captured_layers], -1), out.last_hidden_state
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        """What `INSIDE` names, of last hidden states ``[rows, hidden]``."""
+        assert self.ids is not None
+        ids, found = self.ids.to(hidden.device), []
+        for rows in hidden.split(SOME_ROWS):
+            logits = self.whole(rows).float() / self.signal.temperature
+            own = logits[:, ids]
+            mass = (own.logsumexp(-1) - logits.logsumexp(-1)).exp()
+            found.append(torch.stack([mass, (own.amax(-1) == logits.amax(-1)).float()], -1))
+        return torch.cat(found) if found else hidden.new_empty(0, 2, dtype=torch.float32)
+
+    # -- what is kept ----------------------------------------------------------------------------------------------
+
+    def layout(self, rows: TokenDataset) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes and numpy types of the values of some examples."""
+        states = "int16" if self.signal.bfloat16 else "float32"
+        found: dict[str, tuple[tuple[int, ...], str]] = {FEATURES: ((len(rows.ids), self.width), states)}
+        if not (self.version == 1 and self.signal.kind == "hidden"):
+            shape, dtype = self.signal.layout(self.target.head)
+            found[self.signal.name] = (rows.label_count, *shape), dtype
+        if self.ids is not None:
+            found[INSIDE] = (rows.label_count, 2), "float32"
+        return found
+
+    def bytes(self, rows: TokenDataset) -> int:
+        """Size of the values of some examples."""
+        return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self.layout(rows).values())
+
+    def keep(self, model: PreTrainedModel, rows: TokenDataset, folder: Path, split: str, made_from: str) -> None:
+        """Puts the values of every example, on disk, into ``rows``; they are computed unless they are there."""
+        ids = None if self.ids is None else self.ids.tolist()
+        key = fingerprint(made_from, self.captured_layers, self.signal.key, self.signal.bfloat16, ids, split, len(rows))
+        wanted = [
+            Kept(folder / f"{name}_{split}.npy", fingerprint(key, name), shape, dtype)
+            for name, (shape, dtype) in self.layout(rows).items()
+        ]
+        self._put(rows, cached_together(wanted, self._parts(model, rows)))
+
+    def keep_now(self, model: PreTrainedModel, rows: TokenDataset) -> None:
+        """The same in memory: for texts that are used for a while only."""
+        arrays = [np.empty(shape, dtype) for shape, dtype in self.layout(rows).values()]
+        for values in self._parts(model, rows):
+            for array, (place, value) in zip(arrays, values, strict=True):
+                array[place] = value
+        self._put(rows, arrays)
+
+    def _put(self, rows: TokenDataset, arrays: Sequence[Array]) -> None:
+        for name, array in zip(self.layout(rows), arrays, strict=True):
+            (rows.tokens if name == FEATURES else rows.signals)[name] = array
+
+    @torch.inference_mode()
+    def _parts(self, model: PreTrainedModel, rows: TokenDataset) -> Iterator[list[Part]]:
+        model.eval()
+        for examples in EvalBatches(rows, 16, pad_id=0).indices():
+            features, *labelled = self._values(model, rows, examples)
+            places = [per_example(rows, examples, features), *(scatter(rows, examples, values) for values in labelled)]
+            yield from map(list, zip(*places, strict=True))
+
+    def _values(self, model: PreTrainedModel, rows: TokenDataset, examples: Ints) -> list[Array]:
+        """The values of some examples, in the order of `layout`; the features padded, ``[batch, time, width]``."""
+        batch = rows.batch(examples, 0)
+        mask = label_mask(batch["labels"]).to(model.device)
+        features, last = self.compute(model, batch["input_ids"].to(model.device))
+        check_finite(last, "target's hidden states", examples)
+        states = features.bfloat16().view(torch.int16) if self.signal.bfloat16 else features.float()
+        found, labelled = [states], last[mask]
+        names = self.layout(rows)
+        if self.signal.name in names:
+            found.append(self.signal.encode(labelled, self.target.head))
+        if INSIDE in names:
+            found.append(self.inside(labelled))
+        return [values.cpu().numpy() for values in found]
 
 
-def keep_states(
-    source: FeatureSource, model: PreTrainedModel, rows: TokenDataset, path: Path, fingerprint: str
-) -> Array:
-    """The target's states of every token, ``[tokens, state width]`` in float32, on disk."""
-    return cached(path, fingerprint, (len(rows.ids), source.state_width), _state_parts(source, model, rows))
-
-
-@torch.inference_mode()
-def _state_parts(source: FeatureSource, model: PreTrainedModel, rows: TokenDataset) -> Iterator[tuple[slice, Array]]:
-    for examples in EvalBatches(rows, 16, pad_id=0).indices():
-        ids = rows.batch(examples, 0)["input_ids"].to(model.device)
-        states = source.compute(model, ids).float().cpu().numpy()
-        yield from per_example(rows, examples, states)
-
-
-def per_example(rows: TokenDataset, examples: Ints, values: Array) -> Iterator[tuple[slice, Array]]:
+def per_example(rows: TokenDataset, examples: Ints, values: Array) -> Iterator[Part]:
     """Values ``[batch, time, ...]`` of a batch, example by example, with the places where they belong."""
     for row, example in enumerate(examples):
         start, end = int(rows.offsets[example]), int(rows.offsets[example + 1])

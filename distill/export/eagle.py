@@ -26,7 +26,7 @@ from distill.config.export import ExportSettings
 from distill.core.files import save_tokenizer
 from distill.export.card import speculation_profile
 from distill.export.draft import add_legacy_fields, draft_length, engine_note, swap
-from distill.export.eagle_card import head_card
+from distill.export.eagle_card import TOKEN_MAP, head_card
 
 LAYER = (
     "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight",
@@ -118,6 +118,9 @@ def write_head(
         config.eagle_aux_hidden_state_layer_ids = captured_layers
         config.eagle_config["eagle_aux_hidden_state_layer_ids"] = [tap - 1 for tap in captured_layers]
     save_head(head.to(dtype), folder)
+    ids = head.draft_ids()
+    if version == 1 and ids is not None:
+        torch.save(ids.tolist(), folder / TOKEN_MAP)
     add_legacy_fields(folder / "config.json")
     save_tokenizer(tokenizer, folder)
 

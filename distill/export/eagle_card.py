@@ -9,8 +9,13 @@ from decode.models.eagle.files import default_captured_layers
 from decode.models.eagle.head import FeatureHead
 from distill.export.card import FRONT_MATTER, conditions, measurements, summary
 
+TOKEN_MAP = "token_map.pt"
+"""The ids that an EAGLE-1 head of a reduced vocabulary drafts, as SGLang reads them."""
 
-def head_commands(target: str, head: str, length: int, version: int) -> list[tuple[str, str, str]]:
+
+def head_commands(
+    target: str, head: str, length: int, version: int, *, token_map: bool = False
+) -> list[tuple[str, str, str]]:
     """(title, language, lines to paste) for each engine that takes heads of this kind."""
     method = "eagle3" if version == 3 else "eagle"
     serve = (
@@ -18,6 +23,8 @@ def head_commands(target: str, head: str, length: int, version: int) -> list[tup
         f"  --speculative-draft-model-path {head} --speculative-num-steps {length} \\\n"
         f"  --speculative-eagle-topk 1 --speculative-num-draft-tokens {length + 1}"
     )
+    if token_map:
+        serve += f" \\\n  --speculative-token-map {head}/{TOKEN_MAP}"
     own = f'python -m decode generate --target {target} --draft {head} --method eagle-tree --prompt "..." --show'
     found = [("SGLang", "sh", serve), ("draftsmith", "sh", own)]
     if version == 3:
@@ -53,7 +60,7 @@ def head_card(
         conditions(profile),
         "## Use",
         *(f"{title}:\n\n```{language}\n{lines}\n```" for title, language, lines in
-          head_commands(target, folder, length, head.version)),
+          head_commands(target, folder, length, head.version, token_map=head.version == 1 and head.reduced)),
     ]  # fmt: skip
     notes = []
     if head.version == 3:

@@ -7,22 +7,39 @@ a continued run trains on the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.core.sampling import Warp
-from decode.models.batched_generation import uniform_draws, write_texts
+from decode.models.batched_generation import Draws, uniform_draws
 from distill.config.responses import ResponseSettings
 from distill.core import ranks
 from distill.data.batch_schedule import Schedule
 from distill.data.token_dataset import Picks, TokenDataset
 from distill.generation.response_store import response_rows
+
+
+class Writer(Protocol):
+    """Continues prompts with the draft's weights of the moment, as `decode.models.batched_generation.write_texts`."""
+
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        warp: Warp,
+        *,
+        budgets: int | Sequence[int],
+        stop_ids: Collection[int],
+        draws: Draws,
+        batch_size: int | None = None,
+    ) -> list[list[int]]:
+        """The continuations, in the order of the prompts."""
+        ...
+
 
 Place = tuple[int, int]
 """A step, and the place of an example in it."""
@@ -33,7 +50,7 @@ class OnPolicy:
     """The draft's own texts for the steps that want them.
 
     Attributes:
-        draft: The model in training.
+        write: Writes texts with the draft in training.
         prompts: The examples whose prompts are answered.
         schedule: Which of them make a step.
         steps: Optimiser steps in all.
@@ -45,7 +62,7 @@ class OnPolicy:
         label_tokens: Labels of the steps so far, over all ranks.
     """
 
-    draft: PreTrainedModel
+    write: Writer
     prompts: TokenDataset
     schedule: Schedule
     steps: int
@@ -118,8 +135,7 @@ class OnPolicy:
         budgets = [min(self.settings.max_new_tokens, self.limit - len(prompt)) for prompt in prompts]
         warp = Warp(self.settings.temperature, top_p=self.settings.top_p)
         with torch.random.fork_rng(devices=[]):
-            texts = write_texts(
-                self.draft,
+            texts = self.write(
                 prompts,
                 warp,
                 budgets=budgets,

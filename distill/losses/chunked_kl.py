@@ -52,6 +52,17 @@ class TargetRows(Protocol):
         """
         ...
 
+    def compare(self, place: RowIndex, logits: Tensor, temperature: float) -> TokenDistributions:
+        """Both distributions of the rows at ``place``, from the draft's logits ``[rows, vocab]`` over the temperature.
+
+        The cheapest form in which the divergences are exactly those of `log_probs`.
+        """
+        ...
+
+    def at(self, rows: Tensor) -> TargetRows:
+        """Some of the rows, by their indices."""
+        ...
+
 
 class LossRows(NamedTuple):
     """What a batch's rows yielded.
@@ -81,6 +92,8 @@ class LossRequest:
         criterion: The divergence that ``choose`` is given; None: the loss.
         metrics: Whether alpha and agreement are wanted; the loss alone costs less.
         weights: Factors of the rows' losses in their sum, ``[rows]``; None: 1.
+        mass: Probability that the target gives to all ids of the draft together, ``[rows]``, which alpha counts
+            with; None: 1.
     """
 
     divergence: Divergence
@@ -88,6 +101,7 @@ class LossRequest:
     criterion: Divergence | None = None
     metrics: bool = True
     weights: Tensor | None = None
+    mass: Tensor | None = None
 
 
 def fused_loss(
@@ -132,7 +146,7 @@ def _plain_loss(hidden: Tensor, head: LMHead, target: TargetRows, request: LossR
         _total(losses, chosen, request.weights),
         losses.detach(),
         chosen,
-        detached.alpha if request.metrics else None,
+        detached.accepted(request.mass) if request.metrics else None,
         detached.agreement() if request.metrics else None,
     )
 
@@ -169,11 +183,12 @@ class _Work:
         )
         logits = self.head.finish(products)
         temperature = self.request.divergence.temperature
-        log_q = log_probs(logits, self.vocab, temperature).to(self.dtype)
-        slope = self.head.slope(logits.to(self.dtype)) / temperature
+        wide = logits.to(self.dtype)
+        slope = self.head.slope(wide) / temperature
         if self.request.weights is not None:
             slope = slope * self.request.weights[place][:, None]
-        return TokenDistributions(self.target.log_probs(place, log_q, temperature), log_q), slope
+        wide = wide if temperature == 1.0 else wide / temperature
+        return self.target.compare(place, wide, temperature), slope
 
     def run(self, weight: Tensor, bias: Tensor | None, gradients: HeadGradients | None) -> Tensor:
         """The loss; adds the gradient to ``gradients`` if it is wanted."""
@@ -205,7 +220,8 @@ class _Work:
         if request.criterion is not None:
             self.ranked[place] = request.criterion.loss(pair)
         if self.alpha is not None and self.agreement is not None:
-            self.alpha[place], self.agreement[place] = pair.alpha, pair.agreement()
+            mass = None if request.mass is None else request.mass[place]
+            self.alpha[place], self.agreement[place] = pair.accepted(mass), pair.agreement()
 
     def again(self, kept: list[_Part | Tensor], weight: Tensor, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
         """The chosen rows' gradients, a chunk at a time: from what was kept, or computed once more."""
@@ -233,7 +249,7 @@ class _Part:
         pair, slope = self.pair, self.slope
         if rows is not None:
             pair, slope = pair.at(rows), slope if isinstance(slope, float) else slope.index_select(0, rows)
-        gradient = self.divergence.gradient(pair)
+        gradient = pair.spread(self.divergence.gradient(pair))
         return gradient if isinstance(slope, float) and slope == 1.0 else gradient * slope
 
 

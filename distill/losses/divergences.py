@@ -61,6 +61,60 @@ class TokenDistributions:
         """1 where both have the same most probable token, ``[rows]``."""
         return (self.log_p.argmax(-1) == self.log_q.argmax(-1)).to(self.log_p.dtype)
 
+    def accepted(self, mass: Tensor | None) -> Tensor:
+        """α where p holds but a part ``mass [rows]`` of the target's probability, the rest being no id of the draft."""
+        return self.alpha if mass is None else torch.minimum(self.p * mass[:, None], self.q).sum(-1)
+
+    def spread(self, gradient: Tensor) -> Tensor:
+        """A gradient by these distributions' logits as one by the draft's logits of all ids, ``[rows, vocab]``."""
+        return gradient
+
+
+class FoldedDistributions(TokenDistributions):
+    """The target's k most probable ids as outcomes of their own, and all other ids as one outcome.
+
+    The divergences of the folded distributions bound the true ones from below, and cost k + 1 values a row. The
+    gradient by the logit of a folded id v is that of the common outcome times q(v) / q(others).
+
+    Args:
+        ids: The target's top ids, the most probable first, ``[rows, k]``.
+        log_p: Their log-probabilities.
+        logits: The draft's, divided by the temperature, ``[rows, vocab]``, in float32 or float64.
+    """
+
+    def __init__(self, ids: Tensor, log_p: Tensor, logits: Tensor) -> None:
+        largest, self.best = logits.max(-1)
+        q = logits.softmax(-1)
+        log_sum = largest - q.gather(1, self.best[:, None])[:, 0].log()
+        log_q = logits.gather(1, ids) - log_sum[:, None]
+        self.ids, self.others = ids, q.scatter_(1, ids, 0.0)
+        self.rest = self.others.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
+        if ids.shape[1] < logits.shape[1]:
+            tail = (1 - log_p.exp().sum(-1, keepdim=True)).clamp_min(LEAST_TAIL)
+            log_p, log_q = torch.cat([log_p, tail.log()], -1), torch.cat([log_q, self.rest.log()], -1)
+        super().__init__(log_p, log_q)
+
+    def at(self, rows: Tensor) -> FoldedDistributions:
+        """Some of the rows, by their indices."""
+        part = FoldedDistributions.__new__(FoldedDistributions)
+        vars(part).update({name: value.index_select(0, rows) for name, value in vars(self).items()})
+        return part
+
+    @torch.no_grad()
+    def agreement(self) -> Tensor:
+        """1 where both have the same most probable token, ``[rows]``."""
+        return (self.ids[:, 0] == self.best).to(self.log_p.dtype)
+
+    def spread(self, gradient: Tensor) -> Tensor:
+        """See `TokenDistributions.spread`."""
+        k = self.ids.shape[1]
+        whole = self.others * (gradient[:, -1:] / self.rest)
+        return whole.scatter_(1, self.ids, gradient[:, :k])
+
+
+LEAST_TAIL = 1e-7
+"""The tail's probability at least: the accuracy of a float32 sum of 1."""
+
 
 @dataclass(frozen=True)
 class Divergence:

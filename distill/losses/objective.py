@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
-
 from distill.config.distillation import DistillSettings
 from distill.config.divergences import DivergenceName
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
-from distill.data.token_dataset import Batch
 from distill.losses.chunked_kl import LossRequest
 from distill.losses.divergences import Divergence
+from distill.losses.drafted import Drafted
 from distill.losses.token_selection import Selection
 
 
@@ -52,25 +50,26 @@ class Objective:
         share = min(1.0, step / max(1, self.steps - 1))
         return replace(self.selection, k=self.k_start + share * (self.selection.k - self.k_start))
 
-    def request(self, step: int, batch: Batch, mask: Tensor, *, metrics: bool) -> LossRequest:
-        """What to compute of a batch's rows.
+    def request(self, step: int, drafted: Drafted, responses: int | None = None, *, metrics: bool) -> LossRequest:
+        """What to compute of the rows of a drafting step.
 
         Args:
             step: Which optimiser step.
-            batch: Holds ``reference_loss [rows]`` where there is a selection.
-            mask: Label positions ``[batch, time]``.
+            drafted: The rows, with the reference's losses where there is a selection.
+            responses: Examples with labels in the whole optimiser step; None: those of the batch.
             metrics: Whether alpha and agreement are wanted.
         """
         loss, selection = self.divergence_at(step), self.selection_at(step)
         if selection is None:
-            return LossRequest(loss, metrics=metrics)
-        reference, sequence = batch["reference_loss"], mask.nonzero()[:, 0]
+            return LossRequest(loss, metrics=metrics, mass=drafted.mass)
+        reference, sequence = drafted.reference, drafted.sequence
         return LossRequest(
             loss,
             lambda values: selection.choose(values - reference, sequence),
             None if self.ranking == loss else self.ranking,
             metrics,
-            selection.weights(sequence, batch["step"].responses if "step" in batch else None),
+            selection.weights(sequence, responses),
+            drafted.mass,
         )
 
 

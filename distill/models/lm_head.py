@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
+from decode.models.eagle.head import some_outputs
 from decode.models.structure import decoder_layers
 
 MIXTURE = "experts", "gate", "router"
@@ -43,6 +44,10 @@ class LMHead(nn.Module):
         nn.Module.__init__(head)
         head.linear, head.scale, head.cap = linear, scale, cap
         return head
+
+    def only(self, ids: Tensor | None) -> LMHead:
+        """The head of these ids only, with a copy of their weights, frozen; of None itself."""
+        return self if ids is None else LMHead.of(some_outputs(self.linear, ids), self.scale, self.cap)
 
     @property
     def vocab(self) -> int:

@@ -32,14 +32,14 @@ def forward_precision(precision: str, device: torch.device) -> Iterator[None]:
 def loss_precision(device: torch.device) -> Iterator[None]:
     """Inside, no autocast: logits and losses are float32 where the weights are.
 
-    On a GPU matrix products may then round their inputs to TF32, whose mantissa is longer than that of the half
-    precision the hidden states were computed in.
+    Matrix products may then round their inputs, not their sums or results: on a GPU to TF32, whose mantissa is longer
+    than that of the half precision the hidden states were computed in; on a CPU to bfloat16, as the forward pass does.
     """
     if not torch.is_autocast_enabled(device.type):
         yield
         return
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("medium" if device.type == "cpu" else "high")
     try:
         with torch.autocast(device.type, enabled=False):
             yield

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from transformers import PreTrainedModel
 
+from decode.models.batched_generation import write_texts
 from decode.models.open import load_model
 from distill.config.settings import AdaSpecSettings, TrainingSettings
 from distill.data.stage_context import StageContext
@@ -49,5 +52,5 @@ def begin(
         data.validation,
         parameters,
         trained,
-        lambda schedule: data.on_policy(context, model, schedule, steps, seed),
+        lambda schedule: data.on_policy(context, partial(write_texts, model), schedule, steps, seed),
     )

@@ -38,7 +38,11 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
     if settings.eagle.enabled:
         measured = ("tree_widths", "tree_nodes")  # these are of the evaluation
         head = {name: value for name, value in asdict(settings.eagle).items() if name not in measured}
-        initial = add("initial", **common, **data, eagle=head, examples=settings.reference.examples, target=target)
+        texts: dict[str, Any] = {"examples": settings.reference.examples}
+        if settings.eagle.draft_vocab is not None:  # the most frequent tokens of the texts
+            texts["responses"] = settings.reference.responses.key()
+            texts["prompt_loss"] = settings.reference.training.prompt_loss
+        initial = add("initial", **common, **data, eagle=head, **texts, target=target)
     else:
         initial = add("initial", **common, **data, model=_model_key(settings.initial), target=target)
     distillation = asdict(settings.reference) | {"responses": settings.reference.responses.key()}

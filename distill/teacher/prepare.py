@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from rich.progress import track
 from transformers import AutoConfig, PreTrainedModel
@@ -17,7 +17,7 @@ from distill.data.batch_schedule import Schedule
 from distill.data.response_file import ResponseFile
 from distill.data.stage_context import StageContext
 from distill.data.token_dataset import TokenDataset
-from distill.generation.on_policy import OnPolicy
+from distill.generation.on_policy import OnPolicy, Writer
 from distill.generation.openai_client import answered_by_server
 from distill.generation.response_store import Answer, answered_here, make_jobs, response_rows
 from distill.losses.objective import Objective
@@ -26,9 +26,11 @@ from distill.models.precision import weights_dtype
 from distill.teacher import signal_cache as signals
 from distill.teacher.target_distribution import TargetSignal, TargetSource
 
+Target = TypeVar("Target")
+
 
 @dataclass
-class DistillData:
+class DistillData(Generic[Target]):
     """Examples with the signals of frozen models.
 
     Attributes:
@@ -40,7 +42,7 @@ class DistillData:
         share: Of the examples whose responses the draft writes itself.
     """
 
-    target: TargetSource
+    target: Target
     train: TokenDataset
     validation: TokenDataset
     ends: set[int]
@@ -48,17 +50,17 @@ class DistillData:
     share: float = 0.0
 
     def on_policy(
-        self, context: StageContext, draft: PreTrainedModel, schedule: Schedule, steps: int, seed: int
+        self, context: StageContext, write: Writer, schedule: Schedule, steps: int, seed: int
     ) -> OnPolicy | None:
-        """The draft's own texts, where some are wanted."""
+        """The draft's own texts, which ``write`` writes, where some are wanted."""
         if not self.share:
             return None
         settings = replace(context.settings.reference.responses, source="mixed", share=self.share)
         limit = context.settings.data.max_length
-        return OnPolicy(draft, self.train, schedule, steps, settings, seed, limit, self.ends, self.add_signals)
+        return OnPolicy(write, self.train, schedule, steps, settings, seed, limit, self.ends, self.add_signals)
 
 
-def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> DistillData:
+def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> DistillData[TargetSource]:
     """The target as a source of logits, and examples with the cached values that the distillation needs.
 
     Args:
@@ -77,7 +79,10 @@ def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> 
     if signal.kind != "recompute":
         model = model.to(context.device)
         fixed = {"validation": validation} if all_own else {"validation": validation, "train": train}
-        _check_room(context, model, signal, fixed)
+        tokens = sum(rows.label_count for rows in fixed.values())
+        size = signals.signal_bytes(model, signal, tokens)
+        seconds = signals.seconds_of(model, list(fixed.values()))
+        announce(context, f"signal ({signal.kind})", size, tokens, seconds)
         for name, rows in fixed.items():
             path = folder / f"{signal.name}_{name}.npy"
             with context.console.status(f"  the target's signal ({signal.kind}), {name}"):
@@ -130,29 +135,37 @@ def _signal(context: StageContext, model: PreTrainedModel) -> TargetSignal:
     return TargetSignal.of(context.settings.reference, min(int(draft), LMHead(model).vocab))
 
 
-def _check_room(
-    context: StageContext, target: PreTrainedModel, signal: TargetSignal, fixed: dict[str, TokenDataset]
-) -> None:
-    """Tells the signal's size before it is made.
+def announce(context: StageContext, what: str, size: int, tokens: int, seconds: float) -> None:
+    """Tells the size of the target's values and the time they take, before they are made.
+
+    Args:
+        context: Settings and console.
+        what: What is kept.
+        size: Bytes on disk.
+        tokens: Label tokens.
+        seconds: Measured on a few examples.
 
     Raises:
         UserError: It is above the limit.
     """
-    limit, tokens = context.settings.reference.signal_limit_gb, sum(rows.label_count for rows in fixed.values())
-    size = signals.signal_bytes(target, signal, tokens)
+    settings = context.settings.reference
     told = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-    if size > limit * 1e9:
+    if size > settings.signal_limit_gb * 1e9:
         smaller = {
             "hidden": "topk, signal_dtype to bfloat16",
             "topk": "a smaller signal_k, signal",
             "log_probs": "hidden, to topk",
-        }[signal.kind]
+        }[settings.signal]
         raise UserError(
-            f"the target's signal ({signal.kind}) of {tokens:,} label tokens needs {told} and "
-            f"reference.signal_limit_gb is {limit:g}: raise it, use fewer reference.examples, or set "
-            f"reference.signal to {smaller} or to recompute"
+            f"the target's {what} of {tokens:,} label tokens needs {told} and "
+            f"reference.signal_limit_gb is {settings.signal_limit_gb:g}: raise it, use fewer reference.examples, or "
+            f"set reference.signal to {smaller} or to recompute"
         )
-    context.console.print(f"  the target's signal ({signal.kind}): {told} for {tokens:,} label tokens", highlight=False)
+    lasts = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else ""
+    lasts = lasts or f"{seconds / 3600:.1f} h"
+    context.console.print(
+        f"  the target's {what}: {told} for {tokens:,} label tokens, about {lasts} to compute", highlight=False
+    )
 
 
 def fixed_texts(
@@ -178,6 +191,8 @@ def fixed_texts(
             splits[name] = _answered(
                 context, target, ends, name, rows, made_from | {"split": name, "prompts": len(rows)}
             )
+    if settings.training.prompt_loss:
+        splits["train"], made_from["prompt_loss"] = splits["train"].all_labelled(), True
     return splits["train"], splits["validation"], fingerprint(made_from)
 
 

@@ -16,7 +16,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,53 +42,119 @@ from distill.teacher.target_distribution import TargetSignal, TargetSource
 Array = NDArray[Any]
 
 
-def cached(
-    path: Path, fingerprint: str, shape: tuple[int, ...], parts: Iterator[tuple[slice, Array]], dtype: str = "float32"
-) -> Array:
-    """An array on disk, memory-mapped; made from ``parts`` unless a sound one of this fingerprint is there.
+@dataclass(frozen=True)
+class Kept:
+    """One array on disk.
 
-    Args:
+    Attributes:
         path: File to keep it in (``.npy``).
         fingerprint: Of everything that the values depend on.
         shape: Rows first.
-        parts: Row ranges and their values; consumed only if the array has to be made.
         dtype: Of the values.
+    """
+
+    path: Path
+    fingerprint: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def bytes(self) -> int:
+        """Size on disk."""
+        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
+
+    def load(self) -> Array | None:
+        """The array, memory-mapped, if it is there, complete, unaltered and of this fingerprint."""
+        try:
+            note = json.loads(self.path.with_suffix(".json").read_text())
+            if note["fingerprint"] != self.fingerprint or note["crc32"] != checksum(self.path):
+                return None
+            array: Array = np.load(self.path, mmap_mode="r")
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return array if array.shape == self.shape and array.dtype == self.dtype else None
+
+
+Part = tuple[slice, Array]
+"""A range of rows and their values."""
+
+
+def cached(
+    path: Path, fingerprint: str, shape: tuple[int, ...], parts: Iterator[Part], dtype: str = "float32"
+) -> Array:
+    """An array on disk; see `cached_together`."""
+    (array,) = cached_together([Kept(path, fingerprint, shape, dtype)], ((part,) for part in parts))
+    return array
+
+
+def cached_together(wanted: Sequence[Kept], parts: Iterable[Sequence[Part]]) -> list[Array]:
+    """Arrays on disk, memory-mapped; made from ``parts`` unless sound ones of these fingerprints are there.
+
+    Args:
+        wanted: The arrays.
+        parts: Row ranges and values, one for each array; consumed only if the arrays have to be made.
 
     Raises:
-        UserError: The disk has not enough room for it.
+        UserError: The disk has not enough room for them.
     """
-    found = _load(path, fingerprint, shape, dtype)
+
+    def there() -> list[Array] | None:
+        found = [kept.load() for kept in wanted]
+        arrays = [array for array in found if array is not None]
+        return arrays if len(arrays) == len(found) else None
+
+    found = there()
     if found is None and not ranks.is_first():
-        found = ranks.wait_for(lambda: _load(path, fingerprint, shape, dtype), path.name)
+        found = ranks.wait_for(there, wanted[0].path.name)
     if found is not None:
         return found
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    path.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(path.parent).free
+    folder, size, names = wanted[0].path.parent, sum(kept.bytes for kept in wanted), [kept.path.name for kept in wanted]
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
     if size > free:
+        needs = f"{names[0]} needs" if len(names) == 1 else f"{', '.join(names)} need"
         raise UserError(
-            f"{path.name} needs {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {path.parent}: free some "
-            "space, use fewer reference.examples, or set reference.signal to recompute"
+            f"{needs} {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {folder}: free some space, use fewer "
+            "reference.examples, or set reference.signal to recompute"
         )
-    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    temporary = [kept.path.with_name(f".tmp-{os.getpid()}-{kept.path.name}") for kept in wanted]
     try:
-        array = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
-        for place, values in parts:
-            array[place] = values
-        array.flush()
-        del array
-        note = {"fingerprint": fingerprint, "crc32": checksum(temporary)}
-        os.replace(temporary, path)
-        write_json(path.with_suffix(".json"), note)
+        arrays = [
+            np.lib.format.open_memmap(path, mode="w+", dtype=kept.dtype, shape=kept.shape)
+            for path, kept in zip(temporary, wanted)
+        ]
+        for values in parts:
+            for array, (place, value) in zip(arrays, values, strict=True):
+                array[place] = value
+        for array in arrays:
+            array.flush()
+        del array, arrays
+        for path, kept in zip(temporary, wanted):
+            note = {"fingerprint": kept.fingerprint, "crc32": checksum(path)}
+            os.replace(path, kept.path)
+            write_json(kept.path.with_suffix(".json"), note)
     finally:
-        temporary.unlink(missing_ok=True)
-    return np.load(path, mmap_mode="r")
+        for path in temporary:
+            path.unlink(missing_ok=True)
+    return [np.load(kept.path, mmap_mode="r") for kept in wanted]
 
 
 def signal_bytes(target: PreTrainedModel, signal: TargetSignal, tokens: int) -> int:
     """Size on disk of the target's signal for so many label tokens."""
     shape, dtype = signal.layout(LMHead(target))
     return tokens * int(np.prod(shape)) * np.dtype(dtype).itemsize
+
+
+@torch.inference_mode()
+def seconds_of(target: PreTrainedModel, sets: Sequence[TokenDataset], count: int = 4) -> float:
+    """About how long the target takes to read all examples: from a few of middling length, measured."""
+    total = sum(len(rows.ids) for rows in sets)
+    rows = max(sets, key=len)
+    middle = np.argsort(rows.lengths, kind="stable")[max(0, (len(rows) - count) // 2) :][:count]
+    batch = rows.batch(middle, 0)
+    started = time.perf_counter()
+    last_hidden(target, batch["input_ids"].to(target.device), label_mask(batch["labels"]).to(target.device)).cpu()
+    return (time.perf_counter() - started) * total / max(1, int(rows.lengths[middle].sum()))
 
 
 def target_signal(
@@ -133,7 +201,7 @@ def reference_loss(
 def target_signal_now(target: PreTrainedModel, signal: TargetSignal, rows: TokenDataset, batch_size: int = 16) -> Array:
     """As `target_signal`, in memory: for texts that are used for a while only."""
     shape, dtype = signal.layout(LMHead(target))
-    return _collected((rows.label_count, *shape), _target_parts(target, signal, rows, batch_size), dtype)
+    return collected((rows.label_count, *shape), _target_parts(target, signal, rows, batch_size), dtype)
 
 
 def reference_loss_now(
@@ -145,10 +213,11 @@ def reference_loss_now(
     precision: str = "32-true",
 ) -> Array:
     """As `reference_loss`, in memory; the target's signal is taken from the rows where it is kept."""
-    return _collected((rows.label_count,), _loss_parts(reference, target, rows, divergence, batch_size, precision))
+    return collected((rows.label_count,), _loss_parts(reference, target, rows, divergence, batch_size, precision))
 
 
-def _collected(shape: tuple[int, ...], parts: Iterator[tuple[slice, Array]], dtype: str = "float32") -> Array:
+def collected(shape: tuple[int, ...], parts: Iterator[Part], dtype: str = "float32") -> Array:
+    """As `cached`, in memory."""
     values = np.empty(shape, dtype=dtype)
     for place, part in parts:
         values[place] = part
@@ -165,8 +234,8 @@ def _target_parts(
         batch = rows.batch(examples, 0)
         mask = label_mask(batch["labels"])
         hidden = last_hidden(target, batch["input_ids"].to(target.device), mask.to(target.device))
-        _check(hidden, "target's hidden states", examples)
-        yield from _scatter(rows, examples, signal.encode(hidden, head).cpu().numpy())
+        check_finite(hidden, "target's hidden states", examples)
+        yield from scatter(rows, examples, signal.encode(hidden, head).cpu().numpy())
 
 
 @torch.inference_mode()
@@ -187,11 +256,16 @@ def _loss_parts(
         with forward_precision(precision, device):
             hidden = last_hidden(reference, batch["input_ids"], mask)
             found = fused_loss(hidden, head, target.rows(batch, mask), LossRequest(divergence, metrics=False))
-        _check(found.losses, "reference's losses", examples)
-        yield from _scatter(rows, examples, found.losses.cpu().numpy())
+        check_finite(found.losses, "reference's losses", examples)
+        yield from scatter(rows, examples, found.losses.cpu().numpy())
 
 
-def _check(values: Tensor, what: str, examples: NDArray[np.int64]) -> None:
+def check_finite(values: Tensor, what: str, examples: NDArray[np.int64]) -> None:
+    """Refuses values that are not numbers.
+
+    Raises:
+        UserError: naming the examples.
+    """
     if not values.isfinite().all():
         raise UserError(
             f"the {what} are not finite in a batch of examples {sorted(examples.tolist())}: if target.dtype is "
@@ -199,22 +273,10 @@ def _check(values: Tensor, what: str, examples: NDArray[np.int64]) -> None:
         )
 
 
-def _scatter(rows: TokenDataset, examples: NDArray[np.int64], values: Array) -> Iterator[tuple[slice, Array]]:
+def scatter(rows: TokenDataset, examples: NDArray[np.int64], values: Array) -> Iterator[tuple[slice, Array]]:
     """Values of a batch's label rows, example by example, with the places where they belong."""
     start = 0
     for example in examples:
         first, last = int(rows.label_offsets[example]), int(rows.label_offsets[example + 1])
         yield slice(first, last), values[start : start + last - first]
         start += last - first
-
-
-def _load(path: Path, fingerprint: str, shape: tuple[int, ...], dtype: str) -> Array | None:
-    """The array, if it is there, complete, unaltered and of this fingerprint."""
-    try:
-        note = json.loads(path.with_suffix(".json").read_text())
-        if note["fingerprint"] != fingerprint or note["crc32"] != checksum(path):
-            return None
-        array: Array = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return array if array.shape == shape and array.dtype == dtype else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,24 @@ from transformers import PreTrainedModel
 
 from distill.config.distillation import DistillSettings, Signal
 from distill.losses.chunked_kl import TargetRows
-from distill.losses.divergences import log_probs
+from distill.losses.divergences import LEAST_TAIL, FoldedDistributions, TokenDistributions, log_probs
 from distill.losses.head_gradients import RowIndex
 from distill.models.lm_head import LMHead, last_hidden
 
 
+class _WholeRows:
+    """Rows that know every id's log-probability."""
+
+    log_probs: Callable[[RowIndex, Tensor, float], Tensor]
+
+    def compare(self, place: RowIndex, logits: Tensor, temperature: float) -> TokenDistributions:
+        """See `TargetRows`."""
+        log_q = logits.log_softmax(-1)
+        return TokenDistributions(self.log_probs(place, log_q, temperature), log_q)
+
+
 @dataclass
-class HiddenRows:
+class HiddenRows(_WholeRows):
     """Rows as last hidden states ``[rows, hidden]``; a chunk's logits are the head times them."""
 
     hidden: Tensor
@@ -33,6 +45,10 @@ class HiddenRows:
         vocab = log_q.shape[1]
         rows = self.hidden[place].to(self.head.linear.weight.dtype)
         return log_probs(self.head.first(rows, vocab), vocab, temperature).to(log_q.dtype)
+
+    def at(self, rows: Tensor) -> HiddenRows:
+        """See `TargetRows`."""
+        return HiddenRows(self.hidden.index_select(0, rows), self.head)
 
 
 @dataclass
@@ -55,9 +71,17 @@ class TopRows:
         tail = (1 - top.exp().sum(-1, keepdim=True)).clamp_min(LEAST_TAIL)
         return (others + (tail.log() - others.logsumexp(-1, keepdim=True))).scatter(1, ids, top)
 
+    def compare(self, place: RowIndex, logits: Tensor, temperature: float) -> TokenDistributions:
+        """The other ids folded to one outcome."""
+        return FoldedDistributions(self.ids[place].long(), self.log_p[place].to(logits.dtype), logits)
+
+    def at(self, rows: Tensor) -> TopRows:
+        """See `TargetRows`."""
+        return TopRows(self.ids.index_select(0, rows), self.log_p.index_select(0, rows), self.vocab)
+
 
 @dataclass
-class LogProbRows:
+class LogProbRows(_WholeRows):
     """Rows as the log-probabilities of all ids, ``[rows, vocab]``."""
 
     log_p: Tensor
@@ -71,9 +95,9 @@ class LogProbRows:
         """Exactly the target's own. At the temperature they were taken at."""
         return self.log_p[place].to(log_q.dtype)
 
-
-LEAST_TAIL = 1e-7
-"""The tail's probability at least: the accuracy of a float32 sum of 1."""
+    def at(self, rows: Tensor) -> LogProbRows:
+        """See `TargetRows`."""
+        return LogProbRows(self.log_p.index_select(0, rows))
 
 
 @dataclass(frozen=True)
@@ -160,11 +184,12 @@ class TargetSource:
     Args:
         model: The target. With a signal that is kept only its head stays referenced.
         signal: What batches carry of it; None: nothing, it is run on every batch.
+        ids: The ids that its distributions are over; None: all.
     """
 
-    def __init__(self, model: PreTrainedModel, signal: TargetSignal | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, signal: TargetSignal | None = None, ids: Tensor | None = None) -> None:
         model.eval().requires_grad_(False)
-        self.head, self.signal = LMHead(model), signal or TargetSignal()
+        self.head, self.signal = LMHead(model).only(ids), signal or TargetSignal()
         self.model = model if self.signal.kind == "recompute" else None
 
     def to(self, device: torch.device) -> None:

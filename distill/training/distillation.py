@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.models.eagle.head import FeatureHead
 from distill.config.trainer import TrainingSettings
 from distill.data.optimizer_step import OptimizerStep
 from distill.data.token_dataset import Batch
+from distill.eagle.features import FeatureSource
 from distill.losses.chunked_kl import LossRequest, LossRows, fused_loss, plain_loss
+from distill.losses.drafted import Drafted
 from distill.losses.head_gradients import can_fuse
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection, top_share
@@ -23,6 +27,8 @@ from distill.training.base_module import TrainingModule
 
 class DistillModule(TrainingModule):
     """DistillSpec; with a selection, AdaSPEC. The best checkpoint has the largest validation alpha.
+
+    A draft model drafts in one step; what has several, as feature heads do, defines `drafted`, and `weight` of each.
 
     Args:
         model: The draft.
@@ -36,67 +42,99 @@ class DistillModule(TrainingModule):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | FeatureHead,
         training: TrainingSettings,
         steps: int,
         *,
-        target: TargetSource,
+        target: TargetSource | FeatureSource,
         objective: Objective | None = None,
         fused: bool = True,
         seed: int = 0,
     ) -> None:
         super().__init__(model, training, steps, seed=seed)
-        self.target, self.objective = target, objective or Objective()
-        self.compute = fused_loss if fused and can_fuse(self._head[0]) else plain_loss
+        self.target, self.objective, self.fused = target, objective or Objective(), fused
         if self.objective.selection is not None:
-            self.selected = torch.zeros(int(model.get_input_embeddings().num_embeddings), dtype=torch.long)
-        self._chosen: list[Tensor] = []  # of every micro-batch of the step
+            self.selected = torch.zeros(int(model.config.get_text_config().vocab_size), dtype=torch.long)
+        self._chosen: list[list[Tensor]] = []  # of every drafting step and micro-batch of the step
 
     def setup(self, stage: str) -> None:
         """Moves the frozen target, too, to this rank's device: before the first validation."""
         self.target.to(self.trainer.strategy.root_device)
 
-    def forward(self, batch: Batch, objective: Objective, *, metrics: bool) -> tuple[LossRows, Tensor]:
-        """The loss of a batch's label rows, and where they are, ``[batch, time]``."""
+    def drafted(self, batch: Batch, *, training: bool) -> Iterator[Drafted]:
+        """What the draft says of a batch, in each of its drafting steps; for validation the first one alone counts."""
+        assert isinstance(self.target, TargetSource)
         hidden, mask = self.hidden(batch)
-        request = objective.request(self.global_step, batch, mask, metrics=metrics)
-        if (step := batch.get("step")) is not None and request.choose is not None and step.parts > 1:
-            request = self._choose_in_step(request, objective, batch, mask, step)
-        return self.compute(hidden, self._head[0], self.target.rows(batch, mask), request), mask
+        labels, sequence = batch["labels"].roll(-1, 1)[mask], mask.nonzero()[:, 0]
+        reference = batch.get("reference_loss")
+        yield Drafted(hidden, self._head[0], self.target.rows(batch, mask), sequence, labels, reference)
+
+    def weight(self, number: int) -> float:
+        """Of a drafting step's loss in the sum of them."""
+        return 1.0
+
+    def forward(
+        self, batch: Batch, objective: Objective, *, metrics: bool, training: bool = True
+    ) -> list[tuple[Drafted, LossRows]]:
+        """The losses of a batch's label rows, in each drafting step."""
+        found, step = [], batch.get("step")
+        for number, drafted in enumerate(self.drafted(batch, training=training)):
+            request = objective.request(
+                self.global_step, drafted, step.responses if step is not None else None, metrics=metrics
+            )
+            if step is not None and request.choose is not None and step.parts > 1:
+                request = self._choose_in_step(request, objective, drafted, step, number)
+            found.append((drafted, self._loss(drafted, request)))
+            if not training:
+                break
+        return found
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Divergence summed over the selected tokens and normalised by the whole step's (paper, training objective).
 
         Gradients are averaged over the parts of a step, so each part's loss is its share times their number.
         """
-        found, mask = self(batch, self.objective, metrics=self.logs_this_step)
+        found = self(batch, self.objective, metrics=self.logs_this_step)
         step, selection = batch.get("step"), self.objective.selection_at(self.global_step)
-        rows = chosen = len(found.losses)
+        loss = torch.zeros((), device=self.device)
+        for number, (drafted, rows) in enumerate(found):
+            loss = loss + self.weight(number) * self._step_loss(drafted, rows, step, selection)
         if selection is not None:
             assert self.selected is not None
-            labels = batch["labels"].roll(-1, 1)[mask][found.chosen]
-            self.selected += torch.bincount(labels, minlength=len(self.selected))
-            chosen = len(labels)
-        parts = 1
+            drafted, rows = found[0]
+            self.selected += torch.bincount(drafted.labels[rows.chosen], minlength=len(self.selected))
+        first = found[0][1]
+        values = {} if first.alpha is None else {"alpha": first.alpha.mean(), "loss_all": first.losses.mean()}
+        return self.log_step(loss, **values)
+
+    def _step_loss(
+        self, drafted: Drafted, found: LossRows, step: OptimizerStep | None, selection: Selection | None
+    ) -> Tensor:
+        """The loss of one drafting step."""
+        parts, rows = 1, len(found.losses)
+        chosen = rows if found.chosen is None else len(found.chosen)
         if step is not None:
             parts, rows = step.parts, step.tokens
             chosen = rows if selection is None else selection.count(step.counts)
-        loss = found.total / (_divisor(selection, chosen, rows) / parts)
-        values = {} if found.alpha is None else {"alpha": found.alpha.mean(), "loss_all": found.losses.mean()}
-        return self.log_step(loss, **values)
+        return found.total / (_divisor(selection, chosen, rows) / parts)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds up divergence, alpha and top-1 agreement over all label tokens, whatever the selection."""
-        found, _ = self(batch, Objective(self.objective.divergence), metrics=True)
+        ((drafted, found),) = self(batch, Objective(self.objective.divergence), metrics=True, training=False)
         count = torch.tensor(float(len(found.losses)), device=self.device)
-        self.add_sums(found.losses.sum(), found.alpha.sum(), found.agreement.sum(), count)
+        agreement = found.agreement if drafted.learnable is None else found.agreement * drafted.learnable
+        self.add_sums(found.losses.sum(), found.alpha.sum(), agreement.sum(), count)
 
     def on_validation_epoch_end(self) -> None:
         """Logs divergence, alpha and agreement."""
         self.log_means("loss", "alpha", "agreement")
 
+    def _loss(self, drafted: Drafted, request: LossRequest) -> LossRows:
+        compute = fused_loss if self.fused and can_fuse(drafted.head) else plain_loss
+        return compute(drafted.hidden, drafted.head, drafted.target, request)
+
     def _choose_in_step(
-        self, request: LossRequest, objective: Objective, batch: Batch, mask: Tensor, step: OptimizerStep
+        self, request: LossRequest, objective: Objective, drafted: Drafted, step: OptimizerStep, number: int
     ) -> LossRequest:
         """With scope ``global`` the choice among all parts of the step; other scopes look at one part only."""
         selection = objective.selection_at(self.global_step)
@@ -105,28 +143,26 @@ class DistillModule(TrainingModule):
             return request
         select = partial(top_share, k=selection.k)
         if step.micros == 1:
-            reference, sequence = batch["reference_loss"], mask.nonzero()[:, 0]
+            reference, sequence = drafted.reference, drafted.sequence
             return replace(request, choose=lambda values: step.choose([values - reference], [sequence], select)[0])
-        if step.micro == 0:
-            deltas = [
+        if step.micro == 0 and number == 0:
+            micros = [
                 self._deltas(self.transfer_batch_to_device(part, self.device, 0), objective) for part in step.ahead
             ]
-            self._chosen = step.choose([d for d, _ in deltas], [sequence for _, sequence in deltas], select)
-        return replace(request, choose=lambda values: self._chosen[step.micro])
+            self._chosen = [
+                step.choose([delta for delta, _ in parts], [sequence for _, sequence in parts], select)
+                for parts in zip(*micros, strict=True)
+            ]
+        return replace(request, choose=lambda values: self._chosen[number][step.micro])
 
     @torch.no_grad()
-    def _deltas(self, batch: Batch, objective: Objective) -> tuple[Tensor, Tensor]:
-        """ΔL of a batch's label tokens, and the examples they belong to."""
-        hidden, mask = self.hidden(batch)
-        found: list[Tensor] = []
-
-        def note(values: Tensor) -> Tensor:
-            found.append(values - batch["reference_loss"])
-            return values.new_empty(0, dtype=torch.long)
-
-        request = replace(objective.request(self.global_step, batch, mask, metrics=False), choose=note)
-        self.compute(hidden, self._head[0], self.target.rows(batch, mask), request)
-        return found[0], mask.nonzero()[:, 0]
+    def _deltas(self, batch: Batch, objective: Objective) -> list[tuple[Tensor, Tensor]]:
+        """ΔL of a batch's rows, and the examples they belong to, for every drafting step."""
+        deltas: list[tuple[Tensor, Tensor]] = []
+        for drafted in self.drafted(batch, training=True):
+            found = self._loss(drafted, LossRequest(objective.ranking, metrics=False))
+            deltas.append((found.losses - drafted.reference, drafted.sequence))
+        return deltas
 
 
 def _divisor(selection: Selection | None, chosen: int, rows: int) -> int:

@@ -56,7 +56,7 @@ def head_config(
         intermediate_size: width inside the MLP.
         heads: attention heads.
         kv_heads: key and value heads.
-        draft_vocab: tokens that EAGLE-3 can draft.
+        draft_vocab: tokens that the head can draft.
         captured_layers: EAGLE-3's feature layers (see `FeatureHead`).
 
     Raises:
@@ -75,6 +75,7 @@ def head_config(
         raise UserError(f"captured layers are {list(captured_layers)}; expected ascending numbers from 0 to {layers}")
     if version == 3 and len(set(captured_layers)) != 3:
         raise UserError(f"captured layers are {list(captured_layers)}; EAGLE-3 reads three different ones")
+    drafted = min(draft_vocab or target.vocab_size, target.vocab_size)
     rope = getattr(target, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     name = next(name for name, number in VERSIONS.items() if number == version)
@@ -88,7 +89,7 @@ def head_config(
         num_key_value_heads=kv_heads,
         head_dim=width // heads,
         vocab_size=int(target.vocab_size),
-        draft_vocab_size=min(draft_vocab or target.vocab_size, target.vocab_size) if version == 3 else None,
+        draft_vocab_size=drafted if version == 3 or drafted < target.vocab_size else None,
         max_position_embeddings=int(getattr(target, "max_position_embeddings", None) or 2048),
         rms_norm_eps=float(getattr(target, "rms_norm_eps", None) or 1e-6),
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10000.0},

@@ -9,7 +9,7 @@ reduced vocabulary. Parameters are named as in the published checkpoints, so a s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.core.errors import UserError
+from decode.models.eagle.unroll import unroll
 
 VERSIONS = {"LlamaForCausalLMEagle": 1, "LlamaForCausalLMEagle3": 3}
 """What config.json calls the two kinds."""
@@ -33,7 +34,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., width]``."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.variance_epsilon)
 
 
 class HeadLayer(nn.Module):
@@ -83,13 +84,24 @@ class FeatureHead(nn.Module):
         if self.version == 1:
             self.fc = nn.Linear(2 * width, width, bias=bool(getattr(config, "bias", True)))
             self.layers = nn.ModuleList([HeadLayer(config, 1)])
+            if self.reduced:
+                self._add_vocabulary()
             return
         self.fc = nn.Linear(len(self.captured_layers) * config.target_hidden_size, width, bias=False)
         self.midlayer = HeadLayer(config, 3)
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        self._add_vocabulary()
+
+    def _add_vocabulary(self) -> None:
+        self.register_buffer("d2t", torch.zeros(self.config.draft_vocab_size, dtype=torch.long))
+        self.register_buffer("t2d", torch.arange(self.config.vocab_size) < self.config.draft_vocab_size)
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the head drafts some of the target's tokens only."""
+        size = getattr(self.config, "draft_vocab_size", None)
+        return size is not None and int(size) < int(self.config.vocab_size)
 
     @property
     def layer(self) -> Any:
@@ -103,7 +115,7 @@ class FeatureHead(nn.Module):
 
     def draft_ids(self) -> Tensor | None:
         """The target's ids of the head's logits, ``[draft vocab]``, or None if they are the same."""
-        if self.version == 1 or self.config.draft_vocab_size == self.config.vocab_size:
+        if not self.reduced:
             return None
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
@@ -116,44 +128,31 @@ class FeatureHead(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target features ``[..., feature width]`` as the states that the layer continues, ``[..., hidden]``."""
-        return features if self.version == 1 else self.fc(features)
+        return features if self.version == 1 else cast(Tensor, self.fc(features))
 
-    def unroll(self, embeds: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """States of `steps` drafting steps from every position at once (EAGLE-3's training-time test).
-
-        Step s at index t continues the true pairs up to t by s of the head's own states, with the true tokens: it
-        predicts token t + 2 + s. It attends to the pairs of the text up to t, and to its own chain.
-
-        Args:
-            embeds: embedding of token t + 1, ``[batch, time, width]``.
-            features: of token t, ``[batch, time, feature width]``.
-            steps: 1 is teacher forcing with true features.
-
-        Yields:
-            ``[batch, time, hidden]`` each; what index t would need from beyond the end is garbage there.
-        """
-        hidden, chain = self.fuse(features), _Chain()
-        positions = torch.arange(embeds.shape[1], device=embeds.device)[None]
-        for step in range(steps):
-            cos, sin = self.rotary(hidden, position_ids=positions + step)
-            hidden = self._step(embeds, hidden, cos[:, None], sin[:, None], chain)
-            yield hidden
-            embeds = F.pad(embeds[:, 1:], (0, 0, 0, 1))
-
-    def _step(self, embeds: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Any) -> Tensor:
-        layer, x = self.layer, hidden
+    def enter(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the layer adds to, and what its attention reads, of pairs ``[rows, width]`` each."""
         if self.version == 1:
-            x = y = self.fc(torch.cat([embeds, hidden], -1))
-        else:
-            y = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(hidden)], -1)
-        a, d = layer.self_attn, self.config.head_dim
-        q, k, v = (p(y).unflatten(-1, (-1, d)).transpose(1, 2) for p in (a.q_proj, a.k_proj, a.v_proj))
-        groups = q.shape[1] // k.shape[1]
-        k, v = (z.repeat_interleave(groups, 1) for z in (k * cos + _rotate_half(k) * sin, v))
-        x = x + a.o_proj(attend(q * cos + _rotate_half(q) * sin, k, v).transpose(1, 2).flatten(2))
-        m = layer.mlp
-        z = layer.post_attention_layernorm(x)
+            x = self.fc(torch.cat([embeds, hidden], -1))
+            return x, x
+        layer = self.layer
+        return hidden, torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(hidden)], -1)
+
+    def leave(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The layer's states ``[rows, hidden]`` from what its attention found, ``[rows, heads · d]``."""
+        layer = self.layer
+        x = x + layer.self_attn.o_proj(attended)
+        m, z = layer.mlp, layer.post_attention_layernorm(x)
         return x + m.down_proj(F.silu(m.gate_proj(z)) * m.up_proj(z))
+
+    def unroll(self, embeds: Tensor, features: Tensor, steps: int, rows: Tensor | None = None) -> Iterator[Tensor]:
+        """See `decode.models.eagle.unroll.unroll`; without ``rows`` from every position, ``[batch, time, hidden]``."""
+        if rows is not None:
+            yield from unroll(self, embeds, features, steps, rows)
+            return
+        whole = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
+        for states in unroll(self, embeds, features, steps, whole):
+            yield states.unflatten(0, embeds.shape[:2])
 
     def logits(self, states: Tensor, target_head: Any) -> Tensor:
         """Logits ``[..., draft vocab]`` of states, by the target's head (EAGLE-1) or the head's own."""
@@ -161,35 +160,8 @@ class FeatureHead(nn.Module):
         return logits
 
 
-class _Chain:
-    """Attention in which row t sees the first step's keys up to t, and of later steps only those of its own row."""
-
-    def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.keys.append(k)
-        self.values.append(v)
-        if len(self.keys) == 1:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        time, q = q.shape[2], q * q.shape[-1] ** -0.5
-        past = torch.ones(time, time, dtype=torch.bool, device=q.device).tril()
-        text = (q @ self.keys[0].transpose(-1, -2)).masked_fill(~past, -torch.inf)
-        own = torch.stack([(q * key).sum(-1) for key in self.keys[1:]], -1)
-        weights = torch.cat([text, own], -1).softmax(-1)
-        chain = sum(weights[..., time + i, None] * value for i, value in enumerate(self.values[1:]))
-        return weights[..., :time] @ self.values[0] + chain
-
-
-def _rotate_half(x: Tensor) -> Tensor:
-    """(a, b) -> (−b, a) of the two halves of the last dimension."""
-    a, b = x.chunk(2, -1)
-    return torch.cat([-b, a], -1)
-
-
-def output_head(model: PreTrainedModel) -> Any:
-    """The target's head, which EAGLE-1 shares.
+def output_head(model: PreTrainedModel, ids: Tensor | None = None) -> Any:
+    """The target's head, which EAGLE-1 shares, with the logits of these ids only (None: of all).
 
     Raises:
         UserError: a head that is more than a linear layer.
@@ -201,7 +173,18 @@ def output_head(model: PreTrainedModel) -> Any:
             f"{type(model).__name__} changes its logits behind the head ({', '.join(extra) or type(head).__name__}), "
             "so an EAGLE-1 head cannot share it; use EAGLE-3"
         )
-    return head
+    return head if ids is None else some_outputs(head, ids)
+
+
+@torch.no_grad()
+def some_outputs(linear: nn.Linear, ids: Tensor) -> nn.Linear:
+    """A frozen linear layer that has copies of these outputs of another one alone."""
+    part = nn.Linear(1, 1, bias=linear.bias is not None)
+    part.in_features, part.out_features = linear.in_features, len(ids)
+    part.weight = nn.Parameter(linear.weight[ids.to(linear.weight.device)], requires_grad=False)
+    if linear.bias is not None:
+        part.bias = nn.Parameter(linear.bias[ids.to(linear.bias.device)], requires_grad=False)
+    return part
 
 
 @torch.inference_mode()
@@ -227,7 +210,8 @@ def head_logits(head: FeatureHead, target: PreTrainedModel, ids: Sequence[int], 
     *_, states = head.unroll(embedding(tokens[:, 1:]), features[:, :-1], depth)
     # state t of step s predicts token t + 1 + depth; rows of the text are needed from `start` on
     first = max(0, start - 1 - depth)
-    found = head.logits(states[0, first : len(ids) - 1 - depth], output_head(target) if head.version == 1 else None)
+    shared = output_head(target, head.draft_ids()) if head.version == 1 else None
+    found = head.logits(states[0, first : len(ids) - 1 - depth], shared)
     rows = found.new_full((len(ids) - start, int(target.get_output_embeddings().weight.shape[0])), -torch.inf)
     place = head.draft_ids()
     place = torch.arange(found.shape[-1], device=found.device) if place is None else place

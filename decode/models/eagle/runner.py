@@ -38,7 +38,7 @@ class HeadRunner(Runner):
         embedding, layer, config = head.embed_tokens or target.get_input_embeddings(), head.layer, head.config
         if head.version == 1 and embedding.weight.shape[1] != config.hidden_size:
             raise UserError("an embedding of another width than the hidden states cannot be shared with a feature head")
-        linear = output_head(target) if head.version == 1 else head.lm_head
+        linear = output_head(target, head.draft_ids()) if head.version == 1 else head.lm_head
         rotated = cos_and_sin(head.rotary, 1, embedding.weight.dtype, embedding.weight.device)[0].shape[-1]
         tuned = tunable(head) and config.head_dim % 2 == 0
         shape = Shape(config.num_attention_heads, config.num_key_value_heads, config.head_dim, rotated, tuned=tuned)

@@ -32,16 +32,26 @@ from decode.models.open_runner import open_runner
 from distill.__main__ import FOREIGN
 from distill.config.eagle import EagleSettings
 from distill.config.export import ExportSettings
-from distill.config.settings import AdaSpecSettings, ComparisonSettings, Settings, TargetSettings, TrainingSettings
+from distill.config.settings import (
+    AdaSpecSettings,
+    ComparisonSettings,
+    LoraSettings,
+    Settings,
+    TargetSettings,
+    TrainingSettings,
+)
 from distill.core.run_dir import RunDir
-from distill.data.token_dataset import TokenDataset
+from distill.data.token_dataset import TokenDataset, label_mask
 from distill.eagle.drafting_steps import drafting_steps
-from distill.eagle.features import STATES, FeatureSource
+from distill.eagle.features import FEATURES, FeatureSource
 from distill.experiments.ablate import AblateSettings, Meter, ablate
 from distill.export.eagle import check_files, check_head_path, export_head
+from distill.losses.chunked_kl import LossRequest, fused_loss
+from distill.losses.divergences import Divergence
 from distill.pipeline.eagle_heads import frequent
 from distill.pipeline.runner import run_of, run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
+from distill.teacher.target_distribution import TargetSignal
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
 
@@ -65,7 +75,7 @@ def run(request, tmp_path_factory):  # type: ignore[no-untyped-def]
 def rows_and_source(settings, run, head):  # type: ignore[no-untyped-def]
     made, _ = bench(settings)
     target = load_model(run.target, device="cpu", dtype="float32")
-    return replace(made.examples, signals={}, tokens={}), FeatureSource(target, head, cached=False), target
+    return replace(made.examples, signals={}, tokens={}), FeatureSource(target, head, TargetSignal()), target
 
 
 def test_a_run_makes_every_head_and_learns(run) -> None:
@@ -91,11 +101,14 @@ def test_training_sees_what_decoding_will_draft(run) -> None:
     head = load_head(folder.path("reference"))
     rows, source, target = rows_and_source(settings, folder, head)
     example = rows.batch(torch.arange(3).numpy(), 0)
-    for step, found in enumerate(drafting_steps(head, source, example, 3)):
-        seen = []
+    mask = label_mask(example["labels"])
+    for step, drafted in enumerate(drafting_steps(head, source, example, 3)):
+        seen, asked = [], mask.clone()
+        asked[:, : step + 1] = False
+        found = fused_loss(drafted.hidden, drafted.head, drafted.target, LossRequest(Divergence(), mass=drafted.mass))
         for row in range(3):
             ids = example["input_ids"][row].tolist()
-            places = found.place[row].nonzero()[:, 0].tolist()
+            places = asked[row].nonzero()[:, 0].tolist()
             q = head_logits(head, target, ids, places[0] + 1, step + 1).softmax(-1)
             with torch.no_grad():
                 p = target(input_ids=torch.tensor([ids])).logits[0].softmax(-1)
@@ -129,13 +142,13 @@ def test_cached_states_are_those_of_a_forward_pass(run) -> None:
     settings, folder = run
     head = load_head(folder.path("reference"))
     rows, source, target = rows_and_source(settings, folder, head)
-    stored = torch.from_numpy(np.load(folder.work / "signals" / f"{STATES}_train.npy"))
+    stored = torch.from_numpy(np.load(folder.work / "signals" / f"{FEATURES}_train.npy"))
     with torch.no_grad():
         start, end = int(rows.offsets[3]), int(rows.offsets[4])
-        wanted = source.compute(target, torch.from_numpy(rows.ids[start:end]).long()[None])[0]
+        wanted = source.compute(target, torch.from_numpy(rows.ids[start:end]).long()[None])[0][0]
     torch.testing.assert_close(stored[start:end], wanted, rtol=1e-4, atol=1e-4)
     assert len(stored) == len(rows.ids)  # tokens of prompts too
-    assert stored.shape[1] == (1 if head.version == 1 else 4) * head.config.hidden_size
+    assert stored.shape[1] == (1 if head.version == 1 else 3) * head.config.hidden_size
 
 
 def test_recomputed_features_train_the_same_head(run, tmp_path: Path) -> None:
@@ -247,8 +260,10 @@ def test_paths_that_engines_or_people_would_misread_are_refused(tmp_path: Path) 
 
 def test_the_reduced_vocabulary_is_the_most_frequent_label_tokens() -> None:
     rows = TokenDataset.from_lists([[1, 2, 3, 3], [4, 3, 2, 9]], [[-100, 2, 3, 3], [-100, 3, 2, 9]])
-    assert frequent(rows, 3, 12).tolist() == [2, 3, 9]
-    assert frequent(rows, 5, 12).tolist() == [0, 1, 2, 3, 9]  # never seen: the lowest ids
+    ids, share = frequent(rows, 3, 12)
+    assert (ids.tolist(), share) == ([2, 3, 9], 1.0)
+    assert frequent(rows, 2, 12)[1] == 5 / 6
+    assert frequent(rows, 5, 12)[0].tolist() == [0, 1, 2, 3, 9]  # never seen: the lowest ids
 
 
 def test_unrolled_steps_are_a_chain_over_the_heads_own_states(tiny) -> None:
@@ -267,6 +282,28 @@ def test_unrolled_steps_are_a_chain_over_the_heads_own_states(tiny) -> None:
                 torch.testing.assert_close(steps[step][:, t], state[:, 0], rtol=1e-4, atol=1e-5)
                 hidden = torch.cat([hidden, state], 1)
                 keys = embeds[:, : t + 2 + step]
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_rows_drafted_together_are_those_drafted_alone(tiny, version: int) -> None:
+    """Only the rows that are asked for, packed, of texts of several lengths: states and gradients of one at a time."""
+    target = tiny("llama", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+    head = FeatureHead(head_config(target.config, version)).double()
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0, 1, 0], [0] * 8]).bool()
+    embeds = torch.randn(3, 8, 32, generator=generator, dtype=torch.float64)
+    features = torch.randn(3, 8, head.feature_width, generator=generator, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(3, int(rows.sum()), 32, generator=generator, dtype=torch.float64)
+    found = torch.stack(list(head.unroll(embeds, features, 3, rows)))
+    (gradient,) = torch.autograd.grad((found * weights).sum(), features, retain_graph=True)
+    alone = []
+    for text, place in rows.nonzero().tolist():  # everything behind the chain's last token is cut off
+        end = place + 3
+        whole = head.unroll(embeds[text : text + 1, :end], features[text : text + 1, :end], 3)
+        alone.append(torch.stack([states[0, place] for states in whole]))
+    wanted = torch.stack(alone, 1)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(gradient, torch.autograd.grad((wanted * weights).sum(), features)[0])
 
 
 def _plain(head: FeatureHead, embeds: torch.Tensor, hidden: torch.Tensor):  # type: ignore[no-untyped-def]
@@ -292,7 +329,7 @@ def test_the_recipe_shares_the_quickstarts_target(config: str) -> None:
     ("settings", "named"),
     [
         (EagleSettings(kind="eagle", ce_weight=0.0), "ce_weight"),
-        (EagleSettings(kind="eagle", draft_vocab=10), "draft_vocab"),
+        (EagleSettings(kind="eagle", layers=[1, 2, 3]), "layers"),
         (EagleSettings(unroll=0), "unroll"),
         (EagleSettings(tree_widths=[2, 3]), "tree_widths"),
         (EagleSettings(kind="eagle3", layers=[1, 2, 2]), "three different"),
@@ -311,18 +348,65 @@ def test_the_selection_settings_reach_the_heads(tmp_path: Path) -> None:
     assert account["selected_tokens"] == pytest.approx(0.25 * account["teacher_tokens"], rel=0.05)
 
 
-def test_what_heads_are_not_trained_with_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_and_sharding_are_refused(tmp_path: Path) -> None:
     settings = head_settings(tmp_path, "eagle")
-    settings.reference.divergence = "reverse_kl"
-    with pytest.raises(UserError, match="divergence is reverse_kl"):
+    settings.reference.lora = LoraSettings()
+    with pytest.raises(UserError, match=r"reference\.lora"):
         settings.validate()
-
-
-def test_a_selection_over_several_batches_and_sharding_are_refused(tmp_path: Path) -> None:
-    settings = head_settings(tmp_path, "eagle", draft=AdaSpecSettings(scope="global"))
-    with pytest.raises(UserError, match="scope is global"):
-        settings.validate()
-    settings.draft.scope = "sequence"
+    settings.reference.lora = None
     settings.trainer.strategy = "fsdp"
     with pytest.raises(UserError, match="feature heads"):
         settings.validate()
+
+
+def test_heads_are_trained_with_everything_that_drafts_are(tmp_path: Path) -> None:
+    """Top-k and bfloat16 signals, another divergence, Muon, a selection over accumulated batches, labels on prompts."""
+    settings = head_settings(tmp_path, "eagle3", draft=AdaSpecSettings(name="wide", scope="global", divergence="kl_tv"))
+    reference = settings.reference
+    reference.signal, reference.signal_dtype, reference.signal_k = "topk", "bfloat16", 16
+    reference.divergence, reference.training.optimizer, reference.training.prompt_loss = "lk_hybrid", "muon", True
+    settings.trainer.accumulate, settings.trainer.precision = 2, "bf16-mixed"
+    settings.comparisons = []
+    _, folder, printed = run_tiny(settings)
+    assert "hidden states and signal (topk)" in printed
+    account = folder.record("draft").account
+    assert 0 < account["selected_tokens"] < account["teacher_tokens"]
+    signals = {path.name: np.load(path) for path in (folder.work / "signals").glob("*_train.npy")}
+    assert signals["features_train.npy"].dtype == np.int16
+    rows = bench(settings)[0].examples
+    assert len(signals["target_topk_train.npy"]) == len(rows.ids) - len(rows)  # every token but each text's first
+    assert signals["target_topk_train.npy"].shape[1:] == (2, 16)
+    for stage in ("reference", "draft"):
+        history = folder.record(stage).history
+        assert history[-1]["loss"] < history[0]["loss"], stage
+
+
+def test_a_head_writes_texts_of_its_own(tmp_path: Path) -> None:
+    settings = head_settings(tmp_path, "eagle3")
+    responses = settings.reference.responses
+    responses.source, responses.max_new_tokens, responses.refresh_every = "draft", 8, 6
+    settings.reference.training.steps, settings.comparisons = 8, []
+    _, folder, _ = run_tiny(settings)
+    account = folder.record("draft").account
+    assert 0 < account["teacher_tokens"] <= 9 * account["examples"]  # of eight tokens and an end
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_head_starts_as_the_targets_last_layer(kind: str, tmp_path: Path) -> None:
+    settings = head_settings(tmp_path, kind)
+    settings.target.training = settings.initial.training = TrainingSettings(steps=1, batch_size=4)
+    settings.eagle.draft_vocab = 32
+    made, _ = bench(settings)
+    run_stages(made, ("target", "initial"))
+    head = load_head(made.run.path("initial"))
+    target = load_model(made.run.target, device="cpu", dtype="float32")
+    last = target.model.layers[-1]
+    width = head.config.hidden_size
+    assert torch.equal(head.layer.mlp.down_proj.weight, last.mlp.down_proj.weight)
+    assert torch.equal(head.layer.self_attn.v_proj.weight[:, -width:], last.self_attn.v_proj.weight)
+    assert torch.equal(head.fc.weight[:, -width:], torch.eye(width))
+    assert not head.fc.weight[:, :-width].any()
+    assert len(head.draft_ids()) == 32
+    if kind == "eagle3":
+        assert torch.equal(head.lm_head.weight, target.lm_head.weight[head.draft_ids()])
+        assert torch.equal(head.norm.weight, target.model.norm.weight)

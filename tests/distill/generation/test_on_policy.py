@@ -1,6 +1,7 @@
 """The draft's own texts: written by its weights of the moment, the same ones again after a kill, mixed by sample."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tiny_run import killed, run_tiny, tiny_settings
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
+from decode.models.batched_generation import write_texts
 from distill.config.responses import ResponseSettings
 from distill.config.settings import Settings
 from distill.data.batch_schedule import Schedule
@@ -32,7 +34,7 @@ def policy(model: PreTrainedModel, rows: TokenDataset, **settings: Any) -> OnPol
     chosen: dict[str, Any] = {"source": "draft", "max_new_tokens": 5, "refresh_every": 3, "batch_size": 4}
     schedule = Schedule(rows.lengths, 4, seed=1)
     responses = ResponseSettings(**chosen | settings)
-    return OnPolicy(model, rows, schedule, 12, responses, 7, 64, {1}, lambda made: None)
+    return OnPolicy(partial(write_texts, model), rows, schedule, 12, responses, 7, 64, {1}, lambda made: None)
 
 
 def picks(own: OnPolicy, step: int) -> Picks:
@@ -65,7 +67,7 @@ def test_texts_are_written_again_with_the_weights_of_the_refresh_and_not_between
     own, changed = policy(first, rows, temperature=0.0), policy(first, rows, temperature=0.0)
     own(0, picks(own, 0))
     changed(0, picks(changed, 0))
-    changed.draft = second
+    changed.write = partial(write_texts, second)
     assert content(own(2, picks(own, 2))) == content(changed(2, picks(changed, 2)))
     assert content(own(3, picks(own, 3))) != content(changed(3, picks(changed, 3)))
 

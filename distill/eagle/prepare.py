@@ -1,0 +1,74 @@
+"""What a feature head is trained on: examples with the target's features and distributions, the reference's losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decode.models.eagle.files import load_head
+from decode.models.eagle.head import FeatureHead
+from decode.models.open import load_model, stop_ids
+from distill.core.files import fingerprint
+from distill.data.stage_context import StageContext
+from distill.data.token_dataset import TokenDataset
+from distill.eagle.drafting_steps import keep_reference, reference_now
+from distill.eagle.features import FeatureSource
+from distill.losses.objective import Objective
+from distill.models.lm_head import LMHead, check_head
+from distill.teacher import signal_cache as signals
+from distill.teacher.prepare import DistillData, announce, fixed_texts
+from distill.teacher.target_distribution import TargetSignal
+
+
+def prepare_head(
+    context: StageContext, head: FeatureHead, objective: Objective, share: float = 0.0
+) -> DistillData[FeatureSource]:
+    """As `distill.teacher.prepare.prepare`, for a feature head.
+
+    Args:
+        context: settings, data and folder.
+        head: which states it reads and which ids it drafts.
+        objective: of the draft.
+        share: of the examples whose responses the head will write itself.
+    """
+    settings, run, folder = context.settings, context.run, context.run.work / "signals"
+    wanted = settings.target
+    model = load_model(
+        run.target, device=context.device, dtype=wanted.dtype, trust_remote_code=wanted.trust_remote_code
+    )
+    check_head(model, LMHead(model))
+    ids = head.draft_ids()
+    signal = TargetSignal.of(settings.reference, LMHead(model).vocab if ids is None else len(ids))
+    source = FeatureSource(model, head, signal)
+    source.to(context.device)
+    ends = stop_ids(model, context.corpus.tokenizer)
+    train, validation, key = fixed_texts(context, model, ends)
+    fixed = {"validation": validation} if share == 1 else {"validation": validation, "train": train}
+    if signal.kind != "recompute":
+        tokens, size = sum(rows.label_count for rows in fixed.values()), sum(map(source.bytes, fixed.values()))
+        seconds = signals.seconds_of(model, list(fixed.values()))
+        announce(context, f"hidden states and signal ({signal.kind})", size, tokens, seconds)
+        for name, rows in fixed.items():
+            with context.console.status(f"  the target's hidden states and signal ({signal.kind}), {name}"):
+                source.keep(model, rows, folder, name, key)
+    reference, about = None, (settings.eagle.steps, objective.ranking, settings.trainer.precision)
+    if objective.selection is not None:
+        record = run.record("reference")
+        assert record is not None
+        reference = load_head(run.path("reference")).to(context.device)
+        if "train" in fixed:
+            made_from: Any = [key, record.fingerprint, source.signal.key, about[0], vars(objective.ranking), about[2]]
+            path = folder / f"reference_{objective.ranking.name}.npy"
+            with context.console.status("  the reference's losses"):
+                steps, ranking, precision = about
+                train.signals["reference_loss"] = keep_reference(
+                    reference, source, train, steps, path, fingerprint(*made_from), ranking, precision
+                )
+
+    def add_signals(rows: TokenDataset) -> None:
+        if signal.kind != "recompute":
+            source.keep_now(model, rows)
+        if reference is not None:
+            steps, ranking, precision = about
+            rows.signals["reference_loss"] = reference_now(reference, source, rows, steps, ranking, precision)
+
+    return DistillData(source, train, validation, ends, add_signals, share)
