@@ -42,7 +42,7 @@ def start_from_target(head: FeatureHead, target: PreTrainedModel) -> list[str]:
     except UserError:
         return [name for name, _ in head.layer.named_parameters()]
     if head.version == 3 and _same_norm(head.norm, norm):
-        head.norm.weight.copy_(norm.weight)
+        head.norm.weight.copy_(norm.weight)  # type: ignore[arg-type]
     last, first, left = dict(layers[-1].named_modules()), dict(layers[0].named_modules()), []
     sources = {"hidden_norm": last.get("input_layernorm"), "input_layernorm": first.get("input_layernorm")}
     for name, module in head.layer.named_modules():

@@ -63,7 +63,7 @@ class HeadTexts:
         limits = [budgets] * len(prompts) if isinstance(budgets, int) else list(budgets)
         runner, drafter = open_runner(self.target), HeadRunner(self.head, self.target)
         options = MethodOptions(draft_length=self.depth)
-        texts = []
+        texts: list[list[int]] = []
         for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
             if limit < 1:
                 texts.append([])

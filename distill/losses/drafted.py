@@ -37,3 +37,8 @@ class Drafted:
     mass: Tensor | None = None
     learnable: Tensor | None = None
     regression: Tensor | None = None
+
+    def gap(self, losses: Tensor) -> Tensor:
+        """ΔL of the rows, ``[rows]``: the draft's divergences less the reference's."""
+        assert self.reference is not None, "batches carry no reference_loss"
+        return losses - self.reference

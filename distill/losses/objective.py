@@ -62,10 +62,10 @@ class Objective:
         loss, selection = self.divergence_at(step), self.selection_at(step)
         if selection is None:
             return LossRequest(loss, metrics=metrics, mass=drafted.mass)
-        reference, sequence = drafted.reference, drafted.sequence
+        sequence = drafted.sequence
         return LossRequest(
             loss,
-            lambda values: selection.choose(values - reference, sequence),
+            lambda values: selection.choose(drafted.gap(values), sequence),
             None if self.ranking == loss else self.ranking,
             metrics,
             selection.weights(sequence, responses),

@@ -143,8 +143,8 @@ class DistillModule(TrainingModule):
             return request
         select = partial(top_share, k=selection.k)
         if step.micros == 1:
-            reference, sequence = drafted.reference, drafted.sequence
-            return replace(request, choose=lambda values: step.choose([values - reference], [sequence], select)[0])
+            sequence = [drafted.sequence]
+            return replace(request, choose=lambda values: step.choose([drafted.gap(values)], sequence, select)[0])
         if step.micro == 0 and number == 0:
             micros = [
                 self._deltas(self.transfer_batch_to_device(part, self.device, 0), objective) for part in step.ahead
@@ -161,7 +161,7 @@ class DistillModule(TrainingModule):
         deltas: list[tuple[Tensor, Tensor]] = []
         for drafted in self.drafted(batch, training=True):
             found = self._loss(drafted, LossRequest(objective.ranking, metrics=False))
-            deltas.append((found.losses - drafted.reference, drafted.sequence))
+            deltas.append((drafted.gap(found.losses), drafted.sequence))
         return deltas
 
 
