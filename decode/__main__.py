@@ -15,7 +15,10 @@ from decode.commands.settings import (
     PaperSettings,
     ProfileSettings,
     ReportSettings,
+    ServeCheckSettings,
+    ServedSettings,
     StoreSettings,
+    WhatIfSettings,
     bench_settings,
 )
 from decode.core.errors import UserError, unknown
@@ -97,6 +100,35 @@ COMMANDS = {
   python -m decode profile --target runs/quickstart/target --draft runs/quickstart/draft
   python -m decode profile --target T --draft D --suite gsm8k=test.jsonl --temperature 1 --json""",
         "decode.commands.profile:run",
+    ),
+    "serve-check": Command(
+        ServeCheckSettings,
+        "Load an export in a real serving engine and compare what it accepts with what is predicted. Starts the engine "
+        "on this machine, without and with the draft, greedy and sampled; names the cause where they differ. vLLM and "
+        "llama.cpp are set up by make engines.",
+        """\
+  python -m decode serve-check --target runs/quickstart/target --draft runs/quickstart/export
+  python -m decode serve-check --engine vllm --target T --draft D --suite arithmetic --draft-lengths 3,5,7
+  python -m decode serve-check --engine llama.cpp --target T --draft D --gguf-type q8_0""",
+        "decode.commands.serve_check:run",
+    ),
+    "served": Command(
+        ServedSettings,
+        "Does a running server accept what the draft's profile says? Reads the metrics of vLLM, SGLang or llama.cpp "
+        "and prints acceptance by position beside the profile's, a JSON line a reading, for a dashboard or a cron job.",
+        """\
+  python -m decode served --url http://127.0.0.1:8000 --profile runs/quickstart/export
+  python -m decode served --url http://127.0.0.1:8000 --profile D --every 60 --wandb serving""",
+        "decode.commands.served:run",
+    ),
+    "what-if": Command(
+        WhatIfSettings,
+        "What would a draft of this shape bring in the engine, before it is trained? Times a draft with random weights "
+        "whose tokens the engine accepts at supposed rates, beside the target alone.",
+        """\
+  python -m decode what-if --target runs/quickstart/target --draft-shape 64x2 --draft-lengths 3,5
+  python -m decode what-if --target T --draft-shape 192x4 --acceptance 0.7,0.8 --json""",
+        "decode.commands.what_if:run",
     ),
     "datastore build": Command(
         StoreSettings,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
-from operator import mul
+from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -47,10 +47,12 @@ def export_profile(report: Mapping[str, Any], draft: str = "adaspec") -> dict[st
 def speculation_profile(profile: Mapping[str, Any], length: int) -> dict[str, Any]:
     """The portable measurement file, in the field names that NVIDIA's Model-Optimizer proposes.
 
-    Both conventions of acceptance by position are given: conditional (position i accepted, given that all before
-    it were) and marginal (positions up to i all accepted). Lengths count the target's own token, so a round that
-    accepts m drafted tokens has length m + 1; the mean is 1 + Σ of the marginal rates, and the histogram is theirs
-    over the measured rounds.
+    Both conventions of acceptance by position are given with their errors: conditional (position i accepted, given
+    that all before it were) and marginal (positions up to i all accepted), over the rounds whose draft neither a
+    text's end nor its budget cut, repeats of a deterministic text counted once. Lengths count the target's own token,
+    so a round that accepts m drafted tokens has length m + 1; the mean is 1 + Σ of the marginal rates, and the
+    histogram counts the same rounds. `synthetic_acceptance_rates` are the marginal rates under the name by which vLLM
+    takes them (unconditional, non-increasing).
 
     Args:
         profile: `acceptance_by_position`, the rows of `decode.core.trace.Trace.acceptance_by_position` of drafts of
@@ -70,6 +72,7 @@ def speculation_profile(profile: Mapping[str, Any], length: int) -> dict[str, An
         "verification_method": "longest_prefix",
         "conditional_accept_rates": None,
         "marginal_accept_rates": None,
+        "synthetic_acceptance_rates": None,
         "mean_accept_length": None,
         "mean_accept_length_per_request": profile.get("mean_accept_length_per_request"),
         "acceptance_length_histogram": None,
@@ -78,17 +81,27 @@ def speculation_profile(profile: Mapping[str, Any], length: int) -> dict[str, An
     if not usable:
         reason = "acceptance was measured at another draft length" if rows else "acceptance was not measured"
         return result | {"vectors_unavailable_reason": reason}
-    conditional = [row["conditional"] or 0.0 for row in rows]
-    # At the end of a text drafts are shorter, so rates at full length are products of the conditional ones.
-    marginal = list(accumulate(conditional, mul))
-    rounds = rows[0]["tested"]
-    kept = [rounds, *(round(rate * rounds) for rate in marginal), 0]
-    return result | {
-        "conditional_accept_rates": [round(rate, 6) for rate in conditional],
-        "marginal_accept_rates": [round(rate, 6) for rate in marginal],
-        "mean_accept_length": round(1 + sum(marginal), 6),
-        "acceptance_length_histogram": {str(m + 1): a - b for m, (a, b) in enumerate(pairwise(kept))},
+    marginal = [round(row["marginal"], 6) for row in rows]
+    rounds = int(rows[0]["rounds"])
+    kept = [rounds, *(round(row["marginal"] * rounds) for row in rows), 0]
+    rates = {
+        f"{kind}_accept_rates{error}": [_rounded(row.get(f"{kind}{error}")) for row in rows]
+        for kind in ("conditional", "marginal")
+        for error in ("", "_se")
     }
+    return (
+        result
+        | rates
+        | {
+            "synthetic_acceptance_rates": marginal,
+            "mean_accept_length": round(1 + sum(row["marginal"] for row in rows), 6),
+            "acceptance_length_histogram": {str(m + 1): a - b for m, (a, b) in enumerate(pairwise(kept))},
+        }
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 6)
 
 
 def model_card(

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from decode.core.errors import UserError
+from decode.engines.fingerprint import weight_fingerprints
 from decode.models.open import check_tokenizers
 from distill.config.export import ExportSettings
 from distill.core.files import save_tokenizer
@@ -109,7 +110,7 @@ def export_draft(
         model.save_pretrained(partial, max_shard_size="1TB")
         add_legacy_fields(partial / "config.json")
         save_tokenizer(tokenizer, partial)
-        measured = speculation_profile(profile, length)
+        measured = speculation_profile(profile, length) | {"weights": weight_fingerprints(partial)}
         (partial / "speculation_profile.json").write_text(json.dumps(measured, indent=2) + "\n")
         card = model_card(profile, model, str(target_dir), str(out_dir), length, trained_vocabulary, notes)
         (partial / "README.md").write_text(card, encoding="utf-8")

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
+from decode.engines.fingerprint import weight_fingerprints
 from decode.models.eagle.files import load_head, save_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import load_model, load_tokenizer
@@ -88,6 +89,7 @@ def export_head(
     try:
         write_head(head, partial, tokenizer, length, dtype)
         measured = speculation_profile(profile, length) | {"method": "eagle3" if head.version == 3 else "eagle"}
+        measured["weights"] = weight_fingerprints(partial)
         (partial / "speculation_profile.json").write_text(json.dumps(measured, indent=2) + "\n")
         layers = int(target.config.get_text_config().num_hidden_layers)
         card = head_card(profile, head, str(target_dir), str(out_dir), length, layers, engine_note(target.config))

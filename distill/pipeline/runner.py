@@ -216,14 +216,19 @@ def added_by_probes(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _state(key: str, target: str, report: dict[str, Any], export: Path) -> dict[str, Any]:
-    """What is noted of a finished measurement, to notice damage. The export's README may be edited by people."""
-    files = [path for path in sorted(export.rglob("*")) if path.suffix in (".json", ".safetensors")]
+    """What is noted of a finished measurement, to notice damage.
+
+    The export's README may be edited by people, and serve-check adds to the profile what was served.
+    """
+    profile = export / "speculation_profile.json"
+    files = [p for p in sorted(export.rglob("*")) if p.suffix in (".json", ".safetensors") and p != profile]
     measured = fingerprint({part: report.get(part) for part in MEASURED})
     return {
         "fingerprint": key,
         "target": target,
         "report": measured,
         "export": {path.name: checksum(path) for path in files},
+        "profile": fingerprint({key: value for key, value in _read(profile).items() if key != "served"}),
     }
 
 

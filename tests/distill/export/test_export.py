@@ -35,10 +35,16 @@ PROFILE = {
     "offline_alpha_se": 0.002,
     "identical_to_target": True,
     "acceptance_by_position": [
-        {"position": 1, "tested": 100, "conditional": 0.9, "marginal": 0.9},
-        {"position": 2, "tested": 90, "conditional": 70 / 90, "marginal": 0.7},
-        {"position": 3, "tested": 70, "conditional": 1.0, "marginal": 0.7},
-        {"position": 4, "tested": 50, "conditional": 0.8, "marginal": 0.5},
+        {
+            "position": i,
+            "rounds": 100,
+            "tested": t,
+            "conditional": c,
+            "conditional_se": 0.04,
+            "marginal": m,
+            "marginal_se": 0.05,
+        }
+        for i, t, c, m in ((1, 100, 0.9, 0.9), (2, 90, 70 / 90, 0.7), (3, 70, 1.0, 0.7), (4, 70, 0.8, 0.56))
     ],
     "conditions": {"dataset": "arithmetic", "temperature": 0.0},
 }
@@ -285,11 +291,13 @@ def test_the_draft_may_be_exported_onto_itself(tmp_path):
 
 def test_the_profile_gives_conditional_and_marginal_rates_of_the_same_rounds():
     profile = speculation_profile(PROFILE, 4)
-    # 100 rounds; 90 accepted at least one token, 70 at least two and three; 20 texts ended before the fourth.
+    # 100 rounds; 90 accepted at least one token, 70 at least two and three, 56 all four.
     assert profile["conditional_accept_rates"] == [0.9, round(70 / 90, 6), 1.0, 0.8]
     assert profile["marginal_accept_rates"] == [0.9, 0.7, 0.7, 0.56]
     assert profile["acceptance_length_histogram"] == {"1": 10, "2": 20, "3": 0, "4": 14, "5": 56}
     assert profile["mean_accept_length"] == 3.86
+    assert profile["marginal_accept_rates_se"] == [0.05] * 4
+    assert profile["synthetic_acceptance_rates"] == profile["marginal_accept_rates"]
     assert profile["measured"] is True
     assert profile["measurement_conditions"]["dataset"] == "arithmetic"
 

@@ -1,0 +1,158 @@
+"""``python -m decode serve-check``: a draft in a real engine beside what is predicted of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from decode.commands.checks import check_chat, check_models, open_pair, open_suites
+from decode.commands.settings import ServeCheckSettings, required
+from decode.core.errors import UserError, unknown
+from decode.engines.causes import causes_in_files
+from decode.engines.check import Check, CheckOptions, serve_check
+from decode.engines.engine import ENGINES, EngineSettings
+from decode.engines.records import record
+from decode.measure import machine
+from decode.measure.bench_session import BenchOptions, Session
+from decode.measure.statistics import plain
+from decode.models.eagle.files import is_head
+from decode.models.eagle.head import FeatureHead
+from decode.models.open import stop_ids
+
+
+def run(settings: ServeCheckSettings) -> None:
+    """Check the pair of the settings in the engine, print what was found, and record it beside the draft."""
+    check(settings)
+    console = Console(stderr=True)
+    try:
+        pair = open_pair(settings, settings.draft)
+    except UserError as error:  # the files may say why
+        causes = causes_in_files(str(settings.target), str(settings.draft), context=0, engine=settings.engine)
+        if not causes:
+            raise
+        told = "".join(f"\n{cause.name}: {cause.told_by}; {cause.remedy}" for cause in causes)
+        raise UserError(f"the draft cannot be served: {error}{told}") from error
+    assert pair.draft is not None
+    check_chat(settings.chat, pair.tokenizer)
+    suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
+    bench = BenchOptions(
+        max_new_tokens=settings.max_new_tokens, seed=settings.seed, chat=settings.chat, threads=settings.threads
+    )
+    session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, bench)
+    items = [item for suite in suites for item in session.items(suite)]
+    options = CheckOptions(
+        settings.draft_lengths,
+        settings.temperatures,
+        settings.max_new_tokens,
+        settings.seed,
+        settings.draft_sampling,
+        settings.chat,
+    )
+    with console.status("measuring forwards") as status:
+        session.measure_costs(items, ["draft"], longest=max(settings.draft_lengths))
+        found = serve_check(
+            settings.engine,
+            engine_settings(settings, pair.draft),
+            pair.target,
+            pair.draft,
+            items,
+            sorted(stop_ids(pair.target, pair.tokenizer)),
+            options,
+            session.costs["draft"],
+            status.update,
+        )
+    result = plain(found.to_dict() | {"suite": settings.suite, "machine": machine.describe(session.runner.device)})
+    for path in record(result, Path(str(settings.draft)), Path(settings.output) if settings.output else None):
+        console.print(f"[dim]written to {path}")
+    print(json.dumps(result, ensure_ascii=False)) if settings.json else show(found)
+
+
+def check(settings: ServeCheckSettings) -> None:
+    """Refuse what can be told before anything is loaded.
+
+    Raises:
+        UserError: naming the option.
+    """
+    check_models(settings)
+    required(settings, "draft")
+    if settings.engine not in ENGINES:
+        raise UserError(unknown("engine", settings.engine, ENGINES))
+    if settings.draft_sampling not in ("greedy", "probabilistic"):
+        raise UserError(f"draft_sampling is {settings.draft_sampling!r}; choose greedy or probabilistic")
+    if settings.engine == "transformers" and is_head(str(settings.draft)):
+        raise UserError(
+            f"{settings.draft} holds a feature head, which transformers cannot draft with; take --engine vllm, or "
+            "python -m decode bench"
+        )
+    if settings.url is not None and len(settings.draft_lengths) != 1:
+        raise UserError("a server that runs already drafts one length; give it alone, such as --draft-lengths 5")
+
+
+def engine_settings(settings: ServeCheckSettings, draft: Any) -> EngineSettings:
+    """How the engine is started."""
+    method = "draft_model"
+    if isinstance(draft, FeatureHead):
+        method = "eagle3" if draft.version == 3 else "eagle"
+    return EngineSettings(
+        target=settings.engine_target or str(settings.target),
+        draft=settings.engine_draft or str(settings.draft),
+        method=method,
+        python=settings.python,
+        binary=settings.binary,
+        url=settings.url,
+        port=settings.port,
+        threads=settings.threads,
+        seconds=settings.timeout,
+        request_seconds=settings.request_timeout,
+        draft_sampling=settings.draft_sampling,
+    )
+
+
+def show(found: Check) -> None:
+    """The tables and the causes, for a terminal."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head in ("T", "k", "tokens a round", "predicted", "apart ±", "tokens/s", "without", "speedup", "predicted",
+                 "texts identical"):  # fmt: skip
+        table.add_column(head, justify="right")
+    for row in found.rows:
+        low, high = row["speedup_ci95"]
+        same = row["identical_share"]
+        table.add_row(
+            f"{row['temperature']:g}",
+            str(row["draft_length"]),
+            f"{row['served_length']:.2f} ± {row['served_length_se']:.2f}",
+            f"{row['predicted_length']:.2f} ± {row['predicted_length_se']:.2f}",
+            f"{row['served_length'] - row['predicted_length']:+.2f} ± {row['difference_se']:.2f}",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['plain_tokens_per_second']:.1f}",
+            f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]",
+            "" if row["predicted_speedup"] is None else f"{row['predicted_speedup']:.2f}",
+            "" if same is None else f"{round(same * row['texts'])} of {row['texts']}",
+            style="" if row["fits"] else "yellow",
+        )
+    console.print(table)
+    console.print("[dim]tokens a round: 1 + Σ accepted / Σ rounds, as the engine counts, and as predicted from p and q")
+    console.print("\nAccepted at each draft position, of all rounds: served / predicted", style="bold")
+    for row in found.rows:
+        cells = (
+            f"{at['served_marginal']:.3f}/{at['predicted_marginal']:.3f}{'' if at['within'] else '!'}"
+            for at in row["positions"]
+        )
+        console.print(f"T {row['temperature']:g}, k {row['draft_length']}: {'  '.join(cells)}", soft_wrap=True)
+    console.print("[dim]! more than two standard errors apart")
+    if not found.causes:
+        apart = [row for row in found.rows if not row["fits"]]
+        console.print(
+            f"\nServed and predicted differ in {len(apart)} rows, and no known cause explains it."
+            if apart
+            else "\nServed as predicted: every mean accepted length lies within two standard errors.",
+            style="yellow" if apart else "green",
+        )
+    for cause in found.causes:
+        console.print(f"\n[bold yellow]{cause.name}[/]: {cause.told_by}.\n  Next: {cause.remedy}.", soft_wrap=True)

@@ -1,0 +1,102 @@
+"""``python -m decode what-if``: what a draft of a shape would bring in an engine, before it is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from decode.commands.checks import open_suites
+from decode.commands.settings import WhatIfSettings, required
+from decode.core.errors import UserError
+from decode.engines.causes import read_json
+from decode.engines.engine import EngineSettings
+from decode.engines.what_if import marginal_rates, parse_shape, what_if
+from decode.measure.bench_session import Item
+from decode.measure.statistics import plain
+from decode.models.open import load_tokenizer
+from decode.models.text import prompt_ids
+
+
+def run(settings: WhatIfSettings) -> None:
+    """Time the supposed draft and print what it brings."""
+    required(settings, "target", "draft_shape")
+    if settings.engine != "vllm":
+        raise UserError(
+            f"engine is {settings.engine!r}; vllm alone accepts at given rates (rejection_sample_method synthetic)"
+        )
+    parse_shape(str(settings.draft_shape))
+    rates: dict[str, Callable[[int], Sequence[float]]]
+    if settings.profile:
+        known = profile_rates(Path(settings.profile), max(settings.draft_lengths))
+        rates = {"profile": lambda length: known[:length]}
+    else:
+        rates = {f"{alpha:g}": partial(marginal_rates, alpha) for alpha in settings.acceptance}
+    tokenizer = load_tokenizer(str(settings.target))
+    suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed)
+    items = [Item(prompt, prompt_ids(tokenizer, prompt.text)) for suite in suites for prompt in suite.prompts]
+    engine = EngineSettings(
+        target=str(settings.target),
+        draft="",
+        python=settings.python,
+        threads=settings.threads,
+        seconds=settings.timeout,
+        request_seconds=settings.request_timeout,
+    )
+    with Console(stderr=True).status("starting") as status:
+        found = plain(
+            what_if(
+                engine,
+                str(settings.draft_shape),
+                rates,
+                items,
+                settings.draft_lengths,
+                settings.max_new_tokens,
+                settings.seed,
+                status.update,
+            )
+        )
+    print(json.dumps(found)) if settings.json else show(found)
+
+
+def profile_rates(path: Path, length: int) -> list[float]:
+    """The marginal rates of a profile.
+
+    Raises:
+        UserError: it has none, or fewer than the draft is long.
+    """
+    rates = read_json(path / "speculation_profile.json" if path.is_dir() else path).get("synthetic_acceptance_rates")
+    if not rates or len(rates) < length:
+        raise UserError(
+            f"{path} holds {len(rates or [])} synthetic_acceptance_rates, {length} are wanted; give shorter "
+            "--draft-lengths, or --acceptance"
+        )
+    return [float(rate) for rate in rates]
+
+
+def show(found: dict[str, Any]) -> None:
+    """The table for a terminal."""
+    console = Console(highlight=False)
+    console.print(
+        f"a draft of {found['shape']} ({found['parameters']:,} parameters); the target alone writes "
+        f"{found['plain_tokens_per_second']:.1f} tokens/s"
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head in ("α", "k", "tokens a round", "supposed", "tokens/s", "speedup"):
+        table.add_column(head, justify="right")
+    for row in found["rows"]:
+        low, high = row["speedup_ci95"]
+        table.add_row(
+            row["acceptance"],
+            str(row["draft_length"]),
+            f"{row['served_length']:.2f}",
+            f"{row['supposed_length']:.2f}",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]",
+        )
+    console.print(table)

@@ -1,0 +1,1 @@
+"""Real serving engines: started on this machine, measured, and compared with what is predicted of a draft."""

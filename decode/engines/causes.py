@@ -1,0 +1,264 @@
+"""Why a served draft is accepted otherwise than predicted: known causes, and how each was told."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from decode.core.errors import UserError
+from decode.engines.fingerprint import changed_weights, weight_fingerprints
+from decode.models.open import check_tokenizers, load_tokenizer
+
+SNIFFED = ("eagle-", "eagle3", "dflash", "dspark")
+"""Parts of a draft's path from which vLLM concludes on a method."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A known cause.
+
+    Attributes:
+        name: of the cause, in a few words.
+        told_by: the evidence.
+        remedy: what to do.
+    """
+
+    name: str
+    told_by: str
+    remedy: str
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; empty where there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def causes_in_files(target: str | Path, draft: str | Path, *, context: int, engine: str) -> list[Cause]:
+    """What the folders alone show, before anything is started.
+
+    Args:
+        target: folder of the target.
+        draft: folder of the draft or head.
+        context: tokens of the longest text, prompt and answer.
+        engine: that is to load them.
+    """
+    target, draft = Path(target), Path(draft)
+    ours, theirs = read_json(target / "config.json"), read_json(draft / "config.json")
+    profile = read_json(draft / "speculation_profile.json")
+    found = [*_tokenizers(target, draft), *_weights(draft, profile), *_context(ours, theirs, context)]
+    if "Eagle3" in (theirs.get("architectures") or [""])[0]:
+        found += _eagle3(draft, theirs)
+    elif ours and theirs and ours.get("vocab_size") != theirs.get("vocab_size"):
+        found.append(
+            Cause(
+                "vocabulary",
+                f"config.json has {theirs.get('vocab_size')} tokens, the target's {ours.get('vocab_size')}",
+                "export the draft again: python -m distill pads or cuts it to the target's size",
+            )
+        )
+    for name, config in (("target", ours), ("draft", theirs)):
+        if how := config.get("quantization_config"):
+            kind = how.get("quant_method", "an unnamed method") if isinstance(how, Mapping) else how
+            found.append(
+                Cause(
+                    "quantisation",
+                    f"the {name}'s config.json names {kind}; the prediction is of the weights as transformers reads it",
+                    "compare with the weights that it was made from",
+                )
+            )
+    if engine == "vllm" and "Eagle" not in (theirs.get("architectures") or [""])[0]:
+        path = str(draft.resolve()).lower()
+        found += [
+            Cause("name of the folder", f"vLLM reads another method from {part!r} in {path}", "rename the folder")
+            for part in SNIFFED
+            if part in path
+        ]
+    return found
+
+
+def _tokenizers(target: Path, draft: Path) -> list[Cause]:
+    if not (draft / "tokenizer.json").exists() or not target.is_dir():
+        return []
+    try:
+        check_tokenizers(load_tokenizer(target), load_tokenizer(draft))
+    except UserError as error:
+        sentence = str(error).split("; ")[0]
+        return [Cause("another tokenizer", sentence, "train or export the draft with the target's tokenizer")]
+    return []
+
+
+def _weights(draft: Path, profile: Mapping[str, Any]) -> list[Cause]:
+    """Weights that are not those which speculation_profile.json was measured on."""
+    measured = profile.get("weights")
+    if not measured:
+        return []
+    changed, permuted = changed_weights(measured, now := weight_fingerprints(draft))
+    if not changed:
+        return []
+    again = "export the run again, so that weights and speculation_profile.json belong together"
+    if permuted and len(permuted) == len(changed):
+        return [
+            Cause(
+                "embeddings permuted",
+                f"{', '.join(permuted)} has the measured rows in another order: ids and embeddings are of different "
+                "tokenizers",
+                again,
+            )
+        ]
+    if measured.keys() != now.keys():
+        names = sorted(measured.keys() ^ now.keys())
+        return [Cause("other tensors", f"the file and its measurement differ in {', '.join(names[:3])}", again)]
+    return [
+        Cause(
+            "weights of another step",
+            f"{len(changed)} of {len(now)} tensors are not those that speculation_profile.json was measured on "
+            f"({changed[0]} the first)",
+            again,
+        )
+    ]
+
+
+def _context(ours: Mapping[str, Any], theirs: Mapping[str, Any], context: int) -> list[Cause]:
+    own, wanted = theirs.get("max_position_embeddings"), ours.get("max_position_embeddings")
+    if not own or not wanted or own >= min(wanted, max(context, own + 1)) or own >= wanted:
+        return []
+    return [
+        Cause(
+            "cut context",
+            f"the draft's max_position_embeddings is {own:,}, the target's {wanted:,}, and texts here have up to "
+            f"{context:,} tokens; vLLM takes the smaller for both, SGLang refuses the draft",
+            "export the draft again: rotary positions are extended to the target's context",
+        )
+    ]
+
+
+def _eagle3(draft: Path, config: Mapping[str, Any]) -> list[Cause]:
+    found, names = [], set()
+    for file in draft.glob("*.safetensors"):
+        with safe_open(file, "pt") as content:
+            names |= set(content.keys())
+    if config.get("bias") or config.get("attention_bias"):
+        unfilled = "o_proj.bias and fc.bias" if not any(name.endswith(".bias") for name in names) else "some biases"
+        found.append(
+            Cause(
+                "bias in an EAGLE-3 head",
+                f"config.json has bias set and no tensor fills {unfilled}: vLLM and SGLang leave random values there",
+                "remove the key from config.json, or export the head again",
+            )
+        )
+    tables = sorted(names & {"d2t", "t2d"})
+    if tables and config.get("draft_vocab_size") == config.get("vocab_size"):
+        found.append(
+            Cause(
+                "vocabulary",
+                f"{', '.join(tables)} stands in a head that drafts every token, for which vLLM makes no parameter",
+                "export the head again",
+            )
+        )
+    captured = config.get("eagle_aux_hidden_state_layer_ids")
+    sglang = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    trained = config.get("captured_layers") or captured
+    if trained and ((captured and captured != trained) or (sglang and [i + 1 for i in sglang] != list(trained))):
+        found.append(
+            Cause(
+                "captured layers off by one",
+                f"the head was trained on the states that enter layers {trained}; eagle_aux_hidden_state_layer_ids "
+                f"says {captured} to vLLM and llama.cpp (the same are wanted) and {sglang} to SGLang (one less)",
+                "export the head again",
+            )
+        )
+    return found
+
+
+def fits(served: float, predicted: float, error: float, slack: float = 0.02) -> bool:
+    """Whether two mean accepted lengths agree within two standard errors, or within rounding where there is none."""
+    return abs(served - predicted) <= max(2 * error if math.isfinite(error) else 0.0, slack)
+
+
+def causes_in_numbers(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> list[Cause]:
+    """What the measured rows show.
+
+    Args:
+        rows: of `decode.engines.check`, one for each temperature and draft length.
+        facts: `agreement` of the engine's greedy texts with our target's argmax; `logprob` of the texts under the
+            draft; `vocabulary`; `alternatives` by name: rows of mean lengths predicted under another reading;
+            `tokenized` (first text that the engine splits otherwise, or None); `short` texts that ended early.
+    """
+    found = []
+    if facts.get("tokenized"):
+        found.append(
+            Cause(
+                "another template or start token",
+                f"the engine makes other ids of a prompt than we do: {facts['tokenized']}",
+                "give the engine the target's own tokenizer files",
+            )
+        )
+    if (agreement := facts.get("agreement")) is not None and agreement < 0.98:
+        found.append(
+            Cause(
+                "another target",
+                f"{agreement:.1%} of the tokens that the engine writes greedily are the most probable ones of the "
+                "target as transformers reads it (more than 98 % where it is the same in 32 bits)",
+                "compare the target's files; a quantised target needs a prediction of its own",
+            )
+        )
+    if facts.get("logprob") is not None and facts["logprob"] < -math.log(facts["vocabulary"]):
+        found.append(
+            Cause(
+                "embeddings or head of another tokenizer",
+                f"the draft gives the target's tokens a mean log-probability of {facts['logprob']:.1f}, less than "
+                f"guessing among {facts['vocabulary']:,} would ({-math.log(facts['vocabulary']):.1f})",
+                "export the draft again from the trained weights",
+            )
+        )
+    for row in rows:
+        recorded = row.get("recorded_length")
+        if recorded is not None and not fits(row["predicted_length"], recorded, row["predicted_length_se"], 0.1):
+            found.append(
+                Cause(
+                    "another draft than the measured one, or other prompts",
+                    f"speculation_profile.json has a mean accepted length of {recorded:.2f} at {row['draft_length']} "
+                    f"tokens; these weights on these prompts give {row['predicted_length']:.2f} in transformers",
+                    "give the suite that the profile names; if it is, export the run again",
+                )
+            )
+            break
+    apart = [row for row in rows if not row["fits"]]
+    for row in apart:
+        for name, told in facts.get("alternatives", {}).items():
+            other = told.get((row["temperature"], row["draft_length"]))
+            if other is not None and fits(row["served_length"], other, row["difference_se"]):
+                found.append(
+                    Cause(
+                        name,
+                        f"at T = {row['temperature']:g} and {row['draft_length']} tokens the engine accepts "
+                        f"{row['served_length']:.2f} a round, predicted {row['predicted_length']:.2f}; read so it "
+                        f"would be {other:.2f}",
+                        REMEDIES.get(name.partition(" (")[0], "compare the engine's configuration with the draft's"),
+                    )
+                )
+    if short := facts.get("short"):
+        found.append(
+            Cause(
+                "cut context",
+                f"{short} texts end before their budget with a draft that go on without one",
+                "give the draft the target's max_position_embeddings",
+            )
+        )
+    return list({cause.name: cause for cause in reversed(found)}.values())[::-1]
+
+
+REMEDIES = {
+    "greedy drafting": "above T = 0 give --draft-sampling probabilistic (vLLM: draft_sample_method), or expect this",
+    "captured layers off by one": "compare eagle_aux_hidden_state_layer_ids with the layers of the training",
+}

@@ -1,0 +1,66 @@
+"""Drafts in the metrics that engines publish: Prometheus text of vLLM, SGLang and llama.cpp's server."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from decode.core.errors import UserError
+from decode.engines.counts import Drafts
+
+LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+PREFIXES = {"vllm": "vllm:", "sglang": "sglang:", "llama.cpp": "llamacpp:"}
+"""What the names of each engine's metrics begin with."""
+
+
+@dataclass
+class Metrics:
+    """What one reading of an engine's metrics says of its drafts.
+
+    Attributes:
+        engine: a key of `PREFIXES`.
+        drafts: counted since the engine started.
+        decode_seconds: time after the first tokens of all requests; None where the engine does not publish it.
+        mean_length: mean accepted length, the target's own token included, where the engine publishes only that.
+    """
+
+    engine: str
+    drafts: Drafts
+    decode_seconds: float | None = None
+    mean_length: float | None = None
+
+
+def parse_metrics(text: str) -> Metrics:
+    """Counts of drafts from a ``/metrics`` page.
+
+    Raises:
+        UserError: the page is of no known engine, or that engine counts no drafts.
+    """
+    values: dict[str, float] = {}
+    positions: dict[int, float] = {}
+    for line in text.splitlines():
+        if line.startswith("#") or (match := LINE.match(line)) is None:
+            continue
+        name, labels, value = match[1], dict(LABEL.findall(match[2] or "")), float(match[3])
+        name = name.removesuffix("_total")
+        if name.endswith("spec_decode_num_accepted_tokens_per_pos") and "position" in labels:
+            place = int(labels["position"])
+            positions[place] = positions.get(place, 0) + value
+        else:
+            values[name] = values.get(name, 0) + value
+    engine = next((e for e, prefix in PREFIXES.items() if any(name.startswith(prefix) for name in values)), None)
+    if engine is None:
+        raise UserError(
+            "the metrics page is not vLLM's, SGLang's or llama.cpp's; give the server's address, such as "
+            "http://127.0.0.1:8000 (SGLang wants --enable-metrics, llama-server --metrics)"
+        )
+    prefix = PREFIXES[engine]
+    accepted = [positions[i] for i in sorted(positions)]
+    seconds = values.get(f"{prefix}request_decode_time_seconds_sum")
+    if engine == "sglang":
+        if (mean := values.get("sglang:spec_accept_length")) is None:
+            raise UserError("SGLang's metrics name no spec_accept_length: it was started without a draft")
+        return Metrics(engine, Drafts(), seconds, mean)
+    rounds, drafted = (values.get(f"{prefix}spec_decode_num_{what}", 0) for what in ("drafts", "draft_tokens"))
+    return Metrics(engine, Drafts(rounds, drafted, accepted), seconds)

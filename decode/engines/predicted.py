@@ -1,0 +1,158 @@
+"""What a draft should do in an engine: its acceptance on given texts, and the rounds that follow from it.
+
+For a text y of the target's own, the token drafted at position i was accepted with probability min(1, q(y_i) / p(y_i)),
+whatever was drafted: a drafted x is kept with probability min(1, p(x) / q(x)), so that P(x kept) = min(p, q)(x), of
+p(x) in all. Drafting greedily is q one-hot, and greedy decoding p one-hot; one formula serves them all. Rounds then
+follow one another as the engine runs them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from decode.core.sampling import Warp
+from decode.engines.counts import Drafts
+from decode.measure.acceptance_offline import draft_logits, response_logits
+from decode.measure.cost import CostModel
+from decode.models.other_vocabulary import DraftModel
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How an engine arranges its rounds.
+
+    Attributes:
+        first: tokens that are written before the first draft: 1 where reading the prompt gives a token.
+        past_end: tokens accepted behind the one that ends the text are counted.
+        to_budget: drafts are no longer than the tokens still wanted, less one.
+        whole_only: rounds whose draft was cut by the budget or the text's end are left out of the counts.
+    """
+
+    first: int = 1
+    past_end: bool = True
+    to_budget: bool = False
+    whole_only: bool = False
+
+
+@dataclass
+class Acceptance:
+    """A draft's acceptance on texts of the target.
+
+    Attributes:
+        texts: for each text the acceptance of every token, and of those behind its end, as far as a draft can reach.
+        lengths: tokens of each text.
+        agreement: share of the texts' tokens that are the target's own argmax; 1 for greedy texts of this target.
+        logprob: mean log q(y) of the texts' tokens under the draft at temperature 1.
+    """
+
+    texts: list[list[float]]
+    lengths: list[int]
+    agreement: float
+    logprob: float
+
+
+@torch.inference_mode()
+def acceptance(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    warp: Warp,
+    *,
+    tail: int,
+    greedy_draft: bool = True,
+) -> Acceptance:
+    """Teacher-forced acceptance of a draft on texts that the target wrote.
+
+    Args:
+        target: p.
+        draft: q.
+        texts: (prompt, new tokens) of each text.
+        warp: the decoding mode of the target.
+        tail: greedy tokens of the target to append behind each text's end, for drafts that reach beyond it.
+        greedy_draft: the draft proposes its most probable token, as vLLM and llama.cpp do unless told otherwise.
+    """
+    drafting = dataclasses.replace(warp, temperature=0.0) if greedy_draft else warp
+    rows, right, logprob, total = [], 0, 0.0, 0
+    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    for prompt, new in texts:
+        ids = [*prompt, *new]
+        if tail and new and len(ids) + tail <= limit:
+            ids = _continued(target, ids, tail)
+        p_logits = response_logits(target, ids, len(prompt))
+        q_logits = draft_logits(target, draft, ids, len(prompt))
+        prefixes = [ids[:i] for i in range(len(prompt), len(ids))] if warp.needs_prefix else None
+        y = torch.tensor(ids[len(prompt) :], device=p_logits.device)[:, None]
+        p, q = (w(logits, prefixes).gather(1, y)[:, 0] for w, logits in ((warp, p_logits), (drafting, q_logits)))
+        if warp.greedy:  # the text is what the engine's target wrote: certain, whatever rounding makes of ours
+            p = torch.ones_like(p)
+        rows.append((q / p.clamp_min(1e-30)).clamp(max=1).double().tolist())
+        n = len(new)
+        right += int((p_logits.argmax(-1)[:n] == y[:n, 0]).sum())
+        logprob += float(q_logits.float().log_softmax(-1).gather(1, y)[:n].sum())
+        total += n
+    return Acceptance(rows, [len(new) for _, new in texts], right / max(1, total), logprob / max(1, total))
+
+
+def _continued(target: PreTrainedModel, ids: list[int], count: int) -> list[int]:
+    """The target's greedy continuation, whatever token ends a text."""
+    given = torch.tensor([ids], device=target.device)
+    model: Any = target
+    config = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0)
+    own, model.generation_config = model.generation_config, config
+    try:
+        out = model.generate(given, attention_mask=torch.ones_like(given))
+    finally:
+        model.generation_config = own
+    return [int(i) for i in out[0]]
+
+
+def predicted_drafts(accept: Sequence[float], length: int, budget: int, draft_length: int, rounds: Rounds) -> Drafts:
+    """Expected drafts of one text.
+
+    Args:
+        accept: acceptance of each of its tokens, and of those behind its end.
+        length: its tokens.
+        budget: most tokens that it could have had.
+        draft_length: tokens drafted a round.
+        rounds: how the engine arranges them.
+    """
+    counted = Drafts(accepted=[0.0] * draft_length)
+    reach = [0.0] * (length + draft_length + 2)
+    if length > rounds.first:
+        reach[rounds.first] = 1.0
+    for start in range(rounds.first, length):
+        here = reach[start]
+        if not here:
+            continue
+        k = min(draft_length, len(accept) - start)
+        if rounds.to_budget:
+            k = min(k, budget - start - 1)
+        whole = start + draft_length < length
+        alive = here
+        for i in range(max(0, k)):
+            reach[start + i + 1] += alive * (1 - accept[start + i])
+            alive *= accept[start + i]
+            if whole or (not rounds.whole_only and (rounds.past_end or start + i < length)):
+                counted.accepted[i] += alive
+        reach[start + max(0, k) + 1] += alive
+        if k > 0 and (whole or not rounds.whole_only):
+            counted.rounds += here
+            counted.drafted += here * k
+    return counted
+
+
+def predicted_seconds(
+    accept: Sequence[float], length: int, budget: int, draft_length: int, rounds: Rounds, cost: CostModel
+) -> tuple[float, float]:
+    """Expected time of a text after its first token, with drafts and without, in one-token target forwards."""
+    rules = dataclasses.replace(rounds, whole_only=False)
+    drafts = predicted_drafts(accept, length, budget, draft_length, rules)
+    c = cost.cost_ratio + cost.draft_overhead
+    mean = drafts.drafted / drafts.rounds if drafts.rounds else 0.0
+    return drafts.rounds * (c * mean + cost.v(mean + 1) + cost.overhead), float(length - rounds.first)

@@ -1,0 +1,121 @@
+"""Engines as processes: started in a group of their own, given a time limit, and ended with all their children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from decode.core.errors import UserError
+
+LAST_LINES = 15
+"""Lines of a failed engine that are shown."""
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(port: int) -> None:
+    """Refuse a port that something listens on.
+
+    Raises:
+        UserError: naming it.
+    """
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise UserError(f"port {port} is in use; give another one with --port, or leave it out for a free one")
+
+
+def last_lines(log: Path, count: int = LAST_LINES) -> str:
+    """The end of a log, indented."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return "\n".join(f"  | {line[:240]}" for line in lines[-count:]) or "  | (it wrote nothing)"
+
+
+@contextmanager
+def running(
+    command: Sequence[str],
+    ready: Callable[[], bool],
+    *,
+    name: str,
+    seconds: float,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Path]:
+    """Run a server until the block is left; yields its log once it is ready.
+
+    Args:
+        command: the program and its arguments.
+        ready: asked twice a second whether it answers.
+        name: of the engine, for messages.
+        seconds: limit for becoming ready.
+        environment: variables besides our own.
+
+    Raises:
+        UserError: it cannot be started, ends before it is ready, or is not ready in time; with its last lines.
+    """
+    with tempfile.TemporaryDirectory(prefix="draftsmith-engine-") as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as out:
+            try:
+                process = subprocess.Popen(
+                    list(command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **(environment or {})},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise UserError(f"{name} cannot be started: {command[0]}: {error.strerror}") from error
+        try:
+            end = time.monotonic() + seconds
+            while not ready():
+                if process.poll() is not None:
+                    raise UserError(
+                        f"{name} ended with status {process.returncode} while loading. Its last lines:\n"
+                        f"{last_lines(log)}\nThe command was: {' '.join(command)}"
+                    )
+                if time.monotonic() > end:
+                    raise UserError(
+                        f"{name} was not ready after {seconds:.0f} s; give it longer with --timeout. Its last lines:\n"
+                        f"{last_lines(log)}"
+                    )
+                time.sleep(0.5)
+            yield log
+        finally:
+            stop(process)
+
+
+def stop(process: subprocess.Popen[bytes], seconds: float = 15.0) -> None:
+    """End a process and everything it started: politely, then by force."""
+    group = process.pid
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(group, kind)
+        except ProcessLookupError:
+            break
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and _alive(group, process):
+            time.sleep(0.1)
+        if not _alive(group, process):
+            break
+    process.wait()
+
+
+def _alive(group: int, process: subprocess.Popen[bytes]) -> bool:
+    process.poll()  # takes the exit status, so that the group can be gone
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

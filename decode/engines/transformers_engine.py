@@ -1,0 +1,104 @@
+"""Transformers' assisted generation as an engine, in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from decode.engines.counts import Drafts, ServedText
+
+
+@dataclass
+class AssistedGeneration:
+    """``target.generate(assistant_model=draft)`` at a fixed draft length.
+
+    Attributes:
+        target: the target.
+        draft: the draft; None generates without one.
+        draft_length: tokens drafted a round.
+    """
+
+    target: PreTrainedModel
+    draft: PreTrainedModel | None = None
+    draft_length: int = 5
+
+    def write(
+        self, ids: Sequence[int], *, temperature: float, seed: int, max_new_tokens: int, stop_ids: Sequence[int] = ()
+    ) -> ServedText:
+        """One text; only rounds that no end cut short are counted (see `decode.engines.engine.Writer`)."""
+        model: Any = self.target
+        prompt = torch.tensor([list(ids)], device=model.device)
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            eos_token_id=list(stop_ids) or None,
+            pad_token_id=next(iter(stop_ids), 0),
+            **sampling,
+        )
+        extra: dict[str, Any] = {}
+        rounds: list[tuple[int, int, int]] = []
+        with _using(model, config), _counted(model, rounds, len(ids)):
+            torch.manual_seed(seed)
+            began = time.perf_counter()
+            if self.draft is None:
+                out = model.generate(prompt, attention_mask=torch.ones_like(prompt))
+            else:
+                fixed = GenerationConfig(
+                    num_assistant_tokens=self.draft_length,
+                    num_assistant_tokens_schedule="constant",
+                    assistant_confidence_threshold=0.0,
+                    pad_token_id=config.pad_token_id,
+                )
+                with _using(self.draft, fixed):
+                    extra["assistant_model"] = self.draft
+                    out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **extra)
+            seconds = time.perf_counter() - began
+        new = out[0, len(ids) :].tolist()
+        drafts = Drafts(accepted=[0.0] * self.draft_length)
+        for start, drafted, accepted in rounds:
+            if drafted == self.draft_length and start + drafted < len(new):
+                drafts.rounds += 1
+                drafts.drafted += drafted
+                for i in range(accepted):
+                    drafts.accepted[i] += 1
+        return ServedText(new, seconds, None, drafts)
+
+
+@contextmanager
+def _using(model: Any, config: GenerationConfig) -> Iterator[None]:
+    own = model.generation_config
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+@contextmanager
+def _counted(model: Any, rounds: list[tuple[int, int, int]], prompt: int) -> Iterator[None]:
+    """Note (new tokens before it, tokens drafted, tokens accepted) of every round of assisted generation."""
+    make = model._get_candidate_generator
+
+    def counting(*args: Any, **options: Any) -> Any:
+        generator = make(*args, **options)
+        update = generator.update_candidate_strategy
+
+        def note(ids: torch.Tensor, scores: torch.Tensor, matches: Any) -> None:
+            accepted = int(matches)
+            rounds.append((ids.shape[1] - accepted - 1 - prompt, scores.shape[1] - 1, accepted))
+            update(ids, scores, matches)
+
+        generator.update_candidate_strategy = note
+        return generator
+
+    model._get_candidate_generator = counting
+    try:
+        yield
+    finally:
+        del model._get_candidate_generator

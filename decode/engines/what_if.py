@@ -1,0 +1,124 @@
+"""A draft that is not trained yet, timed in vLLM: random weights of its shape, tokens accepted at supposed rates."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from decode.core.errors import UserError
+from decode.engines.counts import mean_length, speedup, tokens_per_second
+from decode.engines.engine import EngineSettings, opened
+from decode.measure.bench_session import Item
+from decode.measure.statistics import median_interval
+from decode.models.config_from_shape import config_for
+
+
+def parse_shape(shape: str) -> tuple[int, int, int]:
+    """Width, layers and heads of ``192x2`` or ``576x4x9``; heads are 64 wide where they are not given.
+
+    Raises:
+        UserError: another form, or a width that the heads do not divide into even parts.
+    """
+    parts = shape.lower().split("x")
+    if len(parts) not in (2, 3) or not all(part.isdigit() and int(part) for part in parts):
+        raise UserError(f"draft_shape is {shape!r}; give width x layers, such as 192x2, or with heads 576x4x9")
+    width, layers = int(parts[0]), int(parts[1])
+    heads = int(parts[2]) if len(parts) == 3 else max(1, width // 64)
+    if width % heads or (width // heads) % 2:
+        raise UserError(f"draft_shape is {shape!r}: {heads} heads do not divide a width of {width} into even parts")
+    return width, layers, heads
+
+
+def write_random_draft(folder: Path, target: str, shape: str, seed: int) -> int:
+    """A Llama of this shape with random weights and the target's vocabulary; returns its parameters."""
+    ours = AutoConfig.from_pretrained(target).get_text_config()
+    width, layers, heads = parse_shape(shape)
+    config = config_for(
+        "llama",
+        width=width,
+        layers=layers,
+        heads=heads,
+        vocab=ours.vocab_size,
+        positions=ours.max_position_embeddings,
+        extra={key: getattr(ours, key, None) for key in ("bos_token_id", "eos_token_id")},
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def marginal_rates(acceptance: float, length: int) -> list[float]:
+    """α, α², …: the rates under the names by which vLLM takes them."""
+    return [acceptance ** (i + 1) for i in range(length)]
+
+
+def what_if(
+    settings: EngineSettings,
+    shape: str,
+    rates: dict[str, Callable[[int], Sequence[float]]],
+    items: Sequence[Item],
+    lengths: Sequence[int],
+    max_new_tokens: int,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Time the target alone, then with a random draft of a shape at supposed acceptances.
+
+    Args:
+        settings: of vLLM; `draft` is filled in here.
+        shape: as `parse_shape` takes it.
+        rates: by label, marginal acceptance rates for a draft length.
+        items: prompts.
+        lengths: drafted tokens a round.
+        max_new_tokens: of each text; none ends earlier, since what is accepted is not the target's text.
+        seed: of the weights.
+        progress: told what is being done.
+    """
+    say = progress or (lambda _: None)
+    settings.context = max(len(item.ids) for item in items) + max_new_tokens + max(lengths) + 1
+    rows: list[dict[str, Any]] = []
+
+    def written(length: int | None) -> list[Any]:
+        with opened("vllm", settings, length) as server:
+            options = {"temperature": 0.0, "seed": 0, "ignore_eos": True}
+            server.write(items[0].ids, max_new_tokens=8, **options)
+            return [server.write(item.ids, max_new_tokens=max_new_tokens, **options) for item in items]
+
+    with tempfile.TemporaryDirectory(prefix="draftsmith-what-if-") as folder:
+        settings.draft = folder
+        parameters = write_random_draft(Path(folder), settings.target, shape, seed)
+        say("vllm: without a draft")
+        plain = written(None)
+        for label, rates_of in rates.items():
+            for length in lengths:
+                wanted = list(rates_of(length))
+                settings.speculative = {
+                    "rejection_sample_method": "synthetic",
+                    "synthetic_acceptance_rates": [round(rate, 6) for rate in wanted],
+                }
+                say(f"vllm: {label}, {length} drafted tokens")
+                out = written(length)
+                middle, low, high = median_interval(speedup(out, plain))
+                rows.append(
+                    {
+                        "acceptance": label,
+                        "draft_length": length,
+                        "supposed_length": 1 + sum(wanted),
+                        "served_length": mean_length([text.drafts for text in out])[0],
+                        "tokens_per_second": tokens_per_second(out),
+                        "speedup": middle,
+                        "speedup_ci95": [low, high],
+                    }
+                )
+    return {
+        "shape": shape,
+        "parameters": parameters,
+        "plain_tokens_per_second": tokens_per_second(plain),
+        "rows": rows,
+    }

@@ -1,0 +1,56 @@
+"""Metrics pages as the engines write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from decode.core.errors import UserError
+from decode.engines.counts import Drafts
+from decode.engines.metrics_text import parse_metrics
+
+VLLM = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="a b"} 207.0
+vllm:spec_decode_num_drafts_created{engine="0",model_name="a b"} 1.7e+09
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="a b"} 621.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="a b"} 595.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="a b",position="0"} 206.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="a b",position="1"} 199.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="a b",position="2"} 190.0
+vllm:request_decode_time_seconds_sum{engine="0",model_name="a b"} 12.5
+"""
+LLAMA = """# HELP llamacpp:spec_decode_num_drafts_total Speculative: Total speculative decoding verification steps
+# TYPE llamacpp:spec_decode_num_drafts_total counter
+llamacpp:spec_decode_num_drafts_total 11
+llamacpp:spec_decode_num_draft_tokens_total 44
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 11
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 10
+"""
+
+
+def test_vllm() -> None:
+    found = parse_metrics(VLLM)
+    assert (found.engine, found.drafts) == ("vllm", Drafts(207, 621, [206, 199, 190]))
+    assert found.decode_seconds == 12.5
+
+
+def test_llama_server() -> None:
+    found = parse_metrics(LLAMA)
+    assert (found.engine, found.drafts) == ("llama.cpp", Drafts(11, 44, [11, 10]))
+    assert found.decode_seconds is None
+
+
+def test_sglang_publishes_a_mean_only() -> None:
+    found = parse_metrics('sglang:spec_accept_length{model_name="m"} 3.25\n')
+    assert (found.engine, found.mean_length) == ("sglang", 3.25)
+    with pytest.raises(UserError, match="started without a draft"):
+        parse_metrics('sglang:num_running_reqs{model_name="m"} 0\n')
+
+
+def test_another_page_is_refused() -> None:
+    with pytest.raises(UserError, match=r"not vLLM's, SGLang's or llama\.cpp's"):
+        parse_metrics("<html>404</html>")
+
+
+def test_a_later_reading_less_an_earlier_one_is_what_happened_between() -> None:
+    assert Drafts(5, 15, [4, 3]) - Drafts(2, 6, [2]) == Drafts(3, 9, [2, 3])

@@ -1,0 +1,84 @@
+"""Engines as processes: none is left behind, and a failing one shows its last lines."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+
+import pytest
+
+from decode.core.errors import UserError
+from decode.engines.engine import EngineSettings, opened
+from decode.engines.process import check_port, running
+
+FOREVER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], " \
+    "stdout=open(sys.argv[1], 'w')); print('up', flush=True); time.sleep(600)"  # fmt: skip
+
+
+def test_a_process_that_dies_shows_its_last_lines() -> None:
+    code = "import sys; print('reading weights'); sys.exit('no kernel for this machine')"
+    with (
+        pytest.raises(UserError, match=r"status 1 while loading(.|\n)*no kernel for this machine"),
+        running([sys.executable, "-c", code], lambda: False, name="engine", seconds=30),
+    ):
+        pass
+
+
+def test_a_process_that_hangs_is_ended_with_its_children(tmp_path) -> None:
+    marker = tmp_path / "child"
+    with (
+        pytest.raises(UserError, match="not ready after 2 s"),
+        running([sys.executable, "-c", FOREVER, str(marker)], lambda: False, name="engine", seconds=2),
+    ):
+        pass
+    assert not _holders(str(marker))
+
+
+def test_leaving_the_block_ends_everything(tmp_path) -> None:
+    marker = tmp_path / "child"
+    with running([sys.executable, "-c", FOREVER, str(marker)], marker.exists, name="engine", seconds=60) as log:
+        while not _holders(str(marker)):
+            time.sleep(0.05)
+    assert not _holders(str(marker))
+    assert not log.exists()
+
+
+def _holders(path: str) -> list[str]:
+    """Processes that have a file open."""
+    found = []
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            handles = os.listdir(f"/proc/{process}/fd")
+            found += [process for handle in handles if os.readlink(f"/proc/{process}/fd/{handle}") == path]
+        except OSError:
+            continue
+    return found
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} is in use"):
+            check_port(port)
+
+
+def test_what_is_not_installed_is_said_with_the_next_step(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("decode.engines.engine.CHECKOUT", tmp_path)
+    settings = EngineSettings("t", "d")
+    with pytest.raises(UserError, match="make engines"), opened("vllm", settings, 3):
+        pass
+    with (
+        pytest.raises(UserError, match="no program that can be run"),
+        opened("llama.cpp", EngineSettings("t", "d", binary=str(tmp_path)), 3),
+    ):
+        pass
+    with (
+        pytest.raises(UserError, match="nothing answers"),
+        opened("vllm", EngineSettings("t", "d", url="http://127.0.0.1:9"), 3),
+    ):
+        pass
