@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +19,7 @@ from decode.core.errors import UserError, unknown
 from decode.engines.causes import causes_in_files
 from decode.engines.check import Check, CheckOptions, serve_check
 from decode.engines.engine import ENGINES, EngineSettings
+from decode.engines.gguf import convert
 from decode.engines.records import record
 from decode.measure import machine
 from decode.measure.bench_session import BenchOptions, Session
@@ -53,11 +57,11 @@ def run(settings: ServeCheckSettings) -> None:
         settings.draft_sampling,
         settings.chat,
     )
-    with console.status("measuring forwards") as status:
+    with console.status("measuring forwards") as status, engine_files(settings, pair.draft) as files:
         session.measure_costs(items, ["draft"], longest=max(settings.draft_lengths))
         found = serve_check(
             settings.engine,
-            engine_settings(settings, pair.draft),
+            engine_settings(settings, pair.draft, *files),
             pair.target,
             pair.draft,
             items,
@@ -65,6 +69,7 @@ def run(settings: ServeCheckSettings) -> None:
             options,
             session.costs["draft"],
             status.update,
+            (str(settings.target), str(settings.draft)),
         )
     result = plain(found.to_dict() | {"suite": settings.suite, "machine": machine.describe(session.runner.device)})
     for path in record(result, Path(str(settings.draft)), Path(settings.output) if settings.output else None):
@@ -93,14 +98,33 @@ def check(settings: ServeCheckSettings) -> None:
         raise UserError("a server that runs already drafts one length; give it alone, such as --draft-lengths 5")
 
 
-def engine_settings(settings: ServeCheckSettings, draft: Any) -> EngineSettings:
+@contextmanager
+def engine_files(settings: ServeCheckSettings, draft: Any) -> Iterator[tuple[str, str]]:
+    """Target and draft as the engine reads them; llama.cpp's are converted where they are no GGUF yet."""
+    target, head = settings.engine_target or str(settings.target), settings.engine_draft or str(settings.draft)
+    if settings.engine != "llama.cpp" or settings.url is not None:
+        yield target, head
+        return
+    with TemporaryDirectory(prefix="draftsmith-gguf-") as folder:
+        found = []
+        for name, path in (("target", target), ("draft", head)):
+            made = Path(head) / "gguf" / f"{name}-{settings.gguf_type}.gguf"
+            if Path(path).suffix != ".gguf":
+                of = str(settings.target) if name == "draft" and isinstance(draft, FeatureHead) else None
+                file = Path(folder) / made.name
+                path = str(made if made.is_file() else convert(path, file, settings.gguf_type, target=of))
+            found.append(path)
+        yield found[0], found[1]
+
+
+def engine_settings(settings: ServeCheckSettings, draft: Any, target_file: str, draft_file: str) -> EngineSettings:
     """How the engine is started."""
     method = "draft_model"
     if isinstance(draft, FeatureHead):
         method = "eagle3" if draft.version == 3 else "eagle"
     return EngineSettings(
-        target=settings.engine_target or str(settings.target),
-        draft=settings.engine_draft or str(settings.draft),
+        target=target_file,
+        draft=draft_file,
         method=method,
         python=settings.python,
         binary=settings.binary,

@@ -82,6 +82,7 @@ def serve_check(
     options: CheckOptions,
     cost: CostModel | None = None,
     progress: Progress | None = None,
+    folders: tuple[str, str] | None = None,
 ) -> Check:
     """Run prompts through an engine, without and with the draft, and predict both.
 
@@ -95,16 +96,17 @@ def serve_check(
         options: lengths, temperatures, budget.
         cost: of the pair on this machine, for the predicted speedup.
         progress: told what is being done.
+        folders: of target and draft, where the engine reads other files.
 
     Raises:
         UserError: the engine is missing, does not start, or does not answer.
     """
     say = progress or (lambda _: None)
+    folders = folders or (settings.target, settings.draft)
     context = max(len(item.ids) for item in items) + options.max_new_tokens + max(options.draft_lengths) + 1
     settings = dataclasses.replace(settings, context=context)
     checked, facts = Check(engine), dict[str, Any]()
-    files = settings.target, settings.draft
-    checked.causes = causes_in_files(*files, context=context, engine=engine)
+    checked.causes = causes_in_files(*folders, context=context, engine=engine)
 
     def texts(writer: Writer, temperature: float) -> list[ServedText]:
         budget = options.max_new_tokens
@@ -141,7 +143,7 @@ def serve_check(
         if temperature == 0:
             facts |= {"agreement": told[0.0].agreement}
         facts |= {"logprob": told[temperature].logprob, "vocabulary": target.config.get_text_config().vocab_size}
-    profile = read_json(Path(settings.draft) / "speculation_profile.json")
+    profile = read_json(Path(folders[1]) / "speculation_profile.json")
     for length in options.draft_lengths:
         served = written(length)
         for temperature, out in served.items():

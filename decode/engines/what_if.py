@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decode.core.errors import UserError
-from decode.engines.counts import mean_length, speedup, tokens_per_second
+from decode.engines.counts import ServedText, mean_length, speedup, tokens_per_second
 from decode.engines.engine import EngineSettings, opened
 from decode.measure.bench_session import Item
 from decode.measure.statistics import median_interval
@@ -84,11 +85,11 @@ def what_if(
     settings.context = max(len(item.ids) for item in items) + max_new_tokens + max(lengths) + 1
     rows: list[dict[str, Any]] = []
 
-    def written(length: int | None) -> list[Any]:
+    def written(length: int | None) -> list[ServedText]:
         with opened("vllm", settings, length) as server:
-            options = {"temperature": 0.0, "seed": 0, "ignore_eos": True}
-            server.write(items[0].ids, max_new_tokens=8, **options)
-            return [server.write(item.ids, max_new_tokens=max_new_tokens, **options) for item in items]
+            write = partial(server.write, temperature=0.0, seed=0, ignore_eos=True)
+            write(items[0].ids, max_new_tokens=8)
+            return [write(item.ids, max_new_tokens=max_new_tokens) for item in items]
 
     with tempfile.TemporaryDirectory(prefix="draftsmith-what-if-") as folder:
         settings.draft = folder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from jsonargparse.typing import ClosedUnitInterval, PositiveInt
@@ -16,5 +16,9 @@ class ExportSettings:
     """Number format of the exported weights; keep: as trained."""
     draft_length: PositiveInt | None = None
     """Tokens drafted per round, written to generation_config.json; none: the best length measured."""
+    formats: list[Literal["hf", "gguf"]] = field(default_factory=lambda: ["hf"])
+    """hf is always written; gguf adds target and draft for llama.cpp, by its own converter (make engines)."""
+    gguf_types: list[Literal["f32", "f16", "bf16", "q8_0"]] = field(default_factory=lambda: ["f32"])
+    """Number formats of the GGUF files."""
     confidence_threshold: ClosedUnitInterval = 0.0
     """Transformers' assistant_confidence_threshold: drafting stops below it; 0 always drafts the full length."""

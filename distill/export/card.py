@@ -149,7 +149,7 @@ def model_card(
 
 
 def usage(target: str, draft: str, length: int) -> str:
-    """Paste-ready lines (Markdown) for transformers, vLLM, SGLang and this project's own decoder."""
+    """Paste-ready lines (Markdown) for transformers, vLLM, SGLang, llama.cpp and this project's own decoder."""
     return "\n\n".join(
         f"{title}:\n\n```{language}\n{lines}\n```" for title, language, lines in commands(target, draft, length)
     )
@@ -161,6 +161,7 @@ def commands(target: str, draft: str, length: int) -> list[tuple[str, str, str]]
         ("transformers (the draft length is in generation_config.json)", "python", python_lines(target, draft)),
         ("vLLM", "sh", vllm_command(target, draft, length)),
         ("SGLang", "sh", sglang_command(target, draft, length)),
+        ("llama.cpp (the files come with `export.formats: [hf, gguf]`)", "sh", llama_command(draft, length)),
         ("draftsmith", "sh", decode_command(target, draft)),
     ]
 
@@ -194,6 +195,14 @@ def sglang_command(target: str, draft: str, length: int) -> str:
         f"python -m sglang.launch_server --model-path {target} --speculative-algorithm STANDALONE \\\n"
         f"  --speculative-draft-model-path {draft} --speculative-num-steps {length} \\\n"
         f"  --speculative-eagle-topk 1 --speculative-num-draft-tokens {length + 1}"
+    )
+
+
+def llama_command(draft: str, length: int, kind: str = "draft-simple") -> str:
+    """The llama-server line, with the GGUF files of the export."""
+    return (
+        f"llama-server -m {draft}/gguf/target-f32.gguf -md {draft}/gguf/draft-f32.gguf \\\n"
+        f"  --spec-type {kind} --spec-draft-n-max {length} --spec-draft-p-min 0"
     )
 
 

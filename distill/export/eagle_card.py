@@ -7,7 +7,7 @@ from typing import Any
 
 from decode.models.eagle.files import default_captured_layers
 from decode.models.eagle.head import FeatureHead
-from distill.export.card import FRONT_MATTER, conditions, measurements, summary
+from distill.export.card import FRONT_MATTER, conditions, llama_command, measurements, summary
 
 TOKEN_MAP = "token_map.pt"
 """The ids that an EAGLE-1 head of a reduced vocabulary drafts, as SGLang reads them."""
@@ -29,6 +29,8 @@ def head_commands(
     found = [("SGLang", "sh", serve), ("draftsmith", "sh", own)]
     if version == 3:
         config = f'{{"method": "{method}", "model": "{head}", "num_speculative_tokens": {length}}}'
+        found.insert(1, ("llama.cpp (the files come with `export.formats: [hf, gguf]`)", "sh",
+                         llama_command(head, length, "draft-eagle3")))  # fmt: skip
         found.insert(0, ("vLLM", "sh", f"vllm serve {target} \\\n  --speculative-config '{config}'"))
     return found
 

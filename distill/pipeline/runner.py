@@ -26,6 +26,7 @@ from distill.data.stage_context import StageContext
 from distill.export.card import export_profile
 from distill.export.draft import check_export_path, export_draft
 from distill.export.eagle import check_head_path, export_head
+from distill.export.gguf import check_gguf, export_gguf
 from distill.pipeline import draft_models
 from distill.pipeline import eagle_heads as feature_heads
 from distill.pipeline.reuse import adopt, siblings
@@ -50,6 +51,7 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> RunDir:
         check_head_path(run.export, settings.eagle.version)
     else:
         check_export_path(run.export)
+    check_gguf(settings.export)
     with alone_in(run, settings):
         return _run(settings, run, console)
 
@@ -167,6 +169,7 @@ def measure(context: StageContext) -> dict[str, Any]:
     trust, profile = settings.target.trust_remote_code, export_profile(report, run.names["draft"])
     export = export_head if settings.eagle.enabled else export_draft
     export(run.draft, run.target, run.export, profile, settings.export, trust_remote_code=trust)
+    export_gguf(run.export, run.target, settings.export)
     write_report(run.folder, report)
     report = _read(run.folder / "report.json")
     log_report(context.logger, report, lambda: figures(report))
@@ -221,7 +224,7 @@ def _state(key: str, target: str, report: dict[str, Any], export: Path) -> dict[
     The export's README may be edited by people, and serve-check adds to the profile what was served.
     """
     profile = export / "speculation_profile.json"
-    files = [p for p in sorted(export.rglob("*")) if p.suffix in (".json", ".safetensors") and p != profile]
+    files = [p for p in sorted(export.rglob("*")) if p.suffix in (".json", ".safetensors", ".gguf") and p != profile]
     measured = fingerprint({part: report.get(part) for part in MEASURED})
     return {
         "fingerprint": key,

@@ -1,0 +1,35 @@
+"""GGUF files of a finished draft and its target, for llama.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from decode.engines.gguf import convert, find_converter
+from decode.models.eagle.files import is_head
+from distill.config.export import ExportSettings
+
+
+def check_gguf(settings: ExportSettings) -> None:
+    """Refuse GGUF files where their converter is missing; cheap: call it before training starts.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    if "gguf" in settings.formats:
+        find_converter()
+
+
+def export_gguf(export: Path, target: Path, settings: ExportSettings) -> list[Path]:
+    """Write ``gguf/target-<type>.gguf`` and ``gguf/draft-<type>.gguf`` into an export, if its formats ask for them.
+
+    Raises:
+        UserError: the converter refuses a model.
+    """
+    if "gguf" not in settings.formats:
+        return []
+    folder, of = export / "gguf", target if is_head(export) else None
+    return [
+        convert(source, folder / f"{name}-{kind}.gguf", kind, target=of if name == "draft" else None)
+        for kind in settings.gguf_types
+        for name, source in (("target", target), ("draft", export))
+    ]
