@@ -123,8 +123,8 @@ COMMANDS = {
     ),
     "what-if": Command(
         WhatIfSettings,
-        "What would a draft of this shape bring in the engine, before it is trained? Times a draft with random weights "
-        "whose tokens the engine accepts at supposed rates, beside the target alone.",
+        "What would a draft of this shape bring in the engine, before it is trained? Times rounds with a draft of "
+        "random weights beside the target alone, and says what they give at supposed acceptance rates.",
         """\
   python -m decode what-if --target runs/quickstart/target --draft-shape 64x2 --draft-lengths 3,5
   python -m decode what-if --target T --draft-shape 192x4 --acceptance 0.7,0.8 --json""",

@@ -260,9 +260,9 @@ class WhatIfSettings(Checked):
     profile: str | None = None
     """Take the rates of this speculation_profile.json (or the folder that holds it) instead."""
     engine: str = "vllm"
-    """vllm, which can accept at given rates whatever the draft says."""
+    """vllm."""
     draft_lengths: list[PositiveInt] = field(default_factory=lambda: [5])
-    """Tokens drafted a round; the engine is started once for each length and rate."""
+    """Tokens drafted a round; the engine is started once for each length."""
     suite: list[str] = field(default_factory=lambda: ["arithmetic"])
     """Prompts; see `python -m decode bench --help`."""
     limit: PositiveInt | None = 8

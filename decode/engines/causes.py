@@ -233,7 +233,17 @@ def causes_in_numbers(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any
                 )
             )
             break
-    apart = [row for row in rows if not row["fits"]]
+    if wrong := next((row for row in rows if row.get("lossless") is False), None):
+        found.append(
+            Cause(
+                "the engine's sampling with a draft is not the target's",
+                f"at T = {wrong['temperature']:g} its texts with a draft have a mean log-probability of "
+                f"{wrong['target_logprob']:.2f} under the target, without one {wrong['plain_target_logprob']:.2f}",
+                "decode greedily in this build of the engine (vLLM 0.32 on a CPU divides the logits of drafted tokens "
+                "by memory that was never filled), or take another one",
+            )
+        )
+    apart = [row for row in rows if not row["fits"] and row.get("lossless") is not False]
     for row in apart:
         for name, told in facts.get("alternatives", {}).items():
             other = told.get((row["temperature"], row["draft_length"]))

@@ -16,7 +16,7 @@ from decode.core.sampling import Warp
 from decode.engines.causes import Cause, causes_in_files, causes_in_numbers, fits, read_json
 from decode.engines.counts import Drafts, ServedText, difference, mean_length, rates, speedup, tokens_per_second
 from decode.engines.engine import GREEDY_DRAFT, ROUNDS, EngineSettings, Writer, opened
-from decode.engines.predicted import Acceptance, acceptance, predicted_drafts, predicted_seconds
+from decode.engines.predicted import Acceptance, acceptance, predicted_drafts, predicted_seconds, target_logprob
 from decode.engines.server import Server
 from decode.engines.transformers_engine import AssistedGeneration
 from decode.measure.bench_session import Item
@@ -144,18 +144,29 @@ def serve_check(
             facts |= {"agreement": told[0.0].agreement}
         facts |= {"logprob": told[temperature].logprob, "vocabulary": target.config.get_text_config().vocab_size}
     profile = read_json(Path(folders[1]) / "speculation_profile.json")
+    entropy = {t: _logprob(target, items, out, t) for t, out in plain.items() if t}
     for length in options.draft_lengths:
         served = written(length)
         for temperature, out in served.items():
-            checked.rows.append(
-                _row(engine, temperature, length, out, plain[temperature], told[temperature], options, cost, profile)
-            )
+            row = _row(engine, temperature, length, out, plain[temperature], told[temperature], options, cost, profile)
+            if temperature:
+                (mean, se), (own, own_se) = _logprob(target, items, out, temperature), entropy[temperature]
+                row |= {"target_logprob": mean, "plain_target_logprob": own}
+                row["lossless"] = abs(mean - own) <= max(0.05, 4 * math.hypot(se, own_se))
+            checked.rows.append(row)
     if any(not row["fits"] for row in checked.rows):
         say("looking for the cause")
         facts["alternatives"] = _alternatives(engine, target, draft, items, plain, options, greedy_draft, tail)
     facts["short"] = sum(row["cut"] for row in checked.rows)
     checked.causes += causes_in_numbers(checked.rows, facts)
     return checked
+
+
+def _logprob(
+    target: PreTrainedModel, items: Sequence[Item], out: Sequence[ServedText], temperature: float
+) -> tuple[float, float]:
+    """Mean log-probability of the served tokens under our target, with its error."""
+    return target_logprob(target, [(item.ids, text.ids) for item, text in zip(items, out)], temperature)
 
 
 @contextmanager

@@ -129,7 +129,7 @@ def _vllm(settings: EngineSettings, draft_length: int | None, port: int) -> tupl
         "TOKENIZERS_PARALLELISM": "false",
     }
     if settings.threads:
-        environment["OMP_NUM_THREADS"] = str(settings.threads)
+        environment |= {"OMP_NUM_THREADS": str(settings.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if Path(settings.target).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     return command, environment

@@ -17,6 +17,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from decode.core.sampling import Warp
+from decode.core.standard_error import clustered_ratio
 from decode.engines.counts import Drafts
 from decode.measure.acceptance_offline import draft_logits, response_logits
 from decode.measure.cost import CostModel
@@ -97,6 +98,22 @@ def acceptance(
         logprob += float(q_logits.float().log_softmax(-1).gather(1, y)[:n].sum())
         total += n
     return Acceptance(rows, [len(new) for _, new in texts], right / max(1, total), logprob / max(1, total))
+
+
+@torch.inference_mode()
+def target_logprob(
+    target: PreTrainedModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float
+) -> tuple[float, float]:
+    """Mean log p(y) of the texts' tokens at this temperature, and its standard error over texts.
+
+    Samples of the target have its entropy; sampled texts of a draft that is verified exactly have it too.
+    """
+    sums = []
+    for prompt, new in texts:
+        logits = response_logits(target, [*prompt, *new], len(prompt)).float() / temperature
+        y = torch.tensor(list(new), device=logits.device)[:, None]
+        sums.append(float(logits.log_softmax(-1).gather(1, y).sum()))
+    return clustered_ratio(sums, [len(new) for _, new in texts])
 
 
 def _continued(target: PreTrainedModel, ids: list[int], count: int) -> list[int]:

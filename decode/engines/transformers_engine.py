@@ -42,7 +42,7 @@ class AssistedGeneration:
             **sampling,
         )
         extra: dict[str, Any] = {}
-        rounds: list[tuple[int, int, int]] = []
+        rounds: list[tuple[int, int]] = []
         with _using(model, config), _counted(model, rounds, len(ids)):
             torch.manual_seed(seed)
             began = time.perf_counter()
@@ -61,10 +61,11 @@ class AssistedGeneration:
             seconds = time.perf_counter() - began
         new = out[0, len(ids) :].tolist()
         drafts = Drafts(accepted=[0.0] * self.draft_length)
-        for start, drafted, accepted in rounds:
-            if drafted == self.draft_length and start + drafted < len(new):
+        for start, accepted in rounds:
+            # a draft that was shorter here held an end-of-text token that the text has not: it was rejected
+            if start + self.draft_length < len(new):
                 drafts.rounds += 1
-                drafts.drafted += drafted
+                drafts.drafted += self.draft_length
                 for i in range(accepted):
                     drafts.accepted[i] += 1
         return ServedText(new, seconds, None, drafts)
@@ -81,8 +82,8 @@ def _using(model: Any, config: GenerationConfig) -> Iterator[None]:
 
 
 @contextmanager
-def _counted(model: Any, rounds: list[tuple[int, int, int]], prompt: int) -> Iterator[None]:
-    """Note (new tokens before it, tokens drafted, tokens accepted) of every round of assisted generation."""
+def _counted(model: Any, rounds: list[tuple[int, int]], prompt: int) -> Iterator[None]:
+    """Note (new tokens before it, tokens accepted) of every round of assisted generation."""
     make = model._get_candidate_generator
 
     def counting(*args: Any, **options: Any) -> Any:
@@ -91,7 +92,7 @@ def _counted(model: Any, rounds: list[tuple[int, int, int]], prompt: int) -> Ite
 
         def note(ids: torch.Tensor, scores: torch.Tensor, matches: Any) -> None:
             accepted = int(matches)
-            rounds.append((ids.shape[1] - accepted - 1 - prompt, scores.shape[1] - 1, accepted))
+            rounds.append((ids.shape[1] - accepted - 1 - prompt, accepted))
             update(ids, scores, matches)
 
         generator.update_candidate_strategy = note

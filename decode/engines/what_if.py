@@ -1,4 +1,4 @@
-"""A draft that is not trained yet, timed in vLLM: random weights of its shape, tokens accepted at supposed rates."""
+"""A draft that is not trained yet, timed in vLLM: random weights of its shape, and supposed acceptances."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decode.core.errors import UserError
-from decode.engines.counts import ServedText, mean_length, speedup, tokens_per_second
+from decode.engines.counts import ServedText, median, tokens_per_second
 from decode.engines.engine import EngineSettings, opened
 from decode.measure.bench_session import Item
 from decode.measure.statistics import median_interval
@@ -69,7 +69,11 @@ def what_if(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Time the target alone, then with a random draft of a shape at supposed acceptances.
+    """Time the target alone, then rounds with a random draft of a shape, and what they give at supposed acceptances.
+
+    A round of k drafted tokens takes the same time whatever is accepted of them, and a random draft's are not: so the
+    engine is started once for each length, and needs no way of accepting at given rates (vLLM's
+    `rejection_sample_method: synthetic` is one, which its CPU build lacks).
 
     Args:
         settings: of vLLM; `draft` is filled in here.
@@ -77,13 +81,12 @@ def what_if(
         rates: by label, marginal acceptance rates for a draft length.
         items: prompts.
         lengths: drafted tokens a round.
-        max_new_tokens: of each text; none ends earlier, since what is accepted is not the target's text.
+        max_new_tokens: of each text; no token ends one.
         seed: of the weights.
         progress: told what is being done.
     """
     say = progress or (lambda _: None)
     settings.context = max(len(item.ids) for item in items) + max_new_tokens + max(lengths) + 1
-    rows: list[dict[str, Any]] = []
 
     def written(length: int | None) -> list[ServedText]:
         with opened("vllm", settings, length) as server:
@@ -91,28 +94,25 @@ def what_if(
             write(items[0].ids, max_new_tokens=8)
             return [write(item.ids, max_new_tokens=max_new_tokens) for item in items]
 
+    rows = []
     with tempfile.TemporaryDirectory(prefix="draftsmith-what-if-") as folder:
         settings.draft = folder
         parameters = write_random_draft(Path(folder), settings.target, shape, seed)
         say("vllm: without a draft")
         plain = written(None)
-        for label, rates_of in rates.items():
-            for length in lengths:
-                wanted = list(rates_of(length))
-                settings.speculative = {
-                    "rejection_sample_method": "synthetic",
-                    "synthetic_acceptance_rates": [round(rate, 6) for rate in wanted],
-                }
-                say(f"vllm: {label}, {length} drafted tokens")
-                out = written(length)
-                middle, low, high = median_interval(speedup(out, plain))
+        for length in lengths:
+            say(f"vllm: {length} drafted tokens")
+            out = written(length)
+            costs = [round_cost(text, alone) for text, alone in zip(out, plain)]
+            for label, rates_of in rates.items():
+                tokens = 1 + sum(rates_of(length))
+                middle, low, high = median_interval([tokens / cost for cost in costs])
                 rows.append(
                     {
                         "acceptance": label,
                         "draft_length": length,
-                        "supposed_length": 1 + sum(wanted),
-                        "served_length": mean_length([text.drafts for text in out])[0],
-                        "tokens_per_second": tokens_per_second(out),
+                        "tokens_per_round": tokens,
+                        "round_cost": median(costs),
                         "speedup": middle,
                         "speedup_ci95": [low, high],
                     }
@@ -123,3 +123,9 @@ def what_if(
         "plain_tokens_per_second": tokens_per_second(plain),
         "rows": rows,
     }
+
+
+def round_cost(text: ServedText, plain: ServedText) -> float:
+    """Time of a round with a draft, in that of a token without one; the first token is of neither."""
+    a, b = (one.decode_seconds or one.seconds for one in (text, plain))
+    return float(a / max(1, text.drafts.rounds) / (b / max(1, len(plain.ids) - 1)))

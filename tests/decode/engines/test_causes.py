@@ -122,6 +122,13 @@ def test_greedy_drafting_is_told_by_the_rate_that_it_would_give() -> None:
     assert [c.name for c in causes_in_numbers([ROW], {"alternatives": fitting})] == ["greedy drafting"]
 
 
+def test_sampling_that_is_not_the_targets_is_named_and_nothing_else() -> None:
+    row = ROW | {"lossless": False, "target_logprob": -5.0, "plain_target_logprob": -0.3}
+    fitting = {"greedy drafting": {(1.0, 5): 2.1}}
+    names = [c.name for c in causes_in_numbers([row], {"alternatives": fitting})]
+    assert names == ["the engine's sampling with a draft is not the target's"]
+
+
 def test_numbers_name_another_target_and_a_draft_worse_than_guessing() -> None:
     facts = {"agreement": 0.7, "logprob": -9.0, "vocabulary": 280}
     names = [c.name for c in causes_in_numbers([ROW | {"fits": True}], facts)]

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from decode.commands.what_if import profile_rates
 from decode.core.errors import UserError
-from decode.engines.what_if import marginal_rates, parse_shape, write_random_draft
+from decode.engines.counts import Drafts, ServedText
+from decode.engines.what_if import marginal_rates, parse_shape, round_cost, write_random_draft
 
 
 def test_shapes() -> None:
@@ -35,3 +36,8 @@ def test_rates_are_unconditional_and_never_rise(tmp_path) -> None:
     assert profile_rates(tmp_path, 2) == [0.9, 0.8]
     with pytest.raises(UserError, match="holds 2 synthetic_acceptance_rates, 5 are wanted"):
         profile_rates(tmp_path, 5)
+
+
+def test_the_cost_of_a_round_is_told_in_plain_steps() -> None:
+    plain, drafted = ServedText([1] * 11, 9.0, 2.0), ServedText([1] * 11, 9.0, 6.0, Drafts(10, 50, [0, 0]))
+    assert round_cost(drafted, plain) == pytest.approx(3.0)
