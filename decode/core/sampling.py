@@ -129,9 +129,11 @@ class TopP(TopPLogitsWarper):
             return super().__call__(input_ids, scores)
         p = scores.softmax(-1)
         lowest = [self._lowest(row) for row in p.numpy()]
-        if None in lowest:
-            return super().__call__(input_ids, scores)
-        return scores.masked_fill(p < p.new_tensor(lowest)[:, None], self.filter_value)
+        found = scores.masked_fill(p < p.new_tensor([low or 0.0 for low in lowest])[:, None], self.filter_value)
+        sorting = [row for row, low in enumerate(lowest) if low is None]
+        if sorting:
+            found[sorting] = super().__call__(input_ids, scores[sorting])
+        return found
 
     def _lowest(self, p: NDArray[Any]) -> float | None:
         """The least probability in the nucleus; None if a token outside has the same, and its place decides."""

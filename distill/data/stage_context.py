@@ -57,10 +57,10 @@ class StageContext:
         target, settings, tokenizer = self.settings.target, self.settings.data.prompts, chat.tokenizer
         assert target.model is not None
         ends = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-        turn = user_turn(chat, ends)
+        turn, dtype = user_turn(chat, ends), self.settings.reference.responses.dtype or target.dtype
         made_from = {
             "target": files_state([target.model]) or target.model,
-            "dtype": target.dtype,
+            "dtype": dtype,
             "before": turn.before,
             "ends": sorted(turn.ends),
             "seed": self.settings.seed,
@@ -71,7 +71,7 @@ class StageContext:
         def model() -> PreTrainedModel:
             self.console.print("  the target writes prompts", highlight=False)
             trust = target.trust_remote_code
-            return load_model(str(target.model), device=self.device, dtype=target.dtype, trust_remote_code=trust)
+            return load_model(str(target.model), device=self.device, dtype=dtype, trust_remote_code=trust)
 
         return PromptSampler(tokenizer, turn, settings, self.settings.seed, file, model, self._line)
 

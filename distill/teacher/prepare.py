@@ -220,7 +220,11 @@ def _answered(
     def writer() -> Answer:
         seed = context.settings.seed
         if settings.server.url is None:
-            return answered_here(target.to(context.device), settings, seed, ends)
+            model, wanted = target, context.settings.target
+            if settings.dtype not in (None, wanted.dtype):
+                trust = wanted.trust_remote_code
+                model = load_model(context.run.target, device="cpu", dtype=settings.dtype, trust_remote_code=trust)
+            return answered_here(model.to(context.device), settings, seed, ends)
         return answered_by_server(settings, seed, tokenizer, ends, context.run.target)
 
     if ranks.is_first():

@@ -16,9 +16,6 @@ from distill.data.own_prompts.prompt_rows import Sample
 from distill.data.own_prompts.user_turn import UserTurn
 from distill.data.response_file import Response, ResponseFile
 
-CHUNK = 2
-"""Batches that are written in one call; a kill costs at most these."""
-
 
 @dataclass
 class PromptSampler:
@@ -31,7 +28,7 @@ class PromptSampler:
         seed: Of the samples.
         file: Where they are kept.
         model: Loads the target; asked once, when a sample is missing.
-        told: Called with a line of progress after every chunk.
+        told: Called with a line of progress after every batch.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -44,7 +41,7 @@ class PromptSampler:
 
     def __iter__(self) -> Iterator[Sample]:
         """All samples, those on disk first; the target writes further ones as long as there is a next."""
-        size, chunk, model = CHUNK * self.settings.batch_size, 0, None
+        size, chunk, model = self.settings.batch_size, 0, None
         if ranks.is_first():
             self.file.open()
         while True:
@@ -70,7 +67,6 @@ class PromptSampler:
             budgets=self.settings.max_tokens + 1,
             stop_ids=self.turn.ends,
             draws=lambda i, count: uniform_draws(self.seed, 5, chosen[i], count=count),
-            batch_size=self.settings.batch_size,
         )
         return (Response(number, text) for number, text in zip(chosen, texts))
 

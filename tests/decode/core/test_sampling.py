@@ -201,7 +201,7 @@ def test_greedy_rounds_have_the_distributions_that_they_were_decided_without(pen
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
-@pytest.mark.parametrize("rows", ["peaked", "flat", "equal", "one", "ruled out", "nan"])
+@pytest.mark.parametrize("rows", ["peaked", "flat", "equal", "one", "ruled out", "rounded", "nan"])
 def test_the_nucleus_is_that_of_transformers_without_sorting_the_vocabulary(rows: str, top_p: float) -> None:
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(1)).double()
     if rows == "peaked":
@@ -212,6 +212,8 @@ def test_the_nucleus_is_that_of_transformers_without_sorting_the_vocabulary(rows
         logits[:, 3] = 100.0
     elif rows == "ruled out":
         logits[:, 100:] = -torch.inf
+    elif rows == "rounded":  # many of them equal
+        logits = logits.bfloat16().double()
     elif rows == "nan":
         logits[2, 7] = torch.nan
     wanted = TopPLogitsWarper(top_p)(None, logits)

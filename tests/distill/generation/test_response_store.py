@@ -23,7 +23,9 @@ from distill.generation.response_store import (
     response_rows,
     until_end,
 )
+from distill.pipeline.runner import run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
+from distill.teacher import prepare
 
 Tiny = Callable[..., PreTrainedModel]
 PROMPTS = [[5, 9, 3], [7], [2, 11, 13, 17, 19, 23, 4, 8], [30, 31]]
@@ -181,3 +183,24 @@ def test_only_settings_that_decide_the_texts_make_stages_run_again(tmp_path: Pat
     assert stage_fingerprints(settings)["reference"] == target
     responses.temperature = 0.4
     assert stage_fingerprints(settings)["reference"] != target
+    responses.dtype = "bfloat16"
+    assert stage_fingerprints(settings)["target"] == stage_fingerprints(tiny_settings(tmp_path))["target"]
+    other = stage_fingerprints(settings)["reference"]
+    responses.dtype = None
+    assert stage_fingerprints(settings)["reference"] != other
+
+
+def test_responses_may_be_written_in_another_number_format_than_the_signal(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.reference.responses.source, settings.reference.responses.max_new_tokens = "target", 8
+    settings.reference.responses.dtype = "bfloat16"
+    settings.target.training.steps = settings.initial.training.steps = settings.reference.training.steps = 1
+    asked: list[str | None] = []
+    with pytest.MonkeyPatch.context() as patch:
+        load = prepare.load_model
+        patch.setattr(prepare, "load_model", lambda *a, **o: (asked.append(o["dtype"]), load(*a, **o))[1])
+        made, _ = bench(settings)
+        run_stages(made, only=("target", "initial", "reference"))
+    assert asked.count("bfloat16") == 2  # once a split
+    assert asked[0] == "float32"
+    assert len(made.run.work.joinpath("responses", "train.jsonl").read_bytes().splitlines()) == 20
