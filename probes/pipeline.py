@@ -100,7 +100,7 @@ def _experiment(context: ProbeContext) -> dict[str, Any]:
     folder = context.stages.run.folder / "probes"
     save_probes(folder, model, probes)
     rows += _train_for_draft(context, modes, folder)
-    runner = open_runner(model)
+    runner = open_runner(model, pack="auto")
     choices: dict[str, list[Choice]] = {}
     elsewhere: dict[str, list[Choice]] = {}
     table: Rows = []

@@ -150,6 +150,8 @@ def run(settings: BenchSettings) -> None:
     console.print(
         f"{session.threads}. {len(entries)} entries, {sum(len(s.prompts) for s in suites)} prompts", soft_wrap=True
     )
+    for packing in session.packing:
+        console.print(packing, soft_wrap=True)
     work = Checkpoint(folder / "work" / "bench.json", settings)
     try:
         with _progress(console) as bar:
@@ -267,6 +269,7 @@ def bench_options(
         warp=make_warp(settings, target),
         threads=settings.threads,
         compile=settings.compile,
+        pack=settings.pack,
         datastore=datastore,
         trigrams=trigrams,
         samples=settings.samples,

@@ -19,6 +19,7 @@ from decode.models.generation_config import NEUTRAL, own_warp
 from decode.models.open import choose_device, choose_dtype
 from decode.models.pair import Pair, load
 from decode.models.runners.compiled import check_compile
+from decode.models.runners.packing import check_pack
 from decode.prompts.suites import Suite, load_suite
 
 Settings = TypeVar("Settings", bound=LoadSettings)
@@ -75,6 +76,7 @@ def check_models(settings: LoadSettings) -> None:
         check_compile(settings.compile, str(device))
         if settings.device_map is not None:
             raise UserError("a model that is compiled has to be on one device; give --device, or leave compile at none")
+    check_pack(settings.pack)
     if settings.draft_vocabulary not in ("same", "intersection"):
         raise UserError(f"draft_vocabulary is {settings.draft_vocabulary!r}; choose same or intersection")
 
@@ -118,7 +120,7 @@ def open_suites(specs: Sequence[str], **options: Any) -> list[Suite]:
 
 def open_pair(settings: LoadSettings, draft: str | None = None) -> Pair:
     """The target of the settings, and a draft for it."""
-    names = ("device", "dtype", "device_map", "trust_remote_code", "draft_vocabulary", "compile")
+    names = ("device", "dtype", "device_map", "trust_remote_code", "draft_vocabulary", "compile", "pack")
     return load(str(settings.target), draft, **{name: getattr(settings, name) for name in names})
 
 
@@ -132,4 +134,4 @@ def api_settings(settings_class: type[Settings], pair: Pair, **options: Any) -> 
     for name in options:
         if name not in known:
             raise UserError(unknown("option", name, known))
-    return settings_class(target=pair.target_name or "the given model", compile=pair.compile, **options)
+    return settings_class(target=pair.target_name or "the given model", compile=pair.compile, pack=pair.pack, **options)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from decode.commands.checks import (
@@ -101,8 +102,13 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
     warp = make_warp(settings, pair.target, settings.temperature)
     if opened and (followed := described(pair.target, warp)):
         print(followed, file=sys.stderr)
-    if opened or settings.threads is not None:
+    if settings.threads is not None:  # the layout of weights is chosen by measurement
+        torch.set_num_threads(settings.threads)
+    if opened:
         machine.set_threads(pair.runner, settings.threads)
+        for name, runner in (("target", pair.runner), ("draft", pair.draft_runner)):
+            if runner is not None and runner.packing:
+                print(f"{name}: {runner.packing}", file=sys.stderr)
     tokenizer = pair.tokenizer
     ids = chat_ids(tokenizer, [{"role": "user", "content": prompt}]) if settings.chat else prompt_ids(tokenizer, prompt)
     draft = None

@@ -50,6 +50,7 @@ def _profile(settings: ProfileSettings, pair: Pair | None = None) -> tuple[PairP
         warp=make_warp(settings, pair.target),
         threads=settings.threads,
         compile=settings.compile,
+        pack=settings.pack,
     )
     session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, options)
     with Console(stderr=True).status("measuring forwards and acceptance"):
@@ -61,18 +62,19 @@ def run(settings: ProfileSettings) -> None:
     """Profile the pair of the settings and print what was found."""
     found, session = _profile(settings)
     if settings.json:
-        print(json.dumps(found.to_dict() | {"threads": session.threads}, ensure_ascii=False))
+        how = {"threads": session.threads, "packing": session.packing}
+        print(json.dumps(found.to_dict() | how, ensure_ascii=False))
     else:
-        show(found, session.threads)
+        show(found, session.threads, session.packing)
     for name, vocabulary in session.vocabularies.items():
         print(f"{name}: {vocabulary}", file=sys.stderr)
 
 
-def show(found: PairProfile, threads: str) -> None:
+def show(found: PairProfile, threads: str, packing: Sequence[str] = ()) -> None:
     """The profile for a terminal."""
     console = Console(highlight=False)
     cost = found.cost
-    console.print(f"{machine.sentence(found.machine)}\n{threads}", soft_wrap=True)
+    console.print("\n".join([machine.sentence(found.machine), threads, *packing]), soft_wrap=True)
     facts = Table(box=None, pad_edge=False, show_header=False)
     for name, value, formula in (
         ("t(1)", f"{1e3 * cost.target_seconds:.3f} ms", f"one-token target forward, {cost.context} tokens before it"),

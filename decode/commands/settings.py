@@ -37,6 +37,10 @@ class LoadSettings(Checked):
     """torch.compile for target and draft, with a cache of fixed size: none, default, or reduce-overhead, which replays
     CUDA graphs. For GPUs; on CPUs the plain forward is faster. Each length of input is compiled when it first occurs,
     which takes seconds to minutes; drafts by the target's own layers and feature heads stay as they are."""
+    pack: str = "auto"
+    """On CPUs, weights in the order that the kernels read them, copied at loading: off, on, or auto, which measures
+    each shape and packs where that is faster (models up to 1 GiB). Checking several tokens then costs little more than
+    reading one."""
     threads: PositiveInt | None = None
     """Threads of torch; null measures one against all and takes the faster (small models are fastest on one)."""
 

@@ -24,6 +24,7 @@ class Runner(ABC):
         vocab_size: ids that it reads, and columns of its logits.
         limit: positions of its context.
         model: the Hugging Face model that is run, for what else is known of it; None where there is none.
+        packing: how its weights were laid out for the processor, and why; empty where there was nothing to choose.
         tree_refusal: why it cannot read token trees; empty where it can.
         captured_layers: hidden states to keep of all rows read, for drafters that build on them: i is the state that
             enters layer i, the number of layers the last one, after the final norm.
@@ -43,6 +44,7 @@ class Runner(ABC):
     ) -> None:
         self.name, self.device, self.dtype, self.model = name, device, dtype, model
         self.vocab_size, self.limit = vocab_size, limit
+        self.packing = ""
         self.tree_refusal = ""
         self.captured_layers: tuple[int, ...] = ()
         self.hidden = torch.empty(0)

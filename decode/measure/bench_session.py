@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
@@ -47,7 +48,8 @@ class BenchOptions:
         samples: prompts of each suite whose texts are kept with their marks.
         costs: measure c and v(n), which `predicted_speedup` needs.
         cost_turns: measurements of the costs, spread over a block's prompts (a few of them come first).
-        compile: see `decode.models.runners.huggingface.open_runner`.
+        compile: see `decode.models.open_runner.open_runner`.
+        pack: see `decode.models.open_runner.open_runner`.
     """
 
     max_new_tokens: int = 128
@@ -63,6 +65,7 @@ class BenchOptions:
     costs: bool = True
     cost_turns: int = 24
     compile: str = "none"
+    pack: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "repeats"):
@@ -91,6 +94,7 @@ class Session:
         runner: the target's.
         drafts: the drafts' runners by name.
         threads: why this many threads are used.
+        packing: how the weights of the target and of each draft were laid out, in sentences.
         costs: `CostModel` by draft name; None stands for the target alone.
         left_out: by suite, how many of its prompts were too long.
         vocabularies: by suite, what drafts of another vocabulary can draft of it.
@@ -107,9 +111,13 @@ class Session:
         self.model = model
         self.tokenizer = tokenizer
         self.draft_models: dict[str, DraftModel] = dict(drafts or {})
-        mode = self.options.compile
-        self.runner = open_runner(model, compile=mode)
-        self.drafts = {name: open_draft_runner(draft, model, mode) for name, draft in self.draft_models.items()}
+        if (self.options.threads or 0) > 0:  # the layout of weights is chosen by measurement
+            torch.set_num_threads(self.options.threads or 1)
+        how = {"compile": self.options.compile, "pack": self.options.pack}
+        self.runner = open_runner(model, **how)
+        self.drafts = {name: open_draft_runner(draft, model, **how) for name, draft in self.draft_models.items()}
+        opened = {"target": self.runner} | self.drafts
+        self.packing = [f"{name}: {runner.packing}" for name, runner in opened.items() if runner.packing]
         self.threads = machine.set_threads(self.runner, self.options.threads)[1]
         self.stop_ids: Collection[int] = set() if self.options.ignore_eos else stop_ids(model, tokenizer)
         self.costs: dict[str | None, CostModel] = {}

@@ -29,7 +29,7 @@ NEAR = 64
 """Largest attention window whose end the check reads past."""
 
 
-def open_runner(model: PreTrainedModel, *, fast: bool = True, compile: str = "none") -> Runner:
+def open_runner(model: PreTrainedModel, *, fast: bool = True, compile: str = "none", pack: str = "off") -> Runner:
     """The fastest runner that gives this model's own results; nothing is trusted before it has reproduced them.
 
     A hand-written forward is used for the families it knows; everything else (other families, adapters, quantised
@@ -42,6 +42,7 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, compile: str = "no
         model: a causal language model, or one with adapters (peft).
         fast: use the hand-written forward where it can be.
         compile: send it through torch.compile (a mode of `decode.models.runners.compiled.MODES`).
+        pack: reorder its weights for oneDNN's kernels (a mode of `decode.models.runners.packing.MODES`).
 
     Raises:
         UserError: a model that cannot be rolled back (recurrent, hybrid, encoder–decoder, bidirectional), logits that
@@ -50,7 +51,7 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, compile: str = "no
     refuse_unserved(model)
     if compile != "none":
         return _open_compiled(model, compile)
-    quick = fast_if_equal(model) if fast else None
+    quick = fast_if_equal(model, pack) if fast else None
     if quick is not None:
         return quick
     runner: Runner = HuggingFaceRunner(model)
@@ -76,11 +77,16 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, compile: str = "no
     return runner
 
 
-def fast_if_equal(model: PreTrainedModel) -> FastRunner | None:
-    """The hand-written forward of a model that it knows, once it has reproduced its logits; else None."""
+def fast_if_equal(model: PreTrainedModel, pack: str = "off") -> FastRunner | None:
+    """The hand-written forward of a model that it knows, once it has reproduced its logits; else None.
+
+    Args:
+        model: the model.
+        pack: see `open_runner`.
+    """
     if not supports(model):
         return None
-    quick = fast_runner(model)
+    quick = fast_runner(model, pack=pack)
     found = compare(model, quick)
     if found.chain < found.tolerance and found.tree < found.tolerance:
         return quick
@@ -119,19 +125,20 @@ def _unserved(name: str, reason: str) -> UserError:
     )
 
 
-def open_draft_runner(draft: DraftModel, target: PreTrainedModel, compile: str = "none") -> Runner:
+def open_draft_runner(draft: DraftModel, target: PreTrainedModel, compile: str = "none", pack: str = "off") -> Runner:
     """The runner of a draft model, of one of another vocabulary, or of a feature head (never compiled) over its target.
 
     Args:
         draft: what drafts.
         target: the model it drafts for.
         compile: see `open_runner`.
+        pack: see `open_runner`.
     """
     if isinstance(draft, FeatureHead):
-        return HeadRunner(draft, target)
+        return HeadRunner(draft, target, pack)
     if isinstance(draft, ForeignDraft):
-        return ForeignRunner(open_runner(draft.model, compile=compile), draft.vocabulary)
-    return open_runner(draft, compile=compile)
+        return ForeignRunner(open_runner(draft.model, compile=compile, pack=pack), draft.vocabulary)
+    return open_runner(draft, compile=compile, pack=pack)
 
 
 def _open_compiled(model: PreTrainedModel, mode: str) -> Runner:

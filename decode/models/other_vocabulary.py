@@ -61,6 +61,7 @@ class ForeignRunner(Runner):
             model=runner.model,
         )
         self.inner, self.vocabulary = runner, vocabulary
+        self.packing = runner.packing
         self.tree_refusal = "a draft of another vocabulary reads chains only"
         self._ends: list[int] = []  # positions of the cache that the text takes up to each token
 

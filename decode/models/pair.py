@@ -25,6 +25,7 @@ class Pair:
         target_name: the folder or Hub name that the target was loaded from.
         draft_name: the draft's.
         compile: see `decode.models.open_runner.open_runner`.
+        pack: see `decode.models.open_runner.open_runner`.
     """
 
     target: PreTrainedModel
@@ -33,16 +34,17 @@ class Pair:
     target_name: str = ""
     draft_name: str | None = None
     compile: str = "none"
+    pack: str = "auto"
 
     @cached_property
     def runner(self) -> Runner:
         """The target's forward with its cache."""
-        return open_runner(self.target, compile=self.compile)
+        return open_runner(self.target, compile=self.compile, pack=self.pack)
 
     @cached_property
     def draft_runner(self) -> Runner | None:
         """The draft's."""
-        return None if self.draft is None else open_draft_runner(self.draft, self.target, self.compile)
+        return None if self.draft is None else open_draft_runner(self.draft, self.target, self.compile, self.pack)
 
 
 def load(
@@ -55,6 +57,7 @@ def load(
     trust_remote_code: bool = False,
     draft_vocabulary: str = "same",
     compile: str = "none",
+    pack: str = "auto",
 ) -> Pair:
     """Open a target and, if given, a draft for it.
 
@@ -67,6 +70,7 @@ def load(
         trust_remote_code: run the Python code that a Hub repository brings.
         draft_vocabulary: ``intersection`` takes a draft whose tokenizer differs from the target's; ``same`` refuses it.
         compile: see `decode.models.open_runner.open_runner`.
+        pack: see `decode.models.open_runner.open_runner`.
 
     Raises:
         UserError: a model that cannot be read, or two that do not fit each other.
@@ -74,7 +78,7 @@ def load(
     model, tokenizer = open_target(
         target, device=device, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
     )
-    pair = Pair(model, tokenizer, target_name=str(target), compile=compile)
+    pair = Pair(model, tokenizer, target_name=str(target), compile=compile, pack=pack)
     if draft is not None:
         pair.draft_name = str(draft)
         pair.draft = open_draft(

@@ -47,7 +47,7 @@ def write_report(
     report.html, or bench.html where another command's report.html already stands.
     """
     session = bench.session
-    facts = machine.describe(session.runner.device) | {"note": session.threads}
+    facts = machine.describe(session.runner.device) | {"note": "; ".join([session.threads, *session.packing])}
     path = folder / "report.json"
     content = _read(path)
     beside = bool(content.keys() - {"methods", "bench", "machine"})

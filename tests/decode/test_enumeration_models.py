@@ -21,6 +21,7 @@ from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System
 from decode.models.runners.fast_runner import fast_runner
 from decode.models.runners.huggingface import HuggingFaceRunner
+from decode.models.runners.packing import PackedLinear
 
 TOLERANCE = 1e-12
 VOCAB = 8
@@ -70,6 +71,19 @@ def test_a_draft_model_is_lossless_through_real_caches(family: str, runner: type
     drafter = ModelDrafter(runner(draft), WARP, VOCAB)
     assert there.bias(System("model", drafter, StopRule(5))) < tolerance(family)
     assert {m for trace in there.traces for m in trace.accepted} == {0, 1, 2}
+
+
+def test_packed_weights_are_lossless(tiny) -> None:
+    """In float32, which the kernels take: the bias is its rounding, measured against fresh forwards of the model."""
+    target = tiny("llama", vocab_size=VOCAB)
+    runner = fast_runner(target, pack="on")
+    assert isinstance(runner.forward.weights.head, PackedLinear)
+    drafter = ModelDrafter(fast_runner(resembling(target, 0.2), pack="on"), WARP, VOCAB)
+    there = experiment(target, runner, tokens=3)
+    assert there.bias(System("model", drafter, StopRule(5))) < 1e-5
+    assert {m for trace in there.traces for m in trace.accepted} >= {0, 1}
+    trees = experiment(target, runner, tokens=5)
+    assert trees.bias(System("tree", RandomTree(VOCAB, 0), StopRule())) < 1e-5
 
 
 @pytest.mark.parametrize(("family", "runner"), CASES, ids=IDS)

@@ -12,8 +12,8 @@ from decode.core.proposal import Draft
 from decode.core.runner import Runner
 from decode.models.eagle.head import FeatureHead, output_head
 from decode.models.runners.fast_forward import FastForward, Mask, cos_and_sin
-from decode.models.runners.fast_weights import Shape, Weights, llama_layer, norm, product, tunable
-from decode.models.runners.linear import Linear
+from decode.models.runners.fast_weights import Shape, Weights, llama_layer, norm, tunable
+from decode.models.runners.packing import Linears
 
 
 class HeadRunner(Runner):
@@ -25,6 +25,7 @@ class HeadRunner(Runner):
     Args:
         head: the feature head.
         target: the model whose embedding (and EAGLE-1's output head) it uses.
+        pack: see `decode.models.open_runner.open_runner`.
 
     Attributes:
         unread: features ``[n, feature width]`` of the target that wait for the token after theirs.
@@ -34,7 +35,7 @@ class HeadRunner(Runner):
     unread: Tensor
     settled: int
 
-    def __init__(self, head: FeatureHead, target: PreTrainedModel) -> None:
+    def __init__(self, head: FeatureHead, target: PreTrainedModel, pack: str = "off") -> None:
         embedding, layer, config = head.embed_tokens or target.get_input_embeddings(), head.layer, head.config
         if head.version == 1 and embedding.weight.shape[1] != config.hidden_size:
             raise UserError("an embedding of another width than the hidden states cannot be shared with a feature head")
@@ -42,16 +43,17 @@ class HeadRunner(Runner):
         rotated = cos_and_sin(head.rotary, 1, embedding.weight.dtype, embedding.weight.device)[0].shape[-1]
         tuned = tunable(head) and config.head_dim % 2 == 0
         shape = Shape(config.num_attention_heads, config.num_key_value_heads, config.head_dim, rotated, tuned=tuned)
+        make = Linears(pack, copies=tuned)
         weights = Weights(
             shape,
-            [llama_layer(layer.self_attn, layer.mlp, None, layer.post_attention_layernorm, shape)],
+            [llama_layer(layer.self_attn, layer.mlp, None, layer.post_attention_layernorm, shape, make)],
             F.silu,
             gated=True,
             parallel=False,
             window=None,
             embedding=embedding.weight,
             final_norm=norm(head.norm) if head.version == 3 else lambda x: x,
-            head=product(linear.weight, linear.bias, shape),
+            head=make(linear.weight, linear.bias),
         )
         self.forward = FastForward(weights, head.rotary)
         super().__init__(
@@ -64,7 +66,8 @@ class HeadRunner(Runner):
         )
         self.tree_refusal = "levels of a tree are read by read_level"
         self.feature_head, self.version = head, head.version
-        self.fuse = Linear(head.fc.weight, head.fc.bias)
+        self.fuse = make(head.fc.weight, head.fc.bias)
+        self.packing = make.sentence()
         if head.version == 3:
             self.norm_embedded, self.norm_state = norm(layer.input_layernorm), norm(layer.hidden_norm)
         self.draft_ids = head.draft_ids()

@@ -15,9 +15,10 @@ from decode.core.proposal import Draft
 from decode.core.runner import Runner
 from decode.models.runners.compiled import CompiledChain
 from decode.models.runners.fast_forward import FastForward, Mask, cos_and_sin
-from decode.models.runners.fast_weights import FAMILIES, model_weights, tunable
+from decode.models.runners.fast_weights import FAMILIES, is_small, model_weights, tunable
 from decode.models.runners.huggingface import facts_of, weight_bytes
 from decode.models.runners.layer_subset import LayerSubset
+from decode.models.runners.packing import Linears
 from decode.models.runners.texts_together import NewTokens
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -57,19 +58,24 @@ def _is_plain(module: nn.Module) -> bool:
     return not holds_weights or type(module) in kinds or type(module).__name__.endswith("RMSNorm")
 
 
-def fast_runner(model: PreTrainedModel, *, compile: str = "none") -> FastRunner:
+def fast_runner(model: PreTrainedModel, *, compile: str = "none", pack: str = "off") -> FastRunner:
     """A runner of a model that `supports` knows.
 
     Args:
         model: the model.
         compile: mode of torch.compile for chains, or ``none``.
+        pack: of `decode.models.runners.packing.MODES`; large models (`COPIED`) are packed by ``on`` only.
     """
     facts, rotary = facts_of(model), model.base_model.rotary_emb
     rotated = cos_and_sin(rotary, 1, facts["dtype"], facts["device"])[0].shape[-1]
     # a compiler has no complex numbers, and lays weights out itself
-    weights = model_weights(model, rotated, tuned=compile == "none" and tunable(model))
-    forward = FastForward(weights, rotary, powers_of_two=compile != "none")
-    return FastRunner(forward, facts["name"], facts["limit"], model=model, compile=compile)
+    tuned = compile == "none" and tunable(model)
+    packs = compile == "none" and (pack == "on" or is_small(model))
+    make = Linears(pack if packs else "off", model.config.get_text_config().num_hidden_layers, copies=tuned)
+    forward = FastForward(model_weights(model, rotated, make, tuned=tuned), rotary, powers_of_two=compile != "none")
+    runner = FastRunner(forward, facts["name"], facts["limit"], model=model, compile=compile)
+    runner.packing = make.sentence()
+    return runner
 
 
 class FastRunner(Runner):

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from decode.models.runners.fast_norms import WIDE, Function, RmsNorm, norm, rms_norm
-from decode.models.runners.linear import Linear, by_columns
+from decode.models.runners.linear import Linear
+from decode.models.runners.packing import Linears
 
 COPIED = 1 << 30
 """Most bytes of a model whose weights are copied."""
@@ -77,9 +78,12 @@ class Layer:
 
 def tunable(model: nn.Module) -> bool:
     """Whether copies of a model's weights pay: on a CPU, in 32 bits or more, up to `COPIED`."""
-    weights = list(model.parameters())
-    small = sum(p.numel() * p.element_size() for p in weights) <= COPIED
-    return small and all(p.device.type == "cpu" and p.dtype in WIDE for p in weights)
+    return is_small(model) and all(p.device.type == "cpu" and p.dtype in WIDE for p in model.parameters())
+
+
+def is_small(model: nn.Module) -> bool:
+    """Whether the weights take at most `COPIED` bytes."""
+    return sum(p.numel() * p.element_size() for p in model.parameters()) <= COPIED
 
 
 def fuse(linears: Sequence[nn.Linear], *, in_place: bool) -> tuple[Tensor, Tensor | None]:
@@ -156,20 +160,21 @@ class Weights:
     head: Linear
 
 
-def model_weights(model: Any, rotated: int, *, tuned: bool) -> Weights:
+def model_weights(model: Any, rotated: int, make: Linears, *, tuned: bool) -> Weights:
     """The weights of a causal language model of one of `FAMILIES`.
 
     Args:
         model: the model.
         rotated: leading elements of a head that positions rotate.
+        make: makes the products.
         tuned: copy them into the layout for CPUs.
     """
     config, base = model.config.get_text_config(), model.base_model
     kind, heads = config.model_type, config.num_attention_heads
     kv_heads = heads if kind == "gpt_neox" else getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    large = not tuned and sum(p.numel() * p.element_size() for p in model.parameters()) > COPIED
-    shape = Shape(heads, kv_heads, width, rotated, kind == "gpt_neox", tuned and width % 2 == 0, in_place=large)
+    in_place = not tuned and make.mode == "off" and not is_small(model)
+    shape = Shape(heads, kv_heads, width, rotated, kind == "gpt_neox", tuned and width % 2 == 0, in_place)
     gated, mlp = kind in LLAMA_LIKE, base.layers[0].mlp
     act = mlp.activation_fn if kind in ("phi", "phi3") else mlp.act if kind == "gpt_neox" else mlp.act_fn
     final = base.final_layer_norm if kind == "gpt_neox" else base.final_layernorm if kind == "phi" else base.norm
@@ -178,7 +183,7 @@ def model_weights(model: Any, rotated: int, *, tuned: bool) -> Weights:
     slides = "sliding_attention" in layer_types if layer_types else kind in ("mistral", "phi3")
     return Weights(
         shape,
-        [decoder_layer(kind, block, shape) for block in base.layers],
+        [decoder_layer(kind, block, shape, make) for block in base.layers],
         # the function costs half of the module's call
         F.silu if isinstance(act, nn.SiLU | SiLUActivation) else act,
         gated=gated,
@@ -186,20 +191,20 @@ def model_weights(model: Any, rotated: int, *, tuned: bool) -> Weights:
         window=config.sliding_window if slides else None,
         embedding=model.get_input_embeddings().weight,
         final_norm=norm(final),
-        head=product(head.weight, head.bias, shape),
+        head=make(head.weight, head.bias),
     )
 
 
-def decoder_layer(kind: str, block: Any, shape: Shape) -> Layer:
+def decoder_layer(kind: str, block: Any, shape: Shape, make: Linears) -> Layer:
     """One layer of a family of `FAMILIES`."""
     if kind == "gpt_neox":
-        return neox_layer(block, shape)
+        return neox_layer(block, shape, make)
     if kind == "phi":
-        return phi_layer(block, shape)
-    return llama_layer(block.self_attn, block.mlp, block.input_layernorm, block.post_attention_layernorm, shape)
+        return phi_layer(block, shape, make)
+    return llama_layer(block.self_attn, block.mlp, block.input_layernorm, block.post_attention_layernorm, shape, make)
 
 
-def llama_layer(attention: Any, mlp: Any, norm1: Any, norm2: Any, shape: Shape) -> Layer:
+def llama_layer(attention: Any, mlp: Any, norm1: Any, norm2: Any, shape: Shape, make: Linears) -> Layer:
     """A gated layer, of which Phi-3 stores projections fused; without `norm1`, what it reads is normed already."""
     fused = hasattr(attention, "qkv_proj")
     inputs = [attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -219,15 +224,15 @@ def llama_layer(attention: Any, mlp: Any, norm1: Any, norm2: Any, shape: Shape) 
     return Layer(
         first,
         second,
-        product(qkv, qkv_bias, shape),
-        Linear(out.weight, out.bias),
-        product(up, up_bias, shape),
-        Linear(down.weight, down.bias),
+        make(qkv, qkv_bias),
+        make(out.weight, out.bias),
+        make(up, up_bias),
+        make(down.weight, down.bias),
         qk_norm,
     )
 
 
-def neox_layer(block: Any, shape: Shape) -> Layer:
+def neox_layer(block: Any, shape: Shape, make: Linears) -> Layer:
     """A layer of GPT-NeoX."""
     attention, mlp = block.attention, block.mlp
     qkv, qkv_bias = _sorted_rows(shape, attention.query_key_value.weight, attention.query_key_value.bias)
@@ -235,14 +240,14 @@ def neox_layer(block: Any, shape: Shape) -> Layer:
     return Layer(
         norm(block.input_layernorm),
         norm(block.post_attention_layernorm),
-        product(qkv, qkv_bias, shape),
-        Linear(out.weight, out.bias),
-        product(up.weight, up.bias, shape),
-        Linear(down.weight, down.bias),
+        make(qkv, qkv_bias),
+        make(out.weight, out.bias),
+        make(up.weight, up.bias),
+        make(down.weight, down.bias),
     )
 
 
-def phi_layer(block: Any, shape: Shape) -> Layer:
+def phi_layer(block: Any, shape: Shape, make: Linears) -> Layer:
     """A layer of Phi, whose attention and MLP read the same."""
     attention, mlp = block.self_attn, block.mlp
     qkv, qkv_bias = _sorted_rows(
@@ -252,13 +257,8 @@ def phi_layer(block: Any, shape: Shape) -> Layer:
     return Layer(
         norm(block.input_layernorm),
         None,
-        product(qkv, qkv_bias, shape),
-        Linear(out.weight, out.bias),
-        product(up.weight, up.bias, shape),
-        Linear(down.weight, down.bias),
+        make(qkv, qkv_bias),
+        make(out.weight, out.bias),
+        make(up.weight, up.bias),
+        make(down.weight, down.bias),
     )
-
-
-def product(weight: Tensor, bias: Tensor | None, shape: Shape) -> Linear:
-    """A product whose weight may be copied."""
-    return Linear(by_columns(weight) if shape.tuned else weight, bias)

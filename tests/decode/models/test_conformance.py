@@ -56,7 +56,7 @@ def test_greedy_texts_are_those_of_generate(name: str) -> None:
     model = model_of(name)
     runners = [open_runner(model)]
     if isinstance(runners[0], FastRunner):
-        runners.append(open_runner(model, fast=False))
+        runners += [open_runner(model, pack="on"), open_runner(model, fast=False)]
     ways = ["empty", "alternating", "wrong", "overlong"] + ["tree"] * (name not in NO_TREES)
     for runner in runners:
         for prompt, text in zip(PROMPTS, texts_of(name)):

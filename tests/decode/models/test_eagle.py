@@ -52,8 +52,8 @@ def make_head(target: PreTrainedModel, version: int, seed: int = 3) -> FeatureHe
     return head.to(target.dtype).eval()
 
 
-def as_runner(target: PreTrainedModel, version: int) -> HeadRunner:
-    return HeadRunner(make_head(target, version), target)
+def as_runner(target: PreTrainedModel, version: int, pack: str = "off") -> HeadRunner:
+    return HeadRunner(make_head(target, version), target, pack)
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -73,11 +73,12 @@ def test_the_target_keeps_the_states_asked_for_whatever_rows_the_head_reads(fami
     assert seen.shape == (len(ids), 3 * WIDTH)
 
 
+@pytest.mark.parametrize("pack", ["off", "on"])
 @pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_fast_forward_drafts_what_teacher_forcing_says(family: str, version: int, tiny) -> None:
+def test_the_fast_forward_drafts_what_teacher_forcing_says(family: str, version: int, pack: str, tiny) -> None:
     target = tiny(family)
-    runner, ids = as_runner(target, version), PROMPTS[1] + [5, 6, 2, 7]
+    runner, ids = as_runner(target, version, pack), PROMPTS[1] + [5, 6, 2, 7]
     start = len(PROMPTS[1])
     source = open_runner(target)
     source.captured_layers = runner.feature_head.captured_layers
@@ -92,10 +93,11 @@ def test_the_fast_forward_drafts_what_teacher_forcing_says(family: str, version:
         torch.testing.assert_close(row, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("pack", ["off", "on"])
 @pytest.mark.parametrize("version", [1, 3])
-def test_a_level_of_a_tree_gives_each_path_what_its_chain_would(version: int, tiny) -> None:
+def test_a_level_of_a_tree_gives_each_path_what_its_chain_would(version: int, pack: str, tiny) -> None:
     target = tiny("llama")
-    runner, ids = as_runner(target, version), PROMPTS[0]
+    runner, ids = as_runner(target, version, pack), PROMPTS[0]
     source = open_runner(target)
     source.captured_layers = runner.feature_head.captured_layers
     paths = [[4, 5], [4, 6], [9, 5]]

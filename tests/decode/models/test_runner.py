@@ -23,8 +23,15 @@ from decode.models.runners.huggingface import HuggingFaceRunner
 from decode.models.runners.tree_masks import tree_mask
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
-PATHS = [path for path in RUNNER_PATHS if path[0] in ("llama", "mistral", "qwen3", "phi", "gpt_neox", "gpt2", "gemma2")]
-IDS = [f"{family}-{'fast' if fast else 'ordinary'}" for family, fast in PATHS]
+WAYS = {"fast": {}, "ordinary": {"fast": False}, "packed": {"pack": "on"}}
+"""How a runner is opened."""
+KINDS = ("llama", "llama-mha", "mistral", "qwen3", "phi", "gpt_neox", "gpt2", "gemma2")
+PATHS = [
+    (family, way)
+    for family, fast in RUNNER_PATHS
+    if family in KINDS
+    for way in (("fast", "packed") if fast else ("ordinary",))
+]
 
 
 @torch.inference_mode()
@@ -36,11 +43,11 @@ def close(seen: Tensor, wanted: Tensor, atol: float = 2e-4) -> bool:
     return seen.shape == wanted.shape and torch.allclose(seen, wanted, atol=atol, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "fast"), PATHS, ids=IDS)
+@pytest.mark.parametrize(("family", "way"), PATHS)
 @torch.inference_mode()
-def test_reading_in_pieces_gives_the_logits_of_one_forward(family: str, fast: bool, tiny) -> None:
+def test_reading_in_pieces_gives_the_logits_of_one_forward(family: str, way: str, tiny) -> None:
     model = tiny(family)
-    runner = open_runner(model, fast=fast)
+    runner = open_runner(model, **WAYS[way])
     wanted = logits_of(model, TEXT)
     ids = torch.tensor(TEXT)
     assert runner.read(ids[:4], head=0).shape == (0, VOCAB)
@@ -83,11 +90,11 @@ def random_tree(seed: int, nodes: int = 12) -> Draft:
     return Draft.tree([dice.randrange(VOCAB) for _ in range(nodes)], [dice.randrange(-1, i) for i in range(nodes)])
 
 
-@pytest.mark.parametrize(("family", "fast"), PATHS, ids=IDS)
+@pytest.mark.parametrize(("family", "way"), PATHS)
 @torch.inference_mode()
-def test_every_node_of_a_tree_sees_its_own_path_and_nothing_else(family: str, fast: bool, tiny) -> None:
+def test_every_node_of_a_tree_sees_its_own_path_and_nothing_else(family: str, way: str, tiny) -> None:
     model = tiny(family)
-    runner = open_runner(model, fast=fast)
+    runner = open_runner(model, **WAYS[way])
     target = Target(runner)
     prompt = list(TEXT)
     for seed in range(3):
@@ -109,12 +116,12 @@ def test_every_node_of_a_tree_sees_its_own_path_and_nothing_else(family: str, fa
         assert close(runner.read(torch.tensor([5, 6])), logits_of(model, text)[-2:])
 
 
-@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox", "phi"])
 @torch.inference_mode()
-def test_texts_longer_than_the_first_allocation_are_read_right(family: str, fast: bool, tiny) -> None:
+def test_texts_longer_than_the_first_allocation_are_read_right(family: str, way: str, tiny) -> None:
     model = tiny(family, max_position_embeddings=1024)
-    runner = open_runner(model, fast=fast)
+    runner = open_runner(model, **WAYS[way])
     ids = torch.arange(600) * 7919 % VOCAB
     wanted = logits_of(model, ids.tolist())
     seen = torch.cat(

@@ -1,0 +1,158 @@
+"""Weights of products in the order that oneDNN's kernels read them (CPU), taken where that is measured to be faster.
+
+A product of few rows takes as long as its weight takes to be read, if the kernel reads it in one go; stored row by row,
+a weight is read with strides, or reordered in each call. Freezing in torch.compile packs weights by the same operators.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from decode.core.errors import UserError
+from decode.models.runners.linear import Linear, by_columns
+
+MODES = ("auto", "on", "off")
+"""Packing: where it is measured to pay, wherever the kernels take it, nowhere."""
+ROWS = (1, 8)
+"""Rows of the products that are measured: a step, and a check of a draft."""
+MARGIN = 0.95
+"""Packed products are taken where they need less than this part of the plain ones' time, over all `ROWS`."""
+COLD = 1 << 25
+"""Bytes of weights that a measurement reads in turn: a model's weights are read from memory, not from the cache."""
+TURNS = 4
+"""Measurements of each way, interleaved; the least one counts."""
+_BATCH = 8  # rows that oneDNN is told to expect; the order of the weight is the same for others
+
+
+class PackedLinear(Linear):
+    """x·Wᵀ + b with a packed weight.
+
+    Args:
+        weight: ``[rows, width]``; it is copied.
+        bias: ``[rows]``.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        with torch.inference_mode():
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _BATCH)
+        super().__init__(packed, None if bias is None else bias.detach())
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._sum = torch.ops.mkldnn._linear_pointwise.binary
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear.__call__`."""
+        product: Tensor = self._product(x, self.weight, self.bias, "none", [], "")
+        return product
+
+    def add_to(self, x: Tensor, y: Tensor) -> Tensor:
+        """See `Linear.add_to`."""
+        sum: Tensor = self._sum(y, x, self.weight, self.bias, "add")
+        return sum
+
+
+class Linears:
+    """Makes the products of one model, and decides for each shape of a weight how.
+
+    Args:
+        mode: of `MODES`.
+        layers: how many weights of a shape the model has at least; so many are read in turn when measuring.
+        copies: whether plain weights may be copied into a faster layout.
+
+    Attributes:
+        packed: bytes of packed weights.
+    """
+
+    def __init__(self, mode: str = "off", layers: int = 1, *, copies: bool = False) -> None:
+        check_pack(mode)
+        self.mode, self.layers, self.copies, self.packed = mode, layers, copies, 0
+        self._chosen: dict[tuple[int, ...], bool] = {}
+        self._ratios: dict[tuple[int, ...], list[float]] = {}
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """The product with a weight ``[rows, width]`` and a bias ``[rows]``."""
+        shape = tuple(weight.shape)
+        if shape not in self._chosen:
+            self._chosen[shape] = self._packs(weight)
+        if self._chosen[shape]:
+            self.packed += weight.numel() * weight.element_size()
+            return PackedLinear(weight, bias)
+        return self._plain(weight, bias)
+
+    def _plain(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return Linear(by_columns(weight) if self.copies else weight, bias)
+
+    def _packs(self, weight: Tensor) -> bool:
+        if self.mode == "off" or not packable(weight):
+            return False
+        if self.mode == "on":
+            return True
+        ratios = self._ratios[tuple(weight.shape)] = measure(self._plain, PackedLinear, weight, self.layers)
+        return sum(ratios) < MARGIN * len(ratios)
+
+    def sentence(self) -> str:
+        """What was chosen and why, for the terminal; empty where there was nothing to choose."""
+        size = f"{self.packed / 1e6:.0f} MB of weights packed" if self.packed else "weights plain"
+        if not self._ratios:
+            return size if self.packed else ""
+        parts = []
+        for shape, ratios in self._ratios.items():
+            speed = " and ".join(f"{1 / ratio:.1f}" for ratio in ratios)
+            parts.append(f"{shape[0]}×{shape[1]} {'packed' if self._chosen[shape] else 'plain'} ({speed})")
+        threads = torch.get_num_threads()
+        return (
+            f"{size}, by how many times as fast that is at {' and '.join(map(str, ROWS))} rows on {threads} "
+            f"thread{'s' if threads > 1 else ''}: {', '.join(parts)}"
+        )
+
+
+def check_pack(mode: str) -> None:
+    """Refuse what is no mode.
+
+    Raises:
+        UserError: an unknown mode.
+    """
+    if mode not in MODES:
+        raise UserError(f"pack is {mode!r}; choose one of {', '.join(MODES)}")
+
+
+def packable(weight: Tensor) -> bool:
+    """Whether oneDNN's kernels take a weight: on the CPU, in float32 or, where the processor has it, bfloat16."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    narrow = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32 or narrow
+
+
+@torch.inference_mode()
+def measure(
+    plain: Callable[[Tensor], Linear], packed: Callable[[Tensor], Linear], weight: Tensor, layers: int
+) -> list[float]:
+    """Time of packed products over that of plain ones, at each of `ROWS`.
+
+    Args:
+        plain: makes a plain product.
+        packed: makes a packed one.
+        weight: an example of the shape.
+        layers: weights of this shape that the model reads in turn.
+    """
+    count = max(1, min(layers, COLD // (weight.numel() * weight.element_size())))
+    ways = [[make(weight.detach().clone()) for _ in range(count)] for make in (plain, packed)]
+    inputs = [weight.new_ones(rows, weight.shape[1]) for rows in ROWS]
+    repeats = max(1, 64 // count)
+
+    def seconds(way: list[Linear], x: Tensor) -> float:
+        begun = time.perf_counter()
+        for _ in range(repeats):
+            for linear in way:
+                linear(x)
+        return time.perf_counter() - begun
+
+    least = [[float("inf")] * 2 for _ in ROWS]
+    for _ in range(TURNS):
+        for row, x in zip(least, inputs):
+            row[:] = [min(best, seconds(way, x)) for best, way in zip(row, ways)]
+    return [fast / slow for slow, fast in least]
