@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -113,7 +114,7 @@ class Session:
         self.draft_models: dict[str, DraftModel] = dict(drafts or {})
         if (self.options.threads or 0) > 0:  # the layout of weights is chosen by measurement
             torch.set_num_threads(self.options.threads or 1)
-        how = {"compile": self.options.compile, "pack": self.options.pack}
+        how: dict[str, Any] = {"compile": self.options.compile, "pack": self.options.pack}
         self.runner = open_runner(model, **how)
         self.drafts = {name: open_draft_runner(draft, model, **how) for name, draft in self.draft_models.items()}
         opened = {"target": self.runner} | self.drafts
