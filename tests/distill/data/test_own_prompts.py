@@ -23,6 +23,7 @@ from distill.data.own_prompts.prompt_filter import PromptFilter
 from distill.data.own_prompts.prompt_rows import ORDER, Sample, prompt_of, prompt_rows
 from distill.data.own_prompts.user_turn import user_turn
 from distill.data.stage_context import StageContext
+from distill.pipeline.dry_run import shrink
 from distill.pipeline.runner import run_of, run_stages
 from distill.teacher.prepare import answered_by_target
 
@@ -332,3 +333,14 @@ def test_a_file_without_prompts_and_a_run_without_a_target_are_refused(tmp_path:
     made.data.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(UserError, match="nothing before a user's turn"):
         _ = context(made)[0].corpus
+
+
+def test_a_dry_run_takes_word_problems_for_the_prompts_and_keeps_the_path(tmp_path: Path, tiny: Tiny) -> None:
+    made = own_run(tmp_path, tiny)
+    made.initial.training.steps = made.reference.training.steps = 2
+    small = shrink(made, Console(file=io.StringIO()))
+    small.validate()
+    corpus = StageContext(small, run_of(small), Console(quiet=True)).corpus
+    assert not corpus.answered
+    assert len(corpus.train) >= 16
+    assert corpus.train[0]["prompt"].endswith("<assistant>")
