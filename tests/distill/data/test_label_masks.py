@@ -1,5 +1,6 @@
 import io
 
+import numpy as np
 import pytest
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -10,6 +11,7 @@ from decode.models.text import continuation_ids, prompt_ids
 from distill.data import IGNORE, prompt_part, train_tokenizer
 from distill.data.chats import ChatFormat, chat_examples
 from distill.data.show_example import check_masks, render, show
+from distill.data.token_dataset import TokenDataset, label_mask
 from distill.data.tokenize import pair_examples, text_examples
 
 TEXTS = ["How many pens are there?\nThere are 2+2 = <<2+2=4>>4 pens.\n#### 4", "user assistant says hello again"] * 9
@@ -191,3 +193,13 @@ def test_an_example_is_shown_with_its_mask_and_special_tokens(tokenizer):
     show(row, tokenizer, Console(file=stream))
     count = sum(label != IGNORE for label in example.labels)
     assert f"{len(example.labels)} tokens, {count} of them learned" in stream.getvalue()
+
+
+def test_labels_on_every_token_keep_the_prompts() -> None:
+    rows = TokenDataset.from_lists([[5, 6, 7, 8], [4, 3]], [[-100, -100, 7, 8], [-100, 3]])
+    every = rows.all_labelled()
+    assert every.label_offsets.tolist() == [0, 3, 4]  # a text's first token is predicted from nothing
+    batch = every.batch(np.array([0, 1]), 0)
+    assert batch["labels"].tolist() == [[5, 6, 7, 8], [4, 3, -100, -100]]
+    assert label_mask(batch["labels"]).sum() == every.label_count
+    assert [every.prompt(i) for i in (0, 1)] == [rows.prompt(i) for i in (0, 1)] == [[5, 6], [4]]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_run import tiny_settings
 
-from distill.core import ranks
+from distill.core import files, ranks
 from distill.pipeline import stage_fingerprint as keys
 
 
@@ -18,7 +18,7 @@ def test_a_data_file_is_known_by_its_content_and_a_very_large_one_by_its_time(
     file = tmp_path / "train.jsonl"
     file.write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
     if large:
-        monkeypatch.setattr(keys, "LARGE", 10)
+        monkeypatch.setattr(files, "LARGE", 10)
     settings = tiny_settings(tmp_path)
     settings.data.source, settings.data.train_file = "gsm8k", str(file)
     before = keys.stage_fingerprints(settings)
