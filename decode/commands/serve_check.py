@@ -16,7 +16,7 @@ from rich.table import Table
 from decode.commands.checks import check_chat, check_models, open_pair, open_suites
 from decode.commands.settings import ServeCheckSettings, required
 from decode.core.errors import UserError, unknown
-from decode.engines.causes import causes_in_files
+from decode.engines.causes import causes_in_files, read_json
 from decode.engines.check import Check, CheckOptions, serve_check
 from decode.engines.engine import ENGINES, EngineSettings
 from decode.engines.gguf import convert
@@ -27,6 +27,7 @@ from decode.measure.statistics import plain
 from decode.models.eagle.files import is_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import stop_ids
+from decode.report.served_page import served_page
 
 
 def run(settings: ServeCheckSettings) -> None:
@@ -74,6 +75,10 @@ def run(settings: ServeCheckSettings) -> None:
     result = plain(found.to_dict() | {"suite": settings.suite, "machine": machine.describe(session.runner.device)})
     for path in record(result, Path(str(settings.draft)), Path(settings.output) if settings.output else None):
         console.print(f"[dim]written to {path}")
+    if settings.output and (report := read_json(Path(settings.output) / "report.json")):
+        page = Path(settings.output) / "served.html"
+        served_page(report["served"], str(report.get("name", "run"))).write(page)
+        console.print(f"[dim]written to {page}")
     print(json.dumps(result, ensure_ascii=False)) if settings.json else show(found)
 
 

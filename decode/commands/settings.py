@@ -227,8 +227,8 @@ class ServeCheckSettings(LoadSettings):
     request_timeout: PositiveInt = 120
     """Seconds for each text."""
     output: str | None = None
-    """Folder of a run whose report.json gets the rows (key `served`); null: none. The draft's speculation_profile.json
-    and model card get them too."""
+    """Folder of a run whose report.json gets the rows (key `served`), with a page served.html; null: none. The draft's
+    speculation_profile.json and model card get them in any case."""
     json: bool = False
     """Print one JSON object."""
 

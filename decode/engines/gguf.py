@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,42 @@ from decode.engines.engine import CHECKOUT
 CONVERTER = Path(".engines/llama.cpp/src/convert_hf_to_gguf.py")
 TYPES = ("f32", "f16", "bf16", "q8_0")
 """Number formats that the converter writes."""
+
+
+WITH_SPLIT = """
+import pathlib, runpy, sys
+split, script = sys.argv[1:3]
+sys.path[:0] = [str(pathlib.Path(script).parent / "gguf-py"), str(pathlib.Path(script).parent)]
+from conversion.base import TextModel
+published = TextModel.get_vocab_base_pre
+def get_vocab_base_pre(self, tokenizer):
+    try:
+        return published(self, tokenizer)
+    except NotImplementedError:
+        if not split:
+            raise
+        return split
+TextModel.get_vocab_base_pre = get_vocab_base_pre
+sys.argv = sys.argv[2:]
+runpy.run_path(script, run_name="__main__")
+"""
+"""The converter, told how a tokenizer of one's own splits texts; it knows those of published models by a checksum."""
+SPLITS = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
+"""llama.cpp's names of ways to split a text, by the pre-tokenizers that do the same."""
+
+
+def split_of(folder: str | Path) -> str:
+    """llama.cpp's name of how a folder's tokenizer splits texts; empty where it has none."""
+    try:
+        core = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    steps = core.get("pre_tokenizer") or {}
+    steps = steps.get("pretokenizers", [steps])
+    plain = all(step.get("use_regex", True) and step.get("individual_digits", True) for step in steps)
+    if core.get("normalizer") or not plain or any(step.get("add_prefix_space") for step in steps):
+        return ""
+    return SPLITS.get(tuple(step.get("type", "") for step in steps), "")
 
 
 def find_converter() -> Path:
@@ -53,7 +90,8 @@ def convert(
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as partial:
         made = Path(partial) / file.name
-        command = [sys.executable, str(script), str(folder), "--outfile", str(made), "--outtype", kind]
+        command = [sys.executable, "-c", WITH_SPLIT, split_of(target or folder), str(script), str(folder)]
+        command += ["--outfile", str(made), "--outtype", kind]
         if target is not None:
             command += ["--target-model-dir", str(target)]
         paths = [str(script.parents[1] / "python"), os.environ.get("PYTHONPATH", "")]
@@ -72,7 +110,7 @@ def _reason(errors: str) -> str:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     if any("BPE pre-tokenizer was not recognized" in line for line in lines):
         return (
-            "it knows the tokenizers of published models only, by a checksum, and not this one; vLLM, SGLang and "
-            "transformers take the folder as it is"
+            "llama.cpp has no name for the way in which this tokenizer splits texts; vLLM, SGLang, transformers take "
+            "the folder as it is"
         )
     return lines[-1] if lines else "it ended without a message"

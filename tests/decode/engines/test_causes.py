@@ -21,6 +21,7 @@ from decode.models.eagle.files import head_config, save_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.pair import load
 from decode.prompts.suites import Prompt
+from decode.report.served_page import served_page
 
 
 @pytest.fixture
@@ -159,6 +160,8 @@ def test_the_whole_check_in_transformers_and_where_it_is_kept(folder: Path) -> N
     assert card.startswith("# Draft\n\nNotes.")
     assert card.count("## Served") == 1
     assert named(folder) == []
+    html = served_page([found.to_dict()], "run").html()
+    assert "2 of 2 mean accepted lengths are within" in html
 
 
 def test_weights_of_another_step_part_from_the_recorded_acceptance(folder: Path, tiny) -> None:

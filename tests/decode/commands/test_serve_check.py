@@ -1,0 +1,58 @@
+"""The commands around real engines, with transformers as the engine, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pairs import save_pair
+
+from decode.__main__ import main
+
+
+@pytest.fixture
+def folder(tiny, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Tom has 3 apples\nHow many apples\nDas Maß\n")
+    save_pair(tmp_path, tiny)
+    (tmp_path / "report.json").write_text('{"name": "tiny"}')
+    return tmp_path
+
+
+def command(folder, *more: str) -> list[str]:
+    pair = ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--device", "cpu"]
+    return ["serve-check", *pair, "--suite", f"prompts={folder / 'prompts.txt'}", "--threads", "1", *more]
+
+
+def test_a_whole_check_in_transformers(folder, capsys) -> None:
+    more = ("--draft-lengths", "3", "--temperatures", "0", "--max-new-tokens", "16", "--output", str(folder), "--json")
+    assert main(command(folder, *more)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["engine"], found["rows"][0]["identical_share"], found["rows"][0]["fits"]) == ("transformers", 1, True)
+    assert found["rows"][0]["predicted_speedup"] > 0
+    assert json.loads((folder / "report.json").read_text())["served"][0]["rows"] == found["rows"]
+    assert "tokens a round" in (folder / "served.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--engine", "vlm"], "did you mean 'vllm'"),
+        (["--draft-sampling", "mixed"], "choose greedy or probabilistic"),
+        (["--url", "http://127.0.0.1:9"], "drafts one length"),
+        (["--engine", "vllm", "--python", "/nowhere/python"], "no program that can be run"),
+    ],
+)
+def test_what_is_refused(folder, capsys, more, sentence) -> None:
+    assert main(command(folder, *more)) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_served_and_what_if_refuse_what_they_cannot_use(folder, capsys) -> None:
+    assert main(["served", "--url", "http://127.0.0.1:9", "--profile", str(folder)]) == 2
+    assert "no speculation profile" in capsys.readouterr().err
+    (folder / "speculation_profile.json").write_text('{"marginal_accept_rates": [0.5]}')
+    assert main(["served", "--url", "http://127.0.0.1:9", "--profile", str(folder)]) == 2
+    assert "is it running?" in capsys.readouterr().err
+    assert main(["what-if", "--target", str(folder / "target"), "--draft-shape", "wide"]) == 2
+    assert "draft_shape is 'wide'" in capsys.readouterr().err
