@@ -148,10 +148,11 @@ def measure(
         weight: an example of the shape.
         layers: weights of this shape that the model reads in turn.
     """
-    count = max(1, min(layers, COLD // (weight.numel() * weight.element_size())))
+    size = weight.numel() * weight.element_size()
+    count = max(1, min(layers, COLD // size))
     ways = [[make(weight.detach().clone()) for _ in range(count)] for make in (plain, packed)]
     inputs = [weight.new_ones(rows, weight.shape[1]) for rows in ROWS]
-    repeats = max(1, 64 // count)
+    repeats = max(1, min(64, COLD // size) // count)  # small weights take too little time to be measured once
 
     def seconds(way: list[Linear], x: Tensor) -> float:
         begun = time.perf_counter()
