@@ -7,10 +7,10 @@ CONFIG ?= configs/quickstart.yaml
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help distill probe bench test test-gpu engines engine-vllm engine-llama test-engines soak lint clean
+.PHONY: help distill smollm2 probe bench test test-gpu engines engine-vllm engine-llama test-engines soak lint clean
 
 help:  ## this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  CONFIG=path picks another recipe, ARGS='--a.b value' overrides its settings"
 
 distill: $(READY)  ## train target, reference and draft; measure, export and report (runs/<name>/)
@@ -21,6 +21,11 @@ probe: $(READY)  ## train acceptance probes for every layer and compare early-ex
 
 bench: $(READY)  ## compare decoding methods and peers on the trained pair
 	$(BIN)/python -m decode bench --config $(CONFIG) $(ARGS)
+
+smollm2: CONFIG = configs/smollm2.yaml
+smollm2: $(READY)  ## make a real language model faster: fetch it, train a draft on its own texts, measure (an hour)
+	$(BIN)/python -m distill --config $(CONFIG) $(ARGS)
+	$(BIN)/python -m decode bench --config $(CONFIG)
 
 test: $(READY)  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)

@@ -65,8 +65,10 @@ def main(argv: list[str] | None = None) -> None:
     from distill.pipeline.runner import run_pipeline, show_example
 
     if dry_run:
-        from distill.pipeline.dry_run import shrink
+        from distill.pipeline.dry_run import shrink, tell_size
 
+        settings.validate()
+        tell_size(settings)
         settings = shrink(settings)
     if show:
         show_example(settings)

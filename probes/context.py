@@ -12,6 +12,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
+from decode.core.progress import working
 from decode.core.sampling import Warp
 from decode.models.batched_generation import draws_named, write_texts
 from decode.models.open import stop_ids
@@ -63,7 +64,7 @@ class ProbeContext:
     def step(self, name: str, title: str) -> Iterator[None]:
         """Prints what is being done and adds its time to `seconds`."""
         began = time.perf_counter()
-        with self.console.status(f"  {title}"):
+        with working(self.console, title):
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
         self.console.print(f"  {title} [dim]{self.seconds[name]:.1f} s[/dim]", highlight=False)

@@ -54,7 +54,7 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
     threads = torch.get_num_threads()
     run = run_of(settings)
     try:
-        with alone_in(run, settings):
+        with alone_in(run, settings, console):
             added = _run(StageContext(settings, run, console), began)
     finally:
         torch.set_num_threads(threads)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.commands.bench_checkpoint import Checkpoint, draft_names
@@ -32,6 +31,7 @@ from decode.commands.datastore import read_corpus, write_stores
 from decode.commands.exit_status import check_writable
 from decode.commands.settings import BenchSettings
 from decode.core.options import split_spec
+from decode.core.progress import working
 from decode.drafters.corpus_files import join_documents
 from decode.measure.bench_entries import BenchEntry, plan
 from decode.measure.bench_session import BenchOptions, Session
@@ -154,12 +154,11 @@ def run(settings: BenchSettings) -> None:
         console.print(packing, soft_wrap=True)
     work = Checkpoint(folder / "work" / "bench.json", settings)
     try:
-        with _progress(console) as bar:
-            task = bar.add_task("measuring", total=None)
+        with working(console, "costs of forwards") as shown:
             benchmark.run(
                 suites,
                 entries,
-                lambda done, total, label: bar.update(task, completed=done, total=total, description=label),
+                lambda done, total, label: shown.update(done=done, total=total, name=label),
                 finished=work.read(),
                 on_block=work.add,
             )
@@ -275,14 +274,3 @@ def bench_options(
         samples=settings.samples,
         cost_turns=settings.cost_turns,
     )
-
-
-def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console)

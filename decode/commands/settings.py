@@ -390,6 +390,8 @@ def default_suites(data: Any) -> list[str]:
     if not isinstance(data, dict):
         return ["arithmetic"]
     source = str(data.get("source", "arithmetic"))
+    if source == "target":  # whose own prompts have no suite
+        return ["chat"]
     if source == "arithmetic":
         return [f"arithmetic:{data.get('difficulty', 1)}"]
     if data.get("test_file"):

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from decode.core.errors import UserError
+from decode.core.progress import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,21 +95,17 @@ def tokenize_files(files: Sequence[str | Path], tokenizer: PreTrainedTokenizerBa
     Raises:
         UserError: a file is missing.
     """
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
     paths = [Path(file) for file in files]
     for path in paths:
         if not path.is_file():
             raise UserError(f"no file {path}: give text or .jsonl files")
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
+    with Progress() as progress:
         for path in paths:
-            size = path.stat().st_size
-            task = progress.add_task(f"tokenising {path.name}", total=size)
+            work = progress.add(f"tokenising {path.name}, MB", path.stat().st_size / 1e6)
             for batch in _batches(read_texts(path)):
                 yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
-                progress.advance(task, sum(len(text.encode()) for text in batch))
-            progress.update(task, completed=size)
+                work.advance(sum(len(text.encode()) for text in batch) / 1e6)
+            work.update(done=work.total)
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

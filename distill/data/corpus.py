@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -15,11 +14,11 @@ import numpy as np
 import torch
 from datasets import Dataset, Features, List, Value
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
+from decode.core.progress import current
 from decode.models.open import load_tokenizer
 from decode.prompts.files import Row, quiet_datasets
 from distill.config.data import DataSettings
@@ -30,9 +29,6 @@ from distill.data.show_example import check_masks, show
 from distill.data.sources import SPLITS, LeftOut, SourceRows, load_rows
 from distill.data.tokenize import IGNORE, Example, UnusableRow, pair_examples, text_examples
 from distill.data.train_tokenizer import train_tokenizer
-
-PROGRESS_FROM = 2000
-"""Examples of a split from which a progress bar is shown."""
 
 COLUMNS = Features(
     {
@@ -209,16 +205,10 @@ def _dataset(
     made = _examples(rows.kind, ordered, settings, tokenizer, chat, left_out, several)
     fitting = (short for number, example in made if (short := _fit(example, settings, left_out, number)) is not None)
     total = min(limit or len(ordered), len(ordered))
-    kept = track(
-        islice(fitting, limit),
-        f"tokenising {split}",
-        total=total,
-        console=Console(stderr=True),
-        transient=True,
-        disable=total < PROGRESS_FROM or not sys.stderr.isatty(),
-    )
+    current().update(name=f"tokenising {split}", total=total, done=0)
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-    for example in kept:
+    for example in islice(fitting, limit):
+        current().advance()
         columns["input_ids"].append(np.asarray(example.input_ids, dtype=np.int32))
         columns["labels"].append(np.asarray(example.labels, dtype=np.int32))
         columns["prompt"].append(example.prompt)

@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from decode.core.progress import working
 from decode.models.open import load_model, load_tokenizer
 from distill.config.settings import Settings
 from distill.core import ranks
@@ -43,9 +44,9 @@ class StageContext:
     def corpus(self) -> Corpus:
         """The examples, tokenised as the target does."""
         target, tokenizer = self.settings.target, None
-        if target.model is not None and self.settings.data.tokenizer is None:
-            tokenizer = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
-        with self.console.status("  reading the data"):
+        with working(self.console, "reading the data"):
+            if target.model is not None and self.settings.data.tokenizer is None:
+                tokenizer = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
             own = self._sampler if target.model is not None else None
             corpus = load_corpus(self.settings.data, seed=self.settings.seed, tokenizer=tokenizer, sampler=own)
         for note in corpus.notes:

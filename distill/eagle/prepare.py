@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from decode.core.progress import working
 from decode.models.eagle.files import load_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import load_model, stop_ids
@@ -48,7 +49,7 @@ def prepare_head(
         seconds = signals.seconds_of(model, list(fixed.values()))
         announce(context, f"hidden states and signal ({signal.kind})", size, tokens, seconds)
         for name, rows in fixed.items():
-            with context.console.status(f"  the target's hidden states and signal ({signal.kind}), {name}"):
+            with working(context.console, f"the target's hidden states and signal ({signal.kind}), {name}"):
                 source.keep(model, rows, folder, name, key)
     reference, about = None, (settings.eagle.steps, objective.ranking, settings.trainer.precision)
     if objective.selection is not None:
@@ -58,7 +59,7 @@ def prepare_head(
         if "train" in fixed:
             made_from: Any = [key, record.fingerprint, source.signal.key, about[0], vars(objective.ranking), about[2]]
             path = folder / f"reference_{objective.ranking.name}.npy"
-            with context.console.status("  the reference's losses"):
+            with working(context.console, "the reference's losses"):
                 steps, ranking, precision = about
                 train.signals["reference_loss"] = keep_reference(
                     reference, source, train, steps, path, fingerprint(*made_from), ranking, precision

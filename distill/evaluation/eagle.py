@@ -55,7 +55,7 @@ class HeadEvaluation(Evaluation):
         """offline_alpha of the first, second, … drafted token at temperature 1, by teacher forcing."""
         warp, head, found = Warp(1.0), self.models[name], []
         assert isinstance(head, FeatureHead)
-        for depth in range(1, DEPTHS + 1):
+        for depth in self.bar.track(range(1, DEPTHS + 1), f"acceptance by depth, {name}"):
             values = [
                 overlap(
                     warp(response_logits(self.target, ids, start)),

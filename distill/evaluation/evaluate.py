@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.options import MethodOptions
+from decode.core.progress import Progress
 from decode.core.sampling import Warp
 from decode.measure import machine
 from decode.measure.acceptance_offline import OfflineAlpha, draft_logits, offline_alpha, paired, response_logits
@@ -44,6 +44,7 @@ def evaluate(
     corpus: Corpus,
     device: torch.device,
     evaluation: type[Evaluation] | None = None,
+    console: Console | None = None,
 ) -> dict[str, Any]:
     """Measure a run's drafts on the corpus's test prompts.
 
@@ -54,6 +55,7 @@ def evaluate(
         corpus: gives the test prompts.
         device: where everything is measured, in the number format `evaluation.dtype`.
         evaluation: how drafts of another kind are measured.
+        console: where progress is shown.
 
     Returns:
         The report but for its name and settings: ``target``, ``drafts``, ``paired``, ``decoding``, ``profile``,
@@ -61,7 +63,7 @@ def evaluate(
     """
     threads = torch.get_num_threads()
     try:
-        return (evaluation or Evaluation)(run, settings, corpus, device).report()
+        return (evaluation or Evaluation)(run, settings, corpus, device, console).report()
     finally:
         torch.set_num_threads(threads)
 
@@ -69,7 +71,10 @@ def evaluate(
 class Evaluation:
     """The measurements of a run whose drafts are language models."""
 
-    def __init__(self, run: RunDir, full: Settings, corpus: Corpus, device: torch.device) -> None:
+    def __init__(
+        self, run: RunDir, full: Settings, corpus: Corpus, device: torch.device, console: Console | None = None
+    ) -> None:
+        self.console = console
         settings, source, self.full = full.evaluation, full.data.source, full
         self.settings, self.seed, self.corpus, self.run = settings, full.seed, corpus, run
         self.tokenizer: PreTrainedTokenizerBase = corpus.tokenizer
@@ -118,14 +123,14 @@ class Evaluation:
 
     def report(self) -> dict[str, Any]:
         """Measure everything."""
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
-        with Progress(*columns, TimeElapsedColumn()) as self.bar:
+        with Progress(self.console) as self.bar:
             greedy = self._texts(0.0, max(self.settings.prompts, self.settings.accuracy_prompts))
             sampled = self._texts(1.0, self.settings.prompts)
             alphas = self._alphas(sampled, 1.0)
             greedy_alphas = self._alphas(greedy[: self.settings.prompts], 0.0)
             profile = self._profile(greedy_alphas)
             decoding, extra = self._decoding(profile)
+            learned = self._analysis(sampled)
         return {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "target": self._target(greedy),
@@ -133,7 +138,7 @@ class Evaluation:
             "paired": self._pairs(alphas, "T = 1") + self._pairs(greedy_alphas, "greedy"),
             "decoding": decoding,
             "profile": profile,
-            "analysis": extra["analysis"] | self._analysis(sampled),
+            "analysis": extra["analysis"] | learned,
             "samples": extra["samples"],
             "machine": machine.describe(self.target.device) | {"dtype": self.dtype},
         }
@@ -144,7 +149,7 @@ class Evaluation:
         """What the target writes for the first `count` test prompts, in batches."""
         name = "greedy texts of the target" if temperature == 0 else f"texts of the target, T = {temperature:g}"
         prompts = self.prompt_ids[:count]
-        bar = self.bar.add_task(name, total=len(prompts))
+        work = self.bar.add(name, len(prompts))
         longest, limit = self.settings.max_new_tokens, self.session.runner.limit
         texts = write_texts(
             self.target,
@@ -154,19 +159,16 @@ class Evaluation:
             stop_ids=self.stops,
             draws=draws_of_loop(self.seed),
             batch_size=self.settings.batch_size,
-            progress=lambda finished: self.bar.advance(bar, finished),
+            progress=work.advance,
         )
         return [([*ids, *text], len(ids)) for ids, text in zip(prompts, texts)]
-
-    def _track(self, items: Sequence[Any], name: str) -> Any:
-        return self.bar.track(items, description=name)
 
     def _alphas(self, texts: list[Text], temperature: float) -> dict[str, OfflineAlpha]:
         warp = Warp(temperature)
         name = "acceptance, greedy" if temperature == 0 else f"acceptance, T = {temperature:g}"
         return {
             draft: offline_alpha(self.target, self.models[draft], texts, warp)
-            for draft in self._track(list(self.models), name)
+            for draft in self.bar.track(list(self.models), name)
         }
 
     def _target(self, greedy: list[Text]) -> dict[str, Any]:
@@ -228,8 +230,9 @@ class Evaluation:
 
     def _profile(self, greedy: dict[str, OfflineAlpha]) -> dict[str, Any]:
         """Costs of the pair, and the speedup they predict for every draft length; for other drafts the best length."""
-        items = self.session.items(self.suite)
+        items, work = self.session.items(self.suite), self.bar.add("costs of forwards", 1)
         self.session.measure_costs(items, [self.best], longest=max(self.settings.draft_lengths))
+        work.advance()
         cost: CostModel = self.session.costs[self.best]
         widest = max(cost.verify_cost)
         predicted = {name: speedups_by_length(own, cost, widest - 1) for name, own in greedy.items()}
@@ -269,10 +272,10 @@ class Evaluation:
         return row
 
     def _decoding(self, profile: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        bar = self.bar.add_task("decoding", total=1)
+        work = self.bar.add("decoding: costs of forwards")
 
         def progress(done: int, total: int, label: str) -> None:
-            self.bar.update(bar, completed=done, total=total, description=f"decoding: {label}")
+            work.update(done=done, total=total, name=f"decoding: {label}")
 
         self.session.options.costs = True
         self.benchmark = Benchmark(self.session)
@@ -306,7 +309,7 @@ class Evaluation:
                 response_logits(self.target, ids, start),
                 {name: draft_logits(self.target, self.models[name], ids, start) for name in shown},
             )
-            for ids, start in texts
+            for ids, start in self.bar.track(texts, "what the drafts learned")
             if len(ids) > start
         )
         found = histograms_of(logits)

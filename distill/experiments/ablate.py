@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import track
 
 from decode.core.errors import UserError
+from decode.core.progress import track
 from decode.core.sampling import Warp
 from decode.measure.acceptance_offline import OfflineAlpha, offline_alpha, prompt_numbers
 from decode.models.eagle.files import load_head
@@ -89,7 +89,7 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
     full.validate()
     run = run_of(full)
     bench = StageContext(full, run, console)
-    with alone_in(run, full):
+    with alone_in(run, full, console):
         taken = adopt(run, full, siblings(run))
         if taken:
             console.print(f"already made: {', '.join(taken)}", highlight=False)
@@ -155,7 +155,7 @@ class Meter:
         writer = answered_here(self.target, how, settings.seed, stop_ids(self.target, corpus.tokenizer))
         missing, console = {job.example for job in jobs} - file.found.keys(), self.bench.console
         lines, left = file.fill(writer(jobs, missing), corpus.tokenizer), len(missing)
-        for _ in track(lines, f"  texts of the target, {mode}", total=left, console=console, transient=True):
+        for _ in track(lines, f"texts of the target, {mode}", total=left, console=console):
             pass
         self.made_from[mode] = fingerprint(made_from)
         return [([*job.ids, *file.found[job.example].ids], len(job.ids)) for job in jobs]

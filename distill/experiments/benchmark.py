@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from decode.core.errors import UserError
+from decode.core.progress import working
 from decode.measure import machine
 from decode.models.open import load_model
 from distill.config.drafts import AdaSpecSettings
@@ -110,15 +111,15 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
     hf_logging.disable_progress_bar()
     console, threads = console or Console(), settings.threads or torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
-        with console.status("  models and data"):
+        with working(console, "models and data"):
             job, about = _prepare(settings, Path(folder), threads)
         console.print(f"  {about}", highlight=False)
         training: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         for number in range(settings.speed.rounds):
             for side, work in zip(SIDES, (_train_straightforward, _train_here)):
-                with console.status(f"  training, round {number + 1} of {settings.speed.rounds}, {side}"):
+                with working(console, f"training, round {number + 1} of {settings.speed.rounds}, {side}"):
                     training[side].append(alone(work, job, threads))
-    with console.status("  the loss alone"):
+    with working(console, "the loss alone"):
         loss = loss_memory(settings.speed.rows, settings.speed.vocab, settings.speed.hidden_size, threads)
     result = {"pair": about, "training": _judge(training), "loss": loss, "machine": machine.describe()}
     _show(result, console)

@@ -28,6 +28,8 @@ from distill.config.settings import Architecture, ModelSettings, Settings, Train
 from distill.core.files import save_tokenizer
 from distill.data import DataSettings, load_corpus
 from distill.models.loading import build_model
+from distill.models.package import package_path
+from distill.pipeline.estimate import estimate, measure_machine, table
 
 STEPS = 4
 
@@ -63,11 +65,13 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
         model: ModelSettings = getattr(small, stage)
         model.trust_remote_code = False  # no foreign code is needed for models made here
         own_head = untie and stage == "target"
-        if model.model is None:
+        name = model.package.file if model.package else model.model
+        model.package = None
+        if name is None:
             model.architecture = _shape(model.architecture.model_type, width, layers, model.architecture)
             model.architecture.tie_embeddings &= not own_head
         else:
-            family, grouped, told = family_of(model.model)
+            family, grouped, told = family_of(name)
             if told:
                 console.print(f"  {told}", highlight=False)
             shape = _shape(family, width, layers, grouped=grouped)
@@ -93,6 +97,27 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     evaluation.draft_lengths = sorted(evaluation.draft_lengths)[:2]
     small.tracker.mode = "offline"
     return small
+
+
+def tell_size(settings: Settings, console: Console | None = None) -> None:
+    """Prints what the real run will write and how long it will take here, where that can be told without network."""
+    console = console or Console()
+    real = copy.deepcopy(settings)
+    for model in (real.target, real.initial):
+        if model.package is not None:
+            model.model = str(package_path(model.package, real.output_dir))
+        if model.model is not None and not Path(model.model).exists():
+            console.print(f"what it will take can be told once {model.model} is on this machine", highlight=False)
+            return
+    if real.threads is not None:
+        torch.set_num_threads(real.threads)
+    try:
+        steps = estimate(real, measure_machine())
+    except UserError as error:
+        console.print(f"sizes and times cannot be told: {error}", highlight=False, soft_wrap=True)
+        return
+    console.print(f"{settings.name}, every text as long as it may be, on this machine's CPU:", highlight=False)
+    console.print(table(steps))
 
 
 def _shorten(training: TrainingSettings) -> None:

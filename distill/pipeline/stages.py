@@ -168,7 +168,8 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
     """The target or the initial draft: taken as it is, or trained on next tokens."""
     full, tokenizer = context.settings, context.corpus.tokenizer
     settings: ModelSettings = getattr(full, stage)
-    if settings.model is not None:  # it comes with a tokenizer of its own, which has to mean the same by every id
+    own = stage == "target" and full.data.tokenizer is None  # the examples' tokenizer is the target's
+    if settings.model is not None and not own:  # its tokenizer has to mean the same by every id
         check_tokenizers(tokenizer, load_tokenizer(settings.model, trust_remote_code=settings.trust_remote_code))
     if settings.kind == "as_is":
         assert settings.model is not None

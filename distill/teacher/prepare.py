@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from rich.progress import track
 from transformers import AutoConfig, PreTrainedModel
 
 from decode.core.errors import UserError
+from decode.core.progress import track, working
 from decode.models.open import load_model, stop_ids
 from distill.core import ranks
 from distill.core.files import fingerprint
@@ -85,7 +85,7 @@ def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> 
         announce(context, f"signal ({signal.kind})", size, tokens, seconds)
         for name, rows in fixed.items():
             path = folder / f"{signal.name}_{name}.npy"
-            with context.console.status(f"  the target's signal ({signal.kind}), {name}"):
+            with working(context.console, f"the target's signal ({signal.kind}), {name}"):
                 values = signals.target_signal(model, signal, rows, path, fingerprint(key, name, len(rows), signal.key))
             rows.signals[signal.name] = values
         if signal.kind == "topk":
@@ -106,7 +106,7 @@ def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> 
         if not all_own:
             path = folder / f"reference_{ranking.name}.npy"
             made_from = fingerprint(key, record.fingerprint, vars(ranking), *other)
-            with context.console.status("  the reference's losses"):
+            with working(context.console, "the reference's losses"):
                 train.signals["reference_loss"] = signals.reference_loss(
                     reference, target, train, path, made_from, ranking, precision=precision
                 )
@@ -234,7 +234,7 @@ def _answered(
             missing = {job.example for job in jobs} - file.found.keys()
             lines = file.fill(writer()(jobs, missing), tokenizer)
             name = f"  the target's responses, {split}"
-            for _ in track(lines, name, total=len(jobs), completed=there, console=context.console, transient=True):
+            for _ in track(lines, name, console=context.console, total=len(jobs), done=there):
                 pass
             context.console.print(f"{name}: {len(jobs)}, {len(jobs) - there} of them written now", highlight=False)
     else:

@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
+from decode.core.progress import current
 from distill.core import ranks
 from distill.core.files import checksum, write_json
 from distill.data.batch_schedule import EvalBatches
@@ -123,9 +124,11 @@ def cached_together(wanted: Sequence[Kept], parts: Iterable[Sequence[Part]]) -> 
             np.lib.format.open_memmap(path, mode="w+", dtype=kept.dtype, shape=kept.shape)
             for path, kept in zip(temporary, wanted)
         ]
+        current().update(total=wanted[0].shape[0])
         for values in parts:
             for array, (place, value) in zip(arrays, values, strict=True):
                 array[place] = value
+            current().advance(values[0][0].stop - values[0][0].start)
         for array in arrays:
             array.flush()
         del array, arrays

@@ -9,6 +9,8 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, RichProgressBar
 from rich.console import Console
 
+from decode.core.progress import EVERY, Progress
+
 
 class StageProgressBar(RichProgressBar):
     """Lightning's bar under the stage's name."""
@@ -22,31 +24,36 @@ class StageProgressBar(RichProgressBar):
 
 
 class ProgressLines(Callback):
-    """A line every ten seconds: steps done, the values that a progress bar shows, and the time left.
+    """A line now and then: steps done, the values that a progress bar shows, and the time left.
 
     Args:
         console: Where they are printed.
         name: Of the stage.
     """
 
-    every = 10.0
-
     def __init__(self, console: Console, name: str) -> None:
         self.console, self.name = console, name
-        self._shown = self._started = time.monotonic()
-        self._first = 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Begins to print."""
+        self._progress, self._read = Progress(self.console).__enter__(), 0.0
+        self._work = self._progress.add(self.name if stage == "fit" else f"{self.name}: validation before training")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Notes the step that the run continues from."""
-        self._first, self._started = trainer.global_step, time.monotonic()
+        self._work.begin(trainer.global_step, trainer.max_steps)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Prints a line if it is time for one."""
-        now = time.monotonic()
-        if now - self._shown < self.every:
-            return
-        self._shown, step = now, trainer.global_step
-        left = (trainer.max_steps - step) * (now - self._started) / max(1, step - self._first)
-        values = " ".join(f"{name} {float(value):.4f}" for name, value in trainer.progress_bar_metrics.items())
-        line = f"  {self.name} {step}/{trainer.max_steps} {values} ({left:.0f} s left)"
-        self.console.print(line, highlight=False, soft_wrap=True)
+        """Notes the step, and now and then the values."""
+        self._work.update(done=trainer.global_step)
+        if (now := time.monotonic()) - self._read > EVERY / 4:
+            values = trainer.progress_bar_metrics.items()
+            self._work.detail, self._read = " ".join(f"{name} {float(value):.4f}" for name, value in values), now
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Ends."""
+        self._progress.__exit__(None, None, None)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Ends."""
+        self._progress.__exit__(None, None, None)

@@ -1,0 +1,165 @@
+"""Progress of long work: bars on a terminal; elsewhere a line now and then, also while nothing advances.
+
+Everything that takes more than a few seconds is wrapped in one of these: `working` for one piece of work, `track` for
+items, `Progress` for several pieces after one another. Code further down reports through `current`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import TracebackType
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.text import Text
+
+Item = TypeVar("Item")
+
+EVERY = 20.0
+"""Seconds between two lines."""
+
+
+class Work:
+    """A piece of work and how far it is.
+
+    Attributes:
+        name: what is being done.
+        total: its extent; None: unknown.
+        done: how much of it is.
+        detail: shown behind it in lines, such as the current loss.
+    """
+
+    def __init__(self, name: str = "", total: float | None = None, done: float = 0, bars: Bars | None = None) -> None:
+        self.name, self.total, self.done, self.detail = name, total, done, ""
+        self._started, self._first = time.monotonic(), done
+        self._bars = bars
+        self._task = None if bars is None else bars.add_task(name.strip(), total=total, completed=int(done))
+
+    def advance(self, count: float = 1) -> None:
+        """So much more is done."""
+        self.update(done=self.done + count)
+
+    def update(self, *, done: float | None = None, total: float | None = None, name: str | None = None) -> None:
+        """Sets what is given."""
+        self.name, self.total = name or self.name, self.total if total is None else total
+        self.done = self.done if done is None else done
+        if self._bars is not None and self._task is not None:
+            self._bars.update(self._task, completed=self.done, total=self.total, description=self.name.strip())
+
+    def begin(self, done: float, total: float | None = None) -> None:
+        """Time is counted from here, where so much was done before."""
+        self._started, self._first = time.monotonic(), done
+        self.update(done=done, total=total)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of it is done."""
+        return self.total is not None and self.done >= self.total
+
+    def line(self) -> str:
+        """The state in words: what is done, how much of it, how long it will take."""
+        spent, gained = time.monotonic() - self._started, self.done - self._first
+        share = "" if self.total is None else f" {self.done:.0f}/{self.total:.0f}"
+        when = f"{duration(spent)} so far"
+        if self.total is not None and gained > 0:
+            when = f"{duration((self.total - self.done) * spent / gained)} left"
+        return f"  {self.name.strip()}{share}{self.detail and ' ' + self.detail} ({when})"
+
+
+class Progress:
+    """Shows pieces of work: as bars on a terminal; elsewhere a line about the newest one every `EVERY` seconds.
+
+    Args:
+        console: where; None: standard error.
+        transient: whether bars vanish at the end.
+    """
+
+    def __init__(self, console: Console | None = None, *, transient: bool = False) -> None:
+        self.console = console or Console(stderr=True)
+        name, times = TextColumn("  {task.description}"), (TimeElapsedColumn(), TimeRemainingColumn())
+        bars = Bars(name, BarColumn(), _Count(), *times, console=self.console, transient=transient)
+        self._bars = bars if self.console.is_terminal and not self.console.quiet else None
+        self._works: list[Work] = []
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._print_lines, daemon=True)
+
+    def __enter__(self) -> Progress:
+        if self._bars is not None:
+            self._bars.start()
+        else:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.set()
+        if self._bars is not None:
+            self._bars.stop()
+
+    def add(self, name: str, total: float | None = None, done: float = 0) -> Work:
+        """A piece of work that begins now."""
+        self._works.append(Work(name, total, done, self._bars))
+        return self._works[-1]
+
+    def track(self, items: Iterable[Item], name: str, total: float | None = None, done: float = 0) -> Iterator[Item]:
+        """The items, counted; ``total`` is needed where they have no length."""
+        work = self.add(name, len(items) if total is None and isinstance(items, Sized) else total, done)
+        for item in items:
+            yield item
+            work.advance()
+
+    def _print_lines(self) -> None:
+        while not self._end.wait(EVERY):
+            going = [work for work in self._works if not work.finished]
+            if going:
+                self.console.print(going[-1].line(), highlight=False, markup=False, soft_wrap=True)
+
+
+class _Count(ProgressColumn):
+    """So much of how much; nothing where that is not known."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")
+
+
+_current: ContextVar[Work | None] = ContextVar("work", default=None)
+
+
+def current() -> Work:
+    """The innermost piece of work that was begun with `working`; where there is none, one that nobody sees."""
+    return _current.get() or Work()
+
+
+@contextmanager
+def working(console: Console | None, name: str, total: float | None = None, done: float = 0) -> Iterator[Work]:
+    """Shows one piece of work while it lasts."""
+    with Progress(console, transient=True) as progress:
+        work = progress.add(name, total, done)
+        token = _current.set(work)
+        try:
+            yield work
+        finally:
+            _current.reset(token)
+
+
+def track(
+    items: Iterable[Item], name: str, *, console: Console | None = None, total: float | None = None, done: float = 0
+) -> Iterator[Item]:
+    """The items, counted; ``total`` is needed where they have no length."""
+    with Progress(console, transient=True) as progress:
+        yield from progress.track(items, name, total, done)
+
+
+def duration(seconds: float) -> str:
+    """Seconds, minutes or hours in words, such as 40 s, 12 min, 1 h 05 min."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,86 @@
+"""Progress in a file: a line every so often, also while nothing advances; on a terminal a bar."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+import time
+
+import pytest
+from rich.console import Console
+
+from decode.core import progress
+from decode.core.progress import Progress, Work, current, duration, track, working
+
+
+@pytest.fixture
+def file(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    monkeypatch.setattr(progress, "EVERY", 0.02)
+    return io.StringIO()
+
+
+def wait_for(text: io.StringIO, pattern: str) -> None:
+    end = time.monotonic() + 20
+    while not re.search(pattern, text.getvalue()):
+        assert time.monotonic() < end, f"{pattern} not in {text.getvalue()!r}"
+        time.sleep(0.01)
+
+
+def test_a_file_gets_lines_with_how_far_and_how_long(file: io.StringIO) -> None:
+    with working(Console(file=file), "writing signals [train]", 8) as work:
+        wait_for(file, r"  writing signals \[train\] 0/8 \(0 s so far\)\n")
+        work.detail = "loss 0.5"
+        current().advance(2)
+        wait_for(file, r"  writing signals \[train\] 2/8 loss 0\.5 \(\d+ s left\)\n")
+        work.update(done=8)
+    before = file.getvalue()
+    time.sleep(0.1)
+    assert file.getvalue() == before
+    assert current().name == ""
+
+
+def test_the_newest_unfinished_piece_is_told(file: io.StringIO) -> None:
+    with Progress(Console(file=file)) as shown:
+        outer, inner = shown.add("whole", 2), shown.add("part", 1)
+        wait_for(file, r"part 0/1")
+        assert "whole" not in file.getvalue()
+        inner.advance()
+        wait_for(file, r"whole 0/2")
+        outer.update(done=2)
+
+
+def test_items_are_counted_and_an_error_ends_the_lines(file: io.StringIO) -> None:
+    running = threading.active_count()
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012
+        for item in track([1, 2, 3], "items", console=Console(file=file)):
+            wait_for(file, rf"items {item - 1}/3")
+            1 / (2 - item)
+    end = time.monotonic() + 20
+    while threading.active_count() > running:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_time_is_counted_from_where_a_run_continues() -> None:
+    work = Work("training")
+    work.begin(90, 100)
+    work.update(done=95)
+    work._started -= 100.0
+    assert work.line() == "  training 95/100 (100 s left)".replace("100 s", "2 min")
+
+
+def test_a_terminal_gets_a_bar_and_a_quiet_console_nothing(file: io.StringIO) -> None:
+    assert list(track("abc", "letters", console=Console(file=file, force_terminal=True, width=90))) == list("abc")
+    assert "letters" in file.getvalue()
+    assert "3/3" in file.getvalue()
+    quiet = io.StringIO()
+    with working(Console(file=quiet, quiet=True), "nothing"):
+        time.sleep(0.06)
+    assert not quiet.getvalue()
+
+
+def test_durations_are_short_words() -> None:
+    assert [duration(s) for s in (0.4, 40, 99, 130, 3540, 3900, 7260)] == [
+        "0 s", "40 s", "99 s", "2 min", "59 min", "1 h 05 min", "2 h 01 min",
+    ]  # fmt: skip
