@@ -26,6 +26,10 @@ EFFICIENCY = 0.5
 """Of the speed of large products, what training and reading texts reach."""
 
 
+USABLE = 0.7
+"""Of the prompts that an instruct target writes, what is left after filtering."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """What was measured here: operations a second in large products, bytes a second read from memory."""
@@ -87,6 +91,10 @@ def estimate(settings: Settings, machine: Machine) -> list[Step]:
     full = plan_reference(settings.target.training, data.train_limit or 0) if settings.target.trained else None
     seconds = trained(full.steps, full.batch_size, target, data.max_length) if full else 0.0
     steps.append(Step(f"target, {target / 1e6:.1f} M parameters", 4.0 * target, seconds))
+    if data.from_target:
+        count, own = (data.train_limit or 0) + data.validation_examples + data.test_examples, data.prompts
+        count = round(count / USABLE)
+        steps.append(Step(f"{count:,} prompts", count * 500.0, written(count, own.max_tokens, own.batch_size)))
     answers = min(reference.responses.max_new_tokens, data.max_length)
     if reference.responses.from_target:
         steps.append(

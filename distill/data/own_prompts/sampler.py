@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decode.core.progress import current
 from decode.core.sampling import Warp
 from decode.models.batched_generation import uniform_draws, write_texts
 from distill.config.prompts import PromptSettings
@@ -50,6 +51,7 @@ class PromptSampler:
                 if not all(number in self.file.found for number in numbers):
                     model = model or self.model()
                     began = time.monotonic()
+                    current().update(name=f"the target writes prompts, {len(self.file.found)} so far")
                     lines = list(self.file.fill(self._written(model, numbers), self.tokenizer))
                     speed = sum(len(line.ids) for line in lines) / (time.monotonic() - began)
                     self.told(f"{len(self.file.found)} prompts written ({speed:.0f} tokens/s)")
