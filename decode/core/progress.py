@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -78,13 +78,17 @@ class Progress:
     Args:
         console: where; None: standard error.
         transient: whether bars vanish at the end.
+        bars: whether bars are drawn at all; lines are printed by the innermost alone.
     """
 
-    def __init__(self, console: Console | None = None, *, transient: bool = False) -> None:
+    _open: ClassVar[list[Progress]] = []
+
+    def __init__(self, console: Console | None = None, *, transient: bool = False, bars: bool = True) -> None:
         self.console = console or Console(stderr=True)
         name, times = TextColumn("  {task.description}"), (TimeElapsedColumn(), TimeRemainingColumn())
-        bars = Bars(name, BarColumn(), _Count(), *times, console=self.console, transient=transient)
-        self._bars = bars if self.console.is_terminal and not self.console.quiet else None
+        drawn = Bars(name, BarColumn(), _Count(), *times, console=self.console, transient=transient)
+        terminal = self.console.is_terminal and not self.console.quiet
+        self._bars, self._lines = drawn if terminal and bars else None, not terminal
         self._works: list[Work] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._print_lines, daemon=True)
@@ -92,7 +96,8 @@ class Progress:
     def __enter__(self) -> Progress:
         if self._bars is not None:
             self._bars.start()
-        else:
+        elif self._lines:
+            self._open.append(self)
             self._thread.start()
         return self
 
@@ -100,6 +105,8 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end.set()
+        if self in self._open:
+            self._open.remove(self)
         if self._bars is not None:
             self._bars.stop()
 
@@ -118,7 +125,7 @@ class Progress:
     def _print_lines(self) -> None:
         while not self._end.wait(EVERY):
             going = [work for work in self._works if not work.finished]
-            if going:
+            if going and self._open[-1:] == [self]:
                 self.console.print(going[-1].line(), highlight=False, markup=False, soft_wrap=True)
 
 
@@ -138,9 +145,11 @@ def current() -> Work:
 
 
 @contextmanager
-def working(console: Console | None, name: str, total: float | None = None, done: float = 0) -> Iterator[Work]:
-    """Shows one piece of work while it lasts."""
-    with Progress(console, transient=True) as progress:
+def working(
+    console: Console | None, name: str, total: float | None = None, done: float = 0, *, bars: bool = True
+) -> Iterator[Work]:
+    """Shows one piece of work while it lasts; without bars in lines only, for work whose parts draw their own."""
+    with Progress(console, transient=True, bars=bars) as progress:
         work = progress.add(name, total, done)
         token = _current.set(work)
         try:

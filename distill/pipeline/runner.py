@@ -16,6 +16,7 @@ import yaml
 from rich.console import Console
 from transformers.utils import logging as hf_logging
 
+from decode.core.progress import working
 from distill import data
 from distill.config.drafts import PLAIN
 from distill.config.settings import AdaSpecSettings, Settings
@@ -143,15 +144,17 @@ def run_stages(context: StageContext, only: Collection[str] | None = None) -> li
         if (noted := run.noted(stage)) is not None and noted.fingerprint == key:
             console.print(f"  {run.path(stage)} is not as it was written, and is made again", highlight=False)
         if not ran and (only is None or "initial" in only):
-            check_inputs(context)
+            with working(console, "checking data and models", bars=False):
+                check_inputs(context)
         started = time.monotonic()
         taken = adopt(run, settings, siblings(run), only=("target",)) if stage == "target" else {}
         if taken:
             console.print(f"  the same one is in {taken[stage]}", highlight=False)
         else:
-            made = make(key)
-            made.record.made_from = made_from
-            run.put(stage, made.record, made.save)
+            with working(console, title, bars=False):
+                made = make(key)
+                made.record.made_from = made_from
+                run.put(stage, made.record, made.save)
         ran.append(stage)
         console.print(f"  {run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]", highlight=False)
     return ran
@@ -174,9 +177,11 @@ def measure(context: StageContext) -> dict[str, Any]:
         console.print("  the report or the export is not as it was written, and is made again", highlight=False)
     started, kind = time.monotonic(), HeadEvaluation if settings.eagle.enabled else Evaluation
     added = added_by_probes(report) if known.get("target") in (None, target) else {}
+    with working(console, "evaluation", bars=False):
+        measured = evaluate(run, settings, context.corpus, context.device, kind, console)
     report = {
         "name": settings.name,
-        **evaluate(run, settings, context.corpus, context.device, kind, console),
+        **measured,
         "settings": asdict(settings),
         **added,
         "commands": {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"},

@@ -50,6 +50,17 @@ def test_the_newest_unfinished_piece_is_told(file: io.StringIO) -> None:
         outer.update(done=2)
 
 
+def test_only_the_innermost_prints(file: io.StringIO) -> None:
+    with working(Console(file=file), "stage", bars=False):
+        wait_for(file, "stage")
+        with working(Console(file=file), "part"):
+            wait_for(file, "part")
+            told = file.getvalue().count("stage")
+            time.sleep(0.1)
+            assert file.getvalue().count("stage") == told
+        wait_for(file, r"part.*\n.*stage")
+
+
 def test_items_are_counted_and_an_error_ends_the_lines(file: io.StringIO) -> None:
     running = threading.active_count()
     with pytest.raises(ZeroDivisionError):  # noqa: PT012
