@@ -17,7 +17,7 @@ from tiny_run import run_tiny, tiny_settings
 from decode.core.errors import UserError
 from decode.measure.acceptance_offline import OfflineAlpha, paired, prompt_numbers
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
-from distill.config.settings import DistillSettings, EagleSettings
+from distill.config.settings import DistillSettings
 from distill.core.run_dir import RunDir
 from distill.experiments.ablate import AblateSettings, ablate
 from distill.experiments.ablation_table import Measured, verdict
@@ -87,12 +87,6 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, draft: 
     else:
         settings.draft = draft
     with pytest.raises(UserError, match=words):
-        settings.validate()
-
-
-def test_heads_are_not_trained_with_variations(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path, eagle=EagleSettings(kind="eagle"), draft=AdaSpecSettings(name="a", k_start=1.0))
-    with pytest.raises(UserError, match="k_start is set for the draft 'a', which feature heads are not trained with"):
         settings.validate()
 
 
