@@ -21,10 +21,10 @@ MODES = ("auto", "on", "off")
 ROWS = (1, 8)
 """Rows of the products that are measured: a step, and a check of a draft."""
 MARGIN = 0.95
-"""Packed products are taken where they need less than this part of the plain ones' time, over all `ROWS`."""
+"""Packed products are taken where they need less than this part of the plain ones' time, summed over `ROWS`."""
 COLD = 1 << 25
 """Bytes of weights that a measurement reads in turn: a model's weights are read from memory, not from the cache."""
-TURNS = 4
+TURNS = 5
 """Measurements of each way, interleaved; the least one counts."""
 FEW = 4
 """Fewer rows are padded to this: the kernel for one to three rows takes up to 1.4 times as long as the one for four."""
@@ -79,7 +79,7 @@ class Linears:
         check_pack(mode)
         self.mode, self.layers, self.copies, self.packed = mode, layers, copies, 0
         self._chosen: dict[tuple[int, ...], bool] = {}
-        self._ratios: dict[tuple[int, ...], list[float]] = {}
+        self._seconds: dict[tuple[int, ...], list[list[float]]] = {}
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """The product with a weight ``[rows, width]`` and a bias ``[rows]``."""
@@ -99,17 +99,18 @@ class Linears:
             return False
         if self.mode == "on":
             return True
-        ratios = self._ratios[tuple(weight.shape)] = measure(self._plain, PackedLinear, weight, self.layers)
-        return sum(ratios) < MARGIN * len(ratios)
+        seconds = self._seconds[tuple(weight.shape)] = measure(self._plain, PackedLinear, weight, self.layers)
+        plain, packed = map(sum, zip(*seconds))
+        return packed < MARGIN * plain
 
     def sentence(self) -> str:
         """What was chosen and why, for the terminal; empty where there was nothing to choose."""
         size = f"{self.packed / 1e6:.0f} MB of weights packed" if self.packed else "weights plain"
-        if not self._ratios:
+        if not self._seconds:
             return size if self.packed else ""
         parts = []
-        for shape, ratios in self._ratios.items():
-            speed = " and ".join(f"{1 / ratio:.1f}" for ratio in ratios)
+        for shape, seconds in self._seconds.items():
+            speed = " and ".join(f"{plain / packed:.1f}" for plain, packed in seconds)
             parts.append(f"{shape[0]}×{shape[1]} {'packed' if self._chosen[shape] else 'plain'} ({speed})")
         threads = torch.get_num_threads()
         return (
@@ -139,8 +140,8 @@ def packable(weight: Tensor) -> bool:
 @torch.inference_mode()
 def measure(
     plain: Callable[[Tensor], Linear], packed: Callable[[Tensor], Linear], weight: Tensor, layers: int
-) -> list[float]:
-    """Time of packed products over that of plain ones, at each of `ROWS`.
+) -> list[list[float]]:
+    """Seconds of plain and of packed products, at each of `ROWS`.
 
     Args:
         plain: makes a plain product.
@@ -165,4 +166,4 @@ def measure(
     for _ in range(TURNS):
         for row, x in zip(least, inputs):
             row[:] = [min(best, seconds(way, x)) for best, way in zip(row, ways)]
-    return [fast / slow for slow, fast in least]
+    return least
