@@ -19,7 +19,13 @@ from decode.core.errors import UserError, unknown
 from decode.core.options import MethodOptions
 from decode.core.runner import Runner
 from decode.core.sampling import Warp
-from decode.core.stopping import StopRule, negative_entropy, token_probability, warped_token_probability
+from decode.core.stopping import (
+    StopRule,
+    max_probability,
+    negative_entropy,
+    token_probability,
+    warped_token_probability,
+)
 from decode.core.target import tree_error
 from decode.core.thresholds import CostOptimal, Fixed, MeanOfRejected, Roc, TargetAcceptance
 from decode.drafters.acceptance_probe import advised, load_probe
@@ -27,6 +33,7 @@ from decode.drafters.adaptix.drafter import open_adaptix
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter, head_of
 from decode.drafters.early_exit import EarlyExitDrafter
+from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
 from decode.drafters.rest.drafter import open_rest
@@ -87,6 +94,13 @@ def _rest(inputs: MethodInputs) -> Drafter:
     return open_rest(inputs.datastore, inputs.tokenizer)
 
 
+def _hybrid(inputs: MethodInputs) -> Drafter:
+    head, options = _model(inputs), inputs.options
+    assert isinstance(head, ModelDrafter)
+    store = open_rest(inputs.datastore, inputs.tokenizer).store if inputs.datastore is not None else None
+    return HybridDrafter(head, store, match=options.match_length, length=options.copy_length)
+
+
 def _adaptix(best_first: bool) -> Callable[[MethodInputs], Drafter]:
     def make(inputs: MethodInputs) -> Drafter:
         if inputs.trigrams is None:
@@ -141,6 +155,7 @@ DRAFTERS: dict[str, Callable[[MethodInputs], Drafter]] = {
     "model": _model,
     "feature": lambda inputs: FeatureDrafter(head_of(inputs.draft), inputs.target, inputs.warp),
     "feature-tree": _feature_tree,
+    "hybrid": _hybrid,
     "prompt-lookup": _lookup,
     "rest": _rest,
     "adaptix": _adaptix(best_first=False),
@@ -150,7 +165,7 @@ DRAFTERS: dict[str, Callable[[MethodInputs], Drafter]] = {
     "early-exit-separate": _separate,
     "layer-subset": _layer_subset,
 }
-MODEL_DRAFTERS = {"model", "feature", "feature-tree"}
+MODEL_DRAFTERS = {"model", "feature", "feature-tree", "hybrid"}
 TREE_DRAFTERS = {"feature-tree", "rest", "adaptix", "adaptix-best-first", "lookahead"}
 SELF_DRAFTERS = {"early-exit", "early-exit-separate", "layer-subset"}
 
@@ -210,8 +225,15 @@ def _cost_optimal(inputs: MethodInputs) -> StopRule:
     return StopRule(inputs.window(20), token_probability, product=True, threshold=threshold)
 
 
+def _unsure(inputs: MethodInputs) -> StopRule:
+    """Asked before a token is drawn, so that what an unsure head would draft is not drafted at all."""
+    start = 0.2 if inputs.options.threshold is None else inputs.options.threshold
+    return StopRule(inputs.window(8), max_probability, product=True, threshold=Fixed(start), refuse=True)
+
+
 STOPS: dict[str, MakeStop] = {
     "length": lambda inputs: StopRule(inputs.window(5)),
+    "unsure": _unsure,
     "copy": lambda inputs: StopRule(inputs.window(10)),
     "hf-dynamic": _dynamic("constant", roc=True),
     "hf-constant": _dynamic("constant", roc=False),
@@ -257,6 +279,7 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "typical":                ("model",              "length",       "typical"),
     "eagle":                  ("feature",            "length",       "exact"),
     "eagle-tree":             ("feature-tree",       "length",       "exact"),
+    "hybrid":                 ("hybrid",             "unsure",       "exact"),
     "prompt-lookup":          ("prompt-lookup",      "copy",         "exact"),
     "rest":                   ("rest",               "length",       "exact"),
     "adaptix":                ("adaptix",            "length",       "exact"),
@@ -321,8 +344,9 @@ def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: s
     if drafter_name in TREE_DRAFTERS and not inputs.target.supports_trees:
         raise tree_error(inputs.target)
     drafter = DRAFTERS[drafter_name](inputs)
-    if isinstance(drafter, ModelDrafter):
-        drafter.keep_logits, drafter.keep_probs = acceptance.needs_raw, not acceptance.exact
+    drawing = drafter.head if isinstance(drafter, HybridDrafter) else drafter
+    if isinstance(drawing, ModelDrafter):
+        drawing.keep_logits, drawing.keep_probs = acceptance.needs_raw, not acceptance.exact
     return System(method, drafter, stop_rule, acceptance)
 
 

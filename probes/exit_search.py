@@ -15,6 +15,7 @@ from decode.models.runners.fast_runner import FastRunner
 from decode.prompts.presets import PRESETS
 from decode.prompts.scorers import SCORERS
 from decode.prompts.suites import Prompt, Suite
+from distill.data.tokenize import prompt_part
 from probes.benchmark import Candidate, run_candidates
 from probes.context import Mode, ProbeContext
 from probes.costs import measure, of_weights
@@ -129,8 +130,10 @@ def run_best(
 def _suite(context: ProbeContext) -> Suite:
     source, corpus = context.settings.data.source, context.stages.corpus
     rows = corpus.test.select(range(min(context.options.bench_prompts, len(corpus.test))))
+    ids = [prompt_part(ids, labels) for ids, labels in zip(rows["input_ids"], rows["labels"])]
     prompts = [
-        Prompt(f"test/{i}", text, answer) for i, (text, answer) in enumerate(zip(rows["prompt"], rows["response"]))
+        Prompt(f"test/{i}", text, answer, ids=tuple(known))
+        for i, (text, answer, known) in enumerate(zip(rows["prompt"], rows["response"], ids))
     ]
     preset = PRESETS.get(source)
     score = SCORERS.get(preset.scorer) if preset is not None and preset.scorer else None

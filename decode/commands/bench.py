@@ -17,7 +17,6 @@ from decode.commands.bench_checkpoint import Checkpoint, draft_names
 from decode.commands.checks import (
     STORES,
     api_settings,
-    check_chat,
     check_methods,
     check_models,
     make_warp,
@@ -26,6 +25,8 @@ from decode.commands.checks import (
     open_pair,
     open_suites,
     store_folders,
+    told_chat,
+    use_chat,
 )
 from decode.commands.datastore import read_corpus, write_stores
 from decode.commands.exit_status import check_writable
@@ -36,6 +37,7 @@ from decode.drafters.corpus_files import join_documents
 from decode.measure.bench_entries import BenchEntry, plan
 from decode.measure.bench_session import BenchOptions, Session
 from decode.measure.benchmark import Benchmark
+from decode.measure.suite_alpha import suite_alphas
 from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE, smaller_store
 from decode.models.eagle.files import is_head
@@ -45,7 +47,7 @@ from decode.models.other_vocabulary import DraftModel
 from decode.models.pair import Pair
 from decode.prompts.suites import Suite
 from decode.report.bench_report import write_report
-from decode.report.tables import ratios, table
+from decode.report.tables import ALPHA_COLUMNS, by_block, category_table, console_table, mode, ratios, table
 
 
 @dataclass
@@ -59,7 +61,7 @@ class Models:
 
 def open_models(settings: BenchSettings) -> Models:
     """Load them; the target's tokenizer first, since it alone can refuse the settings."""
-    check_chat(settings.chat, load_tokenizer(str(settings.target), trust_remote_code=settings.trust_remote_code))
+    use_chat(settings, load_tokenizer(str(settings.target), trust_remote_code=settings.trust_remote_code))
     pair = open_pair(settings)
     named = draft_names(settings.draft)
     drafts = {
@@ -109,7 +111,6 @@ def bench(
     options = {"peers": not methods, "methods": list(methods), "suite": list(suite), "draft": given} | options
     settings = api_settings(BenchSettings, pair, **options)
     chosen, suites = check(settings), _suites(settings)
-    check_chat(settings.chat, pair.tokenizer)
     drafts = {"draft": pair.draft} if pair.draft is not None else {}
     with tempfile.TemporaryDirectory() as folder:
         built = bench_options(settings, chosen, pair.target, pair.tokenizer, Path(settings.output or folder))
@@ -145,6 +146,8 @@ def run(settings: BenchSettings) -> None:
     console.print(f"{settings.target} {placement(models.target)}", soft_wrap=True)
     if followed := described(models.target, options.warp):
         console.print(followed, soft_wrap=True)
+    if told := told_chat(settings, options.chat):
+        console.print(told, soft_wrap=True)
     session = Session(models.target, models.drafts, models.tokenizer, options)
     benchmark = Benchmark(session)
     console.print(
@@ -153,6 +156,7 @@ def run(settings: BenchSettings) -> None:
     for packing in session.packing:
         console.print(packing, soft_wrap=True)
     work = Checkpoint(folder / "work" / "bench.json", settings)
+    alphas: list[dict[str, Any]] = []
     try:
         with working(console, "costs of forwards") as shown:
             benchmark.run(
@@ -162,6 +166,9 @@ def run(settings: BenchSettings) -> None:
                 finished=work.read(),
                 on_block=work.add,
             )
+            names = [s.name for s in suites] if models.drafts else []
+            for name, temperature in [(n, t) for n in names for t in settings.alpha_temperatures]:
+                alphas += suite_alphas(session, name, benchmark.items[name], temperature)
         work.clear()
         log_to_wandb_sweep(benchmark.rows)
     finally:  # an interrupt keeps what was measured
@@ -169,9 +176,13 @@ def run(settings: BenchSettings) -> None:
             more = (session.left_out, session.vocabularies)
             remarks = {s.name: [s.note, *(notes.get(s.name, "") for notes in more)] for s in suites}
             notes = {name: "; ".join(filter(None, texts)) for name, texts in remarks.items() if any(texts)}
-            files = write_report(benchmark, dataclasses.asdict(settings), folder, notes)
+            files = write_report(benchmark, dataclasses.asdict(settings), folder, notes, alphas)
             for block in benchmark.blocks:
                 console.print(table(block, console.width))
+                if (parts := category_table(block, console.width)) is not None:
+                    console.print(parts)
+            for (suite, temperature), rows in by_block(alphas).items():
+                console.print(console_table(f"offline α, {suite}, {mode(temperature)}", ALPHA_COLUMNS, rows))
             for name, note in notes.items():
                 console.print(f"{name}: {note}", soft_wrap=True)
             for line in ratios(benchmark.rows):
@@ -243,7 +254,8 @@ def bench_options(
     """Options of the measurement; stores that are needed and not given are built from the corpus."""
     datastore, trigrams = store_folders(settings)
     chosen = [split_spec(method) for method in methods]
-    missing = {STORES[m] for m, _ in chosen if m in STORES} - {
+    stores = STORES | {"hybrid": "datastore"}  # which it can do without
+    missing = {stores[m] for m, _ in chosen if m in stores} - {
         name for name, given in (("datastore", datastore), ("trigrams", trigrams)) if given
     }
     if missing and settings.corpus:
@@ -264,7 +276,8 @@ def bench_options(
         repeats=settings.repeats,
         seed=settings.seed,
         ignore_eos=settings.ignore_eos,
-        chat=settings.chat,
+        chat=use_chat(settings, tokenizer),
+        system=settings.system,
         warp=make_warp(settings, target),
         threads=settings.threads,
         compile=settings.compile,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.commands.settings import LoadSettings, MethodSettings, SamplingSettings, required
+from decode.commands.settings import ChatSettings, LoadSettings, MethodSettings, SamplingSettings, required
 from decode.core.errors import UserError, unknown
 from decode.core.options import MethodOptions, split_spec
 from decode.core.sampling import Warp
@@ -20,6 +20,7 @@ from decode.models.open import choose_device, choose_dtype
 from decode.models.pair import Pair, load
 from decode.models.runners.compiled import check_compile
 from decode.models.runners.packing import check_pack
+from decode.models.text import check_template
 from decode.prompts.suites import Suite, load_suite
 
 Settings = TypeVar("Settings", bound=LoadSettings)
@@ -81,10 +82,27 @@ def check_models(settings: LoadSettings) -> None:
         raise UserError(f"draft_vocabulary is {settings.draft_vocabulary!r}; choose same or intersection")
 
 
-def check_chat(chat: bool, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse ``--chat`` where the tokenizer has no chat template, before anything is measured."""
-    if chat and not tokenizer.chat_template:
-        raise UserError("the target's tokenizer has no chat template; leave out --chat, or take an instruct model")
+def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether prompts are put into the chat template: as the settings say, else where the tokenizer has one.
+
+    Raises:
+        UserError: there is none, or it cannot be used like this.
+    """
+    if settings.chat is False or (settings.chat is None and not tokenizer.chat_template and settings.system is None):
+        return False
+    if not tokenizer.chat_template:
+        raise UserError(
+            "the target's tokenizer has no chat template; leave out --chat and --system, or take an instruct model"
+        )
+    check_template(tokenizer, settings.system)
+    return True
+
+
+def told_chat(settings: ChatSettings, chat: bool) -> str:
+    """What to say of a chat template that nobody asked for; empty where there is nothing to say."""
+    if not chat or settings.chat:
+        return ""
+    return "prompts are put into the tokenizer's chat template (--chat false continues them as plain text)"
 
 
 def make_warp(settings: SamplingSettings, target: PreTrainedModel, temperature: float = 0.0) -> Warp:

@@ -144,7 +144,7 @@ def _read_options(
         name, equals, value = rest.pop(0).partition("=")
         key = name[2:].replace("-", "_")
         key = aliases.get(key, key)
-        negated = key.removeprefix("no_") if key.startswith("no_") and hints.get(key[3:]) is bool else None
+        negated = key.removeprefix("no_") if key.startswith("no_") and _is_switch(hints.get(key[3:])) else None
         if name == "--config":
             paths += config_paths(["--config", value or (rest.pop(0) if rest else "")])
         elif not name.startswith("--"):
@@ -153,8 +153,8 @@ def _read_options(
             raise UserError(f"unknown option '{name}'; {_nearest(key, settings_class)}. `{prog} --help` lists them all")
         elif negated:
             options.append(f"--{negated}=false")
-        elif hints[key] is bool:
-            follows = not equals and rest and rest[0].lower() in ("true", "false")
+        elif _is_switch(hints[key]):
+            follows = not equals and rest and rest[0].lower() in ("true", "false", "null")
             options.append(f"--{key}={value if equals else rest.pop(0) if follows else 'true'}")
         elif _is_list(hints[key]):
             given = [value] if equals else []
@@ -172,6 +172,10 @@ def _read_options(
 
 def _key(option: str) -> str:
     return option.partition("=")[0][2:].replace("-", "_")
+
+
+def _is_switch(hint: Any) -> bool:
+    return hint is bool or set(typing.get_args(hint)) == {bool, type(None)}
 
 
 def _is_list(hint: Any) -> bool:

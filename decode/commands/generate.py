@@ -20,6 +20,8 @@ from decode.commands.checks import (
     needs_draft,
     open_pair,
     store_folders,
+    told_chat,
+    use_chat,
 )
 from decode.commands.generated_text import Generation, colored, show_statistics
 from decode.commands.settings import GenerateSettings
@@ -35,7 +37,7 @@ from decode.models.generation_config import described
 from decode.models.open import placement, stop_ids
 from decode.models.other_vocabulary import ForeignDraft
 from decode.models.pair import Pair
-from decode.models.text import Detokenizer, chat_ids, marked, prompt_ids, stop_at
+from decode.models.text import Detokenizer, chat_ids, marked, prompt_ids, stop_at, user_says
 
 
 def generate(
@@ -52,7 +54,8 @@ def generate(
 
     Args:
         pair: from `decode.load`.
-        prompt: the text to continue, or with ``chat=True`` the user's message.
+        prompt: the user's message where the tokenizer has a chat template, else the text to continue; ``chat=False``
+            continues text in either case.
         method: a name that ``python -m decode methods`` lists; ``None``: vanilla with a draft, else autoregressive.
         max_new_tokens: most tokens to generate.
         temperature: 0 is greedy.
@@ -110,7 +113,10 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
             if runner is not None and runner.packing:
                 print(f"{name}: {runner.packing}", file=sys.stderr)
     tokenizer = pair.tokenizer
-    ids = chat_ids(tokenizer, [{"role": "user", "content": prompt}]) if settings.chat else prompt_ids(tokenizer, prompt)
+    chat = use_chat(settings, tokenizer)
+    if opened and (told := told_chat(settings, chat)):
+        print(told, file=sys.stderr)
+    ids = chat_ids(tokenizer, user_says(prompt, settings.system)) if chat else prompt_ids(tokenizer, prompt)
     draft = None
     if needs_draft(method):
         if isinstance(pair.draft, ForeignDraft):

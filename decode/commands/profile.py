@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from decode.commands.checks import api_settings, check_chat, check_models, make_warp, open_pair, open_suites
+from decode.commands.checks import api_settings, check_models, make_warp, open_pair, open_suites, told_chat, use_chat
 from decode.commands.settings import ProfileSettings, required
 from decode.core.trace import FORMULAS
 from decode.measure import machine
@@ -38,15 +38,19 @@ def _profile(settings: ProfileSettings, pair: Pair | None = None) -> tuple[PairP
     check_models(settings)
     required(settings, "draft")
     suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
+    opened = pair is None
     pair = pair or open_pair(settings, settings.draft)
-    check_chat(settings.chat, pair.tokenizer)
+    chat = use_chat(settings, pair.tokenizer)
+    if opened and (told := told_chat(settings, chat)):
+        print(told, file=sys.stderr)
     assert pair.draft is not None
     warp = make_warp(settings, pair.target, settings.temperature)
     options = BenchOptions(
         max_new_tokens=settings.max_new_tokens,
         repeats=1,
         seed=settings.seed,
-        chat=settings.chat,
+        chat=chat,
+        system=settings.system,
         warp=make_warp(settings, pair.target),
         threads=settings.threads,
         compile=settings.compile,

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from decode.commands.checks import check_chat, check_models, open_pair, open_suites
+from decode.commands.checks import check_models, open_pair, open_suites, told_chat, use_chat
 from decode.commands.settings import ServeCheckSettings, required
 from decode.core.errors import UserError, unknown
 from decode.engines.causes import causes_in_files, read_json
@@ -43,10 +43,16 @@ def run(settings: ServeCheckSettings) -> None:
         told = "".join(f"\n{cause.name}: {cause.told_by}; {cause.remedy}" for cause in causes)
         raise UserError(f"the draft cannot be served: {error}{told}") from error
     assert pair.draft is not None
-    check_chat(settings.chat, pair.tokenizer)
+    chat = use_chat(settings, pair.tokenizer)
+    if told := told_chat(settings, chat):
+        console.print(told, soft_wrap=True)
     suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
     bench = BenchOptions(
-        max_new_tokens=settings.max_new_tokens, seed=settings.seed, chat=settings.chat, threads=settings.threads
+        max_new_tokens=settings.max_new_tokens,
+        seed=settings.seed,
+        chat=chat,
+        system=settings.system,
+        threads=settings.threads,
     )
     session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, bench)
     items = [item for suite in suites for item in session.items(suite)]
@@ -56,7 +62,7 @@ def run(settings: ServeCheckSettings) -> None:
         settings.max_new_tokens,
         settings.seed,
         settings.draft_sampling,
-        settings.chat,
+        chat,
     )
     with console.status("measuring forwards") as status, engine_files(settings, pair.draft) as files:
         session.measure_costs(items, ["draft"], longest=max(settings.draft_lengths))

@@ -50,13 +50,13 @@ class MethodSettings(MethodOptions):
     """Which stop rule and acceptance rule, and what retrieval drafts from."""
 
     stop_rule: str | None = None
-    """Another stop rule than the method's own: length, hf-dynamic, hf-constant, hf-heuristic, draft-verify, product,
-    entropy, cost-optimal."""
+    """Another stop rule than the method's own: length, unsure, hf-dynamic, hf-constant, hf-heuristic, draft-verify,
+    product, entropy, cost-optimal."""
     rule: str | None = None
     """Another acceptance rule than the method's own: exact, ears, adasd, adasd-a, adasd-b, adasd-c, fuzzy, typical.
     All but exact are relaxed: the output is no longer distributed as the target's."""
     datastore: str | None = None
-    """Folder made by `python -m decode datastore build`, for rest."""
+    """Folder made by `python -m decode datastore build`, for rest; hybrid copies from it too."""
     trigrams: str | None = None
     """Folder made by `python -m decode trigrams build`, for adaptix; null: the datastore's folder."""
 
@@ -76,7 +76,23 @@ class SamplingSettings(Checked):
 
 
 @dataclass
-class GenerateSettings(SamplingSettings, MethodSettings, LoadSettings):
+class ChatSettings(Checked):
+    """Whether prompts are what a user says to a chat model."""
+
+    chat: bool | None = None
+    """Put prompts into the tokenizer's chat template; in suites with several turns, later ones follow the target's own
+    greedy answers. Null: where the tokenizer has one; --chat false continues prompts as plain text."""
+    system: str | None = None
+    """System message of the chats; null: what the template writes by itself."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.system is not None and self.chat is False:
+            raise UserError("a system message belongs to a chat; give --system without --chat false")
+
+
+@dataclass
+class GenerateSettings(ChatSettings, SamplingSettings, MethodSettings, LoadSettings):
     """Settings of python -m decode generate."""
 
     draft: str | None = None
@@ -85,8 +101,6 @@ class GenerateSettings(SamplingSettings, MethodSettings, LoadSettings):
     """Decoding method; null: vanilla with a draft, else autoregressive. See `python -m decode methods`."""
     prompt: str | None = None
     """Text to continue; null reads standard input."""
-    chat: bool = False
-    """Put the prompt into the tokenizer's chat template."""
     max_new_tokens: PositiveInt = 256
     """Most tokens to generate."""
     temperature: Temperature = 0.0
@@ -109,7 +123,7 @@ class GenerateSettings(SamplingSettings, MethodSettings, LoadSettings):
 
 
 @dataclass
-class BenchSettings(SamplingSettings, MethodSettings, LoadSettings):
+class BenchSettings(ChatSettings, SamplingSettings, MethodSettings, LoadSettings):
     """Settings of python -m decode bench, and of the section bench of a configuration."""
 
     draft: list[str] = field(default_factory=list)
@@ -130,6 +144,9 @@ class BenchSettings(SamplingSettings, MethodSettings, LoadSettings):
     """Prompts of each suite (also --prompts), a sample chosen by the seed, evenly from its categories; null: all."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0])
     """0 is greedy; the smallest other value is 0.001."""
+    alpha_temperatures: list[Temperature] = field(default_factory=list)
+    """Also measure the drafts' offline α at these temperatures, without top-k, top-p and min-p, on texts that the
+    target writes for the prompts: the number that compares drafts."""
     max_new_tokens: PositiveInt = 128
     """Most tokens of each text."""
     repeats: PositiveInt = 3
@@ -137,8 +154,6 @@ class BenchSettings(SamplingSettings, MethodSettings, LoadSettings):
     ignore_eos: bool = False
     """Generate max_new_tokens always, so that all texts are equally long. Speed ratios of relaxed and sampled methods
     are then over equal lengths; accuracy means nothing."""
-    chat: bool = False
-    """Put prompts into the chat template; later turns follow the target's own greedy answers."""
     seed: Seed = 0
     """Of prompts, sampling and the bootstrap."""
     corpus: list[str] = field(default_factory=list)
@@ -157,7 +172,7 @@ class BenchSettings(SamplingSettings, MethodSettings, LoadSettings):
 
 
 @dataclass
-class ProfileSettings(SamplingSettings, LoadSettings):
+class ProfileSettings(ChatSettings, SamplingSettings, LoadSettings):
     """Settings of python -m decode profile."""
 
     draft: str | None = None
@@ -174,8 +189,6 @@ class ProfileSettings(SamplingSettings, LoadSettings):
     """Most tokens of each text that the target writes for measuring α."""
     longest: PositiveInt = 15
     """Longest draft to predict."""
-    chat: bool = False
-    """Put prompts into the chat template."""
     seed: Seed = 0
     """Of prompts and sampling."""
     json: bool = False
@@ -183,7 +196,7 @@ class ProfileSettings(SamplingSettings, LoadSettings):
 
 
 @dataclass
-class ServeCheckSettings(LoadSettings):
+class ServeCheckSettings(ChatSettings, LoadSettings):
     """Settings of python -m decode serve-check."""
 
     engine: str = "transformers"
@@ -196,8 +209,6 @@ class ServeCheckSettings(LoadSettings):
     """Split of suites that have several."""
     limit: PositiveInt | None = 16
     """Prompts of each suite."""
-    chat: bool = False
-    """Put prompts into the chat template."""
     draft_lengths: list[PositiveInt] = field(default_factory=lambda: [3, 5, 7])
     """Tokens drafted a round; the engine is started once for each."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])

@@ -108,11 +108,12 @@ class MethodOptions(Checked):
 
     draft_length: PositiveInt | None = None
     """Tokens drafted a round, or the window of an adaptive stop rule; null: what the draft was exported with (fixed
-    lengths only), else 5, AdaSD and Hugging Face 20, Draft & Verify and AdaSPEED 12, prompt lookup 10."""
+    lengths only), else 5, AdaSD and Hugging Face 20, Draft & Verify and AdaSPEED 12, prompt lookup 10, hybrid 8."""
     beta: NonNegativeFloat = 0.1
     """EARS: tolerance β(1 − max p); the paper uses 0.05 to 0.2, 0 is the exact rule."""
     threshold: ClosedUnitInterval | None = None
-    """Start of an adaptive confidence threshold; null: Draft & Verify 0.6, AdaSPEED 0.8, Hugging Face 0.4."""
+    """Start of an adaptive confidence threshold; null: Draft & Verify 0.6, AdaSPEED 0.8, Hugging Face 0.4.
+    Hybrid: the head drafts on while the product of its largest probabilities is above this; null: 0.2."""
     target_acceptance: OpenUnitInterval | None = None
     """Acceptance rate that Draft & Verify's and AdaSPEED's controllers steer to; null: 0.9."""
     cost_ratio: PositiveFloat | None = None
@@ -120,6 +121,11 @@ class MethodOptions(Checked):
     measures it); null: the weights that the draft reads for a token over those that the target reads."""
     verify_growth: NonNegativeFloat = 0.0
     """Cost-optimal stopping: growth of the target's forward by one more token, in one-token target forwards."""
+    match_length: PositiveInt = 4
+    """Hybrid: tokens of the text's end that have to occur before, in the text or the datastore, for their continuation
+    to be copied instead of asking the draft; where the draft is unsure from the start, two suffice."""
+    copy_length: PositiveInt = 10
+    """Hybrid: most tokens copied."""
     fuzzy_threshold: NonNegativeFloat = 0.4
     """Fuzzy: largest Jensen–Shannon divergence (nats) between target and draft at which a token is kept."""
     typical_epsilon: ClosedUnitInterval = 0.09

@@ -46,24 +46,30 @@ class LookupDrafter(Drafter):
 
     def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
         """A chain of at most ``length``, ``max_depth`` and the stop rule's cap; empty where nothing matches."""
-        self._index(ids)
         count = min(self.length, max_depth, stop.cap())
-        match = self._match(ids) if count > 0 else None
-        if match is None:
-            return Draft.empty()
-        copied = ids[match : match + count]
-        period = len(ids) - match
-        while len(copied) < count:  # the copy reaches the end of the text: it goes on with itself
-            copied.append(copied[len(copied) - period])
-        return Draft.chain(torch.tensor(copied, dtype=torch.long))
+        n, after = self.find(ids) if count > 0 else (0, 0)
+        return Draft.chain(torch.tensor(self.copy(ids, after, count), dtype=torch.long)) if n else Draft.empty()
 
-    def _match(self, ids: list[int]) -> int | None:
-        """The position after the most recent earlier occurrence of the longest known last n-gram."""
+    def find(self, ids: list[int]) -> tuple[int, int]:
+        """The longest last n-gram known from earlier in the text.
+
+        Returns:
+            n, 0 if none is known, and the position after its most recent earlier occurrence.
+        """
+        self._index(ids)
         for n in range(min(self.max_ngram, len(ids) - 1), self.min_ngram - 1, -1):
-            match = self._after.get(tuple(ids[-n:]))
-            if match is not None:
-                return match
-        return None
+            after = self._after.get(tuple(ids[-n:]))
+            if after is not None:
+                return n, after
+        return 0, 0
+
+    def copy(self, ids: list[int], after: int, count: int) -> list[int]:
+        """The `count` tokens from a position on; a copy that reaches the end of the text goes on with itself."""
+        copied = ids[after : after + count]
+        period = len(ids) - after
+        while len(copied) < count:
+            copied.append(copied[len(copied) - period])
+        return copied
 
     def _index(self, ids: list[int]) -> None:
         """Enter the n-grams that end before the last token, which has no continuation yet."""

@@ -98,11 +98,16 @@ def offline_alpha(
     texts = [(ids, prompt_length) for ids, prompt_length in texts if len(ids) > prompt_length]
     measured = []
     for ids, prompt_length in texts:
-        prefixes = [ids[:i] for i in range(prompt_length, len(ids))] if warp.needs_prefix else None
-        p = warp(response_logits(target, ids, prompt_length), prefixes)
-        q = warp(draft_logits(target, draft, ids, prompt_length), prefixes)
+        before = prefixes(warp, ids, prompt_length)
+        p = warp(response_logits(target, ids, prompt_length), before)
+        q = warp(draft_logits(target, draft, ids, prompt_length), before)
         measured.append(overlap(p, q).double().tolist())
     return OfflineAlpha(measured, prompt_numbers(texts))
+
+
+def prefixes(warp: Warp, ids: Sequence[int], prompt_length: int) -> list[Sequence[int]] | None:
+    """What stands before each response token, for a warp that looks at it."""
+    return [ids[:i] for i in range(prompt_length, len(ids))] if warp.needs_prefix else None
 
 
 def prompt_numbers(texts: Iterable[tuple[Sequence[int], int]]) -> list[int]:

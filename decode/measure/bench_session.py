@@ -20,14 +20,17 @@ from decode.loop import decode
 from decode.measure import machine
 from decode.measure.cost import LONGEST, CostMeter, CostModel
 from decode.methods import MethodInputs, build
+from decode.models.batched_generation import draws_of_loop, write_texts
 from decode.models.open import stop_ids
 from decode.models.open_runner import open_draft_runner, open_runner
 from decode.models.other_vocabulary import DraftModel, ForeignDraft
-from decode.models.text import Detokenizer, Message, chat_ids, prompt_ids
+from decode.models.text import Detokenizer, Message, chat_ids, prompt_ids, user_says
 from decode.prompts.suites import Prompt, Suite
 
 BASELINE = "autoregressive"
 """The loop without a drafter, which `speedup` is measured against."""
+ANSWERED_AT_ONCE = 16
+"""First turns of chats that the target answers in a batch."""
 WIDE = (24, 32, 48, 64, 96)
 """More n of v(n), for methods that verify trees."""
 
@@ -42,6 +45,7 @@ class BenchOptions:
         seed: of sampling and of the bootstrap.
         ignore_eos: generate the full budget, so that all texts have one length.
         chat: put prompts into the chat template; later turns of a prompt follow the target's own greedy answers.
+        system: system message of the chats.
         warp: sampling settings but for the temperature.
         threads: of torch; None measures one against all.
         datastore: folder of a REST datastore.
@@ -58,6 +62,7 @@ class BenchOptions:
     seed: int = 0
     ignore_eos: bool = False
     chat: bool = False
+    system: str | None = None
     warp: Warp = field(default_factory=Warp)
     threads: int | None = None
     datastore: Path | None = None
@@ -76,10 +81,11 @@ class BenchOptions:
 
 @dataclass
 class Item:
-    """One prompt, or one turn of it, as token ids."""
+    """One prompt, or one turn of it, as token ids; `said` is the text that was put last."""
 
     prompt: Prompt
     ids: list[int]
+    said: str = ""
 
 
 class Session:
@@ -128,10 +134,7 @@ class Session:
 
     def items(self, suite: Suite) -> list[Item]:
         """All prompts, and in chats all turns, that fit the contexts together with their answers."""
-        items = []
-        for prompt in suite.prompts:
-            turns = getattr(prompt, "turns", ()) if self.options.chat else ()
-            items += self._turns(prompt, turns) if len(turns) > 1 else [self._item(prompt, prompt.text)]
+        items = self._turns(suite.prompts) if self.options.chat else [self._item(prompt) for prompt in suite.prompts]
         room = min(r.limit for r in [self.runner, *self.drafts.values()])
         fitting = [item for item in items if len(item.ids) + self.options.max_new_tokens <= room + 1]
         if not fitting:
@@ -152,21 +155,37 @@ class Session:
             self.vocabularies[suite.name] = "; ".join(sentences)
         return fitting
 
-    def _item(self, prompt: Prompt, text: str, history: Sequence[Message] = ()) -> Item:
-        if not self.options.chat:
-            return Item(prompt, prompt_ids(self.tokenizer, text))
-        return Item(prompt, chat_ids(self.tokenizer, [*history, {"role": "user", "content": text}]))
+    def _item(self, prompt: Prompt) -> Item:
+        ids = list(prompt.ids) or prompt_ids(self.tokenizer, prompt.text)
+        return Item(prompt, ids, prompt.text)
 
-    def _turns(self, prompt: Prompt, turns: Sequence[str]) -> list[Item]:
-        """A chat's turns; the target's greedy answers stand between them, the same for every method."""
-        items: list[Item] = []
-        history: list[Message] = []
-        for said in turns:
-            items.append(self._item(prompt, said, history))
-            if len(items) < len(turns):
-                answer = self.text(self.answer(items[-1].ids, replace(self.options.warp, temperature=0.0)))
-                history += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
-        return items
+    def _turns(self, prompts: Sequence[Prompt]) -> list[Item]:
+        """The turns of chats; the target's greedy answers stand between them, the same for every method."""
+        chats: list[list[Item]] = [[] for _ in prompts]
+        histories: list[list[Message]] = [[] for _ in prompts]
+        said = [prompt.turns or (prompt.text,) for prompt in prompts]
+        for turn in range(max(map(len, said))):
+            going = [i for i, texts in enumerate(said) if turn < len(texts)]
+            for i in going:
+                histories[i] += user_says(said[i][turn], None if turn else self.options.system)
+                chats[i].append(Item(prompts[i], chat_ids(self.tokenizer, histories[i]), said[i][turn]))
+            answered = [i for i in going if turn + 1 < len(said[i])]
+            for i, answer in zip(answered, self._answers([chats[i][-1].ids for i in answered])):
+                histories[i].append({"role": "assistant", "content": self.text(answer)})
+        return [item for chat in chats for item in chat]
+
+    def _answers(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """The target's greedy answers, several at once; none where the prompt fills the context."""
+        longest, limit = self.options.max_new_tokens, self.runner.limit
+        return write_texts(
+            self.model,
+            prompts,
+            replace(self.options.warp, temperature=0.0),
+            budgets=[min(longest, limit + 1 - len(ids)) for ids in prompts],
+            stop_ids=stop_ids(self.model, self.tokenizer),
+            draws=draws_of_loop(self.options.seed),
+            batch_size=ANSWERED_AT_ONCE,
+        )
 
     def answer(self, ids: list[int], warp: Warp, seed: int = 0) -> list[int]:
         """What the target itself writes after these ids, up to the budget."""

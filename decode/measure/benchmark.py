@@ -4,8 +4,8 @@ What is compared with what, and why it is fair:
 
 - The baseline of `speedup` is this project's own loop without a drafter, on the same forward and cache;
   `model.generate` is the baseline of `speedup_vs_generate`. A speedup over a slow baseline says little.
-- All methods see a prompt before the next prompt comes, in an order that turns from one repeat to the next, so that a
-  change in the machine's load meets all of them. Ratios are taken between runs side by side.
+- All methods see a prompt (of a chat all turns) before the next prompt comes, in an order that turns from one repeat to
+  the next, so that a change in the machine's load meets all of them. Ratios are taken between runs side by side.
 - An adaptive method keeps what it learned from prompt to prompt, but every repeat has its own copy of it, so that no
   method has seen a prompt before.
 - Time is wall time of the whole text, reading the prompt included; token ids are counted, not words.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decode.core.errors import UserError
 from decode.measure.bench_entries import REFERENCE, BenchEntry, EntryRun, opponents, with_baselines
 from decode.measure.bench_session import BenchOptions, Item, Session
+from decode.measure.categories import acceptance, category_rows
 from decode.measure.statistics import (
     COLUMNS,
     Record,
@@ -45,8 +47,17 @@ from decode.models.text import Detokenizer, marked
 from decode.prompts.suites import Suite
 
 TREES = {"rest", "adaptix", "adaptix-best-first", "lookahead", "eagle-tree"}
+TURN_SEED = 101
+"""Distance of the seeds of a chat's turns."""
+Chat = Sequence[Item]
+"""The turns of one prompt."""
 Progress = Callable[[int, int, str], None]
 """Called with texts done, texts in all, and what is being done."""
+
+
+def by_prompt_of(items: Iterable[Item]) -> list[Chat]:
+    """The turns of each prompt, which follow each other."""
+    return [list(turns) for _, turns in groupby(items, key=lambda item: id(item.prompt))]
 
 
 @dataclass
@@ -76,12 +87,14 @@ class Benchmark:
 
     Attributes:
         blocks: results so far; after an interrupt the last one holds the prompts that all methods had finished.
+        items: the prompts of each suite that fit the contexts.
         records: the timed texts of what was measured here, by suite, temperature and label.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.blocks: list[ResultBlock] = []
+        self.items: dict[str, list[Item]] = {}
         self.records: dict[tuple[str, float, str], Record] = {}
         self._scores: dict[tuple[int, str], float] = {}
 
@@ -119,7 +132,8 @@ class Benchmark:
         self.blocks = list(finished)
         done = {(block.suite, block.temperature) for block in self.blocks}
         session, options = self.session, self.session.options
-        items = {suite.name: session.items(suite) for suite in suites}
+        self.items = items = {suite.name: session.items(suite) for suite in suites}
+        chats = {name: by_prompt_of(some) for name, some in items.items()}
         if options.costs:
             session.measure_costs(
                 [item for some in items.values() for item in some],
@@ -129,7 +143,7 @@ class Benchmark:
                 repeats=max(1, options.cost_turns // 4),
             )
         jobs = [(s, t) for s in suites for t in temperatures if (s.name, t) not in done]
-        total = sum(len(items[s.name]) * len(table[t]) for s, t in jobs) * options.repeats
+        total = sum(len(chats[s.name]) * len(table[t]) for s, t in jobs) * options.repeats
         count = 0
 
         def count_text(label: str) -> None:
@@ -142,12 +156,12 @@ class Benchmark:
             runs = [EntryRun(session, entry) for entry in table[temperature]]
             try:
                 with quiet():
-                    self._block(items[suite.name], runs, count_text, suite.name)
+                    self._block(chats[suite.name], runs, count_text, suite.name)
             except KeyboardInterrupt:
                 if any(run.record.texts for run in runs):
-                    self.blocks.append(self._report(suite, items[suite.name], runs, complete=False))
+                    self.blocks.append(self._report(suite, chats[suite.name], runs, complete=False))
                 raise
-            self.blocks.append(self._report(suite, items[suite.name], runs))
+            self.blocks.append(self._report(suite, chats[suite.name], runs))
             if on_block is not None:
                 on_block(self.blocks[-1])
         return self.rows
@@ -173,26 +187,29 @@ class Benchmark:
     # -- measurement -----------------------------------------------------------------------------------------------
 
     def _block(
-        self, items: Sequence[Item], runs: list[EntryRun], count_text: Callable[[str], None], suite: str
+        self, chats: Sequence[Chat], runs: list[EntryRun], count_text: Callable[[str], None], suite: str
     ) -> None:
         options = self.session.options
         for run in runs:
-            self._warm_up(run, items[0].ids)
+            self._warm_up(run, chats[0][0].ids)
         running = [e for e in runs if not e.note]
-        for i, item in enumerate(items):
+        for i, chat in enumerate(chats):
             texts: dict[int, list[TimedText]] = {id(e): [] for e in running}
             for repeat in range(options.repeats):
-                turn = (i * options.repeats + repeat) % len(running)
-                for run in running[turn:] + running[:turn]:
+                first = (i * options.repeats + repeat) % len(running)
+                for run in running[first:] + running[:first]:
                     seed = options.seed + 1009 * i + repeat
                     sample = i < options.samples and repeat == 0
-                    text = run.write(item.ids, repeat, seed, options.max_new_tokens, sample)
-                    texts[id(run)].append(text)
+                    turns = [
+                        run.write(item.ids, repeat, seed + TURN_SEED * turn, options.max_new_tokens, sample)
+                        for turn, item in enumerate(chat)
+                    ]
+                    texts[id(run)].append(TimedText.joined(turns))
                     count_text(f"{suite} T={run.entry.temperature:g} {run.entry.label}")
             for run in running:
                 run.record.texts.append(texts[id(run)])
             for meter in self.session.meters.values():  # costs too, under the load that the methods meet
-                meter.run(1 + options.cost_turns // len(items), seconds=1.0)
+                meter.run(1 + options.cost_turns // len(chats), seconds=1.0)
 
     def _warm_up(self, run: EntryRun, ids: list[int]) -> None:
         """A short text, then every verification shape of a fixed length."""
@@ -215,7 +232,7 @@ class Benchmark:
 
     # -- results ---------------------------------------------------------------------------------------------------
 
-    def _report(self, suite: Suite, items: Sequence[Item], runs: list[EntryRun], complete: bool = True) -> ResultBlock:
+    def _report(self, suite: Suite, chats: Sequence[Chat], runs: list[EntryRun], complete: bool = True) -> ResultBlock:
         session = self.session
         session.costs = {name: meter.cost() for name, meter in session.meters.items()}
         rows, details = [], []
@@ -226,15 +243,15 @@ class Benchmark:
                 "temperature": run.entry.temperature,
             }
             self.records[suite.name, run.entry.temperature, run.entry.label] = run.record
-            rows.append(plain(where | self._row(run, suite, items, opponents(run, runs))))
+            rows.append(plain(where | self._row(run, suite, chats, opponents(run, runs))))
             if run.record.texts:
-                prompts = by_prompt(run.record, self._marks(run.record, suite, items))
-                kept = {"samples": self._samples(run, items), "prompts": prompts}
+                prompts = by_prompt(run.record, self._marks(run.record, suite, chats))
+                kept = {"samples": self._samples(run, chats), "prompts": prompts}
                 details.append(plain(where | analysis(run.record) | run.learned | kept))
         costs = {name or "": cost.to_dict() for name, cost in session.costs.items()}
         return ResultBlock(suite.name, runs[0].entry.temperature, rows, details, costs, complete)
 
-    def _row(self, run: EntryRun, suite: Suite, items: Sequence[Item], of: dict[str, Record]) -> dict[str, Any]:
+    def _row(self, run: EntryRun, suite: Suite, chats: Sequence[Chat], of: dict[str, Record]) -> dict[str, Any]:
         entry, record = run.entry, run.record
         row: dict[str, Any] = dict.fromkeys(COLUMNS)
         row |= {
@@ -250,18 +267,20 @@ class Benchmark:
         if not record.texts:
             return row
         row |= speeds(record, of, self.session.options.seed)
-        in_turn = entry.needs_draft and entry.method not in TREES  # one draft forward for each token
+        in_turn = entry.needs_draft and entry.method not in TREES | {"hybrid"}  # one draft forward for each token
         row |= counts(record, self.session.costs.get(row["draft"]), in_turn)
-        row |= accuracy(self._marks(record, suite, items))
+        row |= acceptance(record, self.session.options.seed)
+        row["categories"] = category_rows(record, of, [c[0].prompt.category for c in chats], self.session.options.seed)
+        row |= accuracy(self._marks(record, suite, chats))
         if entry.temperature == 0 and REFERENCE in of:
             row["identical_share"] = identical_share(record, of[REFERENCE])
             row["identical_to_target"] = row["identical_share"] == 1.0
         return row
 
-    def _marks(self, record: Record, suite: Suite, items: Sequence[Item]) -> list[float]:
+    def _marks(self, record: Record, suite: Suite, chats: Sequence[Chat]) -> list[float]:
         """The mean score of each prompt's texts; empty where the suite has no scorer."""
         means = []
-        for item, texts in zip(items, record.texts) if suite.score is not None else ():
+        for (item, *_), texts in zip(chats, record.texts) if suite.score is not None else ():
             marks = []
             for written in texts:
                 text = self.session.text(written.new_ids)
@@ -272,17 +291,17 @@ class Benchmark:
             means.append(statistics.fmean(marks))
         return means
 
-    def _samples(self, run: EntryRun, items: Sequence[Item]) -> list[dict[str, Any]]:
+    def _samples(self, run: EntryRun, chats: Sequence[Chat]) -> list[dict[str, Any]]:
         if run.peer is not None:
             return []
         alone = METHODS[run.entry.method][0] == "none"
         return [
             {
-                "prompt": item.prompt.text,
+                "prompt": item.said,
                 "text": self.session.text(out.new_ids),
                 "tokens": marked(Detokenizer(self.session.tokenizer), out.new_ids, out.written_by, out.rejected, alone),
             }
-            for item, out in zip(items, run.samples)
+            for item, out in zip((item for chat in chats for item in chat), run.samples)
         ]
 
 

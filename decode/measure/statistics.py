@@ -22,7 +22,8 @@ DISTINCT = {"alpha", "alpha_se", "accepted_per_tested", "accepted_per_drafted", 
 COLUMNS = (
     "tokens_per_second", "speedup", "speedup_ci95", "speedup_micro", "speedup_without_prefill", "speedup_vs_generate",
     "speedup_vs_generate_ci95", "speedup_vs_assistant", "speedup_vs_assistant_ci95", "predicted_speedup",
-    "block_efficiency", "alpha", "alpha_se", "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance",
+    "block_efficiency", "block_efficiency_ci95", "alpha", "alpha_se", "alpha_ci95",
+    "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance",
     "accuracy", "accuracy_se", "identical_to_target", "identical_share", "drafted_per_round", "bookkeeping_share",
     "rounds", "tokens",
 )  # fmt: skip
@@ -53,6 +54,26 @@ class TimedText:
     def speed(self) -> float:
         """Tokens per second."""
         return len(self.new_ids) / self.seconds if self.seconds else math.nan
+
+    @classmethod
+    def joined(cls, turns: Sequence[TimedText]) -> TimedText:
+        """The turns of a chat as one text."""
+        if len(turns) == 1:
+            return turns[0]
+        prefills = [turn.prefill for turn in turns if turn.prefill is not None]
+        inside = [turn.forward_seconds for turn in turns if turn.forward_seconds is not None]
+        traces = [turn.trace for turn in turns if turn.trace is not None]
+        whole = Trace()
+        for trace in traces:
+            whole.extend(trace, 0)
+        return cls(
+            [token for turn in turns for token in turn.new_ids],
+            sum(turn.seconds for turn in turns),
+            sum(prefills) if len(prefills) == len(turns) else None,
+            sum(turn.forwards for turn in turns),
+            sum(inside) if len(inside) == len(turns) else None,
+            whole if traces else None,
+        )
 
     @property
     def decoding_speed(self) -> float:

@@ -1,7 +1,8 @@
 """Prompts and chats to token ids, the only place that does it; ids to text as they come; stop strings inside a round.
 
 Training, evaluation and decoding call the same functions, so that a prompt has the same ids wherever it is read. Where
-a tokenizer puts a start token before texts (Llama, Mistral, Gemma), prompts and chats begin with exactly one.
+a tokenizer puts a start token before texts (Llama, Mistral, Gemma), prompts begin with exactly one. A chat is what its
+template writes and nothing more, as transformers and the engines read it: a start token only where the template has it.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ def start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a prompt, or of a chat that a template has written, ready to be continued: no end token.
+    """Ids of a prompt, ready to be continued: no end token.
 
     Where the tokenizer puts a start token before texts there is exactly one, whether the text already begins with it
-    (chat templates may write it) or not.
+    or not.
 
     Raises:
         UserError: nothing is left to continue.
@@ -61,6 +62,8 @@ def chat_ids(
 ) -> list[int]:
     """Ids of a chat, followed by what its template writes where the assistant's turn begins.
 
+    They are those of transformers' ``apply_chat_template``.
+
     Args:
         tokenizer: of the target, with a chat template.
         messages: the turns so far.
@@ -69,7 +72,52 @@ def chat_ids(
     Raises:
         UserError: the tokenizer has no chat template, or the template refuses the messages.
     """
-    return prompt_ids(tokenizer, render_chat(tokenizer, messages, ask=True, template_args=template_args))
+    return written_ids(tokenizer, render_chat(tokenizer, messages, ask=True, template_args=template_args))
+
+
+def written_ids(tokenizer: PreTrainedTokenizerBase, chat: str) -> list[int]:
+    """Ids of a chat that a template has written; nothing is added.
+
+    Raises:
+        UserError: the template wrote nothing.
+    """
+    (ids,) = plain_ids(tokenizer, [chat])
+    if not ids:
+        raise UserError("the chat template writes nothing for these messages; give another template, or plain prompts")
+    return ids
+
+
+def user_says(text: str, system: str | None = None) -> list[Message]:
+    """The messages of a chat that begins with what a user says, after a system message if there is one."""
+    opening = [{"role": "system", "content": system}] if system else []
+    return [*opening, {"role": "user", "content": text.strip()}]
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> None:
+    """Refuse a chat template that does not write the assistant's turns, or not the system message that is to be used.
+
+    Raises:
+        UserError: which of them it does not write or accept.
+    """
+    answer = {"role": "assistant", "content": "MARKED ANSWER"}
+    try:
+        with_answer = render_chat(tokenizer, [*user_says("MARKED QUESTION"), answer], ask=False)
+    except UserError:
+        with_answer = answer["content"]  # it accepts no chat that ends like this, and so cannot be asked
+    if answer["content"] not in with_answer:
+        raise UserError(
+            "the chat template does not write the assistant's turns, so it is none to chat with; give the tokenizer "
+            "the model's own template, or continue plain text (--chat false)"
+        )
+    if not system:
+        return
+    cure = "leave out --system, or say it in the prompts"
+    try:
+        written = render_chat(tokenizer, user_says("MARKED QUESTION", system), ask=True)
+    except UserError as error:
+        raise UserError(f"the chat template refuses a system message ({error}); {cure}") from error
+    if system.strip() not in written:
+        raise UserError(f"the chat template leaves the system message out; {cure}")
 
 
 def render_chat(
@@ -93,7 +141,7 @@ def render_chat(
     if not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use an instruction-tuned model, or plain "
-            "prompts (without --chat, data.chat false)"
+            "prompts (--chat false, data.chat false)"
         )
     try:
         text = tokenizer.apply_chat_template(

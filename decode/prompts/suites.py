@@ -48,6 +48,7 @@ class Prompt:
         reference: the expected answer.
         category: what the results are grouped by.
         turns: what a user says to a chat model, turn by turn; empty: the text.
+        ids: the prompt as token ids, where they are known; text and turns are then only for the reader.
     """
 
     id: str
@@ -55,6 +56,7 @@ class Prompt:
     reference: str | None
     category: str = ""
     turns: tuple[str, ...] = ()
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

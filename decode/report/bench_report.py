@@ -9,12 +9,37 @@ from pathlib import Path
 from typing import Any
 
 from decode.core.files import write_text
+from decode.core.trace import FORMULAS
 from decode.measure import machine
 from decode.measure.benchmark import Benchmark
 from decode.measure.statistics import fastest_lossless
 from decode.report import plots
-from decode.report.page import Block, Facts, Figures, Heading, Page, Sample, Samples, Table, Text, Tile, Tiles, Tone
-from decode.report.tables import COLUMNS, by_block, drafting, mode, ratios, shown
+from decode.report.page import (
+    Block,
+    Facts,
+    Figures,
+    Group,
+    Heading,
+    Page,
+    Sample,
+    Samples,
+    Table,
+    Text,
+    Tile,
+    Tiles,
+    Tone,
+)
+from decode.report.tables import (
+    ALPHA_COLUMNS,
+    CATEGORY_COLUMNS,
+    COLUMNS,
+    by_block,
+    category_groups,
+    drafting,
+    mode,
+    ratios,
+    shown,
+)
 
 Row = Mapping[str, Any]
 
@@ -39,12 +64,17 @@ QUALITIES = {
 
 
 def write_report(
-    bench: Benchmark, settings: Mapping[str, Any], folder: Path, notes: Mapping[str, str] | None = None
+    bench: Benchmark,
+    settings: Mapping[str, Any],
+    folder: Path,
+    notes: Mapping[str, str] | None = None,
+    alphas: Sequence[Row] = (),
 ) -> tuple[Path, Path]:
     """Write report.json and the page.
 
     What other commands wrote into report.json is kept; ``methods``, ``bench`` and ``machine`` are set. The page is
-    report.html, or bench.html where another command's report.html already stands.
+    report.html, or bench.html where another command's report.html already stands. `alphas` are the rows of
+    `decode.measure.suite_alpha`.
     """
     session = bench.session
     facts = machine.describe(session.runner.device) | {"note": "; ".join([session.threads, *session.packing])}
@@ -63,6 +93,7 @@ def write_report(
                 for b in bench.blocks
             ],
             "analysis": bench.analysis,
+            "offline_alpha": list(alphas),
             "notes": dict(notes or {}),
             "parameters": {
                 name: sum(weight.numel() for weight in model.parameters())
@@ -96,9 +127,11 @@ def bench_page(content: Mapping[str, Any]) -> Page:
         blocks += [
             Heading(f"{suite}, {mode(temperature)}", (count + bench.get("notes", {}).get(suite, "")).strip()),
             Table(COLUMNS, [shown(row) for row in rows]),
+            *_by_category(rows),
             Figures([(plots.speedup_bars(rows), ""), *method_figures(rows, found).values()]),
             Samples([Sample(s["tokens"], f"{name}: {s['prompt'].strip()[:160]}") for name, s in samples]),
         ]
+    blocks += _offline(bench.get("offline_alpha", []))
     if costs := {name or "target alone": cost["verify_cost"] for name, cost in bench["costs"].items()}:
         blocks += [
             Heading("Costs", "In one-token target forwards: c of a draft forward, v(n) of an n-token target forward."),
@@ -111,6 +144,28 @@ def bench_page(content: Mapping[str, Any]) -> Page:
         Facts({name: value for name, value in bench["settings"].items() if value != []}),
     ]
     return Page("Decoding methods compared", headline, "draftsmith bench", blocks)
+
+
+def _by_category(rows: Sequence[Row]) -> list[Block]:
+    """The results of one block in each category, where there are several."""
+    groups = category_groups(rows)
+    found = [
+        Group(rows, name or "without a category", f"{rows[0]['prompts']} prompts") for name, rows in groups.items()
+    ]
+    lead = "Intervals are 95 % bootstrap intervals over the category's prompts."
+    return [Heading("By category", lead, level=3), Table(CATEGORY_COLUMNS, found, legend=False)] if found else []
+
+
+def _offline(alphas: Sequence[Row]) -> list[Block]:
+    """Tables of offline α, one a suite and temperature."""
+    if not alphas:
+        return []
+    lead = FORMULAS["offline_alpha"] + "; without top-k, top-p and min-p; with 95 % bootstrap intervals over prompts."
+    tables = [
+        Table(ALPHA_COLUMNS, rows, f"{suite}, {mode(temperature)}", legend=False)
+        for (suite, temperature), rows in by_block(alphas).items()
+    ]
+    return [Heading("Offline α", lead[0].upper() + lead[1:]), *tables]
 
 
 def _tiles(rows: Sequence[Row]) -> Iterable[Tile]:

@@ -38,7 +38,28 @@ COLUMNS = [
     Column("note", "note"),
 ]
 
+CATEGORY_COLUMNS = [
+    Column("name", "method"),
+    *(c for c in COLUMNS if c.key in ("kind", "tokens_per_second", "speedup")),
+    Column(
+        "speedup_vs_generate", "vs generate", FORMULAS["speedup_vs_generate"], ".2f", error="speedup_vs_generate_ci95"
+    ),
+    Column("block_efficiency", "block eff.", FORMULAS["block_efficiency"], ".2f", error="block_efficiency_ci95"),
+    Column("alpha", "α", FORMULAS["alpha"], ".3f", error="alpha_ci95"),
+]
+"""Columns of the results by category; all intervals are 95 % bootstrap intervals over prompts."""
+ALPHA_COLUMNS = [
+    Column("draft", "draft"),
+    Column("category", "category", format=lambda name: name or "all"),
+    Column("prompts", "prompts", format="d"),
+    Column("positions", "positions", format="d"),
+    Column("alpha", "α", FORMULAS["offline_alpha"], ".3f", error="alpha_ci95"),
+]
+"""Columns of offline α."""
+
 COLUMN = {column.key: column for column in COLUMNS}
+MOST_LINES = 40
+"""Longer tables by category are for the page."""
 SHORT = {
     "name": "method", "mark": "", "draft_length": "k", "tokens_per_second": "tokens/s", "speedup": "speedup",
     "speedup_vs_generate": "/generate", "predicted_speedup": "predicted", "block_efficiency": "block", "alpha": "α",
@@ -101,6 +122,31 @@ def table(block: ResultBlock, width: int = 130) -> Table:
         if row.get("note"):
             grid.add_row(f"{row['name']}: {row['note']}", style="red")
     return grid
+
+
+def category_groups(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """By category, the rows of one block with the category's numbers; empty where there is one category only."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        for part in row.get("categories") or ():
+            found.setdefault(part["category"], []).append({**shown(row), **part})
+    return found
+
+
+def category_table(block: ResultBlock, width: int = 130, most: int = 3) -> Table | None:
+    """The fastest lossless methods of a block in each category, for a terminal; None without categories."""
+    chosen = [row["name"] for row in drafting(block.rows, lossless=True)[:most]]
+    lines: list[Row] = []
+    for category, rows in category_groups(block.rows).items():
+        best = sorted((r for r in rows if r["name"] in chosen), key=lambda row: chosen.index(row["name"]))
+        lines += [{**row, "category": category if i == 0 else " "} for i, row in enumerate(best)]
+    if not lines or len(lines) > MOST_LINES:
+        return None
+    columns = [Column("category", "category"), *(c for c in CATEGORY_COLUMNS if c.key != "kind")]
+    if width < 110:
+        columns = [replace(c, error="" if c.key != "speedup" else c.error) for c in columns]
+    title = f"{block.suite}, {mode(block.temperature)}, by category (95 % intervals over prompts)"
+    return console_table(title, columns, lines)
 
 
 def console_table(title: str, columns: Iterable[Column], rows: Sequence[Row]) -> Table:

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
-from decode.models.text import continuation_ids, end_token, prompt_ids, render_chat
+from decode.models.text import continuation_ids, end_token, render_chat, written_ids
 from distill.data.tokenize import IGNORE, Example, UnusableRow
 
 SHAREGPT = {"human": "user", "gpt": "assistant"}
@@ -135,7 +135,7 @@ def prompt_example(chat: ChatFormat, messages: list[dict[str, Any]]) -> Example:
     if chat.system is not None and messages[0]["role"] not in ("system", "developer"):
         messages = [{"role": "system", "content": chat.system}, *messages]
     text = chat.render(messages, ask=True)
-    ids = prompt_ids(chat.tokenizer, text)
+    ids = written_ids(chat.tokenizer, text)
     return Example(ids, [IGNORE] * len(ids), text, "", messages)
 
 
@@ -218,7 +218,7 @@ def _masked(
 ) -> Example:
     """Tokenises ``whole`` in pieces; marks are the beginnings and ends of what is learned, in turn."""
     pieces = [whole[start:stop] for start, stop in pairwise([0, *marks])]
-    encoded = [prompt_ids(tokenizer, pieces[0]), *continuation_ids(tokenizer, pieces[1:])]
+    encoded = [written_ids(tokenizer, pieces[0]), *continuation_ids(tokenizer, pieces[1:])]
     input_ids: list[int] = []
     labels: list[int] = []
     for place, ids in enumerate(encoded):

@@ -257,7 +257,7 @@ def _examples(
 def _as_chat(row: Row) -> list[dict[str, Any]]:
     """A pair as the chat that it stands for; what only separates prompt and response is left to the template."""
     return [
-        {"role": "user", "content": row["prompt"].strip()},
+        {"role": "user", "content": (row.get("said") or row["prompt"]).strip()},
         {"role": "assistant", "content": row["response"].strip()},
     ]
 

@@ -297,7 +297,9 @@ def _text(value: Any) -> str:
 
 
 def _from_preset(preset: Preset) -> Shape:
-    return _pairs(preset.columns, preset.prompt, preset.response)
+    """Pairs in the preset's templates; with what a user says to a chat model, where that is another text."""
+    shape, said = _pairs(preset.columns, preset.prompt, preset.response), preset.said
+    return shape if said is None else lambda row: shape(row) | {"said": said(row)}
 
 
 def _from_templates(prompt: str, response: str) -> Shape:

@@ -7,8 +7,7 @@ from typing import Any
 
 from decode.core.acceptance import overlap
 from decode.core.options import MethodOptions
-from decode.core.sampling import Warp
-from decode.measure.acceptance_offline import OfflineAlpha, response_logits
+from decode.measure.acceptance_offline import OfflineAlpha, prefixes, response_logits
 from decode.measure.bench_entries import BenchEntry
 from decode.models.eagle.head import FeatureHead, head_logits
 from distill.evaluation.evaluate import Evaluation, Text
@@ -53,16 +52,17 @@ class HeadEvaluation(Evaluation):
 
     def _by_depth(self, name: str, texts: list[Text]) -> list[dict[str, float]]:
         """offline_alpha of the first, second, … drafted token at temperature 1, by teacher forcing."""
-        warp, head, found = Warp(1.0), self.models[name], []
+        warp, head, found = self._warp(1.0), self.models[name], []
         assert isinstance(head, FeatureHead)
         for depth in self.bar.track(range(1, DEPTHS + 1), f"acceptance by depth, {name}"):
             values = [
                 overlap(
-                    warp(response_logits(self.target, ids, start)),
-                    warp(head_logits(head, self.target, ids, start, depth)),
+                    warp(response_logits(self.target, ids, start), before),
+                    warp(head_logits(head, self.target, ids, start, depth), before),
                 )
                 for ids, start in texts
                 if len(ids) > start
+                for before in [prefixes(warp, ids, start)]
             ]
             alpha = OfflineAlpha([row.double().tolist() for row in values])
             found.append({"depth": depth, "alpha": alpha.mean, "se": alpha.se})

@@ -24,6 +24,7 @@ from decode.measure.predict import best_length, break_even, speedups_by_length, 
 from decode.models.batched_generation import draws_of_loop, write_texts
 from decode.models.eagle.files import is_head, load_head
 from decode.models.eagle.head import FeatureHead
+from decode.models.generation_config import described, own_warp
 from decode.models.open import load_model, stop_ids
 from decode.prompts.presets import PRESETS
 from decode.prompts.scorers import SCORERS
@@ -89,11 +90,11 @@ class Evaluation:
         judge = None if score is None else (lambda prompt, text: score(text, prompt.reference or ""))
         count = max(settings.prompts, settings.accuracy_prompts, settings.decode_prompts)
         rows = corpus.test.select(range(min(count, len(corpus.test))))
-        self.prompts = [
-            Prompt(f"test/{i}", prompt, response)
-            for i, (prompt, response) in enumerate(zip(rows["prompt"], rows["response"]))
-        ]
         self.prompt_ids = [prompt_part(ids, labels) for ids, labels in zip(rows["input_ids"], rows["labels"])]
+        self.prompts = [
+            Prompt(f"test/{i}", prompt, response, ids=tuple(ids))
+            for i, (prompt, response, ids) in enumerate(zip(rows["prompt"], rows["response"], self.prompt_ids))
+        ]
         self.suite = Suite(source, self.prompts[: settings.decode_prompts], judge)
         options = BenchOptions(
             max_new_tokens=settings.max_new_tokens,
@@ -101,6 +102,7 @@ class Evaluation:
             seed=full.seed,
             threads=settings.threads,
             samples=2,
+            warp=self._warp(0.0),
         )
         self.session = Session(self.target, self.models, self.tokenizer, options)
         self.stops = stop_ids(self.target, self.tokenizer)
@@ -124,6 +126,8 @@ class Evaluation:
     def report(self) -> dict[str, Any]:
         """Measure everything."""
         with Progress(self.console) as self.bar:
+            if followed := described(self.target, self._warp(1.0)):
+                self.bar.console.print(followed, soft_wrap=True)
             greedy = self._texts(0.0, max(self.settings.prompts, self.settings.accuracy_prompts))
             sampled = self._texts(1.0, self.settings.prompts)
             alphas = self._alphas(sampled, 1.0)
@@ -145,6 +149,10 @@ class Evaluation:
 
     # -- texts and acceptance --------------------------------------------------------------------------------------
 
+    def _warp(self, temperature: float) -> Warp:
+        """Sampling at a temperature, as the target's own generation_config has it."""
+        return own_warp(self.target, temperature, {})
+
     def _texts(self, temperature: float, count: int) -> list[Text]:
         """What the target writes for the first `count` test prompts, in batches."""
         name = "greedy texts of the target" if temperature == 0 else f"texts of the target, T = {temperature:g}"
@@ -154,7 +162,7 @@ class Evaluation:
         texts = write_texts(
             self.target,
             prompts,
-            Warp(temperature),
+            self._warp(temperature),
             budgets=[min(longest, limit - len(ids)) for ids in prompts],
             stop_ids=self.stops,
             draws=draws_of_loop(self.seed),
@@ -164,7 +172,7 @@ class Evaluation:
         return [([*ids, *text], len(ids)) for ids, text in zip(prompts, texts)]
 
     def _alphas(self, texts: list[Text], temperature: float) -> dict[str, OfflineAlpha]:
-        warp = Warp(temperature)
+        warp = self._warp(temperature)
         name = "acceptance, greedy" if temperature == 0 else f"acceptance, T = {temperature:g}"
         return {
             draft: offline_alpha(self.target, self.models[draft], texts, warp)

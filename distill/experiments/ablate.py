@@ -17,9 +17,9 @@ from rich.console import Console
 
 from decode.core.errors import UserError
 from decode.core.progress import track
-from decode.core.sampling import Warp
 from decode.measure.acceptance_offline import OfflineAlpha, offline_alpha, prompt_numbers
 from decode.models.eagle.files import load_head
+from decode.models.generation_config import own_warp
 from decode.models.open import load_model, stop_ids
 from distill.config.drafts import ComparisonSettings
 from distill.config.responses import ResponseSettings
@@ -175,7 +175,7 @@ class Meter:
                 if self.bench.settings.eagle.enabled
                 else load_model(path, device=self.bench.device, dtype=self.dtype)
             )
-            found = offline_alpha(self.target, model, texts, Warp(temperature))
+            found = offline_alpha(self.target, model, texts, own_warp(self.target, temperature, {}))
             yield slice(None), np.concatenate([np.asarray(text) for text in found.texts])
 
         made_from = fingerprint(self.keys[draft], self.made_from[mode])

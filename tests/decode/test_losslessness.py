@@ -18,6 +18,7 @@ from decode.core.sampling import Warp
 from decode.core.stopping import StopRule, max_probability, negative_entropy, token_probability
 from decode.core.thresholds import Fixed, Threshold
 from decode.drafters.draft_model import ModelDrafter
+from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
 from decode.loop import System
 from decode.methods import STOPS, MethodInputs
@@ -76,7 +77,7 @@ def test_every_stop_rule_is_lossless_with_a_draft_model(name: str, warm: bool, s
     system = System(name, ModelDrafter(draft, SAMPLE, 3), stop)
     if warm:
         warm_up(experiment, system)
-        adaptive = name not in ("length", "copy", "hf-constant")
+        adaptive = name not in ("length", "unsure", "copy", "hf-constant")
         assert ((stop.threshold.value, stop.cap()) != start) == adaptive
     assert experiment.bias(system) < TOLERANCE
     if stop.confidence is not None and (name, warm) != ("entropy", False):
@@ -186,6 +187,19 @@ def test_every_deterministic_drafter_is_lossless_with_every_stop_rule(name: str,
         system.stop = make(parts(experiment, draft))
         assert experiment.bias(system) < TOLERANCE
         assert (experiment.drafted == {0}) == (name == "none")
+
+
+@pytest.mark.parametrize("match", [2, 3, 9])
+def test_a_hybrid_of_copies_and_a_draft_model_is_lossless(match: int, drafters, scripted_clock) -> None:
+    experiment, draft = scripted_pair(4, tokens=3)
+    scripted_clock(experiment)
+    for store in (None, drafters["rest"]().store):
+        head = ModelDrafter(draft, SAMPLE, 4)
+        system = System("hybrid", HybridDrafter(head, store, match=match, length=3), StopRule())
+        for name in ("length", "unsure", "product", "entropy"):
+            system.stop = STOPS[name](parts(experiment, draft))
+            assert experiment.bias(system) < TOLERANCE
+            assert experiment.drafted != {0}
 
 
 @pytest.mark.parametrize("seed", range(6))

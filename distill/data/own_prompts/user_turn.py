@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from decode.core.errors import UserError
-from decode.models.text import plain_ids, prompt_ids
+from decode.models.text import plain_ids, written_ids
 from distill.data.chats import ChatFormat
 from distill.data.tokenize import UnusableRow
 
@@ -74,4 +74,4 @@ def user_turn(chat: ChatFormat, ends: Collection[int]) -> UserTurn:
         )
     written = {before.rsplit("\n", 1)[-1].strip(), before.strip().rsplit("\n", 1)[-1].strip(), after.strip()}
     markers = {*written, *(str(tokenizer.decode([token])).strip() for token in special)}
-    return UserTurn(prompt_ids(tokenizer, before), stops, frozenset(marker for marker in markers if len(marker) > 2))
+    return UserTurn(written_ids(tokenizer, before), stops, frozenset(marker for marker in markers if len(marker) > 2))

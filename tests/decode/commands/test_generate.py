@@ -24,7 +24,7 @@ def folder(tiny, tmp_path_factory):
 
 def settings_for(folder, **changes):
     base = {"target": str(folder / "target"), "draft": str(folder / "draft"), "max_new_tokens": 24, "threads": 1}
-    return GenerateSettings(**(base | {"prompt": "Tom has 3 apples"} | changes))
+    return GenerateSettings(**(base | {"prompt": "Tom has 3 apples", "chat": False} | changes))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -170,8 +170,23 @@ def test_the_prompt_comes_from_standard_input_if_none_is_given(folder, capsys, m
 def test_chat_puts_the_prompt_into_the_template(folder):
     generation = start(settings_for(folder, chat=True), "Hi")
     assert make_tokenizer().decode(generation.prompt) == "[user]Hi\n[assistant]"
+    by_itself = start(settings_for(folder, chat=None), "Hi")
+    assert by_itself.prompt == generation.prompt
+    told = start(settings_for(folder, chat=None, system="Be brief."), "Hi")
+    assert make_tokenizer().decode(told.prompt) == "[system]Be brief.\n[user]Hi\n[assistant]"
     with pytest.raises(UserError, match="no chat template"):
         chat_ids(make_tokenizer(), [{"role": "user", "content": "Hi"}])
+
+
+def test_a_template_that_nobody_asked_for_is_announced(folder, capsys):
+    for chat, said in ((None, True), (True, False), (False, False)):
+        start(settings_for(folder, chat=chat), "Hi")
+        assert ("chat template (--chat false" in capsys.readouterr().err) == said
+
+
+def test_a_system_message_without_a_chat_is_refused(folder):
+    with pytest.raises(UserError, match="without --chat false"):
+        settings_for(folder, chat=False, system="Be brief.")
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from decode.measure.statistics import (
     plain,
 )
 from decode.models.text import chat_ids, prompt_ids
+from decode.prompts.suites import Prompt, Suite
 from decode.report.bench_report import write_report
 from decode.report.tables import ratios, table
 
@@ -318,14 +319,13 @@ def test_a_peer_that_refuses_is_a_note_and_not_the_end(tiny, models):
 
 
 def test_turns_of_a_chat_follow_the_targets_own_answers(models):
-    from decode.prompts.suites import Prompt, Suite
-
     tokenizer = make_tokenizer(chat=True)
     suite = Suite("chat", [Prompt("c/0", "Hello", None, turns=("Hello", "And then?"))], None)
     session = Session(models[0], None, tokenizer, BenchOptions(6, 1, chat=True))
     first, second = session.items(suite)
     assert tokenizer.decode(first.ids) == "[user]Hello\n[assistant]"
     answer = session.text(session.answer(first.ids, session.options.warp))
+    assert [item.said for item in (first, second)] == ["Hello", "And then?"]
     assert tokenizer.decode(second.ids).endswith("[user]And then?\n[assistant]")
     assert first.ids == chat_ids(tokenizer, [{"role": "user", "content": "Hello"}])
     said = [("user", "Hello"), ("assistant", answer), ("user", "And then?")]

@@ -13,6 +13,7 @@ from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from decode.core.drafter import Drafter
 from decode.core.errors import UserError
 from decode.core.options import MethodOptions
 from decode.core.rng import TorchRng
@@ -22,6 +23,7 @@ from decode.core.stopping import StopRule, negative_entropy
 from decode.core.target import Target
 from decode.core.thresholds import MeanOfRejected
 from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter
+from decode.drafters.hybrid import HybridDrafter
 from decode.loop import System, decode
 from decode.measure.acceptance_offline import offline_alpha, response_logits
 from decode.methods import MethodInputs, build
@@ -122,11 +124,12 @@ def test_a_level_of_a_tree_gives_each_path_what_its_chain_would(version: int, pa
     torch.testing.assert_close(levels, torch.stack(chains), rtol=1e-4, atol=1e-4)
 
 
-def trees(version: int) -> list[tuple[str, Callable[[HeadRunner, Runner, Warp], FeatureDrafter]]]:
+def trees(version: int) -> list[tuple[str, Callable[[HeadRunner, Runner, Warp], Drafter]]]:
     return [
         ("chain", FeatureDrafter),
         ("tree", lambda head, target, warp: FeatureTreeDrafter(head, target, warp, width=3, nodes=8)),
         ("wide", lambda head, target, warp: FeatureTreeDrafter(head, target, warp)),
+        ("hybrid", lambda head, target, warp: HybridDrafter(FeatureDrafter(head, target, warp), match=2, length=4)),
     ]
 
 
@@ -174,6 +177,27 @@ def test_accepted_tokens_leave_the_head_with_the_targets_features(tiny) -> None:
     assert accepted >= {0, 1, 3}
 
 
+def test_a_head_that_was_passed_over_for_copies_drafts_what_a_fresh_one_does(tiny) -> None:
+    target = tiny("llama")
+    runner, head = open_runner(target), as_runner(target, 3)
+    asked: list[int] = []
+
+    class Checked(FeatureDrafter):
+        def propose(self, ids, stop, max_depth, rng):  # type: ignore[no-untyped-def]
+            draft = super().propose(ids, stop, max_depth, rng)
+            if len(draft):
+                fresh = head_logits(head.feature_head, target, [*ids, 0], len(ids))[0]
+                assert int(fresh.argmax()) == int(draft.tokens[0])
+                asked.append(len(ids))
+            return draft
+
+    prompt = PROMPTS[0] + generate(target, PROMPTS[0])  # so that parts of what follows stood there before
+    wanted = generate(target, prompt)
+    hybrid = HybridDrafter(Checked(head, runner, GREEDY), match=2, length=4)
+    trace = assert_decodes(runner, System("hybrid", hybrid, StopRule(4)), wanted, prompt)
+    assert 2 < len(asked) < trace.rounds - 2
+
+
 @pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize(
     ("family", "make"), [("llama", fast_runner), ("qwen3", fast_runner), ("gpt_neox", HuggingFaceRunner)]
@@ -188,7 +212,8 @@ def test_feature_heads_are_lossless(family: str, make: Callable[..., Runner], ve
 
     runner, head = make(target), as_runner(target, version)
     there = Experiment(runner, warp, PROMPT, 3, forward=forward)
-    for drafter in (FeatureDrafter(head, runner, warp), FeatureTreeDrafter(head, runner, warp, width=2, nodes=5)):
+    chain, tree = FeatureDrafter(head, runner, warp), FeatureTreeDrafter(head, runner, warp, width=2, nodes=5)
+    for drafter in (chain, tree, HybridDrafter(FeatureDrafter(head, runner, warp), match=2, length=3)):
         assert there.bias(System("", drafter, StopRule(3))) < 1e-12
         assert {m for trace in there.traces for m in trace.accepted} >= {0, 1}
     entropy = StopRule(20, negative_entropy, threshold=MeanOfRejected())

@@ -40,7 +40,12 @@ def test_generate_writes_what_the_models_own_generate_writes(own: dict[str, Any]
     ids = torch.tensor([prompt_ids(make_tokenizer(), PROMPT)])
     wanted = model.generate(ids, do_sample=False, max_new_tokens=40, pad_token_id=0)[0, ids.shape[1] :].tolist()
     settings = GenerateSettings(
-        target=str(folder / "target"), draft=str(folder / "draft"), max_new_tokens=40, threads=1, device="cpu"
+        target=str(folder / "target"),
+        draft=str(folder / "draft"),
+        max_new_tokens=40,
+        threads=1,
+        device="cpu",
+        chat=False,
     )
     generation = start(settings, PROMPT)
     for _ in generation.pieces:

@@ -15,6 +15,7 @@ from decode.core.sampling import Warp
 from decode.core.stopping import StopRule
 from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
+from decode.drafters.hybrid import HybridDrafter
 from decode.loop import System, decode
 from decode.methods import STOPS, MethodInputs
 from decode.models.open_runner import open_runner
@@ -84,6 +85,37 @@ def test_drafts_from_texts_do_not_change_the_text(name: str, drafters, runners, 
                 ).accepted
             )
     assert accepted > 10
+
+
+@pytest.mark.parametrize("match", [2, 4])
+def test_a_hybrid_does_not_change_the_text(match: int, drafters, runners, texts, tiny) -> None:
+    """The corpus holds half of what is to be written: copies and the model's drafts take turns."""
+    store, copied, drawn = drafters["rest"]().store, 0, 0
+    for family, fast in PATHS:
+        runner, draft = runners(family, fast), open_runner(resembling(tiny(family), 0.15), fast=fast)
+        for prompt, wanted in zip(PROMPTS, texts(family)):
+            hybrid = HybridDrafter(ModelDrafter(draft, GREEDY, VOCAB), store, match=match, length=4)
+            asked = _count(hybrid.head)
+            for name in ("length", "unsure"):
+                stop = STOPS[name](MethodInputs(runner, GREEDY, draft))
+                trace = assert_decodes(runner, System("hybrid", hybrid, stop), wanted, prompt)
+                drawn += asked[0]
+                copied += trace.rounds - asked[0]
+                asked[0] = 0
+    assert copied > 10
+    assert drawn > 10
+
+
+def _count(drafter: ModelDrafter) -> list[int]:
+    """How often a drafter is asked from now on."""
+    asked, propose = [0], drafter.propose
+
+    def counting(*given):  # type: ignore[no-untyped-def]
+        asked[0] += 1
+        return propose(*given)
+
+    drafter.propose = counting  # type: ignore[method-assign]
+    return asked
 
 
 @pytest.mark.parametrize("name", STOPS)

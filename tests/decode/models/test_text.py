@@ -1,4 +1,4 @@
-"""Prompts and chats have the same ids wherever they are read, with exactly one start token where there is one."""
+"""Prompts and chats have the same ids wherever they are read; only prompts get a start token by the tokenizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pairs import make_tokenizer
 from tokenizers_of_kinds import CHAT_TEMPLATES, byte_level, sentencepiece, with_start
 
 from decode.core.errors import UserError
-from decode.models.text import chat_ids, continuation_ids, prompt_ids, render_chat, start_ids
+from decode.models.text import chat_ids, check_template, continuation_ids, prompt_ids, render_chat, start_ids
 from distill.data.chats import ChatFormat, chat_examples
 from distill.data.tokenize import pair_examples, prompt_part
 
@@ -16,11 +16,15 @@ HELLO = [{"role": "user", "content": "Hi"}]
 
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("template", sorted(CHAT_TEMPLATES))
-def test_a_chat_begins_with_one_start_token_whether_its_template_writes_one_or_not(template: str, adds: bool) -> None:
+def test_a_chat_is_what_its_template_writes_whether_the_tokenizer_adds_a_start_token_or_not(
+    template: str, adds: bool
+) -> None:
+    """Engines send the template's text with add_special_tokens=False, as transformers does."""
     tokenizer = with_start(template, adds=adds)
     ids = chat_ids(tokenizer, HELLO)
+    assert ids == tokenizer.apply_chat_template(HELLO, tokenize=True, add_generation_prompt=True, return_dict=False)
     written = "bos_token" in CHAT_TEMPLATES[template]
-    assert ids.count(tokenizer.bos_token_id) == (1 if adds or written else 0)
+    assert ids.count(tokenizer.bos_token_id) == (1 if written else 0)
     assert tokenizer.decode(ids[-len("<assistant>") :]) == "<assistant>"
 
 
@@ -29,7 +33,6 @@ def test_a_chat_has_the_same_ids_in_training_and_in_decoding(template: str) -> N
     tokenizer = with_start(template)
     (example,) = chat_examples(ChatFormat(tokenizer), [*HELLO, {"role": "assistant", "content": "Hello"}])
     assert prompt_part(example.input_ids, example.labels) == chat_ids(tokenizer, HELLO)
-    assert prompt_ids(tokenizer, example.prompt) == chat_ids(tokenizer, HELLO)  # as evaluation reads the text
     assert example.messages == HELLO
 
 
@@ -71,3 +74,22 @@ def test_messages_that_a_template_refuses_are_an_error_that_says_so() -> None:
         chat_ids(with_start("strict"), [*HELLO, *HELLO])
     with pytest.raises(UserError, match="no chat template"):
         chat_ids(make_tokenizer(), HELLO)
+
+
+def test_a_template_that_cannot_be_chatted_with_is_refused() -> None:
+    for name in CHAT_TEMPLATES:
+        check_template(with_start(name))
+    deaf = with_start("plain")
+    deaf.chat_template = "{% for m in messages if m.role == 'user' %}<user>{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match="does not write the assistant's turns"):
+        check_template(deaf)
+
+
+def test_a_system_message_that_a_template_refuses_or_leaves_out_is_an_error_with_the_next_step() -> None:
+    check_template(with_start("plain"), "Be brief.")
+    with pytest.raises(UserError, match=r"refuses a system message .*no system messages.*leave out --system"):
+        check_template(with_start("strict"), "Be brief.")
+    silent = with_start("plain")
+    silent.chat_template = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match="leaves the system message out"):
+        check_template(silent, "Be brief.")

@@ -1,0 +1,110 @@
+"""Copies where the text repeats itself or a corpus, and a draft model or feature head everywhere else.
+
+After enough matching tokens a copy is accepted more often than what a small head drafts, and costs no forward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from decode.core.drafter import Drafter
+from decode.core.proposal import Draft
+from decode.drafters.draft_model import ModelDrafter
+from decode.drafters.prompt_lookup import LookupDrafter
+
+if TYPE_CHECKING:
+    from decode.core.rng import Rng
+    from decode.core.stopping import StopRule
+    from decode.core.trace import Round
+    from decode.drafters.rest.datastore import Datastore
+
+LONGEST, SHORTEST = 8, 2
+"""Tokens of the text's end that are looked up."""
+OCCURRENCES = 256
+"""Most occurrences in the corpus whose continuations are read."""
+SUPPORT = 0.2
+"""Share of the occurrences that have to go on like the copy, for it to go on."""
+
+
+class HybridDrafter(Drafter):
+    """Longest matching end of the text of at least `match` tokens: its continuation; else the head's draft.
+
+    Where the head drafts nothing, because its stop rule refuses or its context is full, a shorter match serves. What
+    is copied depends on the text alone, so a copy is a deterministic draft and as lossless as prompt lookup's; whether
+    the head is asked depends on the text alone too.
+
+    Attributes:
+        head: the draft model or feature head.
+        store: a corpus, such as the target's own answers; None looks in the text only.
+        match: tokens that have to match for a copy to go before the head.
+        length: most tokens copied; twice as many as matched at most.
+    """
+
+    def __init__(self, head: ModelDrafter, store: Datastore | None = None, *, match: int = 4, length: int = 10) -> None:
+        self.head, self.store, self.match, self.length = head, store, match, length
+        self.text = LookupDrafter(length=length, max_ngram=max(LONGEST, match), min_ngram=SHORTEST)
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Those of the head."""
+        return self.head.captured_layers
+
+    def start(self, ids: list[int]) -> None:
+        """Index the text, and let the head read it."""
+        self.head.stop_ids = self.stop_ids
+        self.text.start(ids)
+        self.head.start(ids)
+
+    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
+        """A copy or the head's draft; the stop rule's window is the head's."""
+        count = min(self.length, max_depth)
+        if count < 1:
+            return Draft.empty()
+        in_text, after = self.text.find(ids)
+        in_store = self.store.longest(ids, self.text.max_ngram, SHORTEST)[0] if self.store is not None else 0
+        matched = max(in_text, in_store)
+        if matched < self.match:
+            draft = self.head.propose(ids, stop, max_depth, rng)
+            if len(draft) or not matched:
+                return draft
+        count = min(count, 2 * matched)
+        if in_text == matched:  # of equals the text is closer to what is being written
+            copied = self.text.copy(ids, after, count)
+        else:
+            assert self.store is not None
+            rows = self.store.continuations(ids, length=count, limit=OCCURRENCES, max_span=matched, min_span=SHORTEST)
+            copied = most_frequent(rows)
+        return Draft.chain(torch.tensor(copied, dtype=torch.long))
+
+    def commit(self, ids: list[int]) -> None:
+        """The head drops what was rejected."""
+        self.head.commit(ids)
+
+    def observe(self, round: Round) -> None:
+        """The head sees copies too: it drafts on from their features."""
+        self.head.observe(round)
+
+    def reset(self) -> None:
+        """Forget what the head learned."""
+        self.head.reset()
+
+
+def most_frequent(rows: np.ndarray) -> list[int]:
+    """The most frequent first token, the most frequent one after it, and so on, as long as `SUPPORT` holds.
+
+    Args:
+        rows: int ``[rows, length]``; -1 ends a row early.
+    """
+    chain: list[int] = []
+    needed = SUPPORT * len(rows)
+    for column in range(rows.shape[1]):
+        tokens, counts = np.unique(rows[:, column], return_counts=True)
+        counts[tokens < 0] = 0
+        if not len(counts) or counts.max() < max(1.0, needed):
+            break
+        chain.append(int(tokens[counts.argmax()]))
+        rows = rows[rows[:, column] == chain[-1]]
+    return chain

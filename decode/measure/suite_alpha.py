@@ -1,0 +1,73 @@
+"""Offline acceptance of drafts on a suite's prompts: the number that compares drafts, at any temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from decode.core.progress import current
+from decode.measure.acceptance_offline import OfflineAlpha, offline_alpha
+from decode.measure.bench_session import ANSWERED_AT_ONCE, Item, Session
+from decode.measure.statistics import bootstrap, plain
+from decode.models.batched_generation import draws_of_loop, write_texts
+
+
+def suite_alphas(session: Session, suite: str, items: Sequence[Item], temperature: float) -> list[dict[str, Any]]:
+    """Offline α of every draft on texts that the target writes for the prompts, for all and for each category.
+
+    The model's own repetition penalty and processors apply; top-k, top-p and min-p do not, whatever decoding uses.
+
+    Args:
+        session: target and drafts.
+        suite: its name.
+        items: its prompts; turns are texts of their own.
+        temperature: of both sides.
+
+    Returns:
+        Rows with ``suite``, ``temperature``, ``draft``, ``category`` ("" is all), ``alpha``, ``alpha_se``,
+        ``alpha_ci95`` (over prompts), ``positions`` and ``prompts``.
+    """
+    work = current()
+    warp = replace(session.options.warp, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
+    longest, limit = session.options.max_new_tokens, session.runner.limit
+    work.update(name=f"{suite} texts of the target, T={temperature:g}")
+    work.begin(0, len(items))
+    written = write_texts(
+        session.model,
+        [item.ids for item in items],
+        warp,
+        budgets=[min(longest, limit - len(item.ids)) for item in items],
+        stop_ids=session.stop_ids,
+        draws=draws_of_loop(session.options.seed),
+        batch_size=ANSWERED_AT_ONCE,
+        progress=work.advance,
+    )
+    kept = [(item, [*item.ids, *text]) for item, text in zip(items, written) if text]
+    rows = []
+    for name, draft in session.draft_models.items():
+        work.update(name=f"{suite} α of {name}, T={temperature:g}")
+        alpha = offline_alpha(session.model, draft, [(ids, len(item.ids)) for item, ids in kept], warp)
+        groups = {"": list(range(len(kept)))}
+        for i, (item, _) in enumerate(kept):
+            if item.prompt.category:
+                groups.setdefault(item.prompt.category, []).append(i)
+        for category, places in groups.items() if len(groups) > 2 else [("", groups[""])]:
+            prompts = [id(kept[i][0].prompt) for i in places]
+            numbers = [prompts.index(prompt) for prompt in prompts]
+            part = OfflineAlpha([alpha.texts[i] for i in places], numbers)
+            ends = _interval(part, numbers, session.options.seed)
+            row = {"suite": suite, "temperature": temperature, "draft": name, "category": category}
+            row |= {"alpha": part.mean, "alpha_se": part.se, "alpha_ci95": ends}
+            rows.append(plain(row | {"positions": sum(part.counts), "prompts": len(set(numbers))}))
+    return rows
+
+
+def _interval(alpha: OfflineAlpha, prompts: Sequence[int], seed: int) -> list[float]:
+    values = np.zeros((max(prompts, default=-1) + 1, 2))
+    for prompt, total, count in zip(prompts, alpha.sums, alpha.counts):
+        values[prompt] += total, count
+    values = values[values[:, 1] > 0]
+    return list(bootstrap(values, lambda drawn: drawn[..., 0].sum(1) / drawn[..., 1].sum(1), seed=seed)[1:])
