@@ -156,7 +156,7 @@ def show(found: Check) -> None:
                  "texts identical"):  # fmt: skip
         table.add_column(head, justify="right")
     for row in found.rows:
-        low, high = row["speedup_ci95"]
+        interval = row["speedup_ci95"]
         same = row["identical_share"]
         table.add_row(
             f"{row['temperature']:g}",
@@ -165,8 +165,8 @@ def show(found: Check) -> None:
             f"{row['predicted_length']:.2f} ± {row['predicted_length_se']:.2f}",
             f"{row['served_length'] - row['predicted_length']:+.2f} ± {row['difference_se']:.2f}",
             f"{row['tokens_per_second']:.1f}",
-            f"{row['plain_tokens_per_second']:.1f}",
-            f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]",
+            "" if interval is None else f"{row['plain_tokens_per_second']:.1f}",
+            "" if interval is None else f"{row['speedup']:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]",
             "" if row["predicted_speedup"] is None else f"{row['predicted_speedup']:.2f}",
             "" if same is None else f"{round(same * row['texts'])} of {row['texts']}",
             style="" if row["fits"] else "yellow",

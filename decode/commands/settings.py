@@ -224,7 +224,8 @@ class ServeCheckSettings(ChatSettings, LoadSettings):
     binary: str | None = None
     """llama-server; null: .engines/llama.cpp/build/bin/llama-server."""
     url: str | None = None
-    """Address of a server that runs already, with the draft; needs --draft-lengths to be the length that it drafts."""
+    """Address of a server that runs already, with the draft; --draft-lengths has to be the one that it drafts. Its
+    texts are compared with transformers', and no speedup is taken."""
     port: PositiveInt | None = None
     """Port to listen on; null: a free one."""
     engine_target: str | None = None

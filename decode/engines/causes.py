@@ -185,6 +185,9 @@ def fits(served: float, predicted: float, error: float, slack: float = 0.02) -> 
     return abs(served - predicted) <= max(2 * error if math.isfinite(error) else 0.0, slack)
 
 
+OFF_BY_ONE = "captured layers off by one"
+
+
 def causes_in_numbers(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> list[Cause]:
     """What the measured rows show.
 
@@ -224,6 +227,21 @@ def causes_in_numbers(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any
     for row in rows:
         recorded = row.get("recorded_length")
         if recorded is not None and not fits(row["predicted_length"], recorded, row["predicted_length_se"], 0.1):
+            key = row["temperature"], row["draft_length"]
+            shifted = {
+                name: told[key] for name, told in facts.get("alternatives", {}).items() if name.startswith(OFF_BY_ONE)
+            }
+            best = max(shifted, key=lambda name: shifted[name], default="")
+            if best and shifted[best] > row["predicted_length"] + 2 * row["predicted_length_se"]:
+                found.append(
+                    Cause(
+                        best,
+                        f"speculation_profile.json has a mean accepted length of {recorded:.2f}; with the layers that "
+                        f"config.json names it is {row['predicted_length']:.2f}, read so it is {shifted[best]:.2f}",
+                        REMEDIES[OFF_BY_ONE],
+                    )
+                )
+                break
             found.append(
                 Cause(
                     "another draft than the measured one, or other prompts",
@@ -270,5 +288,5 @@ def causes_in_numbers(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any
 
 REMEDIES = {
     "greedy drafting": "above T = 0 give --draft-sampling probabilistic (vLLM: draft_sample_method), or expect this",
-    "captured layers off by one": "compare eagle_aux_hidden_state_layer_ids with the layers of the training",
+    OFF_BY_ONE: "compare eagle_aux_hidden_state_layer_ids with the layers of the training",
 }

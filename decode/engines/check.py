@@ -122,7 +122,7 @@ def serve_check(
     def written(length: int | None) -> dict[float, list[ServedText]]:
         say(f"{engine}: starting {f'with {length} drafted tokens' if length else 'without a draft'}")
         with _writer(engine, settings, target, draft, length) as writer:
-            if length is None and isinstance(writer, Server) and not options.chat:
+            if isinstance(writer, Server) and not options.chat and "tokenized" not in facts:
                 facts["tokenized"] = _split_otherwise(writer, items)
             found = {}
             for temperature in options.temperatures:
@@ -138,7 +138,13 @@ def serve_check(
     for temperature, out in plain.items():
         pairs = [(item.ids, text.ids) for item, text in zip(items, out)]
         told[temperature] = acceptance(
-            target, draft, pairs, Warp(temperature), tail=tail, greedy_draft=greedy_draft or temperature == 0
+            target,
+            draft,
+            pairs,
+            Warp(temperature),
+            tail=tail,
+            depth=max(options.draft_lengths),
+            greedy_draft=greedy_draft or temperature == 0,
         )
         if temperature == 0:
             facts |= {"agreement": told[0.0].agreement}
@@ -149,12 +155,14 @@ def serve_check(
         served = written(length)
         for temperature, out in served.items():
             row = _row(engine, temperature, length, out, plain[temperature], told[temperature], options, cost, profile)
+            if settings.url is not None:  # the texts without a draft are transformers', and so is their time
+                row |= dict.fromkeys(("speedup", "speedup_ci95", "plain_tokens_per_second"))
             if temperature:
                 (mean, se), (own, own_se) = _logprob(target, items, out, temperature), entropy[temperature]
                 row |= {"target_logprob": mean, "plain_target_logprob": own}
                 row["lossless"] = abs(mean - own) <= max(0.05, 4 * math.hypot(se, own_se))
             checked.rows.append(row)
-    if any(not row["fits"] for row in checked.rows):
+    if any(not row["fits"] or not _as_recorded(row) for row in checked.rows):
         say("looking for the cause")
         facts["alternatives"] = _alternatives(engine, target, draft, items, plain, options, greedy_draft, tail)
     facts["short"] = sum(row["cut"] for row in checked.rows)
@@ -173,7 +181,7 @@ def _logprob(
 def _writer(
     engine: str, settings: EngineSettings, target: PreTrainedModel, draft: DraftModel, length: int | None
 ) -> Iterator[Writer]:
-    if engine != "transformers":
+    if engine != "transformers" and not (settings.url is not None and length is None):
         with opened(engine, settings, length) as server:
             yield server
     else:
@@ -258,6 +266,12 @@ def _row(
     }
 
 
+def _as_recorded(row: Mapping[str, Any]) -> bool:
+    """Whether the prediction is what the draft's profile measured, where it did."""
+    recorded = row["recorded_length"]
+    return recorded is None or fits(row["predicted_length"], recorded, row["predicted_length_se"], 0.1)
+
+
 def _recorded(profile: Mapping[str, Any], temperature: float, length: int) -> float | None:
     """Mean accepted length that the profile measured, of its first positions."""
     marginal = profile.get("marginal_accept_rates") or []
@@ -282,7 +296,8 @@ def _alternatives(
     def add(name: str, greedy: bool, temperatures: Sequence[float]) -> None:
         for temperature in temperatures:
             pairs = [(item.ids, text.ids) for item, text in zip(items, plain[temperature])]
-            told = acceptance(target, draft, pairs, Warp(temperature), tail=tail, greedy_draft=greedy)
+            depth = max(options.draft_lengths)
+            told = acceptance(target, draft, pairs, Warp(temperature), tail=tail, depth=depth, greedy_draft=greedy)
             for length in options.draft_lengths:
                 mean = mean_length(predicted(told, engine, length, options.max_new_tokens))[0]
                 found.setdefault(name, {})[temperature, length] = mean

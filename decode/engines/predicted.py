@@ -21,6 +21,7 @@ from decode.core.standard_error import clustered_ratio
 from decode.engines.counts import Drafts
 from decode.measure.acceptance_offline import draft_logits, response_logits
 from decode.measure.cost import CostModel
+from decode.models.eagle.head import FeatureHead, head_logits
 from decode.models.other_vocabulary import DraftModel
 
 
@@ -46,13 +47,15 @@ class Acceptance:
     """A draft's acceptance on texts of the target.
 
     Attributes:
-        texts: for each text the acceptance of every token, and of those behind its end, as far as a draft can reach.
+        texts: for each text, by depth in the draft (the last holds for all deeper ones), the acceptance of every token,
+            and of those behind its end, as far as a draft can reach. Depth matters to feature heads only: their first
+            token is drafted from the target's states, the next ones from their own.
         lengths: tokens of each text.
         agreement: share of the texts' tokens that are the target's own argmax; 1 for greedy texts of this target.
         logprob: mean log q(y) of the texts' tokens under the draft at temperature 1.
     """
 
-    texts: list[list[float]]
+    texts: list[list[list[float]]]
     lengths: list[int]
     agreement: float
     logprob: float
@@ -66,6 +69,7 @@ def acceptance(
     warp: Warp,
     *,
     tail: int,
+    depth: int = 1,
     greedy_draft: bool = True,
 ) -> Acceptance:
     """Teacher-forced acceptance of a draft on texts that the target wrote.
@@ -76,6 +80,7 @@ def acceptance(
         texts: (prompt, new tokens) of each text.
         warp: the decoding mode of the target.
         tail: greedy tokens of the target to append behind each text's end, for drafts that reach beyond it.
+        depth: longest draft.
         greedy_draft: the draft proposes its most probable token, as vLLM and llama.cpp do unless told otherwise.
     """
     drafting = dataclasses.replace(warp, temperature=0.0) if greedy_draft else warp
@@ -86,14 +91,18 @@ def acceptance(
         if tail and new and len(ids) + tail <= limit:
             ids = _continued(target, ids, tail)
         p_logits = response_logits(target, ids, len(prompt))
-        q_logits = draft_logits(target, draft, ids, len(prompt))
+        if isinstance(draft, FeatureHead):
+            by_depth = [head_logits(draft, target, ids, len(prompt), d + 1) for d in range(depth)]
+        else:
+            by_depth = [draft_logits(target, draft, ids, len(prompt))]
         prefixes = [ids[:i] for i in range(len(prompt), len(ids))] if warp.needs_prefix else None
         y = torch.tensor(ids[len(prompt) :], device=p_logits.device)[:, None]
-        p, q = (w(logits, prefixes).gather(1, y)[:, 0] for w, logits in ((warp, p_logits), (drafting, q_logits)))
+        p = warp(p_logits, prefixes).gather(1, y)[:, 0].clamp_min(1e-30)
         if warp.greedy:  # the text is what the engine's target wrote: certain, whatever rounding makes of ours
             p = torch.ones_like(p)
-        rows.append((q / p.clamp_min(1e-30)).clamp(max=1).double().tolist())
-        n = len(new)
+        kept = [(drafting(logits, prefixes).gather(1, y)[:, 0] / p).clamp(max=1) for logits in by_depth]
+        rows.append([values.double().tolist() for values in kept])
+        n, q_logits = len(new), by_depth[0]
         right += int((p_logits.argmax(-1)[:n] == y[:n, 0]).sum())
         logprob += float(q_logits.float().log_softmax(-1).gather(1, y)[:n].sum())
         total += n
@@ -129,11 +138,13 @@ def _continued(target: PreTrainedModel, ids: list[int], count: int) -> list[int]
     return [int(i) for i in out[0]]
 
 
-def predicted_drafts(accept: Sequence[float], length: int, budget: int, draft_length: int, rounds: Rounds) -> Drafts:
+def predicted_drafts(
+    accept: Sequence[Sequence[float]], length: int, budget: int, draft_length: int, rounds: Rounds
+) -> Drafts:
     """Expected drafts of one text.
 
     Args:
-        accept: acceptance of each of its tokens, and of those behind its end.
+        accept: by depth, acceptance of each of its tokens and of those behind its end (see `Acceptance`).
         length: its tokens.
         budget: most tokens that it could have had.
         draft_length: tokens drafted a round.
@@ -147,14 +158,15 @@ def predicted_drafts(accept: Sequence[float], length: int, budget: int, draft_le
         here = reach[start]
         if not here:
             continue
-        k = min(draft_length, len(accept) - start)
+        k = min(draft_length, len(accept[0]) - start)
         if rounds.to_budget:
             k = min(k, budget - start - 1)
         whole = start + draft_length < length
         alive = here
         for i in range(max(0, k)):
-            reach[start + i + 1] += alive * (1 - accept[start + i])
-            alive *= accept[start + i]
+            kept = accept[min(i, len(accept) - 1)][start + i]
+            reach[start + i + 1] += alive * (1 - kept)
+            alive *= kept
             if whole or (not rounds.whole_only and (rounds.past_end or start + i < length)):
                 counted.accepted[i] += alive
         reach[start + max(0, k) + 1] += alive
@@ -165,7 +177,7 @@ def predicted_drafts(accept: Sequence[float], length: int, budget: int, draft_le
 
 
 def predicted_seconds(
-    accept: Sequence[float], length: int, budget: int, draft_length: int, rounds: Rounds, cost: CostModel
+    accept: Sequence[Sequence[float]], length: int, budget: int, draft_length: int, rounds: Rounds, cost: CostModel
 ) -> tuple[float, float]:
     """Expected time of a text after its first token, with drafts and without, in one-token target forwards."""
     rules = dataclasses.replace(rounds, whole_only=False)

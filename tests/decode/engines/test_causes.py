@@ -123,6 +123,12 @@ def test_greedy_drafting_is_told_by_the_rate_that_it_would_give() -> None:
     assert [c.name for c in causes_in_numbers([ROW], {"alternatives": fitting})] == ["greedy drafting"]
 
 
+def test_layers_off_by_one_in_every_key_are_told_by_the_recorded_acceptance() -> None:
+    row = ROW | {"fits": True, "recorded_length": 4.1}
+    shifted = {"captured layers off by one (+1)": {(1.0, 5): 4.0}, "captured layers off by one (-1)": {(1.0, 5): 2.9}}
+    assert [c.name for c in causes_in_numbers([row], {"alternatives": shifted})] == ["captured layers off by one (+1)"]
+
+
 def test_sampling_that_is_not_the_targets_is_named_and_nothing_else() -> None:
     row = ROW | {"lossless": False, "target_logprob": -5.0, "plain_target_logprob": -0.3}
     fitting = {"greedy drafting": {(1.0, 5): 2.1}}

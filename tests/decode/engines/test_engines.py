@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import build_tiny
+from heads import learned_head
 from pairs import make_tokenizer
 
 from decode.core.errors import UserError
@@ -18,8 +19,7 @@ from decode.engines.engine import CHECKOUT, LLAMA_SERVER, VLLM_PYTHON, EngineSet
 from decode.engines.process import running
 from decode.engines.server import Server
 from decode.measure.bench_session import Item
-from decode.models.eagle.files import head_config, save_head
-from decode.models.eagle.head import FeatureHead
+from decode.models.eagle.files import save_head
 from decode.models.pair import load
 from decode.prompts.suites import Prompt
 from distill.config.export import ExportSettings
@@ -53,8 +53,7 @@ def pair(request, tmp_path_factory) -> Path:
         model.save_pretrained(folder / name)
         make_tokenizer(chat=True).save_pretrained(folder / name)
     export_draft(folder / "trained", folder / "target", folder / "draft", {}, ExportSettings(draft_length=3))
-    torch.manual_seed(0)
-    head = FeatureHead(head_config(target.config, 3))
+    head = learned_head(target, [item.ids for item in items()], captured_layers=(1, 2, 3))
     (folder / "trained-head").mkdir()
     save_head(head, folder / "trained-head")
     export_head(folder / "trained-head", folder / "target", folder / "head", {}, ExportSettings(draft_length=3))

@@ -6,20 +6,26 @@ import math
 
 import pytest
 import torch
+from heads import learned_head
 from pairs import make_pair
 
+from decode.core.options import MethodOptions
 from decode.core.sampling import Warp
+from decode.core.target import Target
 from decode.engines.counts import Drafts, difference, mean_length, rates
 from decode.engines.engine import ROUNDS
 from decode.engines.predicted import Rounds, acceptance, predicted_drafts
 from decode.engines.transformers_engine import AssistedGeneration
+from decode.loop import decode
+from decode.methods import MethodInputs, build
+from decode.models.open_runner import open_draft_runner, open_runner
 
 PROMPTS = [[5, 9, 17], [40, 41, 42, 43], [7], [100, 3, 55, 8, 9]]
 
 
 def test_rounds_of_known_acceptances() -> None:
     # token 0 comes from the prompt; rounds start at 1 (three accepted), 5 (none), 6 (the text ends at 7)
-    accept = [0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    accept = [[0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]]
     counted = predicted_drafts(accept, 8, 20, 3, Rounds())
     assert (counted.rounds, counted.accepted) == (3, [2, 2, 2])
     # of the last round two tokens belong to the text
@@ -31,7 +37,7 @@ def test_rounds_of_known_acceptances() -> None:
 
 
 def test_a_round_is_expected_as_often_as_it_is_reached() -> None:
-    counted = predicted_drafts([0.5] * 6, 3, 9, 2, Rounds(first=0))
+    counted = predicted_drafts([[0.5] * 6], 3, 9, 2, Rounds(first=0))
     # from 0; from 1 after a rejection; from 2 after accepting one of two or after two rejections
     assert counted.rounds == pytest.approx(1 + 0.5 + 0.5 * 0.5 + 0.5 * 0.5)
     assert counted.accepted == pytest.approx([0.5 * counted.rounds, 0.25 * counted.rounds])
@@ -70,18 +76,49 @@ def test_greedy_drafting_is_accepted_with_the_targets_probability_of_the_drafts_
         best = int(draft(torch.tensor([[5, 9, 17]])).logits[0, -1].argmax())
     texts = [([5, 9, 17], [token]) for token in range(280)]
     told = acceptance(target, draft, texts, Warp(1.0), tail=0, greedy_draft=True)
-    assert [i for i, text in enumerate(told.texts) if text[0] > 0] == [best]
+    assert [i for i, text in enumerate(told.texts) if text[0][0] > 0] == [best]
     both = acceptance(target, draft, texts, Warp(1.0), tail=0, greedy_draft=False)
     with torch.inference_mode():
         q = draft(torch.tensor([[5, 9, 17]])).logits[0, -1].softmax(-1)
-    mean = sum(float(p[i]) * text[0] for i, text in enumerate(both.texts))
+    mean = sum(float(p[i]) * text[0][0] for i, text in enumerate(both.texts))
     assert mean == pytest.approx(float(torch.minimum(p, q).sum()), rel=1e-4)
 
 
 def test_tokens_behind_the_end_are_the_targets_own(tiny) -> None:
     target, draft = make_pair(tiny)
     told = acceptance(target, draft, [([5, 9], [17, 0])], Warp(0.0), tail=5)
-    assert (told.lengths, len(told.texts[0])) == ([2], 7)
+    assert (told.lengths, len(told.texts[0][0])) == ([2], 7)
+
+
+def test_deeper_tokens_have_acceptances_of_their_own() -> None:
+    """One round of three: kept with 1, then 0.5, then never."""
+    counted = predicted_drafts([[1.0] * 9, [0.5] * 9, [0.0] * 9], 2, 9, 3, Rounds())
+    assert (counted.rounds, counted.accepted) == (1, [1, 0.5, 0])
+
+
+def test_a_heads_prediction_is_what_our_own_loop_accepts(tiny) -> None:
+    target, _ = make_pair(tiny)
+    prompts = [[5, 9, 17, 4, 6], [40, 41, 42, 43, 44], [100, 3, 55, 8, 9]]
+    head = learned_head(target, prompts[:2], captured_layers=(0, 1, 2))
+    runner, warp = open_runner(target), Warp(0.0)
+    inputs = MethodInputs(runner, warp, open_draft_runner(head, target), options=MethodOptions(draft_length=3))
+    system = build("eagle", inputs)
+    counted, texts = Drafts(accepted=[0, 0, 0]), []
+    for prompt in prompts:
+        out = decode(Target(runner), system, warp, prompt, max_new_tokens=40)
+        texts.append((prompt, out.new_ids))
+        start = 0
+        for accepted, drafted in zip(out.trace.accepted, out.trace.drafted):
+            if drafted == 3 and start + 3 < len(out.new_ids):
+                counted.rounds += 1
+                counted.accepted = [n + (accepted > i) for i, n in enumerate(counted.accepted)]
+            start += accepted + 1
+    told = acceptance(target, head, texts, warp, tail=0, depth=3)
+    rules = Rounds(first=0, whole_only=True)
+    expected = [predicted_drafts(a, n, 40, 3, rules) for a, n in zip(told.texts, told.lengths)]
+    assert sum(drafts.rounds for drafts in expected) == counted.rounds
+    assert [sum(d.accepted[i] for d in expected) for i in range(3)] == counted.accepted
+    assert 0 < counted.accepted[2] < counted.accepted[0] < counted.rounds
 
 
 def test_rates_are_marginal_and_conditional_with_errors_over_texts() -> None:
