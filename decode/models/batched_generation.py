@@ -23,6 +23,9 @@ from decode.models.free_memory import free_memory
 from decode.models.open_runner import fast_if_equal
 from decode.models.runners.fast_runner import FastRunner
 
+GROUP = 4
+"""Batches that are asked for together where bits have to repeat: a finished text's place is taken by a waiting one of
+its group, so that only a group's last texts leave places empty."""
 PROMPT_TOKENS = 1024
 """Most tokens of prompts in a forward, unless one prompt has more."""
 GROWTH = 2.5

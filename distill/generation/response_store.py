@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.sampling import Warp
-from decode.models.batched_generation import uniform_draws, write_texts
+from decode.models.batched_generation import GROUP, uniform_draws, write_texts
 from decode.models.text import continuation_ids, end_token
 from distill.config.responses import ResponseSettings
 from distill.data.response_file import Response
@@ -59,7 +59,7 @@ def make_jobs(
 
 
 def answered_here(model: PreTrainedModel, settings: ResponseSettings, seed: int, stop_ids: Collection[int]) -> Answer:
-    """Answers by the model itself, in batches of equal prompts whatever is missing, so that bits repeat.
+    """Answers by the model itself, in groups of equal prompts whatever is missing, so that bits repeat.
 
     Args:
         model: The target.
@@ -70,7 +70,7 @@ def answered_here(model: PreTrainedModel, settings: ResponseSettings, seed: int,
     warp = Warp(settings.temperature, top_p=settings.top_p)
 
     def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
-        for batch in batches(jobs, settings.batch_size):
+        for batch in batches(jobs, GROUP * settings.batch_size):
             if not any(job.example in missing for job in batch):
                 continue
             texts = write_texts(
@@ -80,6 +80,7 @@ def answered_here(model: PreTrainedModel, settings: ResponseSettings, seed: int,
                 budgets=[job.budget for job in batch],
                 stop_ids=stop_ids,
                 draws=lambda i, count, batch=batch: uniform_draws(seed, 0, batch[i].example, count=count),  # type: ignore[misc]
+                batch_size=settings.batch_size,
             )
             yield from (Response(job.example, text) for job, text in zip(batch, texts))
 

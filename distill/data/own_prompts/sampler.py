@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.progress import current
 from decode.core.sampling import Warp
-from decode.models.batched_generation import uniform_draws, write_texts
+from decode.models.batched_generation import GROUP, uniform_draws, write_texts
 from distill.config.prompts import PromptSettings
 from distill.core import ranks
 from distill.data.own_prompts.prompt_rows import Sample
@@ -42,7 +42,7 @@ class PromptSampler:
 
     def __iter__(self) -> Iterator[Sample]:
         """All samples, those on disk first; the target writes further ones as long as there is a next."""
-        size, chunk, model = self.settings.batch_size, 0, None
+        size, chunk, model = GROUP * self.settings.batch_size, 0, None
         if ranks.is_first():
             self.file.open()
         while True:
@@ -69,6 +69,7 @@ class PromptSampler:
             budgets=self.settings.max_tokens + 1,
             stop_ids=self.turn.ends,
             draws=lambda i, count: uniform_draws(self.seed, 5, chosen[i], count=count),
+            batch_size=self.settings.batch_size,
         )
         return (Response(number, text) for number, text in zip(chosen, texts))
 

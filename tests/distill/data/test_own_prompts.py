@@ -240,8 +240,11 @@ def context(settings: Settings, run: str = "tiny") -> tuple[StageContext, io.Str
 
 
 def test_the_same_seed_gives_the_same_prompts_and_a_killed_run_goes_on_with_them(
-    tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    groups = pytest.MonkeyPatch()
+    groups.setattr(sampler_module, "GROUP", 1)
+    request.addfinalizer(groups.undo)
     made = own_run(tmp_path, tiny)
     first, said = context(made, "first")
     whole = first.corpus

@@ -15,6 +15,7 @@ from distill.data.response_file import Response, ResponseFile
 from distill.data.token_dataset import label_mask
 from distill.data.tokenize import IGNORE
 from distill.data.train_tokenizer import train_tokenizer
+from distill.generation import response_store
 from distill.generation.response_store import (
     Job,
     answered_here,
@@ -116,13 +117,14 @@ def test_responses_of_other_settings_are_begun_anew(tmp_path: Path, tokenizer: P
     assert not other.path.exists()
 
 
-def test_what_is_missing_is_written_as_it_was_before(tiny: Tiny) -> None:
+def test_what_is_missing_is_written_as_it_was_before(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_store, "GROUP", 1)
     settings = ResponseSettings(source="target", batch_size=2)
     jobs = [Job(i, prompt, "", 6) for i, prompt in enumerate(PROMPTS)]
     answers = answered_here(tiny("llama"), settings, 3, ())
     whole = {r.example: r.ids for r in answers(jobs, range(4))}
     again = {r.example: r.ids for r in answers(jobs, {2})}
-    assert set(again) == {0, 2}  # the batch it was in, and no other
+    assert set(again) == {0, 2}  # the group it was in, and no other
     assert all(whole[example] == ids for example, ids in again.items())
 
 
