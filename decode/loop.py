@@ -1,14 +1,15 @@
 """The loop that serves every decoding method: propose, score, verify, commit, observe.
 
 In each round the drafter proposes a token tree, the target scores it in one forward, verification keeps a path of it
-and adds one token, both caches roll back to that path, and the adaptive parts learn from what happened.
+and adds one token, both caches roll back to that path, and the adaptive parts learn from what happened. A round is one
+of any number of texts, whose forwards are made together; `decode.together` decodes many prompts with it.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,17 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.core.acceptance import AcceptanceRule, Exact, js_distance, pick
-from decode.core.drafter import Drafter
+from decode.core.acceptance import AcceptanceRule, Exact
+from decode.core.drafter import Asked, Drafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.rng import Rng, TorchRng
 from decode.core.sampling import Warp, one_hot
 from decode.core.stopping import StopRule
 from decode.core.synchronize import synchronize
-from decode.core.target import Target
-from decode.core.trace import Round, Trace, Values
-from decode.verify import verify_chain, verify_greedy, verify_tree, verify_tree_relaxed
+from decode.core.target import Target, score_together
+from decode.core.trace import Round, Trace
+from decode.verify import Measured, verify, verify_greedy
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Output:
         written_by: for each generated token who wrote it: ``draft`` (accepted), ``fix`` (correction of a rejected
             draft) or ``target`` (bonus token or plain step).
         rejected: for each generated token the drafted tokens rejected at its place.
+        error: why the prompt could not be decoded, where others were decoded with it.
     """
 
     ids: list[int]
@@ -68,6 +70,7 @@ class Output:
     trace: Trace
     written_by: list[str] = field(default_factory=list)
     rejected: list[list[int]] = field(default_factory=list)
+    error: UserError | None = None
 
     @property
     def new_ids(self) -> list[int]:
@@ -97,24 +100,12 @@ def check_prompt(target: Target, prompt: list[int], max_new_tokens: int) -> None
         )
 
 
-@torch.inference_mode()
-def rounds(
-    target: Target,
-    system: System,
-    warp: Warp,
-    prompt: list[int],
-    *,
-    max_new_tokens: int = 128,
-    stop_ids: Collection[int] = (),
-    rng: Rng | None = None,
-    trace: Trace | None = None,
-    finished: Callable[[list[int]], bool] | None = None,
-) -> Iterator[tuple[Round, list[int]]]:
-    """Decode, yielding each round with the tokens it really added (cut at a stop id or at the budget).
+class Text:
+    """A text that is being decoded: its own caches, method, chance and record.
 
     Args:
-        target: the model to decode from.
-        system: the method.
+        target: the model to decode from, on a cache that is this text's alone.
+        system: the method; its parts are this text's alone.
         warp: logits to probabilities, for target and draft alike.
         prompt: token ids; the last one is the first pending token.
         max_new_tokens: budget; a context that is too short for it ends the text earlier.
@@ -123,38 +114,68 @@ def rounds(
         trace: filled on the way.
         finished: called on the generated tokens after each round, to stop on strings.
 
-    Raises:
-        UserError: a bad prompt, or a target that gives logits of NaN or +inf.
-    """
-    check_prompt(target, prompt, max_new_tokens)
-    rng = rng or TorchRng(device=target.runner.device)
-    if warp.greedy and isinstance(rng, TorchRng):
-        rng = rng.for_greedy()
-    trace = Trace() if trace is None else trace
-    drafter, stop, rule, device = system.drafter, system.stop, system.rule, target.runner.device
-    compare_tokens = warp.greedy and rule.exact and rule.neutral
-    ids = list(prompt)
-    # the last generated token is never read, so the text may be one longer than the context
-    end = min(len(prompt) + max_new_tokens, target.runner.limit + 1)
-    clock = time.perf_counter
-    began = clock()
-    target.runner.reserve(end)
-    target.runner.captured_layers = drafter.captured_layers
-    target.prefill(ids[:-1])
-    drafter.stop_ids = stop_ids
-    drafter.start(ids)
-    stop.start()
-    rule.start()
-    synchronize(device)
-    trace.prefill_seconds += clock() - began
+    Attributes:
+        ids: prompt and generated tokens.
+        done: whether the text has ended.
 
-    while len(ids) < end:
-        t0 = _mark(device)
-        stop.begin()
-        room = end - len(ids) - 1
-        draft = drafter.propose(ids, stop, room, rng)
-        t1 = _mark(device)
-        logits = target.score(ids[-1], draft)
+    Raises:
+        UserError: a bad prompt.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        system: System,
+        warp: Warp,
+        prompt: list[int],
+        *,
+        max_new_tokens: int = 128,
+        stop_ids: Collection[int] = (),
+        rng: Rng | None = None,
+        trace: Trace | None = None,
+        finished: Callable[[list[int]], bool] | None = None,
+    ) -> None:
+        check_prompt(target, prompt, max_new_tokens)
+        self.target, self.system, self.warp, self.ids = target, system, warp, list(prompt)
+        rng = rng or TorchRng(device=target.runner.device)
+        self.rng = rng.for_greedy() if warp.greedy and isinstance(rng, TorchRng) else rng
+        self.trace = Trace() if trace is None else trace
+        self.stop_ids, self.finished = stop_ids, finished
+        self.compare_tokens = warp.greedy and system.rule.exact and system.rule.neutral
+        # the last generated token is never read, so the text may be one longer than the context
+        self.begin, self.end = len(prompt), min(len(prompt) + max_new_tokens, target.runner.limit + 1)
+        self.done = False
+
+    @property
+    def room(self) -> int:
+        """How deep a draft may be: the tokens that the text may still grow by, less one."""
+        return self.end - len(self.ids) - 1
+
+    def start(self) -> None:
+        """Read the prompt."""
+        system, runner, began = self.system, self.target.runner, time.perf_counter()
+        runner.reserve(self.end)
+        runner.captured_layers = system.drafter.captured_layers
+        self.target.prefill(self.ids[:-1])
+        system.drafter.stop_ids = self.stop_ids
+        system.drafter.start(self.ids)
+        system.stop.start()
+        system.rule.start()
+        synchronize(runner.device)
+        self.trace.prefill_seconds += time.perf_counter() - began
+
+    def asks(self) -> Asked:
+        """What the drafter is asked in the round that begins."""
+        self.system.stop.begin()
+        return Asked(self.system.drafter, self.ids, self.system.stop, self.room, self.rng)
+
+    def verify(self, draft: Draft, logits: Tensor) -> tuple[Round, Measured]:
+        """Keep a path of the draft, and choose the token that follows it.
+
+        Raises:
+            UserError: logits of NaN or +inf.
+        """
+        ids, warp = self.ids, self.warp
         if not math.isfinite(_checksum(logits)):
             raise UserError(
                 f"the target's logits are NaN or +inf after {len(ids)} tokens; check its weights, or load it in "
@@ -163,34 +184,78 @@ def rounds(
         texts = [draft.text_before(ids, i) for i in range(-1, len(draft))] if warp.needs_prefix else None
         probs: Tensor | Callable[[], Tensor]
         measured: Measured
-        if compare_tokens and draft.is_chain:
+        if self.compare_tokens and draft.is_chain:
             top = warp.top(logits, texts)
             path, token, agreed = verify_greedy(draft, top)
             probs, measured = partial(one_hot, top, logits), (agreed if len(draft) else None, None, None)
         else:
             probs = warp(logits, texts)
-            path, token, measured = _verify(draft, probs, logits, rule, rng)
-        target.commit(path)
-        t2 = _mark(device)
-        seconds = _seconds(t0, t1), _seconds(t1, t2)
-        result = Round(draft, path, token, probs, logits, target.hidden, seconds)
-        new = _cut(result.emitted, end - len(ids), stop_ids)
+            path, token, measured = verify(draft, probs, logits, self.system.rule, self.rng)
+        self.target.commit(path)
+        return Round(draft, path, token, probs, logits, self.target.hidden), measured
+
+    def settle(self, result: Round, measured: Measured) -> list[int]:
+        """Grow by what the round emitted, and let every adaptive part learn from it."""
+        system, ids, stop_ids, room = self.system, self.ids, self.stop_ids, self.room
+        new = _cut(result.emitted, self.end - len(ids), stop_ids)
         ids += new
-        if len(new) <= len(path):
-            target.runner.truncate(len(ids) - 1)
-        drafter.commit(ids)
-        stop.observe(result)
-        rule.observe(result)
-        drafter.observe(result)
-        cut = result.depth >= room or any(token in stop_ids for token in draft.ids)
-        trace.close(result, *measured, cut=cut)
-        trace.tokens += len(new)
-        done = bool(new and new[-1] in stop_ids) or (finished is not None and finished(ids[len(prompt) :]))
-        trace.total_seconds += clock() - began
-        yield result, new
-        began = clock()
-        if done:
-            return
+        if len(new) <= len(result.path):
+            self.target.runner.truncate(len(ids) - 1)
+        system.drafter.commit(ids)
+        system.stop.observe(result)
+        system.rule.observe(result)
+        system.drafter.observe(result)
+        cut = result.depth >= room or any(token in stop_ids for token in result.draft.ids)
+        self.trace.close(result, *measured, cut=cut)
+        self.trace.tokens += len(new)
+        ended = bool(new and new[-1] in stop_ids) or (self.finished is not None and self.finished(ids[self.begin :]))
+        self.done = ended or len(ids) >= self.end
+        return new
+
+
+def round_of(texts: Sequence[Text]) -> list[tuple[Round, list[int]]]:
+    """One round of every text: a draft each, one forward of the target over all of them, and what it adds to each.
+
+    Seconds that the texts spend together count in equal parts for each.
+
+    Raises:
+        UserError: a target that gives logits of NaN or +inf.
+    """
+    began, device, share = time.perf_counter(), texts[0].target.runner.device, 1 / len(texts)
+    t0 = _mark(device)
+    drafts = texts[0].system.drafter.propose_together([text.asks() for text in texts])
+    t1 = _mark(device)
+    logits = score_together([text.target for text in texts], [text.ids[-1] for text in texts], drafts)
+    verified = [text.verify(draft, rows) for text, draft, rows in zip(texts, drafts, logits)]
+    t2 = _mark(device)
+    seconds = share * _seconds(t0, t1), share * _seconds(t1, t2)
+    added = []
+    for text, (result, measured) in zip(texts, verified):
+        result.seconds = seconds
+        added.append((result, text.settle(result, measured)))
+    spent = share * (time.perf_counter() - began)
+    for text in texts:
+        text.trace.total_seconds += spent
+    return added
+
+
+@torch.inference_mode()
+def rounds(
+    target: Target, system: System, warp: Warp, prompt: list[int], **options: Any
+) -> Iterator[tuple[Round, list[int]]]:
+    """Decode one text, yielding each round with the tokens it really added (cut at a stop id or at the budget).
+
+    Arguments are those of `Text`; the system's own parts decode it, and what they learn stays for the next text.
+
+    Raises:
+        UserError: a bad prompt, or a target that gives logits of NaN or +inf.
+    """
+    text = Text(target, system, warp, prompt, **options)
+    began = time.perf_counter()
+    text.start()
+    text.trace.total_seconds += time.perf_counter() - began
+    while not text.done:
+        yield round_of([text])[0]
 
 
 def _checksum(logits: Tensor) -> float:
@@ -224,46 +289,6 @@ def _cut(tokens: list[int], budget: int, stop_ids: Collection[int]) -> list[int]
     return tokens
 
 
-Measured = tuple[Values | None, Values | None, Values | None]
-
-
-def _verify(draft: Draft, p: Tensor, logits: Tensor, rule: AcceptanceRule, rng: Rng) -> tuple[list[int], int, Measured]:
-    """Accepted path, following token, and (overlap, tv spent, js distance) at the tested positions."""
-    k = len(draft)
-    if draft.probs is None:
-        spent = None
-        if rule.neutral or not k:
-            path, token = verify_tree(draft, p, rng)
-        else:
-            path, token, spent = verify_tree_relaxed(draft, p, logits, rule, rng)
-        overlap = _overlap_of_tree(draft, p, path)
-        if overlap is not None and spent is None and not rule.exact:
-            spent = torch.zeros_like(overlap)
-        return path, token, (overlap, spent, None)
-    q, x = draft.probs, draft.tokens
-    raw = None
-    if rule.needs_raw and draft.logits is not None:
-        raw = (logits[:k], draft.logits)
-    accept = rule.accept_prob(p[:k], q, x, raw)
-    path, token = verify_chain(draft, p, accept, rule, rng)
-    t = min(len(path) + 1, k)
-    overlap = torch.minimum(p[:t], q[:t]).sum(-1)
-    if rule.exact:
-        return path, token, (overlap, None, None)
-    spent = rule.tv_spent(p[:t], q[:t], x[:t], accept[:t])
-    return path, token, (overlap, spent, js_distance(p[:t], q[:t]))
-
-
-def _overlap_of_tree(draft: Draft, p: Tensor, path: list[int]) -> Tensor | None:
-    """Σ min(p, q) at the tested nodes: under a one-hot q the target's probability of the tokens drafted below each."""
-    rows = [0, *(node + 1 for node in path)]
-    if draft.is_chain:
-        return pick(p, draft.tokens[: len(rows)].to(p.device)) if len(draft) else None
-    children = draft.children()
-    masses = [p[r, list(children[r])].sum() for r in rows if children[r]]
-    return torch.stack(masses) if masses else None
-
-
 def decode(
     target: Target,
     system: System,
@@ -284,7 +309,7 @@ def decode(
         options: passed to `rounds`.
     """
     out = Output(list(prompt), len(prompt), Trace())
-    for result, new in rounds(target, system, warp, prompt, trace=out.trace, **options):  # type: ignore[arg-type]
+    for result, new in rounds(target, system, warp, prompt, trace=out.trace, **options):
         out.ids += new
         if annotate:
             out.written_by += who_wrote(result)[: len(new)]

@@ -5,9 +5,50 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode.core.acceptance import AcceptanceRule, Raw
+from decode.core.acceptance import AcceptanceRule, Raw, js_distance, pick
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
+from decode.core.trace import Values
+
+Measured = tuple[Values | None, Values | None, Values | None]
+"""Overlap, total variation spent and Jensen–Shannon distance at the tested positions."""
+
+
+def verify(draft: Draft, p: Tensor, logits: Tensor, rule: AcceptanceRule, rng: Rng) -> tuple[list[int], int, Measured]:
+    """Accepted path, following token, and (overlap, tv spent, js distance) at the tested positions."""
+    k = len(draft)
+    if draft.probs is None:
+        spent = None
+        if rule.neutral or not k:
+            path, token = verify_tree(draft, p, rng)
+        else:
+            path, token, spent = verify_tree_relaxed(draft, p, logits, rule, rng)
+        overlap = _overlap_of_tree(draft, p, path)
+        if overlap is not None and spent is None and not rule.exact:
+            spent = torch.zeros_like(overlap)
+        return path, token, (overlap, spent, None)
+    q, x = draft.probs, draft.tokens
+    raw = None
+    if rule.needs_raw and draft.logits is not None:
+        raw = (logits[:k], draft.logits)
+    accept = rule.accept_prob(p[:k], q, x, raw)
+    path, token = verify_chain(draft, p, accept, rule, rng)
+    t = min(len(path) + 1, k)
+    overlap = torch.minimum(p[:t], q[:t]).sum(-1)
+    if rule.exact:
+        return path, token, (overlap, None, None)
+    spent = rule.tv_spent(p[:t], q[:t], x[:t], accept[:t])
+    return path, token, (overlap, spent, js_distance(p[:t], q[:t]))
+
+
+def _overlap_of_tree(draft: Draft, p: Tensor, path: list[int]) -> Tensor | None:
+    """Σ min(p, q) at the tested nodes: under a one-hot q the target's probability of the tokens drafted below each."""
+    rows = [0, *(node + 1 for node in path)]
+    if draft.is_chain:
+        return pick(p, draft.tokens[: len(rows)].to(p.device)) if len(draft) else None
+    children = draft.children()
+    masses = [p[r, list(children[r])].sum() for r in rows if children[r]]
+    return torch.stack(masses) if masses else None
 
 
 def verify_greedy(draft: Draft, top: Tensor) -> tuple[list[int], int, list[float]]:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import copy
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
+from decode.core.runner import Runner
 from decode.core.stopping import StopRule
 from decode.core.trace import Round
+
+
+@dataclass
+class Asked:
+    """What the drafter of one text is asked for; see `Drafter.propose`."""
+
+    drafter: Any
+    ids: list[int]
+    stop: StopRule
+    max_depth: int
+    rng: Rng
 
 
 class Drafter:
@@ -35,6 +50,20 @@ class Drafter:
             rng: source of every random choice.
         """
         raise NotImplementedError
+
+    def propose_together(self, asked: Sequence[Asked]) -> list[Draft]:
+        """A draft for each of several texts, every one by its own drafter of this kind (see `fork`)."""
+        return [one.drafter.propose(one.ids, one.stop, one.max_depth, one.rng) for one in asked]
+
+    def fork(self, targets: Sequence[Runner]) -> list[Drafter]:
+        """Drafters for the texts of these targets, which share weights and tables but nothing that belongs to a text.
+
+        Each begins every text with what this one has learned. The only one of a single target uses the caches of this.
+        """
+        return [copy.copy(self) for _ in targets]
+
+    def close(self) -> None:
+        """Give back what `fork` took."""
 
     def commit(self, ids: list[int]) -> None:
         """The text has grown to `ids`; its last token is pending."""

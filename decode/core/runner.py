@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from decode.core.errors import UserError
 from decode.core.proposal import Draft
 
 
@@ -71,6 +73,41 @@ class Runner(ABC):
     @abstractmethod
     def truncate(self, length: int) -> None:
         """Hold the first `length` positions only (no effect if fewer are held)."""
+
+    def fork(self, count: int) -> list[Runner]:
+        """Runners of the same model on so many more texts; `close` gives their memory back.
+
+        Raises:
+            UserError: a runner that serves one text only.
+        """
+        raise UserError(f"{self.name} decodes one text at a time; give a batch size of 1")
+
+    def close(self) -> None:  # noqa: B027 (what holds no shared memory has nothing to give back)
+        """Give back the memory of a fork."""
+
+    def read_texts(
+        self,
+        texts: Sequence[Any],
+        tokens: Tensor,
+        counts: Sequence[int],
+        trees: Sequence[Draft | None] | None = None,
+        *,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Append tokens to several texts, in one forward where the runner can, else text by text.
+
+        Args:
+            texts: forks of one runner (or itself), each once.
+            tokens: long ``[tokens]``, text after text.
+            counts: how many of them each text has; at least 1.
+            trees: see `read`, of each text.
+            last_only: compute logits of each text's last token only.
+
+        Returns:
+            Logits ``[tokens or texts, vocab]``.
+        """
+        head, parts = 1 if last_only else None, tokens.split(list(counts))
+        return torch.cat([t.read(part, tree, head) for t, part, tree in zip(texts, parts, trees or repeat(None))])
 
     def keep(self, base: int, slots: list[int]) -> None:
         """Keep the first `base` positions and then those at `slots` (ascending), dropping the rest."""

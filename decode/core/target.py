@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -39,19 +41,33 @@ class Target:
         Raises:
             UserError: a tree that branches, and a target that reads none.
         """
+        tokens, tree = self.feed(pending, draft)
+        return self.runner.read(tokens, tree)
+
+    def feed(self, pending: int, draft: Draft) -> tuple[Tensor, Draft | None]:
+        """The tokens that `score` reads, and the tree if they are no chain; see there."""
         device = self.runner.device
         self._base = self.runner.length
         first = torch.full((1,), pending, device=device)
         if not len(draft):
-            return self.runner.read(first)
+            return first, None
         if not draft.is_chain and not self.runner.supports_trees:
             raise tree_error(self.runner)
-        tokens = torch.cat([first, draft.tokens.to(device)])
-        return self.runner.read(tokens, None if draft.is_chain else draft)
+        return torch.cat([first, draft.tokens.to(device)]), None if draft.is_chain else draft
 
     def commit(self, path: list[int]) -> None:
         """Keep the pending token and the accepted path, drop the other nodes."""
         self.runner.keep(self._base, [self._base, *(self._base + 1 + i for i in path)])
+
+
+def score_together(targets: Sequence[Target], pending: Sequence[int], drafts: Sequence[Draft]) -> Sequence[Tensor]:
+    """`Target.score` of several texts of one model, in one forward where its runner can."""
+    if len(targets) == 1:
+        return [targets[0].score(pending[0], drafts[0])]
+    tokens, trees = zip(*(target.feed(token, draft) for target, token, draft in zip(targets, pending, drafts)))
+    counts = [len(part) for part in tokens]
+    runners = [target.runner for target in targets]
+    return runners[0].read_texts(runners, torch.cat(tokens), counts, trees).split(counts)
 
 
 def tree_error(runner: Runner) -> UserError:

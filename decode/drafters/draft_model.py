@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Generator, Sequence
+from typing import Any, cast
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode.core.drafter import Drafter
+from decode.core.drafter import Asked, Drafter
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
 from decode.core.runner import Runner
 from decode.core.sampling import Warp, argmax, one_hot
 from decode.core.stopping import Step, StopRule
+
+Drafting = Generator[Tensor, Any, Draft]
 
 
 class ModelDrafter(Drafter):
@@ -46,6 +52,49 @@ class ModelDrafter(Drafter):
 
     def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
         """See `Drafter.propose`."""
+        drafting, runner = self._drafting(ids, stop, max_depth, rng), self.runner
+        try:
+            feed = next(drafting)
+            while True:
+                feed = drafting.send(runner.read(feed, head=1))
+        except StopIteration as end:
+            return cast(Draft, end.value)
+
+    def propose_together(self, asked: Sequence[Asked]) -> list[Draft]:
+        """See `Drafter.propose_together`: the draft model reads the next token of all texts in one forward."""
+        if len(asked) == 1:
+            return super().propose_together(asked)
+        drafting = [one.drafter._drafting(one.ids, one.stop, one.max_depth, one.rng) for one in asked]
+        drafts: dict[int, Draft] = {}
+        rows: dict[int, Tensor | None] = dict.fromkeys(range(len(asked)))
+        while rows:
+            feeds: dict[int, Tensor] = {}
+            for i, row in rows.items():
+                try:
+                    feeds[i] = drafting[i].send(row)
+                except StopIteration as end:
+                    drafts[i] = end.value
+            if not feeds:
+                break
+            runners = [asked[i].drafter.runner for i in feeds]
+            counts = [len(feed) for feed in feeds.values()]
+            logits = runners[0].read_texts(runners, torch.cat(list(feeds.values())), counts, last_only=True)
+            rows = dict(zip(feeds, logits.split(1)))
+        return [drafts[i] for i in range(len(asked))]
+
+    def fork(self, targets: Sequence[Runner]) -> list[Drafter]:
+        """See `Drafter.fork`."""
+        forks = [copy.copy(self) for _ in targets]
+        for fork, runner in zip(forks, [self.runner] if len(forks) == 1 else self.runner.fork(len(forks))):
+            fork.runner = runner
+        return list(forks)
+
+    def close(self) -> None:
+        """See `Drafter.close`."""
+        self.runner.close()
+
+    def _drafting(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Drafting:
+        """Yields the tokens that the draft has to read next, is sent the logits behind them, and returns the draft."""
         runner = self.runner
         limit = min(stop.cap(), max_depth, runner.room(ids))
         feed = self._known(ids[runner.length :])  # two tokens after a fully accepted round
@@ -58,7 +107,7 @@ class ModelDrafter(Drafter):
         reads_tokens = bool(self.stop_ids) and (watch or runner.device.type == "cpu")
         at_once = greedy and not watch and not prefixed
         for _ in range(limit):
-            row = runner.read(feed, head=1)
+            row = yield feed
             if self.padded:
                 row = self._fit(row)
             if at_once:  # a draw from one-hot weights is their argmax: all of them are made together at the end

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from decode.core.drafter import Asked, Drafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
@@ -12,7 +15,7 @@ from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule
 from decode.core.trace import Round
-from decode.drafters.draft_model import ModelDrafter
+from decode.drafters.draft_model import Drafting, ModelDrafter
 from decode.models.eagle.runner import HeadRunner
 
 
@@ -60,11 +63,19 @@ class FeatureDrafter(ModelDrafter):
         if 1 < len(ids) <= self.runner.limit:
             self.runner.read(self._known(ids[:-1]), head=0)
 
-    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
-        """See `Drafter.propose`; a text of one token has no feature yet, so nothing is drafted."""
+    def _drafting(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Drafting:
+        """A text of one token has no feature yet, so nothing is drafted."""
         if not len(self.runner.unread):
             return Draft.empty()
-        return super().propose(ids, stop, max_depth, rng)
+        return (yield from super()._drafting(ids, stop, max_depth, rng))
+
+    def fork(self, targets: Sequence[Runner]) -> list[Drafter]:
+        """See `Drafter.fork`: each reads the features of its own text's target."""
+        forks = super().fork(targets)
+        for fork, target in zip(forks, targets):
+            assert isinstance(fork, FeatureDrafter)
+            fork.target = target
+        return forks
 
     def commit(self, ids: list[int]) -> None:
         """What was accepted is known from the round."""
@@ -129,6 +140,10 @@ class FeatureTreeDrafter(FeatureDrafter):
             logits = self._fit(runner.read_level(picked, states[row], seen, level))
             states = runner.hidden
         return _best_nodes(torch.cat(tokens), torch.cat(parents), torch.cat(scores), self.nodes)
+
+    def propose_together(self, asked: Sequence[Asked]) -> list[Draft]:
+        """See `Drafter.propose_together`: the trees are grown one after the other."""
+        return Drafter.propose_together(self, asked)
 
     def _log_probs(self, logits: Tensor, ids: list[int], paths: list[list[int]]) -> Tensor:
         """log q of each row as sampling sees it; greedy decoding ranks by the unwarped distribution."""

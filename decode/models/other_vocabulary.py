@@ -75,6 +75,14 @@ class ForeignRunner(Runner):
         """Tokens of the target that have been read."""
         return len(self._ends)
 
+    def fork(self, count: int) -> list[Runner]:
+        """See `Runner.fork`."""
+        return [ForeignRunner(inner, self.vocabulary) for inner in self.inner.fork(count)]
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+        self.inner.close()
+
     def reserve(self, capacity: int) -> None:
         """See `Runner.reserve`."""
         self.inner.reserve(capacity)

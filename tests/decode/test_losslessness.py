@@ -10,7 +10,7 @@ from enumeration import Clock, Experiment, ScriptedRunner, random_table
 from scripted import RandomTree, corpus_drafters
 from torch import Tensor
 
-from decode import loop
+from decode import loop, verify
 from decode.core.acceptance import Ears, Exact, Fuzzy, JensenShannon, Typical
 from decode.core.proposal import Draft
 from decode.core.rng import Rng, TorchRng
@@ -278,7 +278,7 @@ def test_biased_rules_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     for system, biased in ((tree, _draw_per_path), (copy, _redraw_from_p)):
         assert experiment.bias(system) < TOLERANCE
         with monkeypatch.context() as patch:
-            patch.setattr(loop, "verify_tree", biased)
+            patch.setattr(verify, "verify_tree", biased)
             assert experiment.bias(system) > 0.01
 
 

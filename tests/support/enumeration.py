@@ -190,6 +190,13 @@ class ScriptedRunner(Runner):
         rows = [self.logits(c) for c in wanted]
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size, dtype=torch.float64)
 
+    def fork(self, count: int) -> list[Runner]:
+        """See `Runner.fork`."""
+        return [
+            ScriptedRunner(self.logits, self.vocab_size, limit=self.limit, clock=self.clock, cost=self.cost)
+            for _ in range(count)
+        ]
+
     def truncate(self, length: int) -> None:
         """See `Runner.truncate`."""
         del self.held[length:]

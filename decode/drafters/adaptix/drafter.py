@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from decode.core.rng import Rng
+    from decode.core.runner import Runner
     from decode.core.stopping import StopRule
 
 
@@ -62,6 +65,7 @@ class TrigramDrafter(Drafter):
     widest: int = 64
     seed: int = 0
     _learned: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict, init=False, repr=False)
+    _begin: dict[int, tuple[list[int], list[float]]] | None = field(default=None, init=False, repr=False)
     _random: Random = field(default_factory=Random, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -76,8 +80,17 @@ class TrigramDrafter(Drafter):
         self._random.seed(self.seed)
 
     def start(self, ids: list[int]) -> None:
-        """Restart the search's generator; learned weights stay."""
+        """Restart the search's generator; learned weights stay, but in a fork those of its texts."""
         self._random.seed(self.seed)
+        if self._begin is not None:
+            self._learned = {context: (list(t), list(w)) for context, (t, w) in self._begin.items()}
+
+    def fork(self, targets: Sequence[Runner]) -> list[Drafter]:
+        """See `Drafter.fork`."""
+        forks = [copy.copy(self) for _ in targets]
+        for fork in forks:
+            fork._begin, fork._random = self._learned, Random()
+        return list(forks)
 
     def reset(self) -> None:
         """Forget what was learned from texts."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -86,6 +88,14 @@ class HeadRunner(Runner):
     def length(self) -> int:
         """Tokens that are known."""
         return self._length
+
+    def fork(self, count: int) -> list[Runner]:
+        """See `Runner.fork`: with caches of their own; each text is a forward of its own."""
+        forks = [copy.copy(self) for _ in range(count)]
+        for fork in forks:
+            fork.forward = self.forward.first_layers(1)
+            fork.truncate(0)
+        return list(forks)
 
     # -- the text ------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -145,10 +144,13 @@ class FastRunner(Runner):
         count = LayerSubset.early_exit(self.depth, exit_layer).shared
         return FastRunner(self.forward.first_layers(count), self.name, self.limit, compile=self.compile)
 
-    def fork(self, count: int) -> list[FastRunner]:
-        """Runners of the same model on so many more texts, in rows of the same cache; `close` gives the rows back."""
-        assert self._chain is None, "a compiled forward reads one text"
-        forks = [FastRunner(self.forward, self.name, self.limit, model=self.model) for _ in range(count)]
+    def fork(self, count: int) -> list[FastRunner]:  # type: ignore[override]
+        """See `Runner.fork`: in rows of the same cache; compiled forwards have a cache each."""
+        facts: dict[str, Any] = {"model": self.model, "compile": self.compile}
+        if self._chain is not None:
+            whole = self.forward.first_layers
+            return [FastRunner(whole(self.depth), self.name, self.limit, **facts) for _ in range(count)]
+        forks = [FastRunner(self.forward, self.name, self.limit, **facts) for _ in range(count)]
         self._texts.extend([] if self._texts else [self])
         self.forward.reserve_rows(len(self._texts) + count)
         for fork in forks:
@@ -158,6 +160,8 @@ class FastRunner(Runner):
 
     def close(self) -> None:
         """Leave the cache; the text in its last row moves into the free one. The memory goes with the last but one."""
+        if not self._texts:
+            return
         last = self._texts.pop()
         if last is not self:
             self.forward.move_row(last._row, self._row, last.length + last.length_ahead)
@@ -209,27 +213,44 @@ class FastRunner(Runner):
         *,
         last_only: bool = False,
     ) -> Tensor:
-        """One forward over new tokens of several texts.
-
-        Args:
-            texts: this runner's forks (or itself), rows ascending; nothing was read ahead in them.
-            tokens: long ``[tokens]``, text after text.
-            counts: how many of them each text has; at least 1.
-            trees: see `read`, of each text.
-            last_only: compute logits of each text's last token only.
-
-        Returns:
-            Logits ``[tokens or texts, vocab]``.
-        """
-        forward = self.forward
-        new = [NewTokens(t._row, t._length, n, tree) for t, n, tree in zip(texts, counts, trees or repeat(None))]
+        """See `Runner.read_texts`: in one forward, unless something was read ahead."""
+        if self._chain is not None or any(text._ahead for text in texts):
+            return super().read_texts(texts, tokens, counts, trees, last_only=last_only)
+        trees, forward = trees or [None] * len(texts), self.forward
+        order = sorted(range(len(texts)), key=lambda i: texts[i]._row)
+        if order != list(range(len(texts))):
+            return self._in_order(order, texts, tokens, counts, trees, last_only=last_only)
+        new = [NewTokens(text._row, text._length, n, tree) for text, n, tree in zip(texts, counts, trees)]
         rotary, together = forward.place_texts(new)
-        x = forward.run(forward.embed(tokens), 0, self.depth, 0, rotary, together)
+        x = forward.embed(tokens)
+        if self.captured_layers:
+            x = self._capturing(x, 0, rotary, together)
+            for text, own in zip(texts, self.features.split(list(counts))):
+                text.features = own
+        else:
+            x = forward.run(x, 0, self.depth, 0, rotary, together)
         logits, hidden = forward.project(x.index_select(0, together.last) if last_only else x)
         for text, n, own in zip(texts, counts, hidden.split([1] * len(texts) if last_only else list(counts))):
             text._length += n
             text.hidden = own
         return logits
+
+    def _in_order(
+        self,
+        order: list[int],
+        texts: Sequence[FastRunner],
+        tokens: Tensor,
+        counts: Sequence[int],
+        trees: Sequence[Draft | None],
+        *,
+        last_only: bool,
+    ) -> Tensor:
+        """`read_texts` with the texts in the order of their rows, and its logits in the order of the texts."""
+        parts, number = tokens.split(list(counts)), {i: place for place, i in enumerate(order)}
+        sizes = [1 if last_only else counts[i] for i in order]
+        picked: list[list[Any]] = [[some[i] for i in order] for some in (texts, parts, counts, trees)]
+        logits = self.read_texts(picked[0], torch.cat(picked[1]), *picked[2:], last_only=last_only).split(sizes)
+        return torch.cat([logits[number[i]] for i in range(len(order))])
 
     def read_subset(self, tokens: Tensor, subset: LayerSubset) -> Tensor:
         """Read tokens with a subset of the layers, ahead of the text that is held.
@@ -294,38 +315,6 @@ class FastRunner(Runner):
         if shared == self.depth:
             return x
         return forward.run(x, shared, self.depth, start, *forward.place(n, None, start, self._row))
-
-
-class LayerSubsetRunner(Runner):
-    """A subset of a model's layers in the role of a draft model, on the model's own cache.
-
-    The cache is the target's to roll back: what is read here lies ahead of the target's text until the target reads.
-    """
-
-    def __init__(self, whole: FastRunner, subset: LayerSubset) -> None:
-        super().__init__(
-            whole.name,
-            device=whole.device,
-            dtype=whole.dtype,
-            vocab_size=whole.vocab_size,
-            limit=whole.limit,
-            model=whole.model,
-        )
-        self.whole, self.subset = whole, subset
-
-    @property
-    def length(self) -> int:
-        """Positions read, those read ahead among them."""
-        return self.whole.length + self.whole.length_ahead
-
-    def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
-        """See `FastRunner.read_subset`; logits of all rows whatever `head` is."""
-        logits = self.whole.read_subset(tokens, self.subset)
-        self.hidden = self.whole.hidden
-        return logits
-
-    def truncate(self, length: int) -> None:
-        """The target does."""
 
 
 def self_speculating(runner: Runner) -> FastRunner:

@@ -85,6 +85,13 @@ class HuggingFaceRunner(Runner):
             self._cache.truncate(length)
             self._length = length
 
+    def fork(self, count: int) -> list[Runner]:
+        """See `Runner.fork`: with caches of their own; each text is a call of the model."""
+        forks: list[Runner] = [HuggingFaceRunner(self.model) for _ in range(count)]
+        for fork in forks:
+            fork.tree_refusal = self.tree_refusal
+        return forks
+
     def gather(self, base: int, slots: list[int]) -> None:
         """See `Runner.gather`."""
         self._cache.keep(base, torch.tensor(slots, device=self.device))

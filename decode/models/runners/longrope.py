@@ -65,6 +65,10 @@ class LongRopeRunner(Runner):
         """See `Runner.reserve`."""
         self.inner.reserve(capacity)
 
+    def fork(self, count: int) -> list[Runner]:
+        """See `Runner.fork`."""
+        return [LongRopeRunner(inner, self.boundary) for inner in self.inner.fork(count)]
+
     def truncate(self, length: int) -> None:
         """See `Runner.truncate`."""
         self.inner.truncate(length)

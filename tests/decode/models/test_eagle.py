@@ -33,6 +33,7 @@ from decode.models.eagle.runner import HeadRunner
 from decode.models.open_runner import open_runner
 from decode.models.runners.fast_runner import fast_runner
 from decode.models.runners.huggingface import HuggingFaceRunner
+from decode.together import decode_texts
 
 FAMILIES = ["llama", "qwen3", "gpt_neox", "gpt2"]
 SMALL = 8
@@ -147,6 +148,23 @@ def test_feature_heads_do_not_change_the_greedy_text(family: str, fast: bool, ve
             drafted += sum(trace.drafted)
             assert trace.drafted[-2] > 0
     assert drafted > 100
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("fast", [True, False])
+def test_feature_heads_draft_for_texts_together(fast: bool, version: int, tiny) -> None:
+    target = tiny("llama")
+    runner, head = open_runner(target, fast=fast), as_runner(target, version)
+    prompts = [*PROMPTS, [5], [2, 40, 7]]
+    wanted = [generate(target, prompt, 16) for prompt in prompts]
+    for name, make in trees(version)[:2]:
+        system = System(name, make(head, runner, GREEDY), StopRule(4))
+        rngs = [TorchRng(0) for _ in prompts]
+        found = decode_texts(Target(runner), system, GREEDY, prompts, rngs=rngs, batch_size=3, max_new_tokens=16)
+        alone = [decode(Target(runner), system, GREEDY, prompt, max_new_tokens=16) for prompt in prompts]
+        assert [text.ids for text in found] == wanted
+        assert [text.trace.drafted for text in found] == [text.trace.drafted for text in alone]
+        assert sum(sum(text.trace.drafted) for text in found) > 40
 
 
 def test_accepted_tokens_leave_the_head_with_the_targets_features(tiny) -> None:

@@ -1,0 +1,110 @@
+"""Many prompts decoded together by the loop: each has parts of its own, and a finished text makes room for another."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from decode.core.drafter import Drafter
+from decode.core.errors import UserError
+from decode.core.rng import Rng
+from decode.core.runner import Runner
+from decode.core.sampling import Warp
+from decode.core.target import Target
+from decode.core.trace import Trace
+from decode.loop import Output, System, Text, round_of
+
+Place = tuple[Runner, Drafter]
+"""Caches and drafter of one text at a time."""
+
+
+@torch.inference_mode()
+def decode_texts(
+    target: Target,
+    system: System,
+    warp: Warp,
+    prompts: Sequence[list[int]],
+    *,
+    rngs: Sequence[Rng],
+    batch_size: int | None = None,
+    finished: Callable[[int], None] | None = None,
+    **options: Any,
+) -> list[Output]:
+    """Decode many prompts, at most `batch_size` at once.
+
+    Every text begins with what the system has learned so far and keeps what it learns to itself, so that it depends on
+    its prompt and its `Rng` alone, not on its neighbours (in exact arithmetic; rounding may decide ties otherwise).
+
+    Args:
+        target: the model to decode from.
+        system: the method; it learns nothing.
+        warp: logits to probabilities.
+        prompts: token ids.
+        rngs: of each text.
+        batch_size: texts at once; None: all.
+        finished: called with the number of each text that has ended.
+        options: see `Text`.
+
+    Returns:
+        The texts in the order of the prompts; one that cannot be decoded has an `error` and no new token.
+
+    Raises:
+        UserError: a model or method that serves one text at a time, or logits of NaN or +inf.
+    """
+    outputs = [Output(list(prompt), len(prompt), Trace()) for prompt in prompts]
+    waiting = deque(range(len(prompts)))
+    live: list[tuple[int, Text, Place]] = []
+    with places(target, system, max(1, min(batch_size or len(prompts), len(prompts)))) as free:
+        while waiting or live:
+            while free and waiting:
+                i, place = waiting.popleft(), free.pop()
+                own, trace = system_for_one_text(system, place[1]), outputs[i].trace
+                try:
+                    text = Text(Target(place[0]), own, warp, prompts[i], rng=rngs[i], trace=trace, **options)
+                except UserError as error:
+                    outputs[i].error = error
+                    free.append(place)
+                    continue
+                began = time.perf_counter()
+                text.start()
+                trace.total_seconds += time.perf_counter() - began
+                live.append((i, text, place))
+            going = []
+            for (i, text, place), (_, new) in zip(live, round_of([text for _, text, _ in live]) if live else ()):
+                outputs[i].ids += new
+                if not text.done:
+                    going.append((i, text, place))
+                    continue
+                free.append(place)
+                if finished is not None:
+                    finished(i)
+            live = going
+    return outputs
+
+
+@contextmanager
+def places(target: Target, system: System, count: int) -> Iterator[list[Place]]:
+    """Caches and drafters for `count` texts; a single one uses the caches that are there."""
+    runners: Sequence[Runner] = [target.runner] if count == 1 else target.runner.fork(count)
+    drafters: Sequence[Drafter] = []
+    try:
+        drafters = system.drafter.fork(runners)
+        yield list(zip(runners, drafters))
+    finally:
+        parts: list[Runner | Drafter] = [*runners, *drafters] if count > 1 else []
+        for part in reversed(parts):
+            part.close()
+
+
+def system_for_one_text(system: System, drafter: Drafter) -> System:
+    """The method with parts that a text may change: copies of what they have learned."""
+    stop = copy.copy(system.stop)
+    stop.threshold = copy.deepcopy(stop.threshold)
+    return replace(system, drafter=drafter, stop=stop, rule=copy.deepcopy(system.rule))
