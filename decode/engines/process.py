@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +16,7 @@ from pathlib import Path
 
 from decode.core.errors import UserError
 
+PR_SET_PDEATHSIG = 1
 LAST_LINES = 15
 """Lines of a failed engine that are shown."""
 
@@ -74,6 +77,7 @@ def running(
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **(environment or {})},
                     start_new_session=True,
+                    preexec_fn=_end_with_parent if sys.platform == "linux" else None,
                 )
             except OSError as error:
                 raise UserError(f"{name} cannot be started: {command[0]}: {error.strerror}") from error
@@ -94,6 +98,11 @@ def running(
             yield log
         finally:
             stop(process)
+
+
+def _end_with_parent() -> None:
+    """In the child: ask the kernel to end it when the process that started it is gone, however that ended."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def stop(process: subprocess.Popen[bytes], seconds: float = 15.0) -> None:

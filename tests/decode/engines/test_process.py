@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 import time
 
@@ -43,6 +44,27 @@ def test_leaving_the_block_ends_everything(tmp_path) -> None:
             time.sleep(0.05)
     assert not _holders(str(marker))
     assert not log.exists()
+
+
+def test_a_killed_check_takes_its_engine_with_it(tmp_path) -> None:
+    marker, ready = tmp_path / "engine", tmp_path / "ready"
+    engine = f"import time; f = open({str(marker)!r}, 'w'); open({str(ready)!r}, 'w'); time.sleep(600)"
+    code = (
+        "import pathlib, sys, time\nfrom decode.engines.process import running\n"
+        f"ready = pathlib.Path({str(ready)!r}).exists\n"
+        f"with running([sys.executable, '-c', {engine!r}], ready, name='engine', seconds=600):\n"
+        "    time.sleep(600)"
+    )
+    check = subprocess.Popen([sys.executable, "-c", code])
+    while not ready.exists():
+        time.sleep(0.05)
+    assert _holders(str(marker))
+    check.kill()
+    check.wait()
+    end = time.monotonic() + 30
+    while _holders(str(marker)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not _holders(str(marker))
 
 
 def _holders(path: str) -> list[str]:
