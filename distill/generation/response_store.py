@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decode.core.progress import current
 from decode.core.sampling import Warp
 from decode.models.batched_generation import GROUP, uniform_draws, write_texts
 from decode.models.text import continuation_ids, end_token
@@ -81,6 +82,7 @@ def answered_here(model: PreTrainedModel, settings: ResponseSettings, seed: int,
                 stop_ids=stop_ids,
                 draws=lambda i, count, batch=batch: uniform_draws(seed, 0, batch[i].example, count=count),  # type: ignore[misc]
                 batch_size=settings.batch_size,
+                progress=current().advance,
             )
             yield from (Response(job.example, text) for job, text in zip(batch, texts))
 

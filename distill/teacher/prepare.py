@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from transformers import AutoConfig, PreTrainedModel
 
 from decode.core.errors import UserError
-from decode.core.progress import track, working
+from decode.core.progress import working
 from decode.models.open import load_model, stop_ids
 from distill.core import ranks
 from distill.core.files import fingerprint
@@ -234,8 +234,9 @@ def _answered(
             missing = {job.example for job in jobs} - file.found.keys()
             lines = file.fill(writer()(jobs, missing), tokenizer)
             name = f"  the target's responses, {split}"
-            for _ in track(lines, name, console=context.console, total=len(jobs), done=there):
-                pass
+            with working(context.console, name, len(jobs), there) as work:
+                for _ in lines:
+                    work.update(done=max(work.done, len(file.found)))  # a writer may have counted it already
             context.console.print(f"{name}: {len(jobs)}, {len(jobs) - there} of them written now", highlight=False)
     else:
         ranks.wait_for(lambda: file.complete(len(jobs)) or None, f"the target's responses ({split})")
