@@ -185,6 +185,8 @@ def fits(served: float, predicted: float, error: float, slack: float = 0.02) -> 
     return abs(served - predicted) <= max(2 * error if math.isfinite(error) else 0.0, slack)
 
 
+HARDLY = 1.2
+"""Tokens a round below which a draft is accepted hardly ever."""
 OFF_BY_ONE = "captured layers off by one"
 
 
@@ -215,7 +217,8 @@ def causes_in_numbers(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any
                 "compare the target's files; a quantised target needs a prediction of its own",
             )
         )
-    if facts.get("logprob") is not None and facts["logprob"] < -math.log(facts["vocabulary"]):
+    hardly = all(row["predicted_length"] < HARDLY for row in rows)
+    if hardly and facts.get("logprob") is not None and facts["logprob"] < -math.log(facts["vocabulary"]):
         found.append(
             Cause(
                 "embeddings or head of another tokenizer",

@@ -138,8 +138,10 @@ def test_sampling_that_is_not_the_targets_is_named_and_nothing_else() -> None:
 
 def test_numbers_name_another_target_and_a_draft_worse_than_guessing() -> None:
     facts = {"agreement": 0.7, "logprob": -9.0, "vocabulary": 280}
-    names = [c.name for c in causes_in_numbers([ROW | {"fits": True}], facts)]
+    names = [c.name for c in causes_in_numbers([ROW | {"fits": True, "predicted_length": 1.05}], facts)]
     assert names == ["another target", "embeddings or head of another tokenizer"]
+    confident = [c.name for c in causes_in_numbers([ROW | {"fits": True}], facts)]  # wrong rarely, then by much
+    assert confident == ["another target"]
 
 
 def test_the_whole_check_in_transformers_and_where_it_is_kept(folder: Path) -> None:
