@@ -22,12 +22,16 @@ from decode.core.sampling import Warp
 from decode.models.free_memory import free_memory
 from decode.models.open_runner import fast_if_equal
 from decode.models.runners.fast_runner import FastRunner
+from decode.models.runners.fast_weights import is_small
+from decode.models.runners.packing import FEW
 
 GROUP = 4
 """Batches that are asked for together where bits have to repeat: a finished text's place is taken by a waiting one of
 its group, so that only a group's last texts leave places empty."""
 PROMPT_TOKENS = 1024
 """Most tokens of prompts in a forward, unless one prompt has more."""
+PACKED = 1 << 22
+"""Smallest model (weights) that is packed for writing: at 16 rows 1.7 times as fast at 135M weights, 1.2 at 7M."""
 GROWTH = 2.5
 """Memory that the cache takes for a moment while it grows, in caches."""
 
@@ -82,9 +86,9 @@ def write_texts(
     texts: list[list[int]] = [[] for _ in prompts]
     finished = progress or (lambda _: None)
     with _evaluating(model):
-        runner = fast_if_equal(model)
+        asked = [i for i in reversed(order) if limits[i] > 0]
+        runner = fast_if_equal(model, _packing(model, min(batch_size or len(asked), len(asked))))
         if runner is not None:
-            asked = [i for i in reversed(order) if limits[i] > 0]
             finished(len(prompts) - len(asked))
             rows = _rows_that_fit(runner, [len(prompts[i]) + limits[i] for i in asked], batch_size)
             waiting = (_Text(i, prompts[i], limits[i], draws(i, limits[i])) for i in asked)
@@ -158,6 +162,12 @@ def _write_continuously(
             else:
                 going.append((row, text))
         live = going
+
+
+def _packing(model: PreTrainedModel, rows: int) -> str:
+    """Whether weights are packed for products of so many rows; large models are not held twice."""
+    weights = sum(p.numel() for p in model.parameters())
+    return "on" if rows >= FEW and weights >= PACKED and is_small(model) else "off"
 
 
 def _rows_that_fit(runner: FastRunner, lengths: Sequence[int], batch_size: int | None) -> int:

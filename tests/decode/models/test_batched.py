@@ -14,6 +14,7 @@ from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
 from decode.methods import MethodInputs, build
+from decode.models import batched_generation
 from decode.models.batched_generation import draws_named, draws_of_loop, uniform_draws, write_texts
 from decode.models.open_runner import open_runner
 
@@ -44,6 +45,15 @@ def test_a_text_ends_at_its_stop_token_or_budget_and_the_others_go_on(tiny: Tiny
         assert part == whole[:end]
     short = write_texts(model, PROMPTS, Warp(0.0), budgets=[3, 0, 12, 1], stop_ids=(), draws=draws_named(0))
     assert short == [free[0][:3], [], free[2], free[3][:1]]
+
+
+def test_packed_weights_write_the_same_texts(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    plain = [written(model, warp) for warp in (Warp(0.0), Warp(1.0))]
+    monkeypatch.setattr(batched_generation, "PACKED", 0)
+    assert batched_generation._packing(model, 3) == "off"
+    assert batched_generation._packing(model, 4) == "on"
+    assert [written(model, warp) for warp in (Warp(0.0), Warp(1.0))] == plain
 
 
 def test_samples_follow_the_warped_distribution(tiny: Tiny) -> None:
