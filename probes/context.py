@@ -7,18 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.core.progress import working
 from decode.core.sampling import Warp
+from decode.drafters.layer_search import Text
 from decode.models.batched_generation import draws_named, write_texts
 from decode.models.open import stop_ids
+from decode.prompts.suites import Suite
 from distill.data.stage_context import StageContext
 from distill.data.tokenize import prompt_part
-from probes.features import Features, Text, collect
+from distill.evaluation.evaluate import test_suite
+from probes.features import Features, collect
 from probes.settings import ProbeSettings, ProbesSettings
 
 
@@ -45,14 +47,12 @@ class Mode:
 
 @dataclass
 class ProbeContext:
-    """What every step works with; the run's folder, data and console are those of `stages`."""
+    """What every step works with; the run's folder, data, logger and console are those of `stages`."""
 
     settings: ProbesSettings
     stages: StageContext
     model: PreTrainedModel
     exits: list[int]
-    console: Console
-    logger: Logger | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -60,14 +60,28 @@ class ProbeContext:
         """The settings of this command."""
         return self.settings.probes
 
+    @property
+    def console(self) -> Console:
+        """Where progress is shown."""
+        return self.stages.console
+
+    def say(self, sentence: str) -> None:
+        """Prints a line below the step that it belongs to."""
+        self.console.print(f"  {sentence}", highlight=False)
+
     @contextmanager
     def step(self, name: str, title: str) -> Iterator[None]:
         """Prints what is being done and adds its time to `seconds`."""
         began = time.perf_counter()
         with working(self.console, title):
             yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
-        self.console.print(f"  {title} [dim]{self.seconds[name]:.1f} s[/dim]", highlight=False)
+        spent = time.perf_counter() - began
+        self.seconds[name] = self.seconds.get(name, 0.0) + spent
+        self.say(f"{title} [dim]{spent:.1f} s[/dim]")
+
+    def suite(self) -> Suite:
+        """The test prompts of the real runs, with the scorer of their task."""
+        return test_suite(self.stages.corpus, self.settings.data.source, self.options.bench_prompts)
 
     def prompts(self) -> dict[str, list[list[int]]]:
         """Prompts of the three splits as token ids; no text of one is in another."""
@@ -77,8 +91,8 @@ class ProbeContext:
         for split, count in counts.items():
             rows = getattr(corpus, split)
             rows = rows.select(range(min(count, len(rows))))
-            found[split] = [prompt_part(ids, labels) for ids, labels in zip(rows["input_ids"], rows["labels"])]
-            found[split] = [ids for ids in found[split] if ids]
+            parts = (prompt_part(ids, labels) for ids, labels in zip(rows["input_ids"], rows["labels"]))
+            found[split] = [ids for ids in parts if ids]
             if not found[split]:
                 raise UserError(f"the {split} split has no prompts; plain texts need a longer data.max_length")
         return found
@@ -100,11 +114,11 @@ class ProbeContext:
 
     def read(self, mode: Mode, draft: PreTrainedModel | None = None) -> dict[str, Features]:
         """Features of a mode's texts by split, at every exit or at a draft model's last layer."""
-        options = self.options
         return {
             split: collect(
-                self.model, texts, mode.warp, exits=self.exits, draft=draft, positions=options.positions,
-                batch_size=options.batch_size, seed=self.settings.seed + i,
+                self.model, texts, mode.warp, exits=self.exits, draft=draft, seed=self.settings.seed + i,
+                positions=None if split == "validation" else self.options.positions,
+                batch_size=self.options.batch_size,
             )
             for i, (split, texts) in enumerate(mode.texts.items())
         }  # fmt: skip

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from decode.core.options import MethodOptions
 from decode.drafters.acceptance_probe import KINDS, AcceptanceProbe
 from decode.drafters.layer_search import search
-from decode.measure.cost import CostModel, measure_cost
+from decode.measure.bench_entries import BenchEntry
+from decode.measure.bench_session import BenchOptions, Session
+from decode.measure.benchmark import Benchmark
+from decode.measure.cost import measure_cost
 from decode.measure.predict import replayed_speedup
+from decode.measure.statistics import median_interval, paired_ratios, plain
 from decode.methods import SELF_SPECULATIVE
 from decode.models.runners.fast_runner import FastRunner
-from decode.prompts.presets import PRESETS
-from decode.prompts.scorers import SCORERS
-from decode.prompts.suites import Prompt, Suite
-from distill.data.tokenize import prompt_part
-from probes.benchmark import Candidate, run_candidates
 from probes.context import Mode, ProbeContext
 from probes.costs import measure, of_weights
 from probes.metrics import probability
-from probes.predict import METHODS, Choice, best_of, predict, split_texts
+from probes.predict import HINDSIGHT, METHODS, Choice, best_of, predict, split_texts
 
 UNTUNED = 6
 """Tokens a draft in the example of LayerSkip's library, on which AdaSPEED's authors built: the constant length that one
@@ -28,71 +27,59 @@ gets without tuning. Which one their baseline had they do not say."""
 
 
 def predict_speedups(
-    context: ProbeContext,
-    mode: Mode,
-    probes: list[AcceptanceProbe],
-    runner: FastRunner,
-    prompts: dict[str, list[list[int]]],
+    context: ProbeContext, mode: Mode, probes: Sequence[AcceptanceProbe], runner: FastRunner
 ) -> tuple[list[Choice], list[Choice], dict[str, Any]]:
     """Predicted speedups of all settings, on the held-out texts that chose nothing but penalties.
 
     Returns:
-        The settings here, those where weights decide the costs (`of_weights`), and the costs here.
+        The settings priced by this machine's costs, and by those of `probes.costs.of_weights`; the costs here.
     """
     settings, held = context.options, mode.features["validation"]
+    found: tuple[list[Choice], list[Choice]] = ([], [])
     mine = {(p.layer, p.kind): p for p in probes if p.label == mode.label}
     with context.step("costs", f"costs of the exits, {mode.name}"):
-        costs = measure(
-            runner, context.exits, {kind: mine[context.exits[0], kind] for kind in KINDS}, mode.warp,
-            prompts["validation"][:3], max_new_tokens=settings.max_new_tokens,
-        )  # fmt: skip
-    found: list[Choice] = []
-    elsewhere: list[Choice] = []
+        halves = [ids[: (len(ids) + start) // 2] for ids, start in mode.texts["validation"][:3]]
+        costs = measure(runner, context.exits, {k: mine[context.exits[0], k] for k in KINDS}, mode.warp, halves)
     with context.step("choice", f"predicted speedup of every setting, {mode.name}"):
+        weights = of_weights(context.model, context.exits)
         for i, layer in enumerate(held.exits):
-            confidences = {"token": held.token_probability[i]} | {k: probability(mine[layer, k], held) for k in KINDS}
-            outcomes = split_texts(held.outcome[i], held.text)
-            scores: dict[str, Sequence[Sequence[float]]] = {
-                name: split_texts(values, held.text) for name, values in confidences.items()
-            }
-            for choices, at in ((found, costs), (elsewhere, of_weights(context.model, [layer]))):
-                choices += predict(outcomes, scores, layer, at, window=settings.window, thresholds=settings.thresholds)
-    measured = {
-        "step_seconds": next(iter(costs.exits.values())).target_seconds,
-        "exits": {layer: _cost_row(cost) for layer, cost in costs.exits.items()},
-        "confidence": costs.confidence,
-    }
-    best = max((c for c in found if c.method in METHODS), key=lambda c: c.speedup)
-    context.console.print(
-        f"  best predicted: {best.method}, exit after layer {best.exit_layer}, window {best.window}"
-        + (f", threshold {best.threshold:g}" if best.threshold is not None else "")
-        + f": {best.speedup:.2f}x",
-        highlight=False,
+            scores = {"token": held.token_probability[i]} | {k: probability(mine[layer, k], held) for k in KINDS}
+            priced = predict(
+                split_texts(held.outcome[i], held.text),
+                {name: split_texts(values, held.text) for name, values in scores.items()},
+                layer, [costs, weights], window=settings.window, thresholds=settings.thresholds,
+            )  # fmt: skip
+            for choices, some in zip(found, priced):
+                choices += some
+    best = max((c for c in found[0] if c.method != HINDSIGHT), key=lambda c: c.speedup)
+    stop = f", threshold {best.threshold:g}" if best.threshold is not None else ""
+    context.say(
+        f"best predicted: {best.method}, exit after layer {best.exit_layer}, window {best.window}{stop}: "
+        f"{best.speedup:.2f}x"
     )
-    return found, elsewhere, measured
-
-
-def _cost_row(cost: CostModel) -> dict[str, Any]:
-    return {
-        "draft": cost.cost_ratio,
-        "verify": [[n, v] for n, v in sorted(cost.verify_cost.items())],
-        "per_token": cost.draft_overhead,
-        "per_round": cost.overhead,
+    rows = {
+        layer: {
+            "draft": cost.cost_ratio,
+            "verify": cost.to_dict()["verify_cost"],
+            "per_token": cost.draft_overhead,
+            "per_round": cost.overhead,
+        }
+        for layer, cost in costs.exits.items()
     }
+    step = costs.exits[context.exits[0]].target_seconds
+    return *found, {"step_seconds": step, "exits": rows, "confidence": costs.confidence}
 
 
-def find_subset(context: ProbeContext, mode: Mode, runner: FastRunner, costs: dict[str, Any]) -> dict[str, Any]:
+def find_subset(context: ProbeContext, mode: Mode, runner: FastRunner, costs: Mapping[str, Any]) -> dict[str, Any]:
     """Draft & Verify's skip sets with the best predicted speedup."""
-    count = context.options.subset_prompts
-    if not count:
+    texts = [text for text in mode.texts["validation"] if len(text[0]) > text[1]][: context.options.subset_prompts]
+    if not texts:
         return {}
     with context.step("subset", "search of a layer subset"):
         cost = measure_cost(runner, widths=(1, 2, 3, 5, 9, 13), seconds=2.0)
-        some = next(iter(costs["exits"].values()))
-        handling = some["per_token"] + costs["confidence"].get("token", 0.0)
-        texts = [text for text in mode.texts["validation"] if len(text[0]) > text[1]][:count]
+        fixed = next(iter(costs["exits"].values()))["per_token"] + costs["confidence"].get("token", 0.0)
         found = search(
-            runner, texts, mode.warp, speedup=replayed_speedup, verify_cost=cost.v, fixed=min(0.5, handling + 0.05)
+            runner, texts, mode.warp, speedup=replayed_speedup, verify_cost=cost.v, fixed=min(0.5, fixed + 0.05)
         )
     return {
         "skip_attention": found.layers("attention"),
@@ -103,50 +90,80 @@ def find_subset(context: ProbeContext, mode: Mode, runner: FastRunner, costs: di
     }
 
 
+def entry_of(choice: Choice, temperature: float, title: str, method: str = "", **options: Any) -> BenchEntry:
+    """A predicted choice as a line of a benchmark, perhaps of another method or with other options."""
+    given = MethodOptions(**choice.options() | options)
+    parts = {"E": given.exit_layer, "k": given.draft_length, "γ": given.threshold}
+    name = " ".join([title, *(f"{short}{value:g}" for short, value in parts.items() if value is not None)])
+    return BenchEntry(method or choice.method, options=given, temperature=temperature, name=name)
+
+
 def run_best(
-    context: ProbeContext, mode: Mode, choices: list[Choice], subset: dict[str, Any], folder: str
+    context: ProbeContext, mode: Mode, choices: Sequence[Choice], subset: Mapping[str, Any], folder: str
 ) -> list[dict[str, Any]]:
-    """Real runs of the best predicted settings of every method."""
-    settings = context.options
-    candidates = [Candidate.of(c) for method in METHODS for c in best_of(choices, method, settings.confirm)]
-    untuned = next((c for c in best_of(choices, "layerskip", len(choices)) if c.window == UNTUNED), None)
-    if untuned is not None:
-        candidates.append(replace(Candidate.of(untuned), title="layerskip-untuned"))
-    shared = next(c for c in candidates if c.method == "layerskip")
-    candidates.append(replace(shared, method="layerskip-separate", title="layerskip-separate", predicted=None))
+    """Real runs of the best predicted settings of every method.
+
+    Returns:
+        Rows like those of `decode bench`, with ``title``, ``exit_layer``, ``threshold``, ``target_acceptance``,
+        ``predicted_speedup``, ``best`` (the fastest of its title), ``speedup_vs_layerskip`` and
+        ``speedup_vs_untuned`` with their intervals (where the cache is separate, also ``speedup_vs_shared`` at the
+        same setting).
+    """
+    options, warp = context.options, mode.warp
+    entries: dict[str, tuple[BenchEntry, str, float | None]] = {}
+
+    def add(choice: Choice, title: str, predicted: float | None, method: str = "", **changes: Any) -> None:
+        entry = entry_of(choice, warp.temperature, title, method, probes=folder, **changes)
+        entries[entry.label] = entry, title, predicted
+
+    for method in METHODS:
+        for choice in best_of(choices, method, options.confirm):
+            add(choice, method, choice.speedup)
+    fixed = best_of(choices, "layerskip", len(choices))
+    for choice in [c for c in fixed if c.window == UNTUNED][:1]:
+        add(choice, "layerskip-untuned", choice.speedup)
+    add(fixed[0], "layerskip-separate", None, "layerskip-separate")
     if subset and (subset["skip_attention"] or subset["skip_mlp"]):
-        threshold = best_of(choices, "draft-verify", 1)[0].threshold
         skips = {key: subset[key] for key in ("skip_attention", "skip_mlp")}
-        options = {**skips, "draft_length": settings.window, "threshold": threshold}
-        candidates.append(Candidate("draft-verify", options, subset["predicted_speedup"], "draft-verify-subset"))
-    with context.step("confirmation", f"real runs of {len(candidates)} settings, {mode.name}"):
-        return run_candidates(
-            context.model, context.stages.corpus.tokenizer, _suite(context), candidates, mode.warp, probes=folder,
-            max_new_tokens=settings.max_new_tokens, repeats=settings.repeats, seed=context.settings.seed,
-            threads=settings.threads,
-        )  # fmt: skip
+        stop = best_of(choices, "draft-verify", 1)[0]
+        predicted = subset["predicted_speedup"]
+        add(stop, "draft-verify-subset", predicted, exit_layer=None, target_acceptance=None, **skips)
+    session = BenchOptions(
+        max_new_tokens=options.max_new_tokens, repeats=options.repeats, seed=context.settings.seed, warp=warp,
+        threads=options.threads, costs=False, samples=0,
+    )  # fmt: skip
+    with context.step("confirmation", f"real runs of {len(entries)} settings, {mode.name}"):
+        benchmark = Benchmark(Session(context.model, None, context.stages.corpus.tokenizer, session))
+        rows = benchmark.run([context.suite()], [entry for entry, _, _ in entries.values()])
+    records = {name: record for (_, _, name), record in benchmark.records.items()}
+    own = ("exit_layer", "threshold", "target_acceptance")
+    for row in rows:
+        row |= {"title": row["method"], "top_p": warp.top_p, **dict.fromkeys(own)}
+        if row["name"] in entries:
+            entry, title, predicted = entries[row["name"]]
+            row |= {"title": title, "predicted_speedup": predicted} | {key: getattr(entry.options, key) for key in own}
+    for row in rows:
+        rivals = [r for r in rows if r["title"] == row["title"]]
+        row["best"] = row is max(rivals, key=lambda r: r["tokens_per_second"] or 0.0)
+    fastest = {row["title"]: row["name"] for row in rows if row["best"]}
+    for row in rows:
+        others = {"layerskip": fastest.get("layerskip"), "untuned": fastest.get("layerskip-untuned")}
+        if row["title"] == "layerskip-separate":
+            others["shared"] = row["name"].replace(row["title"], "layerskip")
+        for key, other in others.items():
+            if other is not None and records[other].texts and records[row["name"]].texts:
+                ratios = paired_ratios(records[row["name"]], records[other])
+                middle, *interval = median_interval(ratios, seed=context.settings.seed)
+                row |= {f"speedup_vs_{key}": middle, f"speedup_vs_{key}_ci95": interval}
+    return [plain(row) for row in rows]
 
 
-def _suite(context: ProbeContext) -> Suite:
-    source, corpus = context.settings.data.source, context.stages.corpus
-    rows = corpus.test.select(range(min(context.options.bench_prompts, len(corpus.test))))
-    ids = [prompt_part(ids, labels) for ids, labels in zip(rows["input_ids"], rows["labels"])]
-    prompts = [
-        Prompt(f"test/{i}", text, answer, ids=tuple(known))
-        for i, (text, answer, known) in enumerate(zip(rows["prompt"], rows["response"], ids))
-    ]
-    preset = PRESETS.get(source)
-    score = SCORERS.get(preset.scorer) if preset is not None and preset.scorer else None
-    return Suite(source, prompts, None if score is None else (lambda p, text: score(text, p.reference or "")))
-
-
-def advise(table: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def advise(table: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Options of the fastest run of each method and mode, which decoding takes where none are given."""
     advice: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {}}
+    keys = ("exit_layer", "draft_length", "threshold", "target_acceptance")
     for row in table:
         if row["best"] and row["method"] in SELF_SPECULATIVE and row["title"] == row["method"]:
-            keys = ("exit_layer", "draft_length", "threshold", "target_acceptance")
-            given = {key: row[key] for key in keys}
-            mode = "greedy" if row["temperature"] == 0 else "sampled"
-            advice[mode][row["method"]] = {key: value for key, value in given.items() if value is not None}
+            given = {key: row[key] for key in keys if row[key] is not None}
+            advice["greedy" if row["temperature"] == 0 else "sampled"][row["method"]] = given
     return advice

@@ -12,12 +12,14 @@ from transformers import PreTrainedModel
 from decode.core.acceptance import pick, ratio
 from decode.core.errors import UserError
 from decode.core.sampling import Warp
-from decode.drafters.acceptance_probe import confidence_features
+from decode.drafters.acceptance_probe import FEATURES, confidence_features
+from decode.drafters.layer_search import Text
 from decode.models.structure import check_structure, final_norm
 from distill.models.lm_head import LMHead
 
-Text = tuple[list[int], int]
-"""Token ids, and how many of them are the prompt."""
+EXTRAS = len(FEATURES)
+BLOCK = 1 << 24
+"""Numbers in a block of logits: positions are judged a block at a time."""
 
 
 @dataclass
@@ -26,11 +28,11 @@ class Features:
 
     Attributes:
         exits: number of layers before each exit.
-        inputs: ``[exits, n, width + 3]``: the state that the exit's head sees, then `decode.drafters.acceptance_probe.FEATURES`.
+        inputs: ``[exits, n, width + 3]``: the state that the exit's head sees, then the `confidence_features`.
         labels: by name ``[exits, n]`` in [0, 1]; greedy: ``match``; sampled: ``accept`` (min(1, p/q)) and ``top-p``.
         outcome: ``[exits, n]`` of 0 and 1: was the drafted token accepted, where that is a draw by that draw.
         text: ``[n]``, the text that each position belongs to, ascending.
-    """  # noqa: E501
+    """
 
     exits: list[int]
     inputs: Tensor
@@ -44,17 +46,21 @@ class Features:
     @property
     def width(self) -> int:
         """Width of the hidden states."""
-        return self.inputs.shape[-1] - 3
+        return self.inputs.shape[-1] - EXTRAS
 
     @property
     def token_probability(self) -> Tensor:
         """q(x) of the drafted tokens, unwarped, ``[exits, n]``: what a probe has to beat."""
-        return self.inputs[..., -3].exp()
+        return self.inputs[..., -EXTRAS].exp()
 
     @property
     def entropy(self) -> Tensor:
         """Entropy of the exit's unwarped distribution in bits, ``[exits, n]``."""
-        return self.inputs[..., -2]
+        return self.inputs[..., 1 - EXTRAS]
+
+    def outcome_of(self, label: str) -> Tensor:
+        """What probes of a label are judged by, ``[exits, n]``: the draw for ``accept``, else the label itself."""
+        return self.outcome if label == "accept" else self.labels[label]
 
 
 def exit_layers(model: PreTrainedModel, layers: Sequence[int] = ()) -> list[int]:
@@ -107,30 +113,23 @@ def collect(
     if not texts:
         raise UserError("the target wrote nothing for any prompt, so there is nothing to learn from; check the data")
     order = sorted(range(len(texts)), key=lambda i: len(texts[i][0]))
-    found: dict[int, dict[str, Tensor]] = {}
+    owner, parts = [], []
     for at in range(0, len(order), batch_size):
         chosen = order[at : at + batch_size]
-        ids, rows, owner = _rows([texts[i] for i in chosen], positions, generator)
-        ids = ids.to(target.device)
-        final, states = _states(target, draft, ids, layers, rows)
-        batch = _observe(heads, final, states, warp, generator)
-        for place, i in enumerate(chosen):
-            mine = owner == place
-            found[i] = {name: value[:, mine] for name, value in batch.items()}
-    parts = [found[i] for i in range(len(texts))]
-    joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
-    counts = torch.tensor([part["outcome"].shape[1] for part in parts])
-    return Features(
-        layers,
-        joined.pop("inputs"),
-        {name: value for name, value in joined.items() if name != "outcome"},
-        joined["outcome"],
-        torch.repeat_interleave(torch.arange(len(texts)), counts),
-    )
+        ids, rows = _rows([texts[i] for i in chosen], positions, generator)
+        final, states = _states(target, draft, ids.to(target.device), layers, rows)
+        block = max(1, BLOCK // heads[0].vocab)
+        for some in torch.arange(len(final)).split(block):
+            parts.append(_observe(heads, final[some], [s[some] for s in states], warp, generator))
+        owner.append(torch.tensor(chosen)[rows[0]])
+    text = torch.cat(owner)
+    place = text.argsort(stable=True)
+    joined = {name: torch.cat([part[name] for part in parts], 1)[:, place] for name in parts[0]}
+    return Features(layers, joined.pop("inputs"), joined, joined.pop("outcome"), text[place])
 
 
-def _rows(texts: Sequence[Text], positions: int | None, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Right-padded ids, the (row, column) of every position that predicts a response token, and its row."""
+def _rows(texts: Sequence[Text], positions: int | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Right-padded ids, and the (row, column) ``[2, n]`` of every position that predicts a response token."""
     ids = torch.zeros(len(texts), max(len(t) for t, _ in texts), dtype=torch.long)
     places = []
     for row, (tokens, start) in enumerate(texts):
@@ -139,8 +138,7 @@ def _rows(texts: Sequence[Text], positions: int | None, generator: torch.Generat
         if positions is not None and len(columns) > positions:
             columns = columns[torch.randperm(len(columns), generator=generator)[:positions].sort().values]
         places.append(torch.stack([torch.full_like(columns, row), columns]))
-    rows = torch.cat(places, 1)
-    return ids, rows, rows[0]
+    return ids, torch.cat(places, 1)
 
 
 def _states(
@@ -173,11 +171,10 @@ def _observe(
         if warp.greedy:
             values |= {"match": accept, "outcome": accept}
         else:
-            draw = torch.rand(len(x), generator=generator)
             values |= {
                 "accept": accept,
                 "top-p": (pick(p_shared, x) > 0).float(),
-                "outcome": (draw < accept).float(),
+                "outcome": (torch.rand(len(x), generator=generator) < accept).float(),
             }
         for name, value in values.items():
             made.setdefault(name, []).append(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,19 +12,20 @@ import torch
 import torch.nn.functional as F
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import average_precision_score, brier_score_loss, roc_auc_score
+from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import Tensor
 
+from decode.core.standard_error import clustered_ratio
 from decode.drafters.acceptance_probe import AcceptanceProbe
-from probes.features import Features
-from probes.train import EXTRA_PENALTY, EXTRAS
+from decode.measure.statistics import bootstrap
+from probes.features import EXTRAS, Features
+from probes.train import EXTRA_PENALTY
 
 
-@dataclass
-class Metrics:
-    """A probability against what happened.
+def evaluate(probability: Tensor, outcome: Tensor, bins: int = 15) -> dict[str, Any]:
+    """A probability ``[n]`` against what happened ``[n]``, 0 or 1.
 
-    Attributes:
+    Returns:
         auroc: probability that an accepted token scores above a rejected one; None if only one kind occurs.
         average_precision: area under precision against recall, for acceptance; None likewise.
         brier: mean squared error of the probability.
@@ -34,46 +34,31 @@ class Metrics:
         base_rate: share accepted; answering always the more frequent one has accuracy max(base_rate, 1 − base_rate).
         bins: for reliability diagrams, ``[mean probability, rate, count]``.
     """
-
-    auroc: float | None
-    average_precision: float | None
-    brier: float
-    ece: float
-    accuracy: float
-    base_rate: float
-    bins: list[list[float]]
-
-
-def evaluate(probability: Tensor, outcome: Tensor, bins: int = 15) -> Metrics:
-    """Metrics of probabilities ``[n]`` against outcomes ``[n]`` of 0 and 1."""
     p, y = probability.double().clamp(0, 1).numpy(), outcome.round().int().numpy()
     both = 0 < y.sum() < len(y)
-    cells = reliability(p, y, bins)
-    return Metrics(
-        float(roc_auc_score(y, p)) if both else None,
-        float(average_precision_score(y, p)) if both else None,
-        float(brier_score_loss(y, p)) if both else float(np.mean((p - y) ** 2)),
-        sum(count * abs(mean - rate) for mean, rate, count in cells) / max(1, len(y)),
-        float(np.mean((p > 0.5) == (y == 1))),
-        float(y.mean()),
-        cells,
-    )
-
-
-def reliability(p: np.ndarray, y: np.ndarray, bins: int) -> list[list[float]]:
-    """``[mean probability, rate, count]`` of every bin of equal width that is not empty."""
     place = np.minimum((p * bins).astype(int), bins - 1)
-    return [
-        [float(p[here].mean()), float(y[here].mean()), int(here.sum())]
-        for here in (place == i for i in range(bins))
-        if here.any()
-    ]
+    filled = [place == i for i in np.unique(place)]
+    cells = [[float(p[here].mean()), float(y[here].mean()), int(here.sum())] for here in filled]
+    return {
+        "auroc": float(roc_auc_score(y, p)) if both else None,
+        "average_precision": float(average_precision_score(y, p)) if both else None,
+        "brier": float(np.mean((p - y) ** 2)),
+        "ece": sum(count * abs(mean - rate) for mean, rate, count in cells) / max(1, len(y)),
+        "accuracy": float(np.mean((p > 0.5) == (y == 1))),
+        "base_rate": float(y.mean()),
+        "bins": cells,
+    }
+
+
+def logits(probe: AcceptanceProbe, features: Features) -> Tensor:
+    """Log-odds of every token, ``[n]``."""
+    x = features.inputs[features.exits.index(probe.layer)]
+    return probe.logit(x[:, :-EXTRAS], x[:, -EXTRAS:])
 
 
 def probability(probe: AcceptanceProbe, features: Features) -> Tensor:
     """What a probe says of every token, ``[n]``."""
-    x = features.inputs[features.exits.index(probe.layer)]
-    return probe.logit(x[:, :-EXTRAS], x[:, -EXTRAS:]).sigmoid()
+    return logits(probe, features).sigmoid()
 
 
 def calibrate(probe: AcceptanceProbe, features: Features) -> None:
@@ -82,17 +67,10 @@ def calibrate(probe: AcceptanceProbe, features: Features) -> None:
     The label is the one it was trained on; a temperature does not change the ranking.
     """
     at = features.exits.index(probe.layer)
-    y, x = features.labels[probe.label][at], features.inputs[at]
-    z = probe.logit(x[:, :-EXTRAS], x[:, -EXTRAS:]).detach()
+    y, outcome, z = features.labels[probe.label][at], features.outcome[at], logits(probe, features)
     grid = torch.logspace(-1, 1, 81, base=4.0)
-    losses = torch.stack([F.binary_cross_entropy_with_logits(z / t, y) for t in grid])
-    best = float(grid[losses.argmin()])
-    outcome = features.outcome[at]
-
-    def ece(t: float) -> float:
-        return evaluate((z / t).sigmoid(), outcome).ece
-
-    if ece(best) < ece(1.0):
+    best = float(grid[torch.stack([F.binary_cross_entropy_with_logits(z / t, y) for t in grid]).argmin()])
+    if evaluate((z / best).sigmoid(), outcome)["ece"] < evaluate(z.sigmoid(), outcome)["ece"]:
         probe.temperature *= best
 
 
@@ -107,15 +85,31 @@ def entropy_probability(train: Tensor, outcome: Tensor, test: Tensor) -> Tensor:
 
 def auroc_gain(probe: Tensor, other: Tensor, outcome: Tensor, text: Tensor, *, seed: int = 0) -> list[float] | None:
     """95 % interval of AUROC(probe) − AUROC(other) by resampling texts; None where one class is missing."""
-    y, a, b = outcome.round().int().numpy(), probe.numpy(), other.numpy()
-    groups = [np.flatnonzero(text.numpy() == i) for i in np.unique(text.numpy())]
-    generator = np.random.default_rng(seed)
-    gains = []
-    for _ in range(200):
-        picked = np.concatenate([groups[i] for i in generator.integers(len(groups), size=len(groups))])
-        if 0 < y[picked].sum() < len(picked):
-            gains.append(roc_auc_score(y[picked], a[picked]) - roc_auc_score(y[picked], b[picked]))
-    return [float(q) for q in np.quantile(gains, [0.025, 0.975])] if gains else None
+    y = outcome.round().bool().numpy()
+    owner = np.unique(text.numpy(), return_inverse=True)[1]
+    totals = np.stack([np.bincount(owner[y == kind], minlength=owner.max() + 1) for kind in (True, False)])
+    if not totals.sum(1).all():
+        return None
+    won = pairs_won(probe.numpy(), y, owner) - pairs_won(other.numpy(), y, owner)
+
+    def gain(drawn: np.ndarray) -> np.ndarray:
+        weight = np.stack([np.bincount(texts, minlength=len(won)) for texts in drawn]).astype(float)
+        pairs = (weight @ totals[0]) * (weight @ totals[1])
+        return ((weight @ won) * weight).sum(1) / np.where(pairs > 0, pairs, np.nan)
+
+    return list(bootstrap(np.arange(len(won)), gain, seed=seed)[1:])
+
+
+def pairs_won(scores: np.ndarray, y: np.ndarray, owner: np.ndarray) -> np.ndarray:
+    """``[i, j]``: pairs of an accepted token of text i and a rejected one of text j that scores lower, a tie half."""
+    count = owner.max() + 1
+    rank = np.unique(scores, return_inverse=True)[1]
+    at = np.zeros((rank.max() + 2, count))  # rejected tokens by rank and text
+    np.add.at(at, (rank[~y] + 1, owner[~y]), 1.0)
+    below = at.cumsum(0)
+    won = np.zeros((count, count))
+    np.add.at(won, owner[y], (below[rank[y]] + below[rank[y] + 1]) / 2)
+    return won
 
 
 def scikit_check(
@@ -137,29 +131,24 @@ def scikit_check(
     spent, fits = 0.0, 0
     for i in range(len(train.exits)):
         raw, y = train.inputs[i].numpy(), train.labels[label][i].round().int().numpy()
-        truth = test.labels[label][i].round().int().numpy()
-        if not 0 < y.sum() < len(y):
-            found.append(None)
-            continue
         mean, scale = raw.mean(0), np.maximum(raw.std(0), 1e-6)
         x, held = (raw - mean) / scale, (test.inputs[i].numpy() - mean) / scale
+        truth = test.labels[label][i].round().int().numpy()
+        began = time.perf_counter()
         for strength in l2:
-            for width in (x.shape[1] - EXTRAS, x.shape[1]):
-                began = time.perf_counter()
-                fitted = _scikit_fit(x[:, :width], y, strength, EXTRAS if width == x.shape[1] else 0)
-                spent += time.perf_counter() - began
+            # the last inputs are scaled so that their penalty is `EXTRA_PENALTY`
+            factor = np.where(np.arange(x.shape[1]) < x.shape[1] - EXTRAS, 1, (strength / EXTRA_PENALTY) ** 0.5)
+            for inputs in (x[:, :-EXTRAS], x * factor):
+                _scikit_fit(inputs, y, strength)
                 fits += 1
-                if strength == compared and width < x.shape[1]:
-                    fitted = _scikit_fit(x[:, :width], y, strength, 0, tol=1e-7)
-                    score = fitted.decision_function(held[:, :width])
-                    found.append(float(roc_auc_score(truth, score)) if 0 < truth.sum() < len(truth) else None)
+        spent += time.perf_counter() - began
+        exact = _scikit_fit(x[:, :-EXTRAS], y, compared, tol=1e-7)
+        both = 0 < truth.sum() < len(truth)
+        found.append(float(roc_auc_score(truth, exact.decision_function(held[:, :-EXTRAS]))) if both else None)
     return found, spent, fits
 
 
-def _scikit_fit(x: np.ndarray, y: np.ndarray, l2: float, extras: int, tol: float = 1e-4) -> LogisticRegression:
-    """One fit; the last `extras` inputs are scaled so that their penalty is `EXTRA_PENALTY`."""
-    if extras:
-        x = np.concatenate([x[:, :-extras], x[:, -extras:] * (l2 / EXTRA_PENALTY) ** 0.5], 1)
+def _scikit_fit(x: np.ndarray, y: np.ndarray, l2: float, tol: float = 1e-4) -> LogisticRegression:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         return LogisticRegression(C=1 / max(l2 * len(y), 1e-9), max_iter=2000, tol=tol).fit(x, y)
@@ -179,8 +168,7 @@ def evaluate_exits(
     """
     rows = []
     for i, layer in enumerate(test.exits):
-        outcome = test.outcome[i] if label == "accept" else test.labels[label][i]
-        held = validation.outcome[i] if label == "accept" else validation.labels[label][i]
+        outcome, held = test.outcome_of(label)[i], validation.outcome_of(label)[i]
         mine = {p.kind: p for p in probes if p.layer == layer and p.label == label}
         scores = {kind: probability(probe, test) for kind, probe in mine.items()}
         scores["token_probability"] = test.token_probability[i]
@@ -190,10 +178,17 @@ def evaluate_exits(
         for name, metrics in found.items():
             suffix = "" if name == "probe" else "_" + name.replace("-", "_")
             for key in ("auroc", "average_precision", "brier", "ece", "accuracy"):
-                row[key + suffix] = getattr(metrics, key)
-        row["base_rate"] = found["probe"].base_rate
-        row["bins"] = {name: metrics.bins for name, metrics in found.items()}
-        rows.append(row)
+                row[key + suffix] = metrics[key]
         for kind, probe in mine.items():
-            probe.metrics = {k: v for k, v in vars(found[kind]).items() if k != "bins"}
+            probe.metrics = {k: v for k, v in found[kind].items() if k != "bins"}
+            row["auroc_gain_ci95_" + kind.replace("-", "_")] = auroc_gain(
+                scores[kind], scores["token_probability"], outcome, test.text
+            )
+        row["base_rate"] = found["probe"]["base_rate"]
+        if label != "top-p":  # labels that are acceptance probabilities
+            row["alpha"], row["alpha_se"] = clustered_ratio(
+                test.labels[label][i].tolist(), [1] * len(test), test.text.tolist()
+            )
+        row["bins"] = {name: metrics["bins"] for name, metrics in found.items()}
+        rows.append(row)
     return rows

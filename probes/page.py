@@ -8,21 +8,22 @@ from pathlib import Path
 from decode.measure import machine
 from decode.report import plots
 from decode.report.page import Block, Column, Facts, Figures, Heading, Page, Table, Text, Tile, Tiles, Tone
-from probes.benchmark import TITLES
 from probes.report import (
     BASELINES,
-    FORMULAS,
     JUDGED_COLUMNS,
+    METRICS,
     MODES,
     PREDICTED,
     SCORES,
     SPEED_COLUMNS,
+    TITLES,
     Row,
     best_rows,
     findings,
     mode_title,
     named,
     of_mode,
+    predicted_table,
 )
 
 
@@ -41,6 +42,10 @@ def write_page(path: Path, name: str, added: Row) -> None:
         blocks += [
             Table(SPEED_COLUMNS, named(added["self_speculation"]), legend=False, folded="All runs"),
             Figures(list(_predicted(added))),
+            *(
+                Table(*predicted_table(added, m), legend=False, folded=f"Predicted speedups by exit, {m}")
+                for m in MODES
+            ),
         ]
     judged = {mode: of_mode(added, mode) for mode in MODES}
     blocks += [
@@ -81,7 +86,7 @@ def _by_layer(judged: Mapping[str, list[Row]]) -> Iterable[tuple[str, str]]:
         for metric, label in (("auroc", "AUROC"), ("brier", "Brier score")):
             series = {name: [(r["layer"], r[metric + suffix]) for r in rows] for name, suffix in SCORES.items()}
             svg = plots.lines(series, f"{label} by exit, {mode}", "layers before the exit", label, whole_x=True)
-            yield svg, FORMULAS[metric]
+            yield svg, METRICS[metric][1]
 
 
 def _reliability(added: Row, judged: Mapping[str, list[Row]]) -> Iterable[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,19 +18,19 @@ from decode.measure.statistics import plain
 from decode.models.open import check_tokenizers, load_model, load_tokenizer
 from decode.models.open_runner import open_runner
 from decode.models.runners.fast_runner import FastRunner
-from distill.core.files import write_json
+from distill.core.files import read_json, write_json
 from distill.data.stage_context import StageContext
 from distill.pipeline.runner import alone_in, run_of, run_stages
 from distill.tracking.logger import finish, for_stage, make_logger, where
 from probes.context import Mode, ProbeContext
 from probes.exit_search import advise, find_subset, predict_speedups, run_best
 from probes.features import Features, exit_layers
-from probes.metrics import auroc_gain, calibrate, evaluate_exits, probability, scikit_check
+from probes.metrics import calibrate, evaluate_exits, scikit_check
 from probes.page import write_page
 from probes.predict import HINDSIGHT, METHODS, Choice, best_of
 from probes.report import console_tables, findings
 from probes.settings import ProbesSettings
-from probes.train import Training, train_probes
+from probes.train import train_probes
 
 Rows = list[dict[str, Any]]
 
@@ -50,45 +49,34 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
     """
     settings.validate()
     console = console or Console()
-    began = time.monotonic()
-    threads = torch.get_num_threads()
-    run = run_of(settings)
+    began, threads, run = time.monotonic(), torch.get_num_threads(), run_of(settings)
     try:
         with alone_in(run, settings, console):
-            added = _run(StageContext(settings, run, console), began)
+            logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings))
+            try:
+                added = _experiment(settings, StageContext(settings, run, console, logger))
+                _log(for_stage(logger, "probes"), added)
+            finally:
+                finish(logger)
+            added["probe_settings"]["seconds"]["total"] = time.monotonic() - began
+            _write(run.folder, added)
     finally:
         torch.set_num_threads(threads)
-    return added
-
-
-def _run(stages: StageContext, began: float) -> dict[str, Any]:
-    settings, run, console = stages.settings, stages.run, stages.console
-    assert isinstance(settings, ProbesSettings)
-    logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings))
-    stages.logger = logger
-    try:
-        run_stages(stages, only=("target",))
-        console.print("[bold]probes[/bold]", highlight=False)
-        target = settings.target
-        model = load_model(
-            run.target, device=stages.device, dtype=target.dtype, trust_remote_code=target.trust_remote_code
-        )
-        exits = exit_layers(model, settings.probes.layers)
-        added = _experiment(ProbeContext(settings, stages, model, exits, console, logger))
-        _log(for_stage(logger, "probes"), added)
-    finally:
-        finish(logger)
-    added["probe_settings"]["seconds"]["total"] = time.monotonic() - began
-    _write(run.folder, added)
     console.print(console_tables(added))
     console.print(f"\nreport  {run.folder / 'probes.html'}\nprobes  {run.folder / 'probes'}", highlight=False)
     console.print(f"track   {where(logger)}\ntime    {time.monotonic() - began:.0f} s", highlight=False)
     return added
 
 
-def _experiment(context: ProbeContext) -> dict[str, Any]:
-    """From texts to the rows of the report."""
-    options, model = context.options, context.model
+def _experiment(settings: ProbesSettings, stages: StageContext) -> dict[str, Any]:
+    """From the target to the rows of the report."""
+    run_stages(stages, only=("target",))
+    stages.console.print("[bold]probes[/bold]", highlight=False)
+    options, target, folder = settings.probes, settings.target, stages.run.folder / "probes"
+    model = load_model(
+        stages.run.target, device=stages.device, dtype=target.dtype, trust_remote_code=target.trust_remote_code
+    )
+    context = ProbeContext(settings, stages, model, exit_layers(model, options.layers))
     modes = [
         Mode("greedy", Warp(), "match", ("match",)),
         Mode("sampled", Warp(options.temperature, top_p=options.top_p), options.sampled_label, ("accept", "top-p")),
@@ -97,67 +85,50 @@ def _experiment(context: ProbeContext) -> dict[str, Any]:
     for mode in modes:
         context.add_features(mode, prompts)
     probes, rows, check = _train(context, modes)
-    folder = context.stages.run.folder / "probes"
     save_probes(folder, model, probes)
     rows += _train_for_draft(context, modes, folder)
+    torch.set_num_threads(options.threads or torch.get_num_threads())  # how weights are packed is measured
     runner = open_runner(model, pack="auto")
-    choices: dict[str, list[Choice]] = {}
-    elsewhere: dict[str, list[Choice]] = {}
+    found: dict[str, tuple[list[Choice], list[Choice], dict[str, Any]]] = {}
     table: Rows = []
     subset: dict[str, Any] = {}
-    costs: dict[str, Any] = {}
     if isinstance(runner, FastRunner):
-        context.console.print(f"  {machine.set_threads(runner, options.threads)[1]}", highlight=False)
+        for sentence in filter(None, (machine.set_threads(runner, options.threads)[1], runner.packing)):
+            context.say(sentence)
+        found = {mode.name: predict_speedups(context, mode, probes, runner) for mode in modes}
+        subset = find_subset(context, modes[0], runner, found["greedy"][2])
         for mode in modes:
-            choices[mode.name], elsewhere[mode.name], costs[mode.name] = predict_speedups(
-                context, mode, probes, runner, prompts
-            )
-        subset = find_subset(context, modes[0], runner, costs["greedy"])
-        for mode in modes:
-            table += run_best(context, mode, choices[mode.name], subset, str(folder))
+            table += run_best(context, mode, found[mode.name][0], subset, str(folder))
         save_probes(folder, model, probes, advise(table))
     else:
-        kind = model.config.model_type
-        context.console.print(
-            f"  [yellow]{kind}: no decoding with early exits here; probes are measured, but no exit is chosen[/yellow]"
+        context.say(
+            f"[yellow]{model.config.model_type}: no decoding with early exits here; probes are measured, but no exit "
+            "is chosen[/yellow]"
         )
-    return plain(
-        {
-            "probes": rows,
-            "self_speculation": table,
-            "probe_settings": {
-                "layers": int(model.config.get_text_config().num_hidden_layers),
-                "tokens": {f"{m.name}/{split}": len(f) for m in modes for split, f in m.features.items()},
-                "labels": {mode.name: mode.label for mode in modes},
-                "temperature": options.temperature,
-                "top_p": options.top_p,
-                "predicted": {
-                    name: [
-                        vars(c)
-                        for m in (*METHODS, HINDSIGHT)
-                        for e in context.exits
-                        for c in best_of(_at(found, e), m, 1)
-                    ]
-                    for name, found in choices.items()
-                },
-                "predicted_where_weights_decide": {
-                    name: [vars(c) for m in (*METHODS, HINDSIGHT) for c in best_of(found, m, 1)]
-                    for name, found in elsewhere.items()
-                },
-                "costs": costs,
-                "subset": subset,
-                "scikit_learn": check,
-                "cache_bytes_per_token": runner.cache_bytes_per_token if isinstance(runner, FastRunner) else 0,
-                "machine": machine.describe(model.device),
-                "seconds": context.seconds,
-            },
-        }
-    )
+    record = stages.run.record("target")
+    facts = {
+        "layers": int(model.config.get_text_config().num_hidden_layers),
+        "tokens": {f"{m.name}/{split}": len(f) for m in modes for split, f in m.features.items()},
+        "labels": {mode.name: mode.label for mode in modes},
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "predicted": {mode: [row for e in context.exits for row in _best(f[0], e)] for mode, f in found.items()},
+        "predicted_where_weights_decide": {mode: _best(f[1]) for mode, f in found.items()},
+        "costs": {mode: f[2] for mode, f in found.items()},
+        "subset": subset,
+        "scikit_learn": check,
+        "cache_bytes_per_token": runner.cache_bytes_per_token if isinstance(runner, FastRunner) else 0,
+        "machine": machine.describe(model.device),
+        "target_training": record.history if record is not None and target.model is not None else [],
+        "seconds": context.seconds,
+    }
+    return plain({"probes": rows, "self_speculation": table, "probe_settings": facts})
 
 
-def _training(context: ProbeContext) -> Training:
-    options = context.options
-    return Training(tuple(options.l2), options.max_epochs, options.patience, options.class_balance)
+def _best(choices: list[Choice], layer: int | None = None) -> Rows:
+    """The best setting of each method, at one exit layer or at any."""
+    at = [c for c in choices if layer in (None, c.exit_layer)]
+    return [vars(c) for method in (*METHODS, HINDSIGHT) for c in best_of(at, method, 1)]
 
 
 def _train(context: ProbeContext, modes: list[Mode]) -> tuple[list[AcceptanceProbe], Rows, dict[str, Any]]:
@@ -167,7 +138,7 @@ def _train(context: ProbeContext, modes: list[Mode]) -> tuple[list[AcceptancePro
     for mode in modes:
         for label in mode.labels:
             with context.step("training", f"probes, {mode.name}, label {label}"):
-                logger = for_stage(context.logger, f"probes-{label}")
+                logger = for_stage(context.stages.logger, f"probes-{label}")
                 made, measured = _train_label(context, mode.features, label, logger)
             probes += made
             rows += [row | {"mode": mode.name, "model": "target"} for row in measured]
@@ -197,50 +168,24 @@ def _train_label(
     context: ProbeContext, features: dict[str, Features], label: str, logger: Logger | None = None
 ) -> tuple[list[AcceptanceProbe], Rows]:
     """Calibrated probes of one label at every exit, and their metrics on the test texts."""
-    train, held, test = (features[split] for split in ("train", "validation", "test"))
-    probes = train_probes(train, held, label, _training(context), logger)
+    probes = train_probes(features["train"], features["validation"], label, context.options, logger)
     for probe in probes:
-        calibrate(probe, held)
-    rows = evaluate_exits(probes, held, test, label, context.options.bins)
-    return probes, [row | _gains(row, probes, test) for row in rows]
+        calibrate(probe, features["validation"])
+    return probes, evaluate_exits(probes, features["validation"], features["test"], label, context.options.bins)
 
 
 def _compare_with_scikit(context: ProbeContext, mode: Mode) -> dict[str, Any]:
     """The same fits by scikit-learn, one by one, and by us, at once: do they agree, and what do they cost?"""
-    train, held, test = (mode.features[split] for split in ("train", "validation", "test"))
-    training = _training(context)
-    strength = training.l2[len(training.l2) // 2]
+    options, (train, held, test) = context.options, (mode.features[s] for s in ("train", "validation", "test"))
+    strength = options.l2[len(options.l2) // 2]
     with context.step("scikit-learn", "the same fits by scikit-learn, one by one"):
-        aurocs, spent, fits = scikit_check(train, test, mode.label, training.l2, strength)
+        aurocs, spent, fits = scikit_check(train, test, mode.label, options.l2, strength)
     began = time.perf_counter()
-    train_probes(train, held, mode.label, training)
+    train_probes(train, held, mode.label, options)
     seconds = time.perf_counter() - began
-    ours = train_probes(train, held, mode.label, replace(training, l2=(strength,), early_stopping=False))
-    rows = evaluate_exits(ours, held, test, mode.label, context.options.bins)
-    return {
-        "auroc": aurocs,
-        "auroc_ours": [row["auroc"] for row in rows],
-        "seconds": spent,
-        "seconds_ours": seconds,
-        "fits": fits,
-    }
-
-
-def _gains(row: dict[str, Any], probes: list[AcceptanceProbe], test: Features) -> dict[str, Any]:
-    """Intervals of what the probes gain in AUROC over the token probability."""
-    at = test.exits.index(row["layer"])
-    outcome = test.outcome[at] if row["label"] == "accept" else test.labels[row["label"]][at]
-    return {
-        f"auroc_gain_ci95_{p.kind.replace('-', '_')}": auroc_gain(
-            probability(p, test), test.token_probability[at], outcome, test.text
-        )
-        for p in probes
-        if p.layer == row["layer"]
-    }
-
-
-def _at(choices: list[Choice], layer: int) -> list[Choice]:
-    return [c for c in choices if c.exit_layer == layer]
+    ours = train_probes(train, held, mode.label, replace(options, l2=[strength]), early_stopping=False)
+    ranked = [row["auroc"] for row in evaluate_exits(ours, held, test, mode.label, options.bins)]
+    return {"auroc": aurocs, "auroc_ours": ranked, "seconds": spent, "seconds_ours": seconds, "fits": fits}
 
 
 def _log(logger: Any, added: dict[str, Any]) -> None:
@@ -261,11 +206,7 @@ def _log(logger: Any, added: dict[str, Any]) -> None:
 def _write(folder: Path, added: dict[str, Any]) -> None:
     """Adds to the run's report without touching what others wrote there, and writes the page."""
     path = folder / "report.json"
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        report = {"name": folder.name}
     added["probe_findings"] = findings(added)
     slim = [{k: v for k, v in row.items() if k != "bins"} for row in added["probes"]]
-    write_json(path, {**report, **added, "probes": slim})
+    write_json(path, {"name": folder.name, **read_json(path), **added, "probes": slim})
     write_page(folder / "probes.html", folder.name, added)

@@ -7,7 +7,7 @@ instead of the rejected continuation, which no draw could tell without decoding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,16 @@ from torch import Tensor
 from decode.measure.predict import speedup_of_rounds
 from probes.costs import Costs
 
-METHODS = ("layerskip", "draft-verify", "adaspeed", "adaspeed-probe", "confidence-probe")
+STOPPED = {
+    "draft-verify": "token",
+    "adaspeed": "token",
+    "adaspeed-probe": "probe",
+    "confidence-probe": "confidence-probe",
+}
+"""Methods that stop by a confidence, and which."""
+PRODUCT = {"adaspeed", "adaspeed-probe", "confidence-probe"}
+"""Those that multiply it over the draft: AdaSPEED and its variants."""
+METHODS = ("layerskip", *STOPPED)
 """Methods among which the best setting is looked for."""
 HINDSIGHT = "hindsight"
 """No method: the stop rule that knows of each token, once drafted, whether it is accepted. It bounds all of them."""
@@ -93,51 +102,45 @@ def simulate(
 
 def predict(
     outcomes: Sequence[Sequence[float]],
-    confidences: dict[str, Sequence[Sequence[float]]],
+    confidences: Mapping[str, Sequence[Sequence[float]]],
     exit_layer: int,
-    costs: Costs,
+    costs: Sequence[Costs],
     *,
     window: int,
     thresholds: Sequence[float],
-) -> list[Choice]:
-    """All settings of one exit layer.
+) -> list[list[Choice]]:
+    """All settings of one exit layer, priced by each of several costs.
 
     Args:
         outcomes: acceptance at every position, by text.
         confidences: the same for ``token`` and the kinds of probes.
         exit_layer: which exit they are of.
-        costs: measured times.
+        costs: of this machine, and of others.
         window: longest draft.
         thresholds: confidence thresholds.
     """
-    cost = costs.exits[exit_layer]
-
-    def choice(method: str, rule: str, k: int, threshold: float | None, product: bool) -> Choice:
+    settings: list[tuple[str, str, int, float | None]] = []
+    for k in range(1, window + 1):
+        settings += [("layerskip", "length", k, None), (HINDSIGHT, "length", k, 0.5)]
+    for method, rule in STOPPED.items():
+        settings += [(method, rule, window, t) for t in thresholds if rule in confidences]
+    found: list[list[Choice]] = [[] for _ in costs]
+    for method, rule, k, threshold in settings:
+        values = outcomes if method == HINDSIGHT else confidences.get(rule)
         drafted: list[int] = []
         accepted: list[int] = []
-        values = outcomes if method == HINDSIGHT else confidences.get(rule)
         for i, outcome in enumerate(outcomes):
-            conf = values[i] if values is not None else None
-            d, a = simulate(outcome, conf, k, threshold or 0.0, product=product, ended=True)
+            sure, product = None if values is None else values[i], method in PRODUCT
+            d, a = simulate(outcome, sure, k, threshold or 0.0, product=product, ended=True)
             drafted += d
             accepted += a
-        c = cost.cost_ratio + cost.draft_overhead + costs.confidence.get(rule, 0.0)
-        speed = speedup_of_rounds(drafted, accepted, c, cost.v, cost.overhead)
-        total = sum(accepted)
-        return Choice(
-            method, exit_layer, k, threshold, speed, total / max(1, sum(drafted)), 1 + total / max(1, len(drafted))
-        )
-
-    found = [choice("layerskip", "length", k, None, False) for k in range(1, window + 1)]
-    for method, rule, product in (
-        ("draft-verify", "token", False),
-        ("adaspeed", "token", True),
-        ("adaspeed-probe", "probe", True),
-        ("confidence-probe", "confidence-probe", True),
-    ):
-        if rule in confidences:
-            found += [choice(method, rule, window, t, product) for t in thresholds]
-    return found + [choice(HINDSIGHT, "length", k, 0.5, False) for k in range(1, window + 1)]
+        shares = sum(accepted) / max(1, sum(drafted)), 1 + sum(accepted) / max(1, len(drafted))
+        for choices, one in zip(found, costs):
+            cost = one.exits[exit_layer]
+            c = cost.cost_ratio + cost.draft_overhead + one.confidence.get(rule, 0.0)
+            speed = speedup_of_rounds(drafted, accepted, c, cost.v, cost.overhead)
+            choices.append(Choice(method, exit_layer, k, threshold, speed, *shares))
+    return found
 
 
 def best_of(choices: Sequence[Choice], method: str, count: int) -> list[Choice]:

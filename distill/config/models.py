@@ -73,6 +73,12 @@ class LayerSkipSettings:
     of the training on (costs a head for every exit)."""
     rotation: PositiveInt | None = None
     """Rotational only: distance of the exits trained together; null: one exit a step, which is the cheapest."""
+    own_answers: bool = False
+    """Train a given target on what it answered to the data's prompts itself, before it is trained, so that it stays
+    what it is; reference.responses says how it answers. false: on the data's responses."""
+    exits: list[PositiveInt] = field(default_factory=list)
+    """Exit layers that are trained (the number of layers that run); empty: all but the last. A short training of a deep
+    model gets further with few."""
 
 
 @dataclass
@@ -133,6 +139,11 @@ class TargetSettings(ModelSettings):
         """Check the kind, then as for `ModelSettings`."""
         if self.kind == "cut":
             raise UserError(f"{where}.kind is cut, which is for initial: a draft is cut from the target")
+        if self.layerskip.own_answers and not (self.layerskip.enabled and self.kind in ("finetune", "lora")):
+            raise UserError(
+                f"{where}.layerskip.own_answers is for a given target that is trained with layerskip, and {where}.kind "
+                f"is {self.kind}, {where}.layerskip.enabled {self.layerskip.enabled}: choose finetune or lora, enabled"
+            )
         super().validate(where)
 
 

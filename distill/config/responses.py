@@ -95,6 +95,11 @@ class ResponseSettings:
                 del key[name]
         return key
 
+    def written(self) -> dict[str, Any]:
+        """What decides texts that a target writes, whoever else writes some."""
+        names = "temperature", "top_p", "max_new_tokens", "batch_size", "dtype"
+        return {name: getattr(self, name) for name in names} | {"url": self.server.url}
+
     def validate(self, where: str) -> None:
         """Check the server's address, and that what is set is used."""
         server = self.server

@@ -160,10 +160,18 @@ class Settings:
                 "data.source is target, whose prompts have no answers, and reference.responses.fixed is dataset: set "
                 "it to target, which then answers those that the draft does not, and those for validation"
             )
-        if self.target.trained:
+        self.check_unanswered()
+
+    def check_unanswered(self) -> None:
+        """Refuses to train a target on prompts without answers.
+
+        Raises:
+            UserError: saying what to set.
+        """
+        if self.data.from_target and self.target.trained and not self.target.layerskip.own_answers:
             raise UserError(
                 f"data.source is target and target.kind is {self.target.kind}, which would train the target on answers "
-                "that it has yet to write: set target.kind to as_is"
+                "that it has yet to write: set target.kind to as_is (or, under layerskip, target.layerskip.own_answers)"
             )
 
     def _check_sharding(self) -> None:

@@ -69,6 +69,19 @@ def evaluate(
         torch.set_num_threads(threads)
 
 
+def test_suite(corpus: Corpus, source: str, count: int) -> Suite:
+    """The first test prompts of a corpus, with the scorer of their task where it has one."""
+    preset = PRESETS.get(source)
+    score = SCORERS.get(preset.scorer) if preset is not None and preset.scorer else None
+    rows = corpus.test.select(range(min(count, len(corpus.test))))
+    ids = [prompt_part(ids, labels) for ids, labels in zip(rows["input_ids"], rows["labels"])]
+    prompts = [
+        Prompt(f"test/{i}", prompt, response, ids=tuple(known))
+        for i, (prompt, response, known) in enumerate(zip(rows["prompt"], rows["response"], ids))
+    ]
+    return Suite(source, prompts, None if score is None else (lambda p, text: score(text, p.reference or "")))
+
+
 class Evaluation:
     """The measurements of a run whose drafts are language models."""
 
@@ -85,17 +98,11 @@ class Evaluation:
         )
         self.models = {name: self._load(path) for name, path in run.drafts.items()}
         self.comparisons = {c.name: c.method for c in full.comparisons}
-        preset = PRESETS.get(source)
-        score = SCORERS.get(preset.scorer) if preset is not None and preset.scorer else None
-        judge = None if score is None else (lambda prompt, text: score(text, prompt.reference or ""))
         count = max(settings.prompts, settings.accuracy_prompts, settings.decode_prompts)
-        rows = corpus.test.select(range(min(count, len(corpus.test))))
-        self.prompt_ids = [prompt_part(ids, labels) for ids, labels in zip(rows["input_ids"], rows["labels"])]
-        self.prompts = [
-            Prompt(f"test/{i}", prompt, response, ids=tuple(ids))
-            for i, (prompt, response, ids) in enumerate(zip(rows["prompt"], rows["response"], self.prompt_ids))
-        ]
-        self.suite = Suite(source, self.prompts[: settings.decode_prompts], judge)
+        whole = test_suite(corpus, source, count)
+        self.prompts = list(whole.prompts)
+        self.prompt_ids = [list(prompt.ids) for prompt in self.prompts]
+        self.suite = Suite(source, self.prompts[: settings.decode_prompts], whole.score)
         options = BenchOptions(
             max_new_tokens=settings.max_new_tokens,
             repeats=settings.repeats,

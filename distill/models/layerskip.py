@@ -18,6 +18,9 @@ from decode.core.errors import UserError
 from decode.models.structure import check_structure, decoder_layers, final_norm, state_of
 from distill.config.models import LayerSkipSettings
 
+WATCHED = 4
+"""Exits at most whose loss is part of a validation."""
+
 
 def dropout_rates(layers: int, step: int, steps: int, highest: float, *, scratch: bool) -> list[float]:
     """p(l, t) = S(t)·D(l)·p_max, with D(l) = exp(l·ln 2/(L − 1)) − 1 and, from scratch, S(t) = exp(t·ln 2/(T − 1)) − 1.
@@ -35,13 +38,18 @@ def dropout_rates(layers: int, step: int, steps: int, highest: float, *, scratch
 
 def exits_on(settings: LayerSkipSettings, layers: int, step: int, steps: int) -> list[int]:
     """C(t, l): indices of the layers (the last one not among them) whose exits are trained at this step."""
-    early = layers - 1
+    early = trained_exits(settings, layers)
+    count = len(early)
     if settings.curriculum == "gradual":
-        # one more exit every T/(2L) steps, from the one below the last layer down
-        count = min(early, int(step * 2 * layers / max(1, steps)))
-        return list(range(early - count, early))
-    distance = min(settings.rotation or early, early) if early else 1
-    return [i for i in range(early) if i % distance == step % distance]
+        # one more exit every T/(2L) steps, from the last one down
+        return early[count - min(count, int(step * 2 * (count + 1) / max(1, steps))) :]
+    distance = max(1, min(settings.rotation or count, count))
+    return early[step % distance :: distance]
+
+
+def trained_exits(settings: LayerSkipSettings, layers: int) -> list[int]:
+    """Indices of the layers whose exits are trained, ascending; the last layer is not among them."""
+    return sorted({e - 1 for e in settings.exits}) or list(range(layers - 1))
 
 
 def exit_weights(settings: LayerSkipSettings, layers: int, exits: list[int]) -> tuple[list[float], float]:
@@ -58,7 +66,7 @@ def exit_weights(settings: LayerSkipSettings, layers: int, exits: list[int]) -> 
 
 
 class LayerSkip:
-    """Applies the recipe to a model in training mode; evaluation is not touched.
+    """Applies the recipe to a model in training mode; in evaluation no layer is dropped.
 
     Args:
         model: any causal LM whose layers can be found.
@@ -77,6 +85,11 @@ class LayerSkip:
         self.count = len(layers)
         if self.count < 2:
             raise UserError("layerskip needs a model of at least two layers; this one has no early exit")
+        if settings.exits and max(settings.exits) >= self.count:
+            raise UserError(
+                f"layerskip.exits has {max(settings.exits)}; the model has {self.count} layers, so exits are 1 to "
+                f"{self.count - 1} (the number of layers that run)"
+            )
         self._norm = final_norm(model)
         self._rates: list[float] = []
         self._exits: list[int] = []
@@ -89,6 +102,11 @@ class LayerSkip:
         self._rates = dropout_rates(self.count, step, self.steps, settings.dropout, scratch=self.scratch)
         self._exits = exits_on(settings, self.count, step, self.steps) if settings.early_exit_scale else []
         self._states = {}
+
+    def watch(self) -> None:
+        """A validation batch: no layer is dropped, and some exits are looked at, the same in every validation."""
+        exits = trained_exits(self.settings, self.count)
+        self._rates, self._exits, self._states = [], exits[:: -(-len(exits) // WATCHED)], {}
 
     def combine(self, last: Tensor, loss_of: Callable[[Tensor], Tensor], mask: Tensor) -> Tensor:
         """The last layer's loss together with the exits'.
@@ -113,10 +131,8 @@ class LayerSkip:
 
     def _hook(self, index: int) -> Callable[..., Any]:
         def after(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            if not module.training or not self._rates:
-                return None
             state = state_of(output)
-            if self._rates[index] > 0:
+            if module.training and self._rates and self._rates[index] > 0:
                 before = args[0] if args else kwargs["hidden_states"]
                 kept = torch.rand(len(state), 1, 1, device=state.device) >= self._rates[index]
                 state = torch.where(kept, state, before)

@@ -79,7 +79,7 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
             model.model = _save(shape, tokenizer, folder / "models" / stage)
         if model.trained:
             _shorten(model.training)
-    small.initial.layers = 1
+    small.initial.layers, small.target.layerskip.exits = 1, []
     _shorten(small.reference.training)
     largest = math.ceil(4 / min(draft.k for draft in (small.draft, *small.comparisons)))  # batch, see plan_draft
     small.reference.examples = max(16, largest)

@@ -21,7 +21,17 @@ from distill import data
 from distill.config.drafts import PLAIN
 from distill.config.settings import AdaSpecSettings, Settings
 from distill.core import ranks
-from distill.core.files import checksum, fingerprint, only_one, read_sealed, remove, sealed, write_json, write_safely
+from distill.core.files import (
+    checksum,
+    fingerprint,
+    only_one,
+    read_json,
+    read_sealed,
+    remove,
+    sealed,
+    write_json,
+    write_safely,
+)
 from distill.core.run_dir import HEAD_NAMES, NAMES, RunDir
 from distill.data.stage_context import StageContext
 from distill.export.card import export_profile
@@ -169,7 +179,7 @@ def measure(context: StageContext) -> dict[str, Any]:
     console.print("[bold]evaluation[/bold]", highlight=False)
     key, target = measurement_fingerprint(settings), stage_fingerprints(settings)["target"][0]
     note = run.work / "report.json"
-    known, report = read_sealed(note) or {}, _read(run.folder / "report.json")
+    known, report = read_sealed(note) or {}, read_json(run.folder / "report.json")
     if known.get("fingerprint") == key:
         if known == _state(key, target, report, run.export):
             console.print(f"  up to date: {run.folder / 'report.json'}", highlight=False)
@@ -192,7 +202,7 @@ def measure(context: StageContext) -> dict[str, Any]:
     export(run.draft, run.target, run.export, profile, settings.export, trust_remote_code=trust)
     export_gguf(run.export, run.target, settings.export)
     write_report(run.folder, report)
-    report = _read(run.folder / "report.json")
+    report = read_json(run.folder / "report.json")
     log_report(context.logger, report, lambda: figures(report))
     log_draft(context.logger, run.export)
     write_json(note, sealed(_state(key, target, report, run.export)))
@@ -252,17 +262,8 @@ def _state(key: str, target: str, report: dict[str, Any], export: Path) -> dict[
         "target": target,
         "report": measured,
         "export": {path.name: checksum(path) for path in files},
-        "profile": fingerprint({key: value for key, value in _read(profile).items() if key != "served"}),
+        "profile": fingerprint({key: value for key, value in read_json(profile).items() if key != "served"}),
     }
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON file's content; empty if there is none, or none that can be read."""
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _dump(settings: Settings, path: Path) -> None:

@@ -34,7 +34,9 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
         keys[stage] = fingerprint(parts), parts
         return keys[stage][0]
 
-    target = add("target", **common, **data, model=_model_key(settings.target))
+    answers = settings.reference.responses.written() if settings.target.layerskip.own_answers else None
+    written = {} if answers is None else {"answers": answers}
+    target = add("target", **common, **data, model=_model_key(settings.target), **written)
     if settings.eagle.enabled:
         measured = ("tree_widths", "tree_nodes")  # these are of the evaluation
         head = {name: value for name, value in asdict(settings.eagle).items() if name not in measured}

@@ -46,7 +46,7 @@ from distill.models.loading import (
 )
 from distill.models.lora import add_adapter
 from distill.pipeline.training_budget import Plan, account, label_tokens, plan_draft, plan_reference
-from distill.teacher.prepare import answered_by_target
+from distill.teacher.prepare import answered_by_original, answered_by_target
 from distill.tracking.logger import for_stage
 from distill.training.base_module import TrainingModule
 from distill.training.causal_lm import CausalLMModule
@@ -202,7 +202,9 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
         return StageResult(record, ready_to_save(model, tokenizer), tokenizer)
     adapted = add_adapter(model, settings.lora, full.seed) if settings.kind == "lora" else None
     rows, validation = TokenDataset.of(context.corpus.train), context.validation
-    if not context.corpus.answered:
+    if isinstance(settings, TargetSettings) and settings.layerskip.own_answers:
+        rows, validation = answered_by_original(context, model.to(context.device))
+    elif not context.corpus.answered:
         rows, validation = answered_by_target(context)
     plan = plan_reference(settings.training, len(rows))
     module = CausalLMModule(model, settings.training, plan.steps, seed=full.seed)

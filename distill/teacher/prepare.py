@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from transformers import AutoConfig, PreTrainedModel
@@ -12,7 +13,7 @@ from decode.core.errors import UserError
 from decode.core.progress import working
 from decode.models.open import load_model, stop_ids
 from distill.core import ranks
-from distill.core.files import fingerprint
+from distill.core.files import files_state, fingerprint
 from distill.data.batch_schedule import Schedule
 from distill.data.response_file import ResponseFile
 from distill.data.stage_context import StageContext
@@ -189,7 +190,7 @@ def fixed_texts(
         }
         for name, rows in splits.items():
             splits[name] = _answered(
-                context, target, ends, name, rows, made_from | {"split": name, "prompts": len(rows)}
+                context, target, ends, name, rows, made_from | {"split": name, "prompts": len(rows)}, context.run.target
             )
     if settings.training.prompt_loss:
         splits["train"], made_from["prompt_loss"] = splits["train"].all_labelled(), True
@@ -204,6 +205,26 @@ def answered_by_target(context: StageContext) -> tuple[TokenDataset, TokenDatase
     return train, validation
 
 
+def answered_by_original(context: StageContext, model: PreTrainedModel) -> tuple[TokenDataset, TokenDataset]:
+    """Train and validation examples with the responses of a given target, before anything is trained."""
+    settings, corpus = context.settings, context.corpus
+    wanted, given = settings.reference.responses, settings.target.model
+    assert given is not None
+    made_from = {
+        "target": files_state([given]) or given,
+        "corpus": corpus.fingerprint,
+        "seed": settings.seed,
+        "max_length": settings.data.max_length,
+        "responses": wanted.written(),
+    }
+    ends = stop_ids(model, corpus.tokenizer)
+    splits: dict[str, TokenDataset] = {}
+    for name, rows in {"train": TokenDataset.of(corpus.train), "validation": context.validation}.items():
+        key = made_from | {"split": name, "prompts": len(rows)}
+        splits[name] = _answered(context, model, ends, name, bare(rows), key, given, folder="original")
+    return splits["train"], splits["validation"]
+
+
 def _answered(
     context: StageContext,
     target: PreTrainedModel,
@@ -211,11 +232,16 @@ def _answered(
     split: str,
     rows: TokenDataset,
     made_from: dict[str, Any],
+    path: str | Path,
+    folder: str = "responses",
 ) -> TokenDataset:
-    """The split's prompts with the target's responses; the first process has them written, the others wait."""
+    """The split's prompts with the responses of the target at a path, kept in a folder of the run's work.
+
+    The first process has them written, the others wait.
+    """
     settings, tokenizer = context.settings.reference.responses, context.corpus.tokenizer
     jobs = make_jobs(rows, getattr(context.corpus, split)[: len(rows)], settings, context.settings.data.max_length)
-    file = ResponseFile(context.run.work / "responses" / f"{split}.jsonl", made_from)
+    file = ResponseFile(context.run.work / folder / f"{split}.jsonl", made_from)
 
     def writer() -> Answer:
         seed = context.settings.seed
@@ -223,9 +249,9 @@ def _answered(
             model, wanted = target, context.settings.target
             if settings.dtype not in (None, wanted.dtype):
                 trust = wanted.trust_remote_code
-                model = load_model(context.run.target, device="cpu", dtype=settings.dtype, trust_remote_code=trust)
+                model = load_model(path, device="cpu", dtype=settings.dtype, trust_remote_code=trust)
             return answered_here(model.to(context.device), settings, seed, ends)
-        return answered_by_server(settings, seed, tokenizer, ends, context.run.target)
+        return answered_by_server(settings, seed, tokenizer, ends, Path(path))
 
     if ranks.is_first():
         file.open()

@@ -14,11 +14,20 @@ from distill.training.base_module import TrainingModule
 class CausalLMModule(TrainingModule):
     """Next-token training; the best checkpoint has the smallest validation loss.
 
-    Attributes:
-        layerskip: LayerSkip's recipe, where the model is trained with it.
+    Under LayerSkip that is the recipe's, over some exits and the last layer: of a model that is trained already, the
+    last layer's own loss is the smallest where the exits have learned least.
     """
 
-    layerskip: LayerSkip | None = None
+    _layerskip: LayerSkip | None = None
+
+    @property
+    def layerskip(self) -> LayerSkip | None:
+        """LayerSkip's recipe, where the model is trained with it."""
+        return self._layerskip
+
+    @layerskip.setter
+    def layerskip(self, recipe: LayerSkip) -> None:
+        self._layerskip, self.monitor = recipe, "validation_recipe_loss"
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """The loss to train on, that of the last layer alone, and how many labels are the most probable token.
@@ -30,7 +39,7 @@ class CausalLMModule(TrainingModule):
         head, labels = self._head[0], batch["labels"].roll(-1, 1)[mask]
         loss = next_token_loss(hidden, head, labels)
         total, hits = loss, labels.new_zeros(()) if self.training else next_token_hits(hidden, head, labels)
-        if self.layerskip is not None and self.training:
+        if self.layerskip is not None:
             total = self.layerskip.combine(loss, lambda rows: next_token_loss(rows, head, labels), mask)
         return total, loss, hits
 
@@ -44,11 +53,14 @@ class CausalLMModule(TrainingModule):
         return weighted
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Adds up loss and top-1 hits."""
-        _, loss, hits = self(batch)
+        """Adds up losses and top-1 hits."""
+        if self.layerskip is not None:
+            self.layerskip.watch()
+        total, loss, hits = self(batch)
         count = torch.tensor(float((batch["labels"][:, 1:] != -100).sum()), device=self.device)
-        self.add_sums(loss * count, hits, count)
+        recipe = [total * count] * (self.layerskip is not None)
+        self.add_sums(loss * count, hits, *recipe, count)
 
     def on_validation_epoch_end(self) -> None:
-        """Logs loss and next-token accuracy."""
-        self.log_means("loss", "accuracy")
+        """Logs loss and next-token accuracy, under LayerSkip the recipe's loss too."""
+        self.log_means("loss", "accuracy", *["recipe_loss"] * (self.layerskip is not None))

@@ -11,10 +11,12 @@ from rich.console import Console
 from tiny_run import tiny_settings
 
 from decode.core.errors import UserError
-from distill.pipeline.runner import alone_in, run_of
+from distill.data.stage_context import StageContext
+from distill.pipeline.runner import alone_in, run_of, run_stages
 from probes.__main__ import main
 from probes.pipeline import run_probes
-from probes.settings import ProbeSettings, ProbesSettings
+from probes.report import change_of_target
+from probes.settings import ProbeSettings, ProbesSettings, shrink
 
 SMALL = {
     "prompts": 12,
@@ -85,7 +87,8 @@ def test_the_report_keeps_what_others_wrote_and_gets_the_rows(finished) -> None:
 
 def test_the_page_holds_tables_and_figures(finished) -> None:
     page = (finished[0] / "probes.html").read_text()
-    for said in ("Reliability, greedy", "AUROC by exit", "Predicted speedup by exit", "AdaSPEED", "Provenance"):
+    figures = ("Reliability, greedy", "AUROC by exit", "Predicted speedup by exit")
+    for said in (*figures, "Predicted speedups by exit, sampled", "AdaSPEED", "Provenance"):
         assert said in page
 
 
@@ -99,6 +102,23 @@ def test_a_target_is_used_as_it_is_while_its_settings_are_the_same_and_else_trai
     settings.target.training.steps = 13
     run_probes(settings, Console(file=io.StringIO()))
     assert weights.read_bytes() != before
+
+
+def test_a_given_target_is_trained_on_its_own_answers_and_compared_with_what_it_was(finished, tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    settings.target.kind, settings.target.model = "lora", str(finished[0] / "target")
+    settings.target.layerskip.exits, settings.target.layerskip.own_answers = [1], True
+    settings.reference.responses.max_new_tokens = 8
+    settings.validate()
+    run = run_of(settings)
+    run_stages(StageContext(settings, run, Console(quiet=True)), only=("target",))
+    answers = (run.work / "original" / "train.jsonl").read_text().splitlines()
+    assert all(len(json.loads(line)["ids"]) <= 8 for line in answers)
+    history = run.record("target").history
+    assert "on the validation answers its perplexity went from" in change_of_target(history)[0]
+    settings.target.kind, settings.target.model = "scratch", None
+    with pytest.raises(UserError, match=r"own_answers is for a given target.*kind is scratch"):
+        settings.validate()
 
 
 def test_a_folder_in_which_another_process_works_is_left_alone(tmp_path: Path) -> None:
@@ -126,9 +146,16 @@ def test_families_without_a_layer_by_layer_forward_get_probes_and_no_table(tmp_p
     assert "no decoding with early exits" in said.getvalue()
 
 
-def test_bad_settings_are_refused_by_name() -> None:
-    for change, said in (({"prompts": 0}, "prompts"), ({"top_p": 0.0}, "top_p"), ({"thresholds": [2.0]}, "thresholds")):
-        with pytest.raises(UserError, match=said):
-            ProbeSettings(**change).validate()
+def test_settings_for_a_deep_target_are_shrunk_with_it(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path, layers=[20])
+    settings.target.layerskip.exits = [6, 20]
+    small = shrink(settings, Console(quiet=True))
+    assert (small.probes.layers, small.target.layerskip.exits) == ([], [])
+
+
+def test_bad_settings_are_refused_by_name(tmp_path: Path) -> None:
+    for change in ({"prompts": 0}, {"top_p": 0.0}, {"thresholds": [2.0]}, {"temperature": 0.0}, {"l2": []}):
+        with pytest.raises(UserError, match=rf"probes\.{next(iter(change))}"):
+            settings_in(tmp_path, **change).validate()
     with pytest.raises(UserError, match=r"nearest known key is 'probes\.temperature'"):
         main(["--probes.temprature", "1"])

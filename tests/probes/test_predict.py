@@ -13,10 +13,11 @@ from decode.measure.cost import CostModel
 from decode.methods import MethodInputs, build
 from decode.models.runners.fast_runner import fast_runner
 from decode.models.structure import decoder_layers
-from probes.benchmark import Candidate
 from probes.costs import Costs, measure, of_weights
+from probes.exit_search import entry_of
 from probes.features import collect
 from probes.predict import HINDSIGHT, METHODS, Choice, best_of, predict, simulate, split_texts
+from probes.report import TITLES
 
 DEPTH = 4
 
@@ -55,17 +56,16 @@ def test_the_best_setting_is_the_cheapest_way_to_the_same_tokens() -> None:
     sure = {"token": [[0.9] * 9 + [0.1] + [0.9] * 10]}
     for verify, expected in ((free, 9), (dear, 1)):
         costs = Costs({2: CostModel(0.1, verify)})
-        found = predict(outcomes, sure, 2, costs, window=12, thresholds=[0.05, 0.5])
+        (found,) = predict(outcomes, sure, 2, [costs], window=12, thresholds=[0.05, 0.5])
         lengths = [c for c in found if c.method == "layerskip"]
         best = best_of(found, "layerskip", 1)[0]
         assert len(lengths) == 12
         assert best.speedup == max(c.speedup for c in lengths)
         assert (best.window >= expected) if verify is free else (best.window == 1)
-    stopped = best_of(
-        predict(outcomes, sure, 2, Costs({2: CostModel(0.2, free)}), window=12, thresholds=[0.5]), "draft-verify", 1
-    )
+    dearer = Costs({2: CostModel(0.2, free)})
+    stopped = best_of(predict(outcomes, sure, 2, [dearer], window=12, thresholds=[0.5])[0], "draft-verify", 1)
     assert stopped[0].accepted > 0.85
-    known = best_of(predict(outcomes, {}, 2, Costs({2: CostModel(0.2, free)}), window=12, thresholds=[]), HINDSIGHT, 1)
+    known = best_of(predict(outcomes, {}, 2, [dearer], window=12, thresholds=[])[0], HINDSIGHT, 1)
     assert known[0].speedup >= stopped[0].speedup
     assert known[0].speedup >= best_of(found, "layerskip", 1)[0].speedup
     assert set(METHODS) - {c.method for c in found} == {"adaspeed-probe", "confidence-probe"}
@@ -74,12 +74,12 @@ def test_the_best_setting_is_the_cheapest_way_to_the_same_tokens() -> None:
 def test_a_choice_becomes_options_of_the_method_table() -> None:
     options = Choice("adaspeed", 2, 12, 0.3, 1.5, 0.8, 4.0).options()
     assert MethodOptions(**options).target_acceptance == 0.8
-    assert Candidate.of(Choice("layerskip", 2, 5, None, 1.5, 0.8, 4.0)).name == "layerskip E2 k5"
+    assert entry_of(Choice("layerskip", 2, 5, None, 1.5, 0.8, 4.0), 0.0, "layerskip").label == "layerskip E2 k5"
 
 
 def test_costs_are_in_steps_of_plain_decoding_and_deeper_exits_draft_dearer(tiny) -> None:
     runner = fast_runner(tiny("llama", num_hidden_layers=8, hidden_size=128))
-    costs = measure(runner, [1, 7], {}, Warp(), [[3, 1, 4]], max_new_tokens=8, seconds=2.0)
+    costs = measure(runner, [1, 7], {}, Warp(), [[3, 1, 4]], seconds=2.0)
     shallow, deep = costs.exits[1], costs.exits[7]
     assert 0 < shallow.cost_ratio < deep.cost_ratio < 1.5
     assert shallow.verify_cost[1] < 1.5
@@ -93,8 +93,6 @@ def test_values_are_split_by_text() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_of_the_choice_has_a_title(method: str) -> None:
-    from probes.benchmark import TITLES
-
     assert method in TITLES
 
 

@@ -7,9 +7,11 @@ import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
 
 from decode.core.errors import UserError
 from decode.core.options import MethodOptions
@@ -31,8 +33,9 @@ from decode.methods import MethodInputs, build
 from decode.models.batched_generation import draws_named, write_texts
 from decode.models.open_runner import open_runner
 from probes.features import Features, collect, exit_layers
-from probes.metrics import calibrate, evaluate, evaluate_exits, probability
-from probes.train import EXTRA_PENALTY, Training, check_labels, train_probes
+from probes.metrics import auroc_gain, calibrate, evaluate, evaluate_exits, pairs_won, probability
+from probes.settings import ProbeSettings
+from probes.train import EXTRA_PENALTY, check_labels, train_probes
 
 DEPTH = 4
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7]]
@@ -62,6 +65,17 @@ def model_of(tiny, **options):
 def texts_of(model, prompts, warp: Warp, length: int):
     written = write_texts(model, prompts, warp, budgets=length, stop_ids=(), draws=draws_named(0))
     return [([*ids, *text], len(ids)) for ids, text in zip(prompts, written)]
+
+
+def test_training_texts_are_sampled_and_judged_in_blocks_of_whole_texts(tiny, monkeypatch) -> None:
+    model = model_of(tiny)
+    texts = texts_of(model, PROMPTS, Warp(), 9)
+    whole = collect(model, texts, Warp(), exits=[1, 3], batch_size=3)
+    monkeypatch.setattr("probes.features.BLOCK", 7 * model.config.vocab_size)
+    blocks = collect(model, texts, Warp(), exits=[1, 3], batch_size=3)
+    assert blocks.text.tolist() == whole.text.tolist() == [i for i in range(4) for _ in range(9)]
+    torch.testing.assert_close(blocks.inputs, whole.inputs)
+    assert torch.equal(blocks.outcome, whole.outcome)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "phi", "gpt2", "gemma2", "codegen", "opt"])
@@ -126,7 +140,7 @@ def test_a_draft_model_is_the_only_exit_of_its_features(tiny) -> None:
 @pytest.mark.parametrize("l2", [1e-3, 1e-1])
 def test_the_optimiser_finds_scikit_learns_optimum_for_all_layers_at_once(l2: float) -> None:
     train, held = synthetic(3000, seed=1), synthetic(500, seed=2)
-    probes = train_probes(train, held, "match", Training((l2,), 20, early_stopping=False))
+    probes = train_probes(train, held, "match", ProbeSettings(l2=[l2]), early_stopping=False)
     assert [(p.layer, p.kind) for p in probes][:3] == [(1, "probe"), (1, "confidence-probe"), (2, "probe")]
     for probe in probes:
         i = probe.layer - 1
@@ -144,17 +158,9 @@ def test_the_optimiser_finds_scikit_learns_optimum_for_all_layers_at_once(l2: fl
 
 def test_soft_labels_are_estimated_as_probabilities() -> None:
     train, held, test = (synthetic(2000, seed=s) for s in (1, 2, 3))
-    for probe in train_probes(train, held, "soft", Training((1e-5,))):
+    for probe in train_probes(train, held, "soft", ProbeSettings(l2=[1e-5])):
         error = probability(probe, test) - test.labels["soft"][probe.layer - 1]
         assert error.abs().mean() < 0.03
-
-
-def test_class_balance_leaves_the_probabilities_calibrated() -> None:
-    train, held = synthetic(4000, seed=1), synthetic(1000, seed=2)
-    for balanced in (False, True):
-        for probe in train_probes(train, held, "match", Training(class_balance=balanced)):
-            gap = probability(probe, train).mean() - train.outcome[probe.layer - 1].mean()
-            assert abs(gap) < 0.05
 
 
 def test_labels_of_a_single_class_are_refused() -> None:
@@ -173,13 +179,13 @@ def test_labels_of_a_single_class_are_refused() -> None:
 def test_metrics_are_what_their_formulas_say() -> None:
     p, y = torch.tensor([0.9, 0.8, 0.3, 0.1]), torch.tensor([1.0, 0.0, 1.0, 0.0])
     found = evaluate(p, y, bins=2)
-    assert found.auroc == 0.75
-    assert found.base_rate == 0.5
-    assert found.accuracy == 0.5
-    assert found.brier == pytest.approx((0.01 + 0.64 + 0.49 + 0.01) / 4)
-    assert found.bins == [pytest.approx([0.2, 0.5, 2]), pytest.approx([0.85, 0.5, 2])]
-    assert found.ece == pytest.approx((0.3 + 0.35) / 2)
-    assert evaluate(p, torch.ones(4)).auroc is None
+    assert found["auroc"] == 0.75
+    assert found["base_rate"] == 0.5
+    assert found["accuracy"] == 0.5
+    assert found["brier"] == pytest.approx((0.01 + 0.64 + 0.49 + 0.01) / 4)
+    assert found["bins"] == [pytest.approx([0.2, 0.5, 2]), pytest.approx([0.85, 0.5, 2])]
+    assert found["ece"] == pytest.approx((0.3 + 0.35) / 2)
+    assert evaluate(p, torch.ones(4))["auroc"] is None
 
 
 def test_calibration_mends_overconfidence_and_keeps_the_ranking() -> None:
@@ -190,9 +196,26 @@ def test_calibration_mends_overconfidence_and_keeps_the_ranking() -> None:
     calibrate(probe, held)
     after = evaluate(probability(probe, test), test.outcome[0])
     assert probe.temperature == pytest.approx(4, rel=0.3)
-    assert after.ece < before.ece / 2
-    assert after.brier < before.brier
-    assert after.auroc == pytest.approx(before.auroc, abs=1e-4)
+    assert after["ece"] < before["ece"] / 2
+    assert after["brier"] < before["brier"]
+    assert after["auroc"] == pytest.approx(before["auroc"], abs=1e-4)
+
+
+def test_pairs_won_give_the_auroc_of_any_resampled_texts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    text = torch.arange(400) // 10
+    y = (torch.rand(400, generator=generator) < 0.6).float()
+    good, poor = ((y + s * torch.randn(400, generator=generator)).mul(4).round() for s in (0.5, 1.0))
+    accepted, owner = y.bool().numpy(), text.numpy()
+    won = pairs_won(good.numpy(), accepted, owner)
+    for drawn in (np.arange(40), np.array([3, 3, 7, 0, 21, 7, 7])):
+        rows = np.concatenate([np.flatnonzero(owner == i) for i in drawn])
+        weight = np.bincount(drawn, minlength=40)
+        pairs = accepted[rows].sum() * (~accepted[rows]).sum()
+        assert weight @ won @ weight / pairs == pytest.approx(roc_auc_score(y[rows], good[rows]))
+    low, high = auroc_gain(good, poor, y, text)
+    assert low < roc_auc_score(y, good) - roc_auc_score(y, poor) < high
+    assert auroc_gain(good, poor, torch.ones(400), text) is None
 
 
 def test_every_exit_gets_a_row_with_all_scores_on_the_same_tokens() -> None:

@@ -61,6 +61,8 @@ def test_the_rotation_trains_every_exit_in_turn_and_the_gradual_one_all_from_hal
     assert [exits_on(ON, 5, step, 100) for step in range(5)] == [[0], [1], [2], [3], [0]]
     pairs = LayerSkipSettings(rotation=2)
     assert [exits_on(pairs, 5, step, 100) for step in range(3)] == [[0, 2], [1, 3], [0, 2]]
+    few = LayerSkipSettings(exits=[4, 2])
+    assert [exits_on(few, 5, step, 100) for step in range(3)] == [[1], [3], [1]]
     gradual = LayerSkipSettings(curriculum="gradual")
     assert exits_on(gradual, 5, 0, 100) == []
     assert exits_on(gradual, 5, 10, 100) == [3]
@@ -185,6 +187,21 @@ def test_the_module_trains_with_it_and_reports_the_last_layers_loss(build) -> No
     loss = module.training_step(BATCH, 0)
     assert {"loss", "last_layer_loss"} == seen.keys()
     assert loss.requires_grad
+
+
+def test_checkpoints_are_compared_by_the_loss_of_the_recipe_over_the_same_exits(build) -> None:
+    module = module_of(build("llama", num_hidden_layers=3), LayerSkipSettings(enabled=True, dropout=0.5))
+    assert module.monitor == "validation_recipe_loss"
+    module.eval()
+    totals = []
+    for step in range(2):  # what the last training step trained and dropped makes no difference
+        module.layerskip.begin(step)
+        module.layerskip.watch()
+        total, last, _ = module(BATCH)
+        totals.append(total)
+    assert totals[0] == totals[1] != last
+    with pytest.raises(UserError, match="exits are 1 to 2"):
+        LayerSkip(module.model, LayerSkipSettings(exits=[3]), 10, scratch=False)
 
 
 def test_models_without_an_exit_are_refused(build) -> None:

@@ -41,7 +41,7 @@ MACHINE = ("device", "dtype", "device_map", "threads", "name", "output", "output
 def load(path: Path) -> Settings | ProbesSettings | BenchSettings:
     """The settings of the command that the file is for."""
     sections, argv = read_config([path]), ["--config", str(path)]
-    if "reference" in sections:
+    if "reference" in sections and ("initial" in sections or "probes" not in sections):
         return parse(Settings, argv, prog="distill", description="", foreign=FOREIGN)
     if "probes" in sections:
         return parse(ProbesSettings, argv, prog="probes", description="", foreign={"bench"})
