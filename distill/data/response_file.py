@@ -56,10 +56,11 @@ class ResponseFile:
     found: dict[int, Response] = field(default_factory=dict)
 
     def open(self) -> None:
-        """Reads what is there; drops lines that are torn or altered, and files made from something else."""
+        """Reads what is there; drops lines that are torn or altered. A file made from something else is set aside."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self._same():
-            self.path.unlink(missing_ok=True)
+            if self.path.exists():  # it may have taken hours
+                self.path.replace(self.path.with_suffix(".old.jsonl"))
             write_json(self._manifest, self.made_from)
         sound, all_sound = self._read()
         if not all_sound:

@@ -107,7 +107,7 @@ def test_a_kill_costs_the_line_being_written_and_an_altered_line_is_written_agai
     assert not ResponseFile(path, {"a": 2}).complete(5)
 
 
-def test_responses_of_other_settings_are_begun_anew(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_responses_of_other_settings_are_set_aside(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = ResponseFile(tmp_path / "train.jsonl", {"temperature": 1.0})
     file.open()
     list(file.fill(plain(JOBS, EVERY), tokenizer))
@@ -115,6 +115,7 @@ def test_responses_of_other_settings_are_begun_anew(tmp_path: Path, tokenizer: P
     other.open()
     assert not other.found
     assert not other.path.exists()
+    assert len((tmp_path / "train.old.jsonl").read_bytes().splitlines()) == len(JOBS)
 
 
 def test_what_is_missing_is_written_as_it_was_before(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
