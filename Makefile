@@ -23,7 +23,7 @@ bench: $(READY)  ## compare decoding methods and peers on the trained pair
 	$(BIN)/python -m decode bench --config $(CONFIG) $(ARGS)
 
 smollm2: CONFIG = configs/smollm2.yaml
-smollm2: $(READY)  ## make a real language model faster: fetch it, train a draft on its own texts, measure (an hour)
+smollm2: $(READY)  ## make a real language model faster: fetch it, train a draft on its own texts, measure
 	$(BIN)/python -m distill --config $(CONFIG) $(ARGS)
 	$(BIN)/python -m decode bench --config $(CONFIG)
 
