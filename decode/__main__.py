@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode.commands.command_line import parse, take_flag
+from decode.commands.engines.settings import ServeCheckSettings, ServedSettings, WhatIfSettings
 from decode.commands.exit_status import run_main
 from decode.commands.settings import (
     BenchSettings,
@@ -15,10 +16,7 @@ from decode.commands.settings import (
     PaperSettings,
     ProfileSettings,
     ReportSettings,
-    ServeCheckSettings,
-    ServedSettings,
     StoreSettings,
-    WhatIfSettings,
     bench_settings,
 )
 from decode.core.errors import UserError, unknown
@@ -110,7 +108,7 @@ COMMANDS = {
   python -m decode serve-check --target runs/quickstart/target --draft runs/quickstart/export
   python -m decode serve-check --engine vllm --target T --draft D --suite arithmetic --draft-lengths 3,5,7
   python -m decode serve-check --engine llama.cpp --target T --draft D --gguf-type q8_0""",
-        "decode.commands.serve_check:run",
+        "decode.commands.engines.serve_check:run",
     ),
     "served": Command(
         ServedSettings,
@@ -119,7 +117,7 @@ COMMANDS = {
         """\
   python -m decode served --url http://127.0.0.1:8000 --profile runs/quickstart/export
   python -m decode served --url http://127.0.0.1:8000 --profile D --every 60 --wandb serving""",
-        "decode.commands.served:run",
+        "decode.commands.engines.served:run",
     ),
     "what-if": Command(
         WhatIfSettings,
@@ -128,7 +126,7 @@ COMMANDS = {
         """\
   python -m decode what-if --target runs/quickstart/target --draft-shape 64x2 --draft-lengths 3,5
   python -m decode what-if --target T --draft-shape 192x4 --acceptance 0.7,0.8 --json""",
-        "decode.commands.what_if:run",
+        "decode.commands.engines.what_if:run",
     ),
     "datastore build": Command(
         StoreSettings,

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
+from decode.core.files import read_json
 from decode.core.sampling import Warp
 from decode.drafters.acceptance_probe import AcceptanceProbe, save_probes
 from decode.measure import machine
@@ -18,7 +19,7 @@ from decode.measure.statistics import plain
 from decode.models.open import check_tokenizers, load_model, load_tokenizer
 from decode.models.open_runner import open_runner
 from decode.models.runners.fast_runner import FastRunner
-from distill.core.files import read_json, write_json
+from distill.core.files import write_json
 from distill.data.stage_context import StageContext
 from distill.pipeline.runner import alone_in, run_of, run_stages
 from distill.tracking.logger import finish, for_stage, make_logger, where

@@ -1,10 +1,12 @@
-"""Writes files that are either complete or not there: a temporary file in the same folder, then a rename."""
+"""Files that are either complete or not there: written to a temporary file in the same folder, then renamed."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from decode.core.errors import UserError
 
@@ -32,6 +34,15 @@ def write_text(path: str | Path, content: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file's object; empty if there is none, or none that can be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def check_replaceable(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from safetensors import safe_open
 
 from decode.core.errors import UserError
+from decode.core.files import read_json
 from decode.engines.fingerprint import changed_weights, weight_fingerprints
 from decode.models.open import check_tokenizers, load_tokenizer
 
@@ -32,15 +32,6 @@ class Cause:
     name: str
     told_by: str
     remedy: str
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty where there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def causes_in_files(target: str | Path, draft: str | Path, *, context: int, engine: str) -> list[Cause]:

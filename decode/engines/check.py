@@ -12,8 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from decode.core.files import read_json
 from decode.core.sampling import Warp
-from decode.engines.causes import Cause, causes_in_files, causes_in_numbers, fits, read_json
+from decode.engines.causes import Cause, causes_in_files, causes_in_numbers, fits
 from decode.engines.counts import Drafts, ServedText, difference, mean_length, rates, speedup, tokens_per_second
 from decode.engines.engine import GREEDY_DRAFT, ROUNDS, EngineSettings, Writer, opened
 from decode.engines.predicted import Acceptance, acceptance, predicted_drafts, predicted_seconds, target_logprob

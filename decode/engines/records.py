@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from decode.core.files import write_text
-from decode.engines.causes import read_json
+from decode.core.files import read_json, write_text
 
 BEGIN, END = "<!-- served: begin -->", "<!-- served: end -->"
 

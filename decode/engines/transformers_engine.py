@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from decode.engines.counts import Drafts, ServedText
+from decode.measure.transformers_baselines import using_config
 
 
 @dataclass
@@ -43,7 +44,7 @@ class AssistedGeneration:
         )
         extra: dict[str, Any] = {}
         rounds: list[tuple[int, int]] = []
-        with _using(model, config), _counted(model, rounds, len(ids)):
+        with using_config(model, config), _counted(model, rounds, len(ids)):
             torch.manual_seed(seed)
             began = time.perf_counter()
             if self.draft is None:
@@ -55,7 +56,7 @@ class AssistedGeneration:
                     assistant_confidence_threshold=0.0,
                     pad_token_id=config.pad_token_id,
                 )
-                with _using(self.draft, fixed):
+                with using_config(self.draft, fixed):
                     extra["assistant_model"] = self.draft
                     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **extra)
             seconds = time.perf_counter() - began
@@ -69,16 +70,6 @@ class AssistedGeneration:
                 for i in range(accepted):
                     drafts.accepted[i] += 1
         return ServedText(new, seconds, None, drafts)
-
-
-@contextmanager
-def _using(model: Any, config: GenerationConfig) -> Iterator[None]:
-    own = model.generation_config
-    model.generation_config = config
-    try:
-        yield
-    finally:
-        model.generation_config = own
 
 
 @contextmanager

@@ -58,10 +58,10 @@ class TransformersBaseline:
         ids = torch.tensor([prompt], device=device)
         extra: dict[str, Any] = {}
         with ExitStack() as stack:
-            stack.enter_context(_using(model, self._config(max_new_tokens)))
+            stack.enter_context(using_config(model, self._config(max_new_tokens)))
             if self.name in NEEDS_DRAFT:
                 assert self.draft is not None
-                stack.enter_context(_using(self.draft, self._draft_config()))
+                stack.enter_context(using_config(self.draft, self._draft_config()))
                 extra["assistant_model"] = self.draft
             if self.name == "generate-prompt-lookup":
                 extra["prompt_lookup_num_tokens"] = self.draft_length or 10
@@ -105,7 +105,7 @@ class TransformersBaseline:
 
 
 @contextmanager
-def _using(model: Any, config: GenerationConfig) -> Iterator[None]:
+def using_config(model: Any, config: GenerationConfig) -> Iterator[None]:
     """Put a generation config in place of the model's own."""
     own = model.generation_config
     model.generation_config = config

@@ -39,15 +39,6 @@ def write_json(path: Path, value: object) -> None:
     write_safely(path, lambda file: void(file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file's object; empty if there is none, or none that can be read."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Writes a tokenizer's files under the class name that transformers 4, and engines built on it, know too."""
     tokenizer.save_pretrained(folder)

@@ -16,6 +16,7 @@ import yaml
 from rich.console import Console
 from transformers.utils import logging as hf_logging
 
+from decode.core.files import read_json
 from decode.core.progress import working
 from distill import data
 from distill.config.drafts import PLAIN
@@ -25,7 +26,6 @@ from distill.core.files import (
     checksum,
     fingerprint,
     only_one,
-    read_json,
     read_sealed,
     remove,
     sealed,

@@ -8,7 +8,7 @@ import pytest
 from pairs import save_pair
 from transformers import AutoModelForCausalLM
 
-from decode.commands.what_if import profile_rates
+from decode.commands.engines.what_if import profile_rates
 from decode.core.errors import UserError
 from decode.engines.counts import Drafts, ServedText
 from decode.engines.what_if import marginal_rates, parse_shape, round_cost, write_random_draft

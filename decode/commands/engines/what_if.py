@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.commands.checks import open_suites
-from decode.commands.settings import WhatIfSettings, required
+from decode.commands.engines.settings import WhatIfSettings
+from decode.commands.settings import required
 from decode.core.errors import UserError
-from decode.engines.causes import read_json
+from decode.core.files import read_json
 from decode.engines.engine import EngineSettings
 from decode.engines.what_if import marginal_rates, parse_shape, what_if
 from decode.measure.bench_session import Item

@@ -6,9 +6,10 @@ import json
 import time
 from pathlib import Path
 
-from decode.commands.settings import ServedSettings, required
+from decode.commands.engines.settings import ServedSettings
+from decode.commands.settings import required
 from decode.core.errors import UserError
-from decode.engines.causes import read_json
+from decode.core.files import read_json
 from decode.engines.drift import drift
 from decode.engines.metrics_text import Metrics
 from decode.engines.server import Server

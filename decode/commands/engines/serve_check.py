@@ -14,9 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.commands.checks import check_models, open_pair, open_suites, told_chat, use_chat
-from decode.commands.settings import ServeCheckSettings, required
+from decode.commands.engines.settings import ServeCheckSettings
+from decode.commands.settings import required
 from decode.core.errors import UserError, unknown
-from decode.engines.causes import causes_in_files, read_json
+from decode.core.files import read_json
+from decode.engines.causes import causes_in_files
 from decode.engines.check import Check, CheckOptions, serve_check
 from decode.engines.engine import ENGINES, EngineSettings
 from decode.engines.gguf import convert

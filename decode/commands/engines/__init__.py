@@ -1,0 +1,1 @@
+"""Commands that start or question a serving engine, and their settings."""
