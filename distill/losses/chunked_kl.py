@@ -22,7 +22,7 @@ from torch.nn import functional
 from distill.losses.divergences import Divergence, TokenDistributions, log_probs
 from distill.losses.head_gradients import HeadGradients, RowIndex, chunk_rows, row_slices
 from distill.models.lm_head import LMHead
-from distill.models.precision import loss_precision
+from distill.models.precision import autocast_to_bfloat16, loss_precision
 
 KEPT = 1 << 26
 """Bytes of row gradients that are kept between the passes at most; above, they are computed again."""
@@ -116,9 +116,10 @@ def fused_loss(
         request: What to compute of them.
         chunk: Rows at a time; None: chosen from the vocabulary and the device.
     """
+    narrow = autocast_to_bfloat16(hidden.device)
     with loss_precision(hidden.device):
         hidden = hidden.to(head.linear.weight.dtype)
-        work = _Work(hidden, head, target, request, chunk)
+        work = _Work(hidden, head, target, request, chunk, torch.bfloat16 if narrow else None)
         total = _Fused.apply(hidden, head.linear.weight, head.linear.bias, work)
     return LossRows(total, work.losses, work.chosen, work.alpha, work.agreement)
 
@@ -161,9 +162,16 @@ class _Work:
     """Both passes over one batch, and what they found."""
 
     def __init__(
-        self, hidden: Tensor, head: LMHead, target: TargetRows, request: LossRequest, chunk: int | None
+        self,
+        hidden: Tensor,
+        head: LMHead,
+        target: TargetRows,
+        request: LossRequest,
+        chunk: int | None,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
         self.hidden, self.head, self.target, self.request = hidden.detach(), head, target, request
+        self.gradient_dtype = gradient_dtype
         self.vocab = min(head.vocab, target.vocab)
         self.rows = len(hidden)
         self.chunk = chunk or chunk_rows(self.vocab, hidden.device)
@@ -259,7 +267,9 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work) -> Tensor:
         needed = ctx.needs_input_grad[:3]
-        gradients = HeadGradients(hidden, weight, bias, work.vocab, needed) if work.graph and any(needed) else None
+        gradients = None
+        if work.graph and any(needed):
+            gradients = HeadGradients(hidden, weight, bias, work.vocab, needed, work.gradient_dtype)
         total = work.run(weight, bias, gradients)
         if gradients is not None:
             gradients.save(ctx)

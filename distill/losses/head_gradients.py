@@ -16,6 +16,9 @@ CPU_CHUNK, CUDA_CHUNK = 1 << 21, 1 << 28
 FEWEST_ROWS = 64
 """Rows of a chunk at least: the head's weights are read once a chunk."""
 
+WAITING = 1 << 23
+"""Bytes of gradients whose share of the weight's is added at once: all of that is read and written each time."""
+
 RowIndex = slice | Tensor
 """Which rows: a range, or indices."""
 
@@ -46,16 +49,25 @@ class HeadGradients:
         bias: Of the head, ``[all ids]``, or None.
         vocab: The first ids, which have logits in the loss.
         needed: Which of the three gradients are.
+        dtype: Of the factors of their matrix products; None: that of the hidden states.
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab: int, needed: tuple[bool, ...]
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        vocab: int,
+        needed: tuple[bool, ...],
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.states, self.vocab, self.linear = hidden, vocab, weight[:vocab]
+        dtype = dtype or hidden.dtype
+        self.states, self.vocab, self.linear = hidden.to(dtype), vocab, weight[:vocab].to(dtype)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         self.dtypes = [None if value is None else value.dtype for value in (hidden, weight, bias)]
         self.hidden = torch.zeros_like(hidden) if needed[0] else None
         self.weight = hidden.new_zeros(weight.shape, dtype=wide) if needed[1] else None
+        self.waiting: list[tuple[Tensor, Tensor]] = []  # gradients and rows that the weight's lacks
         self.bias = hidden.new_zeros(bias.shape, dtype=wide) if bias is not None and needed[2] else None
 
     def add(self, place: RowIndex, gradient: Tensor) -> None:
@@ -65,15 +77,27 @@ class HeadGradients:
             self.bias[: self.vocab] += gradient.sum(0)
         narrow = gradient.to(rows.dtype)
         if self.hidden is not None:
-            self.hidden[place] = (narrow @ self.linear.to(rows.dtype)).to(self.hidden.dtype)
+            self.hidden[place] = (narrow @ self.linear).to(self.hidden.dtype)
         if self.weight is not None:
-            if rows.dtype == self.weight.dtype:
-                self.weight[: self.vocab].addmm_(narrow.T, rows)
-            else:
-                self.weight[: self.vocab] += narrow.T @ rows
+            self.waiting.append((narrow, rows))
+            if sum(part.nbytes for part, _ in self.waiting) >= WAITING:
+                self._add_to_weight(self.weight[: self.vocab])
+
+    def _add_to_weight(self, total: Tensor) -> None:
+        """Adds the share of the rows that wait for it."""
+        if not self.waiting:
+            return
+        gradients, rows = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*self.waiting))
+        self.waiting.clear()
+        if rows.dtype == total.dtype:
+            total.addmm_(gradients.T, rows)
+        else:
+            total += gradients.T @ rows
 
     def save(self, ctx: Any) -> None:
         """Keeps them for an autograd function's backward pass."""
+        if self.weight is not None:
+            self._add_to_weight(self.weight[: self.vocab])
         ctx.save_for_backward(self.hidden, self.weight, self.bias)
         ctx.dtypes = self.dtypes
 

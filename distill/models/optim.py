@@ -14,10 +14,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from distill.config.trainer import TrainingSettings
 
 
-def make_optimizer(model: nn.Module, settings: TrainingSettings, *, fused: bool = True) -> Optimizer:
+def make_optimizer(
+    model: nn.Module, settings: TrainingSettings, *, fused: bool = True, precision: str = "32-true"
+) -> Optimizer:
     """The optimiser of the trainable parameters; weight decay on the matrices inside the layers only.
 
-    ``fused`` AdamW is faster, but Lightning cannot clip its gradients under mixed precision.
+    ``fused`` AdamW is faster, but Lightning cannot clip its gradients under mixed precision. Under a ``precision`` of
+    bfloat16 Muon's matrix products are in it, too, as in its authors' code.
     """
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
@@ -31,6 +34,7 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings, *, fused: bool 
         {"params": matrices, "weight_decay": settings.weight_decay, "muon": settings.optimizer == "muon"},
         {"params": others, "weight_decay": 0.0, "muon": False},
     ]
+    groups[0]["bfloat16"] = "bf16" in precision
     groups = [group for group in groups if group["params"]]
     kind = MuonAdamW if settings.optimizer == "muon" else AdamW
     return kind(groups, lr=settings.lr, betas=(0.9, settings.beta2), fused=fused)
@@ -97,7 +101,8 @@ class MuonAdamW(AdamW):
             gradients = torch.stack([_wide(p.grad) for p in parameters if p.grad is not None])
             momenta = [self.state[parameter]["momentum"] for parameter in parameters]
             torch._foreach_lerp_([_wide(momentum) for momentum in momenta], list(gradients), 1 - self.momentum)
-            update = orthogonalise(gradients.lerp(torch.stack([_wide(m) for m in momenta]), self.momentum))
+            update = gradients.lerp(torch.stack([_wide(m) for m in momenta]), self.momentum)
+            update = orthogonalise(update, dtype=torch.bfloat16 if group.get("bfloat16") else update.dtype)
             scale = group["lr"] * 0.2 * math.sqrt(shape[1])
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_([_wide(parameter) for parameter in parameters], list(update), alpha=-scale)
@@ -108,15 +113,16 @@ def _wide(matrix: Tensor) -> Tensor:
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
 
 
-def orthogonalise(wide: Tensor, iterations: int = 5) -> Tensor:
+def orthogonalise(wide: Tensor, iterations: int = 5, dtype: torch.dtype | None = None) -> Tensor:
     """Approximately U·Vᵀ of each ``[batch, rows, columns]`` matrix U·S·Vᵀ, by a quintic Newton-Schulz iteration.
 
     The coefficients trade exactness for speed: singular values end between about 0.7 and 1.2. Matrices of no more rows
-    than columns take the least work.
+    than columns take the least work. ``dtype`` is that of the products; None: the matrices' own.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    wide = wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    own = wide.dtype
+    wide = (wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype or own)
     for _ in range(iterations):
         gram = wide @ wide.mT
         wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide
+    return wide.to(own)

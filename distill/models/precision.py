@@ -28,12 +28,20 @@ def forward_precision(precision: str, device: torch.device) -> Iterator[None]:
         yield
 
 
+def autocast_to_bfloat16(device: torch.device) -> bool:
+    """Whether matrix products are being computed in bfloat16, as the gradients of the output head may be, too.
+
+    Not in float16: gradients smaller than its range are only scaled up after the loss.
+    """
+    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.bfloat16
+
+
 @contextmanager
 def loss_precision(device: torch.device) -> Iterator[None]:
     """Inside, no autocast: logits and losses are float32 where the weights are.
 
-    Matrix products may then round their inputs, not their sums or results: on a GPU to TF32, whose mantissa is longer
-    than that of the half precision the hidden states were computed in; on a CPU to bfloat16, as the forward pass does.
+    The products that give logits may then round their inputs, not their sums or results: on a GPU to TF32, whose
+    mantissa is longer than that of the half precision the hidden states were computed in; on a CPU to bfloat16.
     """
     if not torch.is_autocast_enabled(device.type):
         yield

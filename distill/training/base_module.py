@@ -74,8 +74,10 @@ class TrainingModule(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The settings' optimiser and its learning-rate schedule."""
-        fused = "mixed" not in str(self.trainer.precision)
-        optimizer = make_optimizer(self.model, self.training_settings, fused=fused)
+        precision = str(self.trainer.precision)
+        optimizer = make_optimizer(
+            self.model, self.training_settings, fused="mixed" not in precision, precision=precision
+        )
         schedule = make_schedule(optimizer, self.training_settings, self.steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

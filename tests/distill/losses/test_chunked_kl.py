@@ -224,6 +224,7 @@ def test_no_tensor_of_all_rows_times_the_vocabulary_is_ever_made(
     k: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distill.losses.chunked_kl, "KEPT", 0)
+    monkeypatch.setattr(distill.losses.head_gradients, "WAITING", 0)
     rows, vocab, width, chunk = 300, 400, 8, 20
     draft, teacher = LMHead.of(torch.nn.Linear(width, vocab)), LMHead.of(torch.nn.Linear(width, vocab))
     hidden = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -234,6 +235,22 @@ def test_no_tensor_of_all_rows_times_the_vocabulary_is_ever_made(
     with Largest() as seen:
         plain_loss(hidden, draft, target, task(k=k)).total.backward()
     assert seen.numel == rows * vocab
+
+
+def test_under_bfloat16_autocast_losses_are_those_of_float32_and_gradients_close_to_them() -> None:
+    head, teacher = LMHead.of(torch.nn.Linear(8, 400)), LMHead.of(torch.nn.Linear(8, 400))
+    hidden = torch.randn(300, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    target = HiddenRows(torch.randn(300, 8, generator=torch.Generator().manual_seed(1)), teacher)
+    found = []
+    for narrow in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            losses = fused_loss(hidden, head, target, task(k=None))
+        found.append((losses.losses, torch.autograd.grad(losses.total, [hidden, head.linear.weight])))
+    (exact, gradients), (losses, narrow_gradients) = found
+    assert torch.allclose(losses, exact, rtol=1e-4, atol=1e-5)
+    for gradient, narrow in zip(gradients, narrow_gradients):
+        error = float((gradient - narrow).norm() / gradient.norm())
+        assert 0 < error < 0.01
 
 
 def test_what_needs_no_gradient_gets_none() -> None:
