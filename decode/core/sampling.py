@@ -120,7 +120,8 @@ class TopP(TopPLogitsWarper):
     """As transformers', without sorting the vocabulary on CPUs, which takes longer than a small model's forward.
 
     Tokens below (1 - top_p) / vocab are outside the nucleus together, so only those above have to be sorted: a few
-    dozen of a language model's row.
+    dozen of a language model's row. Of equally probable tokens at its edge the last ones are inside; which ones
+    are in transformers' depends on the order that its sort happens to leave them in.
     """
 
     def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
@@ -128,24 +129,22 @@ class TopP(TopPLogitsWarper):
         if not scores.is_cpu or scores.requires_grad:
             return super().__call__(input_ids, scores)
         p = scores.softmax(-1)
-        lowest = [self._lowest(row) for row in p.numpy()]
-        found = scores.masked_fill(p < p.new_tensor([low or 0.0 for low in lowest])[:, None], self.filter_value)
-        sorting = [row for row, low in enumerate(lowest) if low is None]
-        if sorting:
-            found[sorting] = super().__call__(input_ids, scores[sorting])
+        borders = [self._border(row) for row in p.numpy()]
+        found = scores.masked_fill(p < p.new_tensor([lowest for lowest, _ in borders])[:, None], self.filter_value)
+        for row, (lowest, outside) in enumerate(borders):
+            if outside:
+                found[row, (p[row] == lowest).nonzero()[:outside, 0]] = self.filter_value
         return found
 
-    def _lowest(self, p: NDArray[Any]) -> float | None:
-        """The least probability in the nucleus; None if a token outside has the same, and its place decides."""
+    def _border(self, p: NDArray[Any]) -> tuple[float, int]:
+        """The least probability in the nucleus, and how many tokens that have it are outside."""
         likely = p[p >= (1 - self.top_p) / len(p)]
         if not len(likely):  # not a number
-            return None
+            return 0.0, 0
         likely.sort()
         mass = likely.cumsum()
         first = int(np.searchsorted(mass, mass[-1] - self.top_p, side="right"))
-        if first and likely[first] == likely[first - 1]:
-            return None
-        return float(likely[first])
+        return float(likely[first]), first - int(np.searchsorted(likely, likely[first]))
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -216,7 +216,10 @@ def test_the_nucleus_is_that_of_transformers_without_sorting_the_vocabulary(rows
         logits = logits.bfloat16().double()
     elif rows == "nan":
         logits[2, 7] = torch.nan
-    wanted = TopPLogitsWarper(top_p)(None, logits)
-    assert torch.equal(TopP(top_p)(None, logits).nan_to_num(), wanted.nan_to_num())
+    wanted, found = TopPLogitsWarper(top_p)(None, logits), TopP(top_p)(None, logits)
+    if rows in ("equal", "rounded"):  # which of equal ones stay depends on transformers' unstable sort
+        assert ((found == logits) | torch.isinf(found)).all()
+        wanted, found = wanted.sort(-1).values, found.sort(-1).values
+    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
     if rows not in ("nan", "one"):
         assert torch.isinf(wanted).any()
