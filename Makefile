@@ -7,7 +7,7 @@ CONFIG ?= configs/quickstart.yaml
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help distill smollm2 probe bench test test-gpu engines engine-vllm engine-llama test-engines soak lint clean
+.PHONY: help distill smollm2 probe bench test test-gpu engines engine-vllm engine-llama engine-sglang test-engines soak lint clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,7 +33,7 @@ test: $(READY)  ## run the tests
 test-gpu: $(READY)  ## run the tests that need a GPU (skipped where there is none)
 	$(BIN)/python -m pytest tests/gpu -m gpu -rs $(ARGS)
 
-engines: engine-vllm engine-llama  ## set up vLLM and llama.cpp for serve-check (optional; minutes, 4 GB)
+engines: engine-vllm engine-llama engine-sglang  ## set up vLLM and llama.cpp for serve-check (optional; minutes, 4 GB)
 
 test-engines: $(READY)  ## run the tests that need an engine (skipped where it is not set up)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m engine -rs $(ARGS)
@@ -97,4 +97,11 @@ $(LLAMA)/.ready: constraints-engines.txt | $(READY)
 	@.engines/tools/bin/cmake --build $(LLAMA)/build -j $(JOBS) \
 	  --target llama-server llama-speculative-simple llama-perplexity
 	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIN) --target $(LLAMA)/python sentencepiece protobuf
+	@touch $@
+
+# SGLang needs a GPU; the tests read its model classes out of the wheel, which is not installed.
+engine-sglang: .engines/sglang/.ready
+.engines/sglang/.ready: constraints-engines.txt | $(READY)
+	@echo "fetching SGLang's wheel into .engines/sglang (once; 40 MB)"
+	@$(BIN)/python -m pip download -q --disable-pip-version-check --no-deps $(PIN) -d .engines/sglang sglang
 	@touch $@

@@ -112,8 +112,8 @@ def write_head(
     config, version = head.config, head.version
     config.num_assistant_tokens = length
     config.dtype = str(dtype).removeprefix("torch.")
+    vars(config).pop("bias", None)  # heads trained by earlier versions have it
     if version == 3:
-        vars(config).pop("bias", None)  # heads trained by earlier versions have it
         captured_layers = list(head.captured_layers)
         config.eagle_config = {"use_aux_hidden_state": True}
         # vLLM numbers the states that enter a layer, SGLang the layers that they leave
@@ -152,6 +152,8 @@ def check_files(folder: Path) -> None:
         "fc.weight": (width, (3 if version == 3 else 2) * width),
         f"{layer}.self_attn.q_proj.weight": (config["num_attention_heads"] * d, (2 if version == 3 else 1) * width),
     }
+    if config.get("bias"):
+        raise RuntimeError("The exported head has bias set: engines would make biases that no tensor fills.")
     if version == 3:
         expected["lm_head.weight"] = (config["draft_vocab_size"], width)
         _check_version_3(config, [] if reduced else [name for name in TABLES if name in shapes])
@@ -166,13 +168,11 @@ def check_files(folder: Path) -> None:
 
 
 def _check_version_3(config: Mapping[str, Any], tables: list[str]) -> None:
-    """Refuses what vLLM and SGLang would fill with random values, or do not load.
+    """Refuses what vLLM and SGLang do not load, or read otherwise.
 
     Raises:
         RuntimeError: naming it.
     """
-    if config.get("bias"):
-        raise RuntimeError("The exported EAGLE-3 head has bias set: engines would make biases that no tensor fills.")
     if tables:
         raise RuntimeError(
             f"The exported head drafts every token of the target and holds {', '.join(tables)}, for which vLLM makes "

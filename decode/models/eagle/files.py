@@ -98,7 +98,7 @@ def head_config(
         eos_token_id=getattr(target, "eos_token_id", None),
         pad_token_id=getattr(target, "pad_token_id", None),
         captured_layers=list(captured_layers),
-        **({"bias": True} if version == 1 else {}),  # of fc; in EAGLE-3 no layer has one, and engines would make some
+        # no key "bias": EAGLE-1's fc has one in any case, and engines would make biases of the attention for it
     )
 
 
