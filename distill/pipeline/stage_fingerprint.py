@@ -36,7 +36,11 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
 
     answers = settings.reference.responses.written() if settings.target.layerskip.own_answers else None
     written = {} if answers is None else {"answers": answers}
-    target = add("target", **common, **data, model=_model_key(settings.target), **written)
+    made_from = common | data | written
+    if settings.target.kind == "as_is":  # whatever it will be used for
+        tokenizer = {"tokenizer": files_state(_paths(settings.data.tokenizer)), "chat": settings.data.chat_template}
+        made_from = {"version": VERSION, **tokenizer}
+    target = add("target", **made_from, model=_model_key(settings.target))
     if settings.eagle.enabled:
         measured = ("tree_widths", "tree_nodes")  # these are of the evaluation
         head = {name: value for name, value in asdict(settings.eagle).items() if name not in measured}

@@ -45,6 +45,14 @@ def test_the_number_format_that_a_trained_target_is_read_in_decides_what_is_dist
     assert stages_changed(tiny_settings(tmp_path), target__dtype="bfloat16") == {"reference", "draft", "equal-tokens"}
 
 
+def test_a_target_that_is_taken_as_it_is_stays_whatever_is_trained_for_it(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.target.kind, settings.target.model = "as_is", str(tmp_path)
+    for change in ({"trainer__validate_every": 7}, {"data__train_examples": 12}, {"data__max_length": 90}):
+        assert "target" not in (changed := stages_changed(settings, **change)) and "draft" in changed
+    assert "target" in stages_changed(settings, data__chat_template="{{ messages }}")
+
+
 def test_the_parts_of_a_step_decide_a_selection_within_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stages_changed(tiny_settings(tmp_path), trainer__accumulate=2) == {"draft"}  # the other selects by sequence
     assert stages_changed(tiny_settings(tmp_path), trainer__devices=2) == {"draft"}
