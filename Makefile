@@ -5,9 +5,10 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 CONFIG ?= configs/quickstart.yaml
 ARGS   ?=
+RUN    ?= runs/quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help distill smollm2 probe bench test test-gpu engines engine-vllm engine-llama engine-sglang test-engines soak lint clean
+.PHONY: help distill smollm2 probe bench demo test test-gpu engines engine-vllm engine-llama engine-sglang test-engines soak lint clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +27,9 @@ smollm2: CONFIG = configs/smollm2.yaml
 smollm2: $(READY)  ## make a real language model faster: fetch it, train a draft on its own texts, measure
 	$(BIN)/python -m distill --config $(CONFIG) $(ARGS)
 	$(BIN)/python -m decode bench --config $(CONFIG)
+
+demo: $(READY)  ## type prompts, watch texts being written without and with the draft (RUN=runs/quickstart)
+	$(BIN)/python -m decode demo --target $(RUN)/target --draft $(RUN)/export $(ARGS)
 
 test: $(READY)  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)

@@ -12,6 +12,7 @@ from decode.commands.engines.settings import ServeCheckSettings, ServedSettings,
 from decode.commands.exit_status import run_main
 from decode.commands.settings import (
     BenchSettings,
+    DemoSettings,
     GenerateSettings,
     PaperSettings,
     ProfileSettings,
@@ -52,6 +53,15 @@ COMMANDS = {
       --chat --prompt "Why is the sky blue?"
   cat prompt.txt | python -m decode generate --target runs/quickstart/target --method prompt-lookup --json""",
         "decode.commands.generate:run",
+    ),
+    "demo": Command(
+        DemoSettings,
+        "Type prompts and watch each text being written without and with the draft, side by side, the tokens in the "
+        "colours of who wrote them.",
+        """\
+  python -m decode demo --target runs/quickstart/target --draft runs/quickstart/export
+  python -m decode demo --target runs/smollm2/target --draft runs/smollm2/export --method hybrid --temperature 0.7""",
+        "decode.commands.demo:run",
     ),
     "bench": Command(
         BenchSettings,

@@ -92,13 +92,14 @@ class ChatSettings(Checked):
 
 
 @dataclass
-class GenerateSettings(ChatSettings, SamplingSettings, MethodSettings, LoadSettings):
-    """Settings of python -m decode generate."""
+class DemoSettings(ChatSettings, SamplingSettings, MethodSettings, LoadSettings):
+    """Settings of python -m decode demo, and those that generate shares with it."""
 
     draft: str | None = None
     """Folder, hub name or GGUF file of the draft model."""
     method: str | None = None
-    """Decoding method; null: vanilla with a draft, else autoregressive. See `python -m decode methods`."""
+    """Decoding method; null: vanilla with a draft (demo with a feature head: eagle), else autoregressive. See `python
+    -m decode methods`."""
     prompt: str | None = None
     """Text to continue; null reads standard input."""
     max_new_tokens: PositiveInt = 256
@@ -111,15 +112,21 @@ class GenerateSettings(ChatSettings, SamplingSettings, MethodSettings, LoadSetti
     """Strings that end the text once it contains one; the string stays."""
     ignore_eos: bool = False
     """Go on after the end-of-text token."""
-    show: bool = False
-    """Colour accepted, rejected and corrected tokens, and print the statistics of the rounds with their formulas."""
-    json: bool = False
-    """Print one JSON object instead of text: text, ids, metrics, who wrote each token, why it ended."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if "" in self.stop:
             raise UserError("stop holds an empty text, which every text contains; give the words that end the text")
+
+
+@dataclass
+class GenerateSettings(DemoSettings):
+    """Settings of python -m decode generate."""
+
+    show: bool = False
+    """Colour accepted, rejected and corrected tokens, and print the statistics of the rounds with their formulas."""
+    json: bool = False
+    """Print one JSON object instead of text: text, ids, metrics, who wrote each token, why it ended."""
 
 
 @dataclass

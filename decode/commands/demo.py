@@ -1,0 +1,144 @@
+"""``python -m decode demo``: type a prompt, and watch a text being written without and with the draft, side by side.
+
+Both decode in turn in one process, whichever has computed for less time so far, so that a glance tells who is ahead.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from decode.commands.checks import open_pair
+from decode.commands.generate import start
+from decode.commands.generated_text import LEGEND, STYLES, Generation, colored
+from decode.commands.settings import DemoSettings, GenerateSettings
+from decode.core.errors import UserError
+from decode.methods import METHODS
+from decode.models.eagle.head import FeatureHead
+from decode.models.pair import Pair
+
+OTHER_ROWS = 8
+"""Rows of the terminal that are not text: frames, legend, result."""
+
+
+@dataclass
+class Side:
+    """One of the texts that are being written.
+
+    Attributes:
+        title: above it.
+        generation: the text.
+        seconds: computed for it so far, the prompt's reading included.
+        done: whether it has ended.
+    """
+
+    title: str
+    generation: Generation
+    seconds: float = 0.0
+    done: bool = False
+
+    def advance(self) -> None:
+        """One round."""
+        began = time.perf_counter()
+        self.done = next(self.generation.pieces, None) is None
+        self.seconds += time.perf_counter() - began
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second, so far."""
+        return len(self.generation.ids) / self.seconds if self.seconds else 0.0
+
+    def panel(self, console: Console) -> Panel:
+        """The end of the text that fits the terminal, with the speed below."""
+        pieces = [piece for piece in self.generation.tokens if piece["who"] != "rejected"]
+        lines = colored(pieces).wrap(console, max(10, console.width // 2 - 4))
+        shown = Text("\n").join(lines[-max(3, console.height - OTHER_ROWS) :])
+        count, rounds = len(self.generation.ids), self.generation.trace.rounds
+        below = f"{count} tokens, {self.speed:.1f}/s, {count / max(1, rounds):.2f} a forward"
+        return Panel(shown, title=self.title, subtitle=below, border_style="green" if self.done else "dim")
+
+
+def race(sides: Sequence[Side]) -> Iterator[None]:
+    """Advance the side that has computed least, until all have ended."""
+    while going := [side for side in sides if not side.done]:
+        min(going, key=lambda side: side.seconds).advance()
+        yield
+
+
+def result(plain: Side, drafted: Side) -> str:
+    """How much faster the draft made it, and whether the text is the same."""
+    gain = drafted.speed / plain.speed if plain.speed else math.nan
+    if plain.generation.ids == drafted.generation.ids:
+        text = "the same text, token by token"
+    elif not drafted.generation.lossless:
+        text = "a relaxed method: the text is not distributed as the target's"
+    else:
+        text = "another draw from the same distribution" if drafted.generation.seed else "another text at a near tie"
+    return f"{gain:.2f} times as fast; {text}"
+
+
+def show(sides: Sequence[Side], console: Console) -> None:
+    """Write the texts, on a terminal while they grow."""
+
+    def view() -> Group:
+        grid = Table.grid(expand=True)
+        for _ in sides:
+            grid.add_column(ratio=1)
+        grid.add_row(*(side.panel(console) for side in sides))
+        return Group(grid, Text("  ").join(Text(meaning, STYLES[who]) for who, meaning in LEGEND.items()))
+
+    with Live(view(), console=console, refresh_per_second=12, auto_refresh=False, transient=False) as live:
+        shown = time.monotonic()
+        for _ in race(sides):
+            if console.is_terminal and time.monotonic() - shown > 1 / 12:
+                live.update(view(), refresh=True)
+                shown = time.monotonic()
+        live.update(view(), refresh=True)
+    console.print(result(*sides), style="bold", highlight=False)
+
+
+def prompts(settings: DemoSettings, console: Console) -> Iterator[str]:
+    """The prompt of the settings, or what is typed, line by line, until an empty one."""
+    if settings.prompt is not None:
+        yield settings.prompt
+        return
+    if sys.stdin.isatty():
+        console.print("Type a prompt; an empty line ends.", style="dim")
+    while line := (console.input("[bold]> ") if sys.stdin.isatty() else sys.stdin.readline()).strip():
+        yield line
+
+
+def run(settings: DemoSettings) -> None:
+    """Open the models once, then write a pair of texts for every prompt.
+
+    Raises:
+        UserError: no draft, or models that do not fit each other.
+    """
+    console = Console(highlight=False)
+    if settings.draft is None and METHODS.get(settings.method or "vanilla", ("model",))[0] == "model":
+        raise UserError("demo compares decoding without and with a draft; give --draft D, or --method prompt-lookup")
+    drafted = open_pair(settings, settings.draft)
+    plain = Pair(drafted.target, drafted.tokenizer, target_name=drafted.target_name, pack=settings.pack)
+    method = settings.method or ("eagle" if isinstance(drafted.draft, FeatureHead) else "vanilla")
+    common = {name: value for name, value in vars(settings).items() if name != "method"}
+    with_draft = GenerateSettings(**common, method=method)
+    without = replace(with_draft, draft=None, method="autoregressive", stop_rule=None, rule=None)
+    about = f"with {method}" + (f", {settings.draft}" if settings.draft else "")
+    try:
+        for prompt in prompts(settings, console):
+            sides = [
+                Side("without a draft", start(without, prompt, plain)),
+                Side(about, start(with_draft, prompt, drafted)),
+            ]
+            show(sides, console)
+    except (KeyboardInterrupt, EOFError):
+        console.print()
