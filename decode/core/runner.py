@@ -57,6 +57,11 @@ class Runner(ABC):
     def length(self) -> int:
         """Positions held in the cache."""
 
+    @property
+    def row(self) -> int:
+        """The text's place among those that share a cache; texts in this order are read together fastest."""
+        return 0
+
     @abstractmethod
     def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
         """Append tokens to the cache.

@@ -18,7 +18,8 @@ from decode.core.runner import Runner
 from decode.core.sampling import Warp, argmax, one_hot
 from decode.core.stopping import Step, StopRule
 
-Drafting = Generator[Tensor, Any, Draft]
+Drafting = Generator[Any, Any, Draft]
+"""Yields what the draft model has to read next, is sent the logits behind it, and returns the draft."""
 
 
 class ModelDrafter(Drafter):
@@ -52,11 +53,11 @@ class ModelDrafter(Drafter):
 
     def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
         """See `Drafter.propose`."""
-        drafting, runner = self._drafting(ids, stop, max_depth, rng), self.runner
+        drafting = self._drafting(ids, stop, max_depth, rng)
         try:
             feed = next(drafting)
             while True:
-                feed = drafting.send(runner.read(feed, head=1))
+                feed = drafting.send(self._read(feed))
         except StopIteration as end:
             return cast(Draft, end.value)
 
@@ -68,7 +69,7 @@ class ModelDrafter(Drafter):
         drafts: dict[int, Draft] = {}
         rows: dict[int, Tensor | None] = dict.fromkeys(range(len(asked)))
         while rows:
-            feeds: dict[int, Tensor] = {}
+            feeds: dict[int, Any] = {}
             for i, row in rows.items():
                 try:
                     feeds[i] = drafting[i].send(row)
@@ -76,11 +77,16 @@ class ModelDrafter(Drafter):
                     drafts[i] = end.value
             if not feeds:
                 break
-            runners = [asked[i].drafter.runner for i in feeds]
-            counts = [len(feed) for feed in feeds.values()]
-            logits = runners[0].read_texts(runners, torch.cat(list(feeds.values())), counts, last_only=True)
-            rows = dict(zip(feeds, logits.split(1)))
+            rows = dict(zip(feeds, self._read_texts([asked[i].drafter.runner for i in feeds], list(feeds.values()))))
         return [drafts[i] for i in range(len(asked))]
+
+    def _read(self, feed: Any) -> Tensor:
+        """Logits behind what `_drafting` yields."""
+        return self.runner.read(feed, head=1)
+
+    def _read_texts(self, runners: list[Any], feeds: list[Any]) -> Sequence[Tensor]:
+        """`_read` of several texts, all at the same step of their drafts."""
+        return runners[0].read_texts(runners, torch.cat(feeds), list(map(len, feeds)), last_only=True).split(1)
 
     def fork(self, targets: Sequence[Runner]) -> list[Drafter]:
         """See `Drafter.fork`."""
@@ -94,7 +100,7 @@ class ModelDrafter(Drafter):
         self.runner.close()
 
     def _drafting(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Drafting:
-        """Yields the tokens that the draft has to read next, is sent the logits behind them, and returns the draft."""
+        """The draft, token by token."""
         runner = self.runner
         limit = min(stop.cap(), max_depth, runner.room(ids))
         feed = self._known(ids[runner.length :])  # two tokens after a fully accepted round

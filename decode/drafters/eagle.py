@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from decode.core.drafter import Asked, Drafter
+from decode.core.drafter import Drafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
@@ -102,13 +103,13 @@ class FeatureTreeDrafter(FeatureDrafter):
             raise UserError(f"tree_width is {width} and tree_nodes {nodes}; give at least 1 of each")
         self.width, self.nodes = width, nodes
 
-    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
+    def _drafting(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Drafting:
         """The tree, as deep as the stop rule's window."""
         runner = self.runner
         depth = min(stop.cap(), max_depth, runner.limit - len(ids))
         if depth < 1 or not len(runner.unread):
             return Draft.empty()
-        logits = runner.read(self._known(ids[runner.length :]), head=1)
+        logits = yield self._known(ids[runner.length :])
         states, seen = runner.hidden[-1:], torch.zeros(1, 0, dtype=torch.bool, device=runner.device)
         paths: list[list[int]] = [[]]
         above = torch.zeros(1, device=runner.device)  # log-probability of each node that is being expanded
@@ -137,13 +138,19 @@ class FeatureTreeDrafter(FeatureDrafter):
                 own = torch.eye(len(seen), dtype=torch.bool, device=runner.device)
                 seen = torch.cat([seen, own], 1)
             seen = seen[row]
-            logits = self._fit(runner.read_level(picked, states[row], seen, level))
+            logits = yield picked, states[row], seen, level
             states = runner.hidden
         return _best_nodes(torch.cat(tokens), torch.cat(parents), torch.cat(scores), self.nodes)
 
-    def propose_together(self, asked: Sequence[Asked]) -> list[Draft]:
-        """See `Drafter.propose_together`: the trees are grown one after the other."""
-        return Drafter.propose_together(self, asked)
+    def _read(self, feed: Any) -> Tensor:
+        """Logits behind the text's tokens, or behind those of a level."""
+        return self.runner.read_level(*feed) if isinstance(feed, tuple) else super()._read(feed)
+
+    def _read_texts(self, runners: list[Any], feeds: list[Any]) -> Sequence[Tensor]:
+        """`_read` of several texts."""
+        if not isinstance(feeds[0], tuple):
+            return super()._read_texts(runners, feeds)
+        return runners[0].read_levels(runners, [feed[:3] for feed in feeds], feeds[0][3])
 
     def _log_probs(self, logits: Tensor, ids: list[int], paths: list[list[int]]) -> Tensor:
         """log q of each row as sampling sees it; greedy decoding ranks by the unwarped distribution."""

@@ -44,6 +44,22 @@ class LayerSubsetRunner(Runner):
         self.hidden = self.whole.hidden
         return logits
 
+    def read_texts(
+        self,
+        texts: Sequence[LayerSubsetRunner],
+        tokens: Tensor,
+        counts: Sequence[int],
+        trees: Sequence[Draft | None] | None = None,
+        *,
+        last_only: bool = False,
+    ) -> Tensor:
+        """See `FastRunner.read_subset_of_texts`."""
+        assert last_only, "drafting takes the last token's logits"
+        logits = self.whole.read_subset_of_texts([text.whole for text in texts], tokens, counts, self.subset)
+        for text in texts:
+            text.hidden = text.whole.hidden
+        return logits
+
     def truncate(self, length: int) -> None:
         """The target does."""
 

@@ -5,18 +5,22 @@ After enough matching tokens a copy is accepted more often than what a small hea
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from decode.core.drafter import Drafter
+from decode.core.drafter import Asked, Drafter
 from decode.core.proposal import Draft
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
 
 if TYPE_CHECKING:
     from decode.core.rng import Rng
+    from decode.core.runner import Runner
     from decode.core.stopping import StopRule
     from decode.core.trace import Round
     from decode.drafters.rest.datastore import Datastore
@@ -60,17 +64,33 @@ class HybridDrafter(Drafter):
 
     def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
         """A copy or the head's draft; the stop rule's window is the head's."""
-        count = min(self.length, max_depth)
+        return self.propose_together([Asked(self, ids, stop, max_depth, rng)])[0]
+
+    def propose_together(self, asked: Sequence[Asked]) -> list[Draft]:
+        """See `Drafter.propose_together`: the heads that are asked draft together."""
+        drafts = [Draft.empty() for _ in asked]
+        matches = [one.drafter._match(one.ids) for one in asked]
+        heads = [i for i, one in enumerate(asked) if one.max_depth > 0 and max(matches[i][::2]) < self.match]
+        if heads:
+            to_heads = [replace(asked[i], drafter=asked[i].drafter.head) for i in heads]
+            for i, draft in zip(heads, self.head.propose_together(to_heads)):
+                drafts[i] = draft
+        for i, one in enumerate(asked):
+            if not len(drafts[i]):
+                drafts[i] = one.drafter._copy(one.ids, one.max_depth, *matches[i])
+        return drafts
+
+    def _match(self, ids: list[int]) -> tuple[int, int, int]:
+        """Tokens of the text's end found in the text, the position behind them, and tokens found in the corpus."""
+        in_store = self.store.longest(ids, self.text.max_ngram, SHORTEST)[0] if self.store is not None else 0
+        return *self.text.find(ids), in_store
+
+    def _copy(self, ids: list[int], max_depth: int, in_text: int, after: int, in_store: int) -> Draft:
+        """The continuation of the longer match."""
+        matched = max(in_text, in_store)
+        count = min(self.length, max_depth, 2 * matched)
         if count < 1:
             return Draft.empty()
-        in_text, after = self.text.find(ids)
-        in_store = self.store.longest(ids, self.text.max_ngram, SHORTEST)[0] if self.store is not None else 0
-        matched = max(in_text, in_store)
-        if matched < self.match:
-            draft = self.head.propose(ids, stop, max_depth, rng)
-            if len(draft) or not matched:
-                return draft
-        count = min(count, 2 * matched)
         if in_text == matched:  # of equals the text is closer to what is being written
             copied = self.text.copy(ids, after, count)
         else:
@@ -78,6 +98,18 @@ class HybridDrafter(Drafter):
             rows = self.store.continuations(ids, length=count, limit=OCCURRENCES, max_span=matched, min_span=SHORTEST)
             copied = most_frequent(rows)
         return Draft.chain(torch.tensor(copied, dtype=torch.long))
+
+    def fork(self, targets: Sequence[Runner]) -> list[Drafter]:
+        """See `Drafter.fork`."""
+        forks = [copy.copy(self) for _ in targets]
+        for fork, head in zip(forks, self.head.fork(targets)):
+            assert isinstance(head, ModelDrafter)
+            fork.head, fork.text = head, copy.copy(self.text)
+        return list(forks)
+
+    def close(self) -> None:
+        """See `Drafter.close`."""
+        self.head.close()
 
     def commit(self, ids: list[int]) -> None:
         """The head drops what was rejected."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +12,18 @@ from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
-from decode.core.runner import Runner
 from decode.models.eagle.head import FeatureHead, output_head
+from decode.models.runners.cache_rows import RowRunner, hand_out
 from decode.models.runners.fast_forward import FastForward, Mask, cos_and_sin
 from decode.models.runners.fast_weights import Shape, Weights, llama_layer, norm, tunable
 from decode.models.runners.packing import Linears
+from decode.models.runners.texts_together import NewTokens
+
+Level = tuple[Tensor, Tensor, Tensor]
+"""Tokens, states and ancestors of one level of a draft tree; see `HeadRunner.read_level`."""
 
 
-class HeadRunner(Runner):
+class HeadRunner(RowRunner):
     """Reads tokens as a draft model does, `length` counting all that are known; the first token makes no pair.
 
     A token x(t + 1) is paired with the feature of x(t): with the target's where it is among `unread`, otherwise with
@@ -57,7 +62,7 @@ class HeadRunner(Runner):
             final_norm=norm(head.norm) if head.version == 3 else lambda x: x,
             head=make(linear.weight, linear.bias),
         )
-        self.forward = FastForward(weights, head.rotary)
+        self.forward, self._texts = FastForward(weights, head.rotary), []
         super().__init__(
             f"the EAGLE-{head.version} head",
             device=self.forward.device,
@@ -89,13 +94,13 @@ class HeadRunner(Runner):
         """Tokens that are known."""
         return self._length
 
-    def fork(self, count: int) -> list[Runner]:
-        """See `Runner.fork`: with caches of their own; each text is a forward of its own."""
+    def fork(self, count: int) -> list[HeadRunner]:  # type: ignore[override]
+        """See `Runner.fork`: in rows of the same cache."""
         forks = [copy.copy(self) for _ in range(count)]
+        self.share(forks)
         for fork in forks:
-            fork.forward = self.forward.first_layers(1)
             fork.truncate(0)
-        return list(forks)
+        return forks
 
     # -- the text ------------------------------------------------------------------------------------------------
 
@@ -115,24 +120,60 @@ class HeadRunner(Runner):
     def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
         """See `Runner.read`; with features in the queue, as many as tokens have to be there."""
         assert tree is None, self.tree_refusal
-        if not self.length and len(tokens):
-            tokens, self._length = tokens[1:], 1
+        true = len(self.unread) > 0
+        tokens, x = self._pairs(tokens)
         n = len(tokens)
         if not n:
             return self.hidden.new_empty(0, self.vocab_size)
-        true = len(self.unread) > 0
-        if true:
-            assert n <= len(self.unread), (n, len(self.unread))
-            x, self.unread = self.unread[:n], self.unread[n:]
-            x = x if self.version == 1 else self.fuse(x)
-        else:
-            x = self.hidden[-1:].expand(n, -1)
+        if true and self.version == 3:
+            x = self.fuse(x)
         slot = self.length - 1
-        self.hidden = self._run(tokens, x, slot, *self.forward.place(n, None, slot))
-        self._length += n
-        if true:
-            self.settled = self.length
+        self.hidden = self._run(tokens, x, slot, *self.forward.place(n, None, slot, self._row))
+        self._grow(n, true)
         return self._rows(self.hidden if head is None else self.hidden[n - head :])
+
+    def read_texts(
+        self,
+        texts: Sequence[HeadRunner],
+        tokens: Tensor,
+        counts: Sequence[int],
+        trees: Sequence[Draft | None] | None = None,
+        *,
+        last_only: bool = False,
+    ) -> Tensor:
+        """See `Runner.read_texts`: in one forward where all texts have features in the queue, or none has."""
+        true = len(texts[0].unread) > 0
+        if any((len(text.unread) > 0) != true or text.length + n < 2 for text, n in zip(texts, counts)):
+            return super().read_texts(texts, tokens, counts, trees, last_only=last_only)
+        fed, states = zip(*(text._pairs(own) for text, own in zip(texts, tokens.split(list(counts)))))
+        counts = list(map(len, fed))
+        x = torch.cat(states)
+        if true and self.version == 3:
+            x = self.fuse(x)
+        new = [NewTokens(text._row, text.length - 1, n) for text, n in zip(texts, counts)]
+        rotary, together = self.forward.place_texts(new)
+        hidden = self._run(torch.cat(fed), x, 0, rotary, together)
+        hand_out(texts, hidden, counts)
+        for text, n in zip(texts, counts):
+            text._grow(n, true)
+        return self._rows(hidden.index_select(0, together.last) if last_only else hidden)
+
+    def _pairs(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens that are read, without a text's first, and the state or feature that each is paired with."""
+        if not self._length and len(tokens):
+            tokens, self._length = tokens[1:], 1
+        n = len(tokens)
+        if not len(self.unread):
+            return tokens, self.hidden[-1:].expand(n, -1)
+        assert n <= len(self.unread), (n, len(self.unread))
+        x, self.unread = self.unread[:n], self.unread[n:]
+        return tokens, x
+
+    def _grow(self, count: int, true: bool) -> None:
+        """So many pairs have been read, with the target's features or with estimates."""
+        self._length += count
+        if true:
+            self.settled = self._length
 
     def read_level(self, tokens: Tensor, states: Tensor, seen: Tensor, depth: int) -> Tensor:
         """One level of a draft tree, below the pairs of the text.
@@ -146,6 +187,8 @@ class HeadRunner(Runner):
         Returns:
             Logits ``[w, vocab]``; `hidden` holds the states.
         """
+        if self.forward.rows > 1:
+            return self.read_levels([self], [(tokens, states, seen)], depth)[0]
         w, slot, past = len(tokens), self.length - 1, self.settled - 1
         self.forward.reserve(slot + w)
         mask = torch.zeros(w, slot + w, dtype=self.dtype, device=self.device)
@@ -155,6 +198,28 @@ class HeadRunner(Runner):
         self.hidden = self._run(tokens, states, slot, self.forward.rotary_factors.narrow(0, past + depth, 1), mask)
         self._length += w
         return self._rows(self.hidden)
+
+    def read_levels(self, texts: Sequence[HeadRunner], levels: Sequence[Level], depth: int) -> list[Tensor]:
+        """`read_level` of several texts in one forward, given (tokens, states, seen) of each.
+
+        Returns:
+            Logits ``[w, vocab]`` of each.
+        """
+        tokens, states, _ = zip(*levels)
+        counts = list(map(len, tokens))
+        new = [text._level(seen, n, depth) for text, (_, _, seen), n in zip(texts, levels, counts)]
+        hidden = self._run(torch.cat(tokens), torch.cat(states), 0, *self.forward.place_texts(new))
+        hand_out(texts, hidden, counts)
+        for text, n in zip(texts, counts):
+            text._length += n
+        return list(self._rows(hidden).split(counts))
+
+    def _level(self, seen: Tensor, count: int, depth: int) -> NewTokens:
+        """Where the tokens of a level belong; see `read_level`."""
+        slot, past = self.length - 1, self.settled - 1
+        text = torch.ones(count, past, dtype=torch.bool, device=self.device)
+        own = torch.eye(count, dtype=torch.bool, device=self.device)
+        return NewTokens(self._row, slot, count, [past + depth - slot] * count, torch.cat([text, seen, own], 1))
 
     # -- the forward ---------------------------------------------------------------------------------------------
 

@@ -142,7 +142,7 @@ class FastForward:
     def place(self, n: int, tree: Draft | None, start: int, row: int = 0) -> tuple[Tensor, Mask]:
         """Rotary factors and mask of n tokens of a text whose first cache slot is `start`; reserves it."""
         if self.rows > 1:
-            return self.place_texts([NewTokens(row, start, n, tree)])
+            return self.place_texts([NewTokens.of(row, start, n, tree)])
         self.reserve(start + n)
         if tree is None:
             return self.rotary_factors.narrow(0, start, n), self._mask(n, tree, start)
@@ -150,7 +150,7 @@ class FastForward:
         return self.rotary_factors.index_select(0, at), self._mask(n, tree, start)
 
     def place_texts(self, texts: Sequence[NewTokens]) -> tuple[Tensor, TextsTogether]:
-        """Rotary factors of the new tokens of several texts, rows ascending, and what tells them apart."""
+        """Rotary factors of the new tokens of several texts, and what tells them apart."""
         self.reserve(max(text.end for text in texts))
         groups = self.shape.heads // self.shape.kv_heads
         together = TextsTogether(texts, groups, self.weights.window, self.cache)

@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.runner import Runner
+from decode.models.runners.cache_rows import RowRunner, hand_out
 from decode.models.runners.compiled import CompiledChain
 from decode.models.runners.fast_forward import FastForward, Mask, cos_and_sin
 from decode.models.runners.fast_weights import FAMILIES, is_small, model_weights, tunable
 from decode.models.runners.huggingface import facts_of, weight_bytes
 from decode.models.runners.layer_subset import LayerSubset
 from decode.models.runners.packing import Linears
-from decode.models.runners.texts_together import NewTokens
+from decode.models.runners.texts_together import NewTokens, TextsTogether
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Scalings whose rotation of a position is the same in every forward."""
@@ -77,7 +78,7 @@ def fast_runner(model: PreTrainedModel, *, compile: str = "none", pack: str = "o
     return runner
 
 
-class FastRunner(Runner):
+class FastRunner(RowRunner):
     """A model by `FastForward`, equal to its own forward to rounding.
 
     Where weights are copied (see `decode.models.runners.fast_weights`), later changes to the model are not seen: open
@@ -99,8 +100,7 @@ class FastRunner(Runner):
         self.forward, self.compile = forward, compile
         self._chain = None if compile == "none" else CompiledChain(forward, compile, limit)
         self._length = 0
-        self._row = 0
-        self._texts: list[FastRunner] = []  # by row of the cache, once it is shared
+        self._texts = []
         self._ahead: list[Tensor] = []  # states behind the shared layers of the tokens read ahead
         self._shared = 0
 
@@ -110,14 +110,14 @@ class FastRunner(Runner):
         return self._length
 
     @property
-    def row(self) -> int:
-        """The row of the cache that holds the text; it changes when a text in a lower one is closed."""
-        return self._row
-
-    @property
     def length_ahead(self) -> int:
         """Tokens read ahead by `read_subset`, which the next `read` takes up."""
         return sum(map(len, self._ahead))
+
+    @property
+    def slots_used(self) -> int:
+        """See `RowRunner.slots_used`."""
+        return self._length + self.length_ahead
 
     @property
     def depth(self) -> int:
@@ -151,24 +151,8 @@ class FastRunner(Runner):
             whole = self.forward.first_layers
             return [FastRunner(whole(self.depth), self.name, self.limit, **facts) for _ in range(count)]
         forks = [FastRunner(self.forward, self.name, self.limit, **facts) for _ in range(count)]
-        self._texts.extend([] if self._texts else [self])
-        self.forward.reserve_rows(len(self._texts) + count)
-        for fork in forks:
-            fork._row, fork._texts = len(self._texts), self._texts
-            self._texts.append(fork)
+        self.share(forks)
         return forks
-
-    def close(self) -> None:
-        """Leave the cache; the text in its last row moves into the free one. The memory goes with the last but one."""
-        if not self._texts:
-            return
-        last = self._texts.pop()
-        if last is not self:
-            self.forward.move_row(last._row, self._row, last.length + last.length_ahead)
-            last._row, self._texts[self._row] = self._row, last
-        if len(self._texts) == 1:
-            self._texts.clear()
-            self.forward.reserve_rows(1)
 
     def reserve(self, capacity: int) -> None:
         """See `Runner.reserve`."""
@@ -213,44 +197,49 @@ class FastRunner(Runner):
         *,
         last_only: bool = False,
     ) -> Tensor:
-        """See `Runner.read_texts`: in one forward, unless something was read ahead."""
-        if self._chain is not None or any(text._ahead for text in texts):
+        """See `Runner.read_texts`: in one forward; texts in the order of their rows attend in the fewest calls."""
+        if self._chain is not None:
             return super().read_texts(texts, tokens, counts, trees, last_only=last_only)
         trees, forward = trees or [None] * len(texts), self.forward
-        order = sorted(range(len(texts)), key=lambda i: texts[i]._row)
-        if order != list(range(len(texts))):
-            return self._in_order(order, texts, tokens, counts, trees, last_only=last_only)
-        new = [NewTokens(text._row, text._length, n, tree) for text, n, tree in zip(texts, counts, trees)]
+        new = [NewTokens.of(text._row, text._length, n, tree) for text, n, tree in zip(texts, counts, trees)]
         rotary, together = forward.place_texts(new)
-        x = forward.embed(tokens)
-        if self.captured_layers:
-            x = self._capturing(x, 0, rotary, together)
+        if any(text._ahead for text in texts):
+            x = self._behind_what_was_read_ahead(texts, tokens.split(list(counts)), rotary, together)
+        elif self.captured_layers:
+            x = self._capturing(forward.embed(tokens), 0, rotary, together)
             for text, own in zip(texts, self.features.split(list(counts))):
                 text.features = own
         else:
-            x = forward.run(x, 0, self.depth, 0, rotary, together)
+            x = forward.run(forward.embed(tokens), 0, self.depth, 0, rotary, together)
         logits, hidden = forward.project(x.index_select(0, together.last) if last_only else x)
-        for text, n, own in zip(texts, counts, hidden.split([1] * len(texts) if last_only else list(counts))):
+        hand_out(texts, hidden, [1] * len(texts) if last_only else counts)
+        for text, n in zip(texts, counts):
             text._length += n
-            text.hidden = own
         return logits
 
-    def _in_order(
-        self,
-        order: list[int],
-        texts: Sequence[FastRunner],
-        tokens: Tensor,
-        counts: Sequence[int],
-        trees: Sequence[Draft | None],
-        *,
-        last_only: bool,
+    def _behind_what_was_read_ahead(
+        self, texts: Sequence[FastRunner], tokens: Sequence[Tensor], rotary: Tensor, together: TextsTogether
     ) -> Tensor:
-        """`read_texts` with the texts in the order of their rows, and its logits in the order of the texts."""
-        parts, number = tokens.split(list(counts)), {i: place for place, i in enumerate(order)}
-        sizes = [1 if last_only else counts[i] for i in order]
-        picked: list[list[Any]] = [[some[i] for i in order] for some in (texts, parts, counts, trees)]
-        logits = self.read_texts(picked[0], torch.cat(picked[1]), *picked[2:], last_only=last_only).split(sizes)
-        return torch.cat([logits[number[i]] for i in range(len(order))])
+        """All layers for the tokens of texts of which some were read ahead, ``[tokens, hidden]``."""
+        forward, shared = self.forward, next(text._shared for text in texts if text._ahead)
+        none = forward.embed(tokens[0][:0])
+        states = [torch.cat(text._ahead or [none])[: len(own)] for text, own in zip(texts, tokens)]
+        behind = [i for i, (known, own) in enumerate(zip(states, tokens)) if len(known) < len(own)]
+        for text in texts:
+            text._ahead = []
+        if behind:
+            rest = [tokens[i][len(states[i]) :] for i in behind]
+            x = forward.embed(torch.cat(rest))
+            if shared:
+                new = [
+                    NewTokens(texts[i]._row, texts[i]._length + len(states[i]), len(own))
+                    for i, own in zip(behind, rest)
+                ]
+                x = forward.run(x, 0, shared, 0, *forward.place_texts(new))
+            for i, own in zip(behind, x.split(list(map(len, rest)))):
+                states[i] = torch.cat([states[i], own])
+        x = torch.cat(states)
+        return x if shared == self.depth else forward.run(x, shared, self.depth, 0, rotary, together)
 
     def read_subset(self, tokens: Tensor, subset: LayerSubset) -> Tensor:
         """Read tokens with a subset of the layers, ahead of the text that is held.
@@ -264,17 +253,38 @@ class FastRunner(Runner):
         Returns:
             Logits ``[n, vocab]`` by the model's own final norm and head; `hidden` is what the head saw.
         """
-        forward, start = self.forward, self._length + self.length_ahead
-        placed = forward.place(len(tokens), None, start, self._row)
-        x = forward.embed(tokens)
-        if subset.shared:
-            x = forward.run(x, 0, subset.shared, start, *placed)
+        x, placed = self.forward.embed(tokens), self.forward.place(len(tokens), None, self.slots_used, self._row)
+        x, shared = self._run_subset(x, subset, self.slots_used, *placed)
         self._shared = subset.shared
-        self._ahead.append(x)
-        if subset.attention or subset.mlp:
-            x = self._run_sublayers(x, subset, start, *placed)
-        logits, self.hidden = forward.project(x)
+        self._ahead.append(shared)
+        logits, self.hidden = self.forward.project(x)
         return logits
+
+    def read_subset_of_texts(
+        self, texts: Sequence[FastRunner], tokens: Tensor, counts: Sequence[int], subset: LayerSubset
+    ) -> Tensor:
+        """`read_subset` of several texts in one forward; logits of each text's last token, ``[texts, vocab]``."""
+        if self._chain is not None:
+            parts = zip(texts, tokens.split(list(counts)))
+            return torch.cat([text.read_subset(part, subset)[-1:] for text, part in parts])
+        forward, new = self.forward, [NewTokens(text._row, text.slots_used, n) for text, n in zip(texts, counts)]
+        rotary, together = forward.place_texts(new)
+        x, shared = self._run_subset(forward.embed(tokens), subset, 0, rotary, together)
+        for text, own in zip(texts, shared.split(list(counts))):
+            text._shared = subset.shared
+            text._ahead.append(own)
+        logits, hidden = forward.project(x.index_select(0, together.last))
+        hand_out(texts, hidden, [1] * len(texts))
+        return logits
+
+    def _run_subset(
+        self, x: Tensor, subset: LayerSubset, start: int, rotary: Tensor, mask: Mask
+    ) -> tuple[Tensor, Tensor]:
+        """States behind a subset of the layers, and those behind the layers that it shares with the whole model."""
+        shared = self.forward.run(x, 0, subset.shared, start, rotary, mask) if subset.shared else x
+        if subset.attention or subset.mlp:
+            return self._run_sublayers(shared, subset, start, rotary, mask), shared
+        return shared, shared
 
     def _capturing(self, x: Tensor, start: int, rotary: Tensor, mask: Mask) -> Tensor:
         """All layers, in pieces between the captured ones (ascending)."""

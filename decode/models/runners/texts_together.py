@@ -29,31 +29,37 @@ class NewTokens:
         row: of the cache.
         start: the cache slot of the first.
         count: how many they are.
-        tree: gives positions (by depth) and mask (by ancestry) where they are no chain.
+        depths: where they are no chain: position of each in the text, less `start`.
+        seen: where they are no chain: bool ``[count, end]``, the slots that each sees.
     """
 
     row: int
     start: int
     count: int
-    tree: Draft | None = None
+    depths: Sequence[int] | None = None
+    seen: Tensor | None = None
+
+    @classmethod
+    def of(cls, row: int, start: int, count: int, tree: Draft | None) -> NewTokens:
+        """A chain, or a pending token and the tree below it."""
+        shape = () if tree is None else ([0, *tree.depths()], tree_mask(tree, start))
+        return cls(row, start, count, *shape)
 
     @property
     def end(self) -> int:
         """The slot behind the last."""
         return self.start + self.count
 
-    def positions(self) -> list[int]:
+    def positions(self) -> Sequence[int]:
         """Of its tokens in the text."""
-        if self.tree is None:
-            return list(range(self.start, self.end))
-        return [self.start, *(self.start + depth for depth in self.tree.depths())]
+        return range(self.start, self.end) if self.depths is None else [self.start + depth for depth in self.depths]
 
 
 class TextsTogether:
     """Where the tokens of a forward over several texts belong.
 
     Args:
-        texts: in the order of their tokens, rows ascending.
+        texts: in the order of their tokens; those in neighbouring rows, ascending, attend in one call.
         groups: query heads of a key head.
         window: tokens that attention sees, or None for all.
         like: gives dtype and device of the masks.
@@ -154,20 +160,20 @@ class _Run:
         if window is not None and outside:
             allowed &= query[..., None] - slot < window
         for row, text in enumerate(texts):
-            if text.tree is not None:
+            if text.seen is not None:
                 self._of_tree(allowed[row], text, window)
         mask = torch.zeros(allowed.shape, dtype=like.dtype, device=device).masked_fill_(~allowed, -torch.inf)
         return mask.repeat(1, groups, 1)[:, None]
 
     def _of_tree(self, allowed: Tensor, text: NewTokens, window: int | None) -> None:
         """The rows of a text whose new tokens are a tree, ``[width, slots]``, in place."""
-        assert text.tree is not None
+        assert text.seen is not None
         n, start = text.count, text.start
-        seen = tree_mask(text.tree, start).to(allowed.device)
+        seen = text.seen.to(allowed.device)
         if window is not None:
             at = torch.tensor(text.positions(), device=allowed.device)
             before = torch.cat([torch.arange(start, device=allowed.device), at])
-            seen &= at[:, None] - before < window
+            seen = seen & (at[:, None] - before < window)
         allowed[:n, : text.end], allowed[:n, text.end :] = seen, False
         allowed[n:] = allowed[n - 1]
 
