@@ -48,7 +48,7 @@ def causes_in_files(target: str | Path, draft: str | Path, *, context: int, engi
     profile = read_json(draft / "speculation_profile.json")
     found = [*_tokenizers(target, draft), *_weights(draft, profile), *_context(ours, theirs, context)]
     if "Eagle3" in (theirs.get("architectures") or [""])[0]:
-        found += _eagle3(draft, theirs)
+        found += _eagle3(draft, theirs, ours.get("num_hidden_layers"))
     elif ours and theirs and ours.get("vocab_size") != theirs.get("vocab_size"):
         found.append(
             Cause(
@@ -133,7 +133,7 @@ def _context(ours: Mapping[str, Any], theirs: Mapping[str, Any], context: int) -
     ]
 
 
-def _eagle3(draft: Path, config: Mapping[str, Any]) -> list[Cause]:
+def _eagle3(draft: Path, config: Mapping[str, Any], layers: int | None) -> list[Cause]:
     found, names = [], set()
     for file in draft.glob("*.safetensors"):
         with safe_open(file, "pt") as content:
@@ -159,6 +159,15 @@ def _eagle3(draft: Path, config: Mapping[str, Any]) -> list[Cause]:
     captured = config.get("eagle_aux_hidden_state_layer_ids")
     sglang = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     trained = config.get("captured_layers") or captured
+    if trained and max(trained) == layers:
+        found.append(
+            Cause(
+                "last state captured",
+                f"the head reads state {layers} of {layers} layers, which is behind the target's last norm; vLLM and "
+                "llama.cpp give the one before it, SGLang none",
+                f"train it on three states below {layers} (eagle.layers)",
+            )
+        )
     if trained and ((captured and captured != trained) or (sglang and [i + 1 for i in sglang] != list(trained))):
         found.append(
             Cause(

@@ -37,14 +37,15 @@ def drift(now: Metrics, before: Metrics | None, profile: Mapping[str, Any]) -> d
             "python -m decode serve-check first"
         )
     if now.mean_length is not None:  # SGLang
-        wanted = 1 + sum(expected)
+        wanted = 1 + sum(expected[: now.steps or None])
         gap = now.mean_length - wanted
         return {
             "engine": now.engine,
-            "mean_accept_length": now.mean_length,
+            "mean_accept_length": now.mean_length or math.nan,
             "profile_mean_accept_length": wanted,
-            "difference": gap,
-            "drifted": gap < -0.1 * wanted,
+            "difference": gap if now.mean_length else math.nan,
+            "enough": now.mean_length > 0,
+            "drifted": now.mean_length > 0 and gap < -0.1 * wanted,
         }
     drafts = now.drafts - before.drafts if before is not None else now.drafts
     if drafts.rounds < 0:  # the server was started anew

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -22,13 +23,18 @@ class Metrics:
         engine: a key of `PREFIXES`.
         drafts: counted since the engine started.
         decode_seconds: time after the first tokens of all requests; None where the engine does not publish it.
-        mean_length: mean accepted length, the target's own token included, where the engine publishes only that.
+        mean_length: mean accepted length, the target's own token included, where the engine publishes only that: of its
+            last rounds, 0 before the first ones.
+        steps: tokens drafted a round, where the engine publishes them; 0 where not.
+        tokens: written since the engine started; infinite where it does not publish them.
     """
 
     engine: str
     drafts: Drafts
     decode_seconds: float | None = None
     mean_length: float | None = None
+    steps: int = 0
+    tokens: float = math.inf
 
 
 def parse_metrics(text: str) -> Metrics:
@@ -38,6 +44,7 @@ def parse_metrics(text: str) -> Metrics:
         UserError: the page is of no known engine, or that engine counts no drafts.
     """
     values: dict[str, float] = {}
+    gauges: dict[str, list[float]] = {}
     positions: dict[int, float] = {}
     for line in text.splitlines():
         if line.startswith("#") or (match := LINE.match(line)) is None:
@@ -49,6 +56,7 @@ def parse_metrics(text: str) -> Metrics:
             positions[place] = positions.get(place, 0) + value
         else:
             values[name] = values.get(name, 0) + value
+            gauges.setdefault(name, []).append(value)
     engine = next((e for e, prefix in PREFIXES.items() if any(name.startswith(prefix) for name in values)), None)
     if engine is None:
         raise UserError(
@@ -59,8 +67,11 @@ def parse_metrics(text: str) -> Metrics:
     accepted = [positions[i] for i in sorted(positions)]
     seconds = values.get(f"{prefix}request_decode_time_seconds_sum")
     if engine == "sglang":
-        if (mean := values.get("sglang:spec_accept_length")) is None:
-            raise UserError("SGLang's metrics name no spec_accept_length: it was started without a draft")
-        return Metrics(engine, Drafts(), seconds, mean)
+        steps = max(gauges.get("sglang:spec_num_steps", [0]))
+        means = [mean for mean in gauges.get("sglang:spec_accept_length", []) if mean]  # of each replica
+        if not means and not steps:
+            raise UserError("SGLang's metrics hold no accepted length: it was started without a draft, or is unused")
+        return Metrics(engine, Drafts(), seconds, sum(means) / max(1, len(means)), int(steps))
     rounds, drafted = (values.get(f"{prefix}spec_decode_num_{what}", 0) for what in ("drafts", "draft_tokens"))
-    return Metrics(engine, Drafts(rounds, drafted, accepted), seconds)
+    written = values.get(f"{prefix}{'generation_tokens' if engine == 'vllm' else 'tokens_predicted'}", math.inf)
+    return Metrics(engine, Drafts(rounds, drafted, accepted), seconds, tokens=written)

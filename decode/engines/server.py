@@ -14,6 +14,8 @@ from decode.engines.metrics_text import Metrics, parse_metrics
 
 SETTLED = 0.05
 """Seconds after which counts that have not changed are taken as final."""
+LATE = 2.0
+"""Seconds after which they are, although tokens are missing in them."""
 
 
 class Server:
@@ -69,7 +71,7 @@ class Server:
         began = time.perf_counter()
         new = self._complete(list(ids), temperature, seed, max_new_tokens, list(stop_ids), ignore_eos)
         seconds = time.perf_counter() - began
-        after = self._settled()
+        after = self._settled(before.tokens + len(new.ids))
         decoding = None
         if before.decode_seconds is not None and after.decode_seconds is not None:
             decoding = after.decode_seconds - before.decode_seconds
@@ -81,15 +83,16 @@ class Server:
         answer = self._call("POST", "/tokenize", json=body).json()
         return [int(i) for i in answer["tokens"]]
 
-    def _settled(self) -> Metrics:
-        """Metrics that no longer change: engines publish them a moment after the answer."""
-        last = self.metrics()
-        while True:
+    def _settled(self, tokens: float = 0.0) -> Metrics:
+        """Metrics that no longer change and count so many tokens: engines publish them a moment after the answer."""
+        began, last = time.monotonic(), self.metrics()
+        while (waited := time.monotonic() - began) < self.seconds:
             time.sleep(SETTLED)
             now = self.metrics()
-            if now == last:
+            if now == last and (now.tokens >= tokens or waited > LATE):
                 return now
             last = now
+        raise UserError(f"{self.name} at {self.url} goes on counting for {self.seconds:.0f} s; stop its other users")
 
     def _complete(
         self, ids: list[int], temperature: float, seed: int, max_new_tokens: int, stop_ids: list[int], ignore_eos: bool

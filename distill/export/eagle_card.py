@@ -78,6 +78,11 @@ def head_card(
                 f"It reads the states that enter layers {captured}; an engine that does not read "
                 "`eagle_aux_hidden_state_layer_ids` would take others."
             )
+        if max(head.captured_layers) == layers:
+            notes.append(
+                f"It reads the state behind the target's last norm ({layers}). Engines give the state before it, "
+                "or none: of the commands above only draftsmith's drafts as measured."
+            )
     if notes := [*notes, *filter(None, [note])]:
         parts += ["## Notes", "\n".join(f"- {note}" for note in notes)]
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"

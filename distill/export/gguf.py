@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from decode.core.errors import UserError
 from decode.engines.gguf import convert, find_converter
 from decode.models.eagle.files import is_head
 from distill.config.export import ExportSettings
 
 
-def check_gguf(settings: ExportSettings) -> None:
-    """Refuse GGUF files where their converter is missing; cheap: call it before training starts.
+def check_gguf(settings: ExportSettings, head: int | None = None) -> None:
+    """Refuse GGUF files that cannot be written; cheap: call it before training starts.
+
+    Args:
+        settings: of the export.
+        head: 1 or 3 where the draft is an EAGLE head of that version.
 
     Raises:
-        UserError: it is not installed.
+        UserError: the converter is not installed, or takes no heads of this version.
     """
     if "gguf" in settings.formats:
         find_converter()
+        if head == 1:
+            raise UserError("llama.cpp has no EAGLE-1 heads; train eagle.kind eagle3, or leave gguf out of formats")
 
 
 def export_gguf(export: Path, target: Path, settings: ExportSettings) -> list[Path]:

@@ -63,7 +63,7 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> RunDir:
         check_head_path(run.export, settings.eagle.version)
     else:
         check_export_path(run.export)
-    check_gguf(settings.export)
+    check_gguf(settings.export, settings.eagle.version if settings.eagle.enabled else None)
     with alone_in(run, settings, console):
         return _run(settings, run, console)
 

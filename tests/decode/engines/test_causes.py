@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairs import make_pair, save_pair
+from pairs import make_tokenizer, save_pair
 from safetensors.torch import load_file, save_file
 
 from decode.engines.causes import causes_in_files, causes_in_numbers
@@ -36,8 +36,9 @@ def folder(tiny, tmp_path: Path) -> Path:
 @pytest.fixture
 def heads(tiny, tmp_path: Path) -> Path:
     """A target and an EAGLE-3 head as exported."""
-    save_pair(tmp_path, tiny)
-    target, _ = make_pair(tiny)
+    target = tiny("llama", vocab_size=280, max_position_embeddings=256, num_hidden_layers=3, eos_token_id=0)
+    target.save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
     torch.manual_seed(0)
     head = FeatureHead(head_config(target.config, 3, captured_layers=(0, 1, 2)))
     head.config.eagle_aux_hidden_state_layer_ids = [0, 1, 2]
@@ -99,6 +100,11 @@ def test_a_sound_head_has_no_cause(heads: Path) -> None:
 def test_a_bias_key_in_an_eagle3_head_is_named(heads: Path) -> None:
     edit(heads / "head" / "config.json", bias=True)
     assert named(heads, "head") == ["bias in an EAGLE-3 head"]
+
+
+def test_a_head_on_the_last_state_is_named(heads: Path) -> None:
+    edit(heads / "target" / "config.json", num_hidden_layers=2)
+    assert named(heads, "head") == ["last state captured"]
 
 
 def test_captured_layers_off_by_one_are_named(heads: Path) -> None:

@@ -37,6 +37,9 @@ def test_a_server_that_was_started_anew_counts_from_its_start() -> None:
 
 def test_sglang_is_compared_by_its_mean() -> None:
     assert drift(Metrics("sglang", Drafts(), None, 2.0), None, PROFILE)["drifted"] is True
+    assert drift(Metrics("sglang", Drafts(), None, 1.9, 1), None, PROFILE)["drifted"] is False  # of one drafted token
+    unused = drift(Metrics("sglang", Drafts(), None, 0.0, 3), None, PROFILE)
+    assert (unused["enough"], unused["drifted"]) == (False, False)
 
 
 def test_a_profile_without_rates_is_refused() -> None:

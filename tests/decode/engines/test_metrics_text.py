@@ -43,8 +43,18 @@ def test_llama_server() -> None:
 def test_sglang_publishes_a_mean_only() -> None:
     found = parse_metrics('sglang:spec_accept_length{model_name="m"} 3.25\n')
     assert (found.engine, found.mean_length) == ("sglang", 3.25)
-    with pytest.raises(UserError, match="started without a draft"):
-        parse_metrics('sglang:num_running_reqs{model_name="m"} 0\n')
+    for without in ("num_running_reqs", "spec_accept_length"):
+        with pytest.raises(UserError, match="started without a draft"):
+            parse_metrics(f'sglang:{without}{{model_name="m"}} 0.0\n')
+
+
+def test_replicas_of_sglang_are_averaged() -> None:
+    page = "".join(
+        f'sglang:spec_accept_length{{dp_rank="{i}"}} {mean}\nsglang:spec_num_steps{{dp_rank="{i}"}} 4\n'
+        for i, mean in enumerate((3.0, 2.0, 0.0))
+    )
+    found = parse_metrics(page)
+    assert (found.mean_length, found.steps) == (2.5, 4)
 
 
 def test_another_page_is_refused() -> None:
