@@ -2,7 +2,7 @@
 
     from decode import load, generate, bench, profile
 
-    pair = load("runs/quickstart/target", "runs/quickstart/draft")
+    pair = load("runs/quickstart/target", "runs/quickstart/export")
     print(generate(pair, "Tom has 3 apples and buys 4 more.", method="adasd", temperature=0.7).text)
     rows = bench(pair, ["vanilla", "prompt-lookup"], suite=["arithmetic"], limit=4)
     print(profile(pair).verdict)

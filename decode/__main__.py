@@ -47,7 +47,7 @@ COMMANDS = {
         GenerateSettings,
         "Stream a text from a target, with any decoding method.",
         """\
-  python -m decode generate --target runs/quickstart/target --draft runs/quickstart/draft \\
+  python -m decode generate --target runs/quickstart/target --draft runs/quickstart/export \\
       --prompt "Tom has 3 apples and buys 4 more. How many apples does he have?" --show
   python -m decode generate --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --method adasd --temperature 0.7 \\
       --chat --prompt "Why is the sky blue?"
@@ -105,7 +105,7 @@ COMMANDS = {
         "Can this draft make this target faster on this machine? Measures c (a draft forward), v(n) (an n-token target "
         "forward), bookkeeping and offline alpha, and predicts the speedup of every draft length.",
         """\
-  python -m decode profile --target runs/quickstart/target --draft runs/quickstart/draft
+  python -m decode profile --target runs/quickstart/target --draft runs/quickstart/export
   python -m decode profile --target T --draft D --suite gsm8k=test.jsonl --temperature 1 --json""",
         "decode.commands.profile:run",
     ),

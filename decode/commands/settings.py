@@ -281,8 +281,8 @@ def bench_settings(argv: Sequence[str], description: str = "", examples: str = "
     if not given:
         settings.suite = default_suites(content.get("data"))
     settings.target = settings.target or str(run / "target")
-    if not settings.draft and (run / "draft").is_dir():
-        settings.draft = [str(run / "draft")]
+    if not settings.draft and (found := next((f for f in (run / "export", run / "draft") if f.is_dir()), None)):
+        settings.draft = [str(found)]
     settings.output = settings.output or str(run)
     return settings
 

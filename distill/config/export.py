@@ -12,6 +12,10 @@ from jsonargparse.typing import ClosedUnitInterval, PositiveInt
 class ExportSettings:
     """How the exported draft is written."""
 
+    choose: str = "draft"
+    """Which draft is exported, and spoken of first in the report: draft (that of the section draft), a name of the
+    report's table (such as distillspec, or a comparison's), or best: of all trained drafts the one with the highest
+    acceptance on the validation examples. The figures are those of the test examples in any case."""
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
     """Number format of the exported weights; keep: as trained."""
     draft_length: PositiveInt | None = None

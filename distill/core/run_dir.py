@@ -127,6 +127,17 @@ class RunDir:
             raise FileNotFoundError(f"{self.path(stage)} is not finished")
         return found
 
+    def chosen(self, choose: str) -> str:
+        """Name of the draft that is exported: see `distill.config.export.ExportSettings.choose`."""
+        if choose != "best":
+            return self.names["draft"] if choose == "draft" else choose
+        trained = [name for name in self.drafts if name != self.names["initial"]]
+        return max(trained, key=self.validation_alpha)
+
+    def validation_alpha(self, name: str) -> float:
+        """The highest acceptance rate that a draft's training had on the validation examples: its weights' own."""
+        return max((entry["alpha"] for entry in self.draft_record(name).history if "alpha" in entry), default=0.0)
+
     def record(self, stage: str) -> StageRecord | None:
         """What is known of a stage; None if it is not finished, or its folder is not as it was written."""
         found = self.noted(stage)

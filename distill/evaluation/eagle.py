@@ -32,13 +32,13 @@ class HeadEvaluation(Evaluation):
         trees = [
             BenchEntry(
                 "eagle-tree",
-                names[stage],
+                trained,
                 MethodOptions(draft_length=depth, tree_width=width, tree_nodes=nodes),
                 temperature=temperature,
-                name=f"{names[stage]}-tree {width}/{nodes}",
+                name=f"{trained}-tree {width}/{nodes}",
             )
             for temperature in self.settings.temperatures
-            for stage in ("reference", "draft")
+            for trained in dict.fromkeys((names["reference"], self.best))
             for width, nodes in zip(settings.tree_widths, settings.tree_nodes)
         ]
         return chains + trees

@@ -116,8 +116,8 @@ class Evaluation:
 
     @property
     def best(self) -> str:
-        """The draft that the run is for."""
-        return self.run.names["draft"]
+        """The draft that is exported."""
+        return self.run.chosen(self.full.export.choose)
 
     def _load(self, path: Path) -> PreTrainedModel | FeatureHead:
         if is_head(path):
@@ -209,23 +209,26 @@ class Evaluation:
             "offline_alpha_se": alpha.se,
             "offline_alpha_greedy": greedy.mean,
             "offline_alpha_greedy_se": greedy.se,
+            "validation_alpha": self.run.validation_alpha(name),
             **(account_of(record).row()),
             "seconds": record.seconds,
         }
 
     def _pairs(self, alphas: dict[str, OfflineAlpha], mode: str) -> list[dict[str, Any]]:
-        """The final draft and AdaSPEC's against DistillSpec's, each with what the two held equal, and against AdaSPEC.
+        """The exported draft and AdaSPEC's against DistillSpec's, each with what they held equal, and against AdaSPEC.
 
         Then DistillSpec's own gain.
         """
         base, none, best = self.run.names["reference"], self.run.names["initial"], self.best
-        plain = [base, *(name for name in self.comparisons if self.comparisons[name] == "distillspec")]
-        selective = [best, *(name for name in self.comparisons if self.comparisons[name] == "adaspec")]
-        pairs = [(a, b) for a in selective for b in plain if a == best or self._held(a, b)]
-        pairs += [(best, PLAIN)] if PLAIN in self.comparisons else []
+        plain = [base, *(name for name, method in self.comparisons.items() if method == "distillspec")]
+        selective = [name for name, method in self.comparisons.items() if method == "adaspec"]
+        selective = list(dict.fromkeys([best, self.run.names["draft"], *selective]))
+        pairs = [(a, b) for a in selective for b in plain if b != best and (a == best or self._held(a, b))]
+        pairs += [(best, PLAIN)] if PLAIN in self.models else []
         return [
             {"a": a, "b": b, "label": "; ".join(filter(None, [mode, self._held(a, b)])), **paired(alphas[b], alphas[a])}
-            for a, b in [*pairs, (base, none)]
+            for a, b in dict.fromkeys([*pairs, (base, none)])
+            if a != b
         ]
 
     def _held(self, a: str, b: str) -> str:
@@ -269,16 +272,16 @@ class Evaluation:
         }
 
     def _entries(self, profile: dict[str, Any]) -> list[BenchEntry]:
-        """The final draft at every length asked for, and every draft at the length predicted best for it.
+        """The exported draft at every length asked for, and the stages' at the length predicted best for each.
 
-        Of the comparisons AdaSPEC itself is decoded with, where the final draft is a variation of it.
+        Of the comparisons AdaSPEC itself is decoded with, where the section's draft is a variation of it.
         """
         best = {name: length or 1 for name, length in profile["best_draft_lengths"].items()}
         lengths = sorted({*self.settings.draft_lengths, best[self.best]})
         return [
             BenchEntry("vanilla", name, MethodOptions(draft_length=k), temperature=t, name=f"{name} {k}")
             for t in self.settings.temperatures
-            for name in [*self.run.names.values(), *({PLAIN} & set(self.comparisons))]
+            for name in dict.fromkeys([*self.run.names.values(), self.best, *({PLAIN} & set(self.comparisons))])
             for k in (lengths if name == self.best else [best[name]])
         ]
 
@@ -331,8 +334,8 @@ class Evaluation:
         records = {name: self.run.draft_record(name) for name in self.models}
         curves = {n: [[h["step"], h["alpha"]] for h in r.history if "alpha" in h] for n, r in records.items()}
         found["curves"] = {name: points for name, points in curves.items() if points}
-        best = records[self.best]
-        if best.selected:
-            chosen = best.account["selected_tokens"]
-            found["selected_tokens"] = lifts(best.selected, chosen, self.corpus.train["labels"], self.tokenizer)
+        selective = next((r for n in (self.best, *records) if (r := records[n]).selected), None)
+        if selective is not None:
+            chosen = selective.account["selected_tokens"]
+            found["selected_tokens"] = lifts(selective.selected, chosen, self.corpus.train["labels"], self.tokenizer)
         return found

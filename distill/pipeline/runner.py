@@ -16,6 +16,7 @@ import yaml
 from rich.console import Console
 from transformers.utils import logging as hf_logging
 
+from decode.core.errors import UserError
 from decode.core.files import read_json
 from decode.core.progress import working
 from distill import data
@@ -64,8 +65,17 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> RunDir:
     else:
         check_export_path(run.export)
     check_gguf(settings.export, settings.eagle.version if settings.eagle.enabled else None)
+    _check_choice(settings.export.choose, run)
     with alone_in(run, settings, console):
         return _run(settings, run, console)
+
+
+def _check_choice(choose: str, run: RunDir) -> None:
+    trained = [name for name in run.drafts if name != run.names["initial"]]
+    if choose not in ("draft", "best", *trained):
+        raise UserError(
+            f"export.choose is {choose!r}, expected draft, best, or one of the trained drafts: {', '.join(trained)}"
+        )
 
 
 @contextmanager
@@ -197,9 +207,10 @@ def measure(context: StageContext) -> dict[str, Any]:
         "commands": {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"},
     }
     write_safely(run.folder / "settings.yaml", lambda file: _dump(settings, file))
-    trust, profile = settings.target.trust_remote_code, export_profile(report, run.names["draft"])
+    chosen = run.chosen(settings.export.choose)
+    trust, profile = settings.target.trust_remote_code, export_profile(report, chosen)
     export = export_head if settings.eagle.enabled else export_draft
-    export(run.draft, run.target, run.export, profile, settings.export, trust_remote_code=trust)
+    export(run.drafts[chosen], run.target, run.export, profile, settings.export, trust_remote_code=trust)
     export_gguf(run.export, run.target, settings.export)
     write_report(run.folder, report)
     report = read_json(run.folder / "report.json")

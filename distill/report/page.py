@@ -88,9 +88,10 @@ def build_page(report: Row, run_dir: Path) -> Page:
     """The page of a report (`distill.report.write.write_report` says what is in it); absent parts are left out."""
     compared = summary.comparisons(report)
     headline = " ".join(finding.text for finding in [summary.speed(report), *compared[:1]])
+    others = [*summary.choice(report), *summary.distillation(report), *compared[1:]]
     blocks: list[Block] = [
         Tiles(list(_tiles(report))),
-        *(Text(finding.text, finding.tone) for finding in [*summary.distillation(report), *compared[1:]]),
+        *(Text(finding.text, finding.tone) for finding in others),
         *_drafts(report),
         *_decoding(report),
     ]

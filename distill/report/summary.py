@@ -68,7 +68,7 @@ def fastest(rows: Iterable[Row]) -> list[Row]:
 
 def findings(report: Row) -> list[Finding]:
     """The report in sentences: the exported draft's speed, what training gained, and each paired comparison."""
-    return [speed(report), *distillation(report), *comparisons(report)]
+    return [speed(report), *choice(report), *distillation(report), *comparisons(report)]
 
 
 def speed(report: Row) -> Finding:
@@ -135,6 +135,23 @@ def p_value(p: float) -> str:
 def signed(value: float, digits: int = 4) -> str:
     """A difference with its sign, minus as a minus."""
     return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def choice(report: Row) -> list[Finding]:
+    """By what the exported draft was chosen, if by its acceptance on the validation examples."""
+    if ((report.get("settings") or {}).get("export") or {}).get("choose") != "best":
+        return []
+    trained = [d for d in report["drafts"] if d["name"] not in UNTRAINED and d.get("validation_alpha")]
+    best, *others = sorted(trained, key=lambda d: d["validation_alpha"], reverse=True)
+    if not others:
+        return []
+    ahead = best["validation_alpha"] - others[0]["validation_alpha"]
+    text = (
+        f"{display(best['name'])} is exported: of {len(trained)} trained drafts it has the highest α on the validation "
+        f"examples, {best['validation_alpha']:.4f}, {signed(ahead)} against {display(others[0]['name'])}. All other "
+        "figures are of the test examples."
+    )
+    return [Finding(text, "plain")]
 
 
 def distillation(report: Row) -> list[Finding]:

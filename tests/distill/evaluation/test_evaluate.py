@@ -1,13 +1,13 @@
 """Which drafts are timed, and at which lengths."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from tiny_run import bench, run_tiny, tiny_settings
 
 from decode.measure.cost import CostModel
-from distill.config.settings import EvaluationSettings
+from distill.config.settings import EvaluationSettings, Settings
+from distill.core.run_dir import RunDir
 from distill.evaluation.evaluate import Evaluation
 from distill.pipeline.runner import measure
 
@@ -15,7 +15,8 @@ from distill.pipeline.runner import measure
 def test_every_draft_is_timed_at_its_own_best_length_and_the_final_one_at_those_asked_for_too() -> None:
     evaluation = Evaluation.__new__(Evaluation)  # without the models of a run
     evaluation.settings = EvaluationSettings(draft_lengths=[2, 9], temperatures=[0.0, 1.0])
-    evaluation.run = SimpleNamespace(names={"initial": "undistilled", "reference": "distillspec", "draft": "kl-tv"})
+    names = {"initial": "undistilled", "reference": "distillspec", "draft": "kl-tv"}
+    evaluation.run, evaluation.full = RunDir(Path(), ["adaspec", "more-data"], names), Settings()
     evaluation.comparisons = {"adaspec": "adaspec", "more-data": "adaspec"}
     best = {"undistilled": 3, "distillspec": 5, "kl-tv": 6, "adaspec": 0, "more-data": 4}
     timed = {

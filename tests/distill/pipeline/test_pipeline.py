@@ -143,6 +143,19 @@ def test_a_damaged_folder_is_made_again(finished: tuple[Path, RunDir]) -> None:
     assert all((again[name] == sound[name]).all() for name in sound)
 
 
+def test_the_best_draft_on_the_validation_examples_is_chosen_for_export(finished: tuple[Path, RunDir]) -> None:
+    _, run = finished
+    assert run.chosen("draft") == "adaspec"
+    assert run.chosen("equal-tokens") == "equal-tokens"
+    trained = ("distillspec", "adaspec", "equal-tokens")
+    curves = {name: [entry["alpha"] for entry in run.draft_record(name).history] for name in trained}
+    assert run.chosen("best") == max(trained, key=lambda name: max(curves[name]))
+    settings = tiny_settings(run.folder.parent)
+    settings.export.choose = "adaspek"
+    with pytest.raises(UserError, match=r"export.choose is 'adaspek'.*equal-tokens"):
+        run_pipeline(settings)
+
+
 def test_every_stage_is_a_plain_folder_that_transformers_loads(finished: tuple[Path, RunDir]) -> None:
     _, run = finished
     for stage in STAGES:

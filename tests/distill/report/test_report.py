@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from distill.report.figures import figures
-from distill.report.summary import findings
+from distill.report.summary import choice, findings
 from distill.report.write import console_tables, write_report
 
 
@@ -198,6 +198,19 @@ def test_the_acceptance_told_is_that_of_the_final_draft_even_if_another_has_more
     assert "from 0.900 to 0.950 (kl-tv)" in said(changed(drafts=drafts, profile={**FULL["profile"], "draft": "kl-tv"}))
     assert "from 0.900 to 0.940 (AdaSPEC)" in said(changed(drafts=drafts))
     assert "from 0.900 to 0.960 (more-data)" in said(changed(drafts=[drafts[0], *drafts[2:]]))
+
+
+def test_a_choice_by_validation_is_told_with_its_margin():
+    drafts = [
+        {"name": "undistilled", "offline_alpha": 0.8, "validation_alpha": 0.99},
+        {"name": "distillspec", "offline_alpha": 0.9, "validation_alpha": 0.91},
+        {"name": "adaspec", "offline_alpha": 0.9, "validation_alpha": 0.915},
+    ]
+    report = {"drafts": drafts, "settings": {"export": {"choose": "best"}}}
+    (finding,) = choice(report)
+    assert "AdaSPEC is exported: of 2 trained drafts" in finding.text
+    assert "0.9150, +0.0050 against DistillSpec" in finding.text
+    assert choice(report | {"settings": {"export": {"choose": "draft"}}}) == []
 
 
 def test_a_faster_row_with_other_output_does_not_win():
