@@ -19,7 +19,8 @@ from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.core.trace import Trace
-from decode.loop import Output, System, Text, round_of
+from decode.loop import Output, System, Text, check_prompt, round_of
+from decode.models.free_memory import rows_that_fit
 
 Place = tuple[Runner, Drafter]
 """Caches and drafter of one text at a time."""
@@ -34,6 +35,7 @@ def decode_texts(
     *,
     rngs: Sequence[Rng],
     batch_size: int | None = None,
+    max_new_tokens: int = 128,
     finished: Callable[[int], None] | None = None,
     **options: Any,
 ) -> list[Output]:
@@ -48,7 +50,8 @@ def decode_texts(
         warp: logits to probabilities.
         prompts: token ids.
         rngs: of each text.
-        batch_size: texts at once; None: all.
+        batch_size: texts at once; None: all. Where memory does not hold so many, fewer are taken, with a warning.
+        max_new_tokens: see `Text`.
         finished: called with the number of each text that has ended.
         options: see `Text`.
 
@@ -59,25 +62,34 @@ def decode_texts(
         UserError: a model or method that serves one text at a time, or logits of NaN or +inf.
     """
     outputs = [Output(list(prompt), len(prompt), Trace()) for prompt in prompts]
-    waiting = deque(range(len(prompts)))
+    waiting: deque[int] = deque()
+    for i, output in enumerate(outputs):
+        try:
+            check_prompt(target, prompts[i], max_new_tokens)
+            waiting.append(i)
+        except UserError as error:
+            output.error = error
+    rows = _rows(target, system, [len(prompts[i]) + max_new_tokens for i in waiting], batch_size)
     live: list[tuple[int, Text, Place]] = []
-    with places(target, system, max(1, min(batch_size or len(prompts), len(prompts)))) as free:
+    with places(target, system, rows) as free:
         while waiting or live:
             while free and waiting:
                 i, place = waiting.popleft(), free.pop()
                 own, trace = system_for_one_text(system, place[1]), outputs[i].trace
-                try:
-                    text = Text(Target(place[0]), own, warp, prompts[i], rng=rngs[i], trace=trace, **options)
-                except UserError as error:
-                    outputs[i].error = error
-                    free.append(place)
-                    continue
+                text = Text(
+                    Target(place[0]), own, warp, prompts[i],
+                    max_new_tokens=max_new_tokens, rng=rngs[i], trace=trace, **options,
+                )  # fmt: skip
                 began = time.perf_counter()
                 text.start()
                 trace.total_seconds += time.perf_counter() - began
                 live.append((i, text, place))
+            while free:  # nobody waits for them, and neighbouring rows attend together
+                for part in free.pop():
+                    part.close()
+            live.sort(key=lambda one: one[2][0].row)
             going = []
-            for (i, text, place), (_, new) in zip(live, round_of([text for _, text, _ in live]) if live else ()):
+            for (i, text, place), (_, new) in zip(live, round_of([text for _, text, _ in live])):
                 outputs[i].ids += new
                 if not text.done:
                     going.append((i, text, place))
@@ -101,6 +113,13 @@ def places(target: Target, system: System, count: int) -> Iterator[list[Place]]:
         parts: list[Runner | Drafter] = [*runners, *drafters] if count > 1 else []
         for part in reversed(parts):
             part.close()
+
+
+def _rows(target: Target, system: System, lengths: Sequence[int], batch_size: int | None) -> int:
+    """How many texts of these lengths to decode at once."""
+    runner = target.runner
+    bytes_per_token = runner.cache_bytes_per_token + system.drafter.cache_bytes_per_token
+    return rows_that_fit(runner.device, bytes_per_token, [min(n, runner.limit) for n in lengths], batch_size)
 
 
 def system_for_one_text(system: System, drafter: Drafter) -> System:

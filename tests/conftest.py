@@ -11,6 +11,8 @@ import transformers
 from families import build_tiny
 from transformers import PreTrainedModel
 
+from decode.models.runners.fast_forward import FastForward
+
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 
@@ -27,3 +29,17 @@ def tiny() -> Callable[..., PreTrainedModel]:
         return built[key]
 
     return get
+
+
+@pytest.fixture
+def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with every hand-written forward, of a target, a draft model or a head."""
+    seen: list[int] = []
+    project = FastForward.project
+
+    def counted(self: FastForward, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(len(x))
+        return project(self, x)
+
+    monkeypatch.setattr(FastForward, "project", counted)
+    return seen

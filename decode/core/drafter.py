@@ -62,6 +62,11 @@ class Drafter:
         """
         return [copy.copy(self) for _ in targets]
 
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes that a token of a text takes in caches of its drafter."""
+        return 0
+
     def close(self) -> None:
         """Give back what `fork` took."""
 

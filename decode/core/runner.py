@@ -137,6 +137,11 @@ class Runner(ABC):
         return not self.tree_refusal
 
     @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes of cache that a position takes; 0 where that is unknown, or the cache is another runner's."""
+        return 0
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weights that reading one token takes; 0 where that is unknown."""
         return 0

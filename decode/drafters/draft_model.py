@@ -95,6 +95,11 @@ class ModelDrafter(Drafter):
             fork.runner = runner
         return list(forks)
 
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """See `Drafter.cache_bytes_per_token`."""
+        return self.runner.cache_bytes_per_token
+
     def close(self) -> None:
         """See `Drafter.close`."""
         self.runner.close()

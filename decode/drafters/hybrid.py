@@ -107,6 +107,11 @@ class HybridDrafter(Drafter):
             fork.head, fork.text = head, copy.copy(self.text)
         return list(forks)
 
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """See `Drafter.cache_bytes_per_token`."""
+        return self.head.cache_bytes_per_token
+
     def close(self) -> None:
         """See `Drafter.close`."""
         self.head.close()

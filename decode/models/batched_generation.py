@@ -6,7 +6,6 @@ depends neither on its neighbours nor on when it is written, and a run that was 
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from decode.core.rng import TorchRng, inverse
 from decode.core.sampling import Warp
-from decode.models.free_memory import free_memory
+from decode.models.free_memory import rows_that_fit
 from decode.models.open_runner import fast_if_equal
 from decode.models.runners.fast_runner import FastRunner
 from decode.models.runners.fast_weights import is_small
@@ -32,8 +31,6 @@ PROMPT_TOKENS = 1024
 """Most tokens of prompts in a forward, unless one prompt has more."""
 PACKED = 1 << 22
 """Smallest model (weights) that is packed for writing: at 16 rows 1.7 times as fast at 135M weights, 1.2 at 7M."""
-GROWTH = 2.5
-"""Memory that the cache takes for a moment while it grows, in caches."""
 
 Draws = Callable[[int, int], Sequence[float]]
 """Given a prompt's number and a count, so many numbers from [0, 1): one a token of its text."""
@@ -90,7 +87,8 @@ def write_texts(
         runner = fast_if_equal(model, _packing(model, min(batch_size or len(asked), len(asked))))
         if runner is not None:
             finished(len(prompts) - len(asked))
-            rows = _rows_that_fit(runner, [len(prompts[i]) + limits[i] for i in asked], batch_size)
+            lengths = [len(prompts[i]) + limits[i] for i in asked]
+            rows = rows_that_fit(runner.device, runner.cache_bytes_per_token, lengths, batch_size)
             waiting = (_Text(i, prompts[i], limits[i], draws(i, limits[i])) for i in asked)
             for done in _write_continuously(runner, waiting, rows, warp, set(stop_ids)):
                 texts[done.number] = done.written
@@ -168,19 +166,6 @@ def _packing(model: PreTrainedModel, rows: int) -> str:
     """Whether weights are packed for products of so many rows; large models are not held twice."""
     weights = sum(p.numel() for p in model.parameters())
     return "on" if rows >= FEW and weights >= PACKED and is_small(model) else "off"
-
-
-def _rows_that_fit(runner: FastRunner, lengths: Sequence[int], batch_size: int | None) -> int:
-    """How many texts of these lengths to write at once: as many as asked for, unless memory holds fewer."""
-    wanted = max(1, min(batch_size or len(lengths), len(lengths)))
-    row = max(lengths, default=1) * runner.cache_bytes_per_token
-    rows = max(1, min(wanted, int(free_memory(runner.device) / (GROWTH * row))))
-    if rows < wanted:
-        warnings.warn(
-            f"memory holds {rows} texts of {max(lengths)} tokens; writing {rows} instead of {wanted} at once",
-            stacklevel=3,
-        )
-    return rows
 
 
 # -- by the model's own forward: batches, in which finished texts leave their places empty -----------------------------

@@ -1,11 +1,38 @@
-"""How much memory a device has left."""
+"""How much memory a device has left, and how many texts it holds."""
 
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+GROWTH = 2.5
+"""Memory that caches take for a moment while they grow, in caches."""
+
+
+def rows_that_fit(
+    device: torch.device, bytes_per_token: int, lengths: Sequence[int], batch_size: int | None = None
+) -> int:
+    """How many texts to have at once: as many as asked for, unless memory holds fewer, which a warning says.
+
+    Args:
+        device: that holds the caches.
+        bytes_per_token: of the caches; 0 where that is unknown.
+        lengths: tokens of the texts.
+        batch_size: texts asked for; None: all.
+    """
+    longest, wanted = max(lengths, default=1), max(1, min(batch_size or len(lengths), len(lengths)))
+    rows = wanted
+    if bytes_per_token and (room := free_memory(device)) < math.inf:
+        rows = max(1, min(wanted, int(room / (GROWTH * longest * bytes_per_token))))
+    if rows < wanted:
+        warnings.warn(
+            f"memory holds {rows} texts of {longest} tokens; writing {rows} instead of {wanted} at once", stacklevel=3
+        )
+    return rows
 
 
 def free_memory(device: torch.device) -> float:

@@ -71,6 +71,11 @@ class ForeignRunner(Runner):
         return self.inner.weight_bytes
 
     @property
+    def cache_bytes_per_token(self) -> int:
+        """See `Runner.cache_bytes_per_token`; a token of the target may be several of its own."""
+        return self.inner.cache_bytes_per_token
+
+    @property
     def length(self) -> int:
         """Tokens of the target that have been read."""
         return len(self._ends)

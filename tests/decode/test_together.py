@@ -7,14 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from enumeration import (
-    Distribution,
-    ScriptedRunner,
-    autoregressive_distribution,
-    enumerate_runs,
-    random_table,
-    total_variation,
-)
+from enumeration import ScriptedRunner, joint_bias, random_table
 from families import CONTEXT, VOCAB, in_double, resembling
 from greedy import GREEDY, generate
 from scripted import corpus_drafters
@@ -23,7 +16,7 @@ from transformers import PreTrainedModel
 from decode.core.acceptance import AcceptanceRule
 from decode.core.drafter import Drafter, NoDrafter
 from decode.core.errors import UserError
-from decode.core.rng import Rng, TorchRng
+from decode.core.rng import TorchRng
 from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule
@@ -32,6 +25,7 @@ from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.loop import System, decode
 from decode.methods import RULES, STOPS, MethodInputs
+from decode.models import free_memory
 from decode.models.open_runner import open_runner
 from decode.models.runners.fast_runner import FastRunner, fast_runner
 from decode.models.runners.huggingface import HuggingFaceRunner
@@ -42,27 +36,6 @@ TOLERANCE = 1e-12
 SAMPLE = Warp(temperature=0.7)
 PAIR = [[0, 2, 1, 0, 2], [1, 0]]
 """Two prompts of different lengths for tables of three tokens."""
-
-
-def joint_bias(target: Runner, system: System, warp: Warp, prompts: list[list[int]], tokens: int, **options) -> float:  # type: ignore[no-untyped-def]
-    """Total variation between the joint distribution of texts decoded together and the product of their own."""
-
-    def run(rng: Rng) -> tuple[int, ...]:
-        rngs = [rng] * len(prompts)
-        texts = decode_texts(Target(target), system, warp, prompts, rngs=rngs, max_new_tokens=tokens, **options)
-        return tuple(token for text in texts for token in [*text.new_ids, -1])
-
-    def next_distribution(text: list[int]) -> torch.Tensor:
-        target.truncate(0)
-        return warp(target.read(torch.tensor(text), head=1), [text])[0]
-
-    found = enumerate_runs(run)
-    assert abs(sum(found.values()) - 1) < TOLERANCE
-    wanted: Distribution = {(): 1.0}
-    for prompt in prompts:
-        own = autoregressive_distribution(next_distribution, prompt, tokens, options.get("stop_ids", ()))
-        wanted = {(*a, *b, -1): p * q for a, p in wanted.items() for b, q in own.items()}
-    return total_variation(found, wanted)
 
 
 def tables(vocab: int = 3) -> tuple[ScriptedRunner, ScriptedRunner]:
@@ -115,12 +88,18 @@ def test_two_texts_are_lossless_together_through_real_caches(
     target, draft = runner(model), runner(resembling(model, 0.2))
     prompts = [[3, 1, 4, 1, 5, 1, 4], [2, 7]]
     lookahead = corpus_drafters(tmp_path, 8, [prompts[0] * 3])["lookahead"]
+    drafters = [ModelDrafter(draft, WARP, 8), lookahead()]
+    if isinstance(target, FastRunner):
+        drafters.append(EarlyExitDrafter(target, WARP, LayerSubset(1)))
     with torch.inference_mode():
-        for drafter in (ModelDrafter(draft, WARP, 8), lookahead()):
+        for drafter in drafters:
             assert joint_bias(target, System("", drafter, StopRule(3)), WARP, prompts, tokens) < TOLERANCE
 
 
 PROMPTS = [[3, 7, 1, 9], [1, 2, 3, 1, 2, 3, 1, 2], [5], [9, 9, 4] * 6, [40, 2], [8] * (CONTEXT - 6), [11, 30, 7]]
+
+
+SUBSETS = {"early-exit": LayerSubset(1), "layer-subset": LayerSubset.skipping(2, [], [1])}
 
 
 @pytest.fixture(scope="module")
@@ -130,15 +109,15 @@ def methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, PreTrain
     def get(name: str, model: PreTrainedModel, runner: Runner, warp: Warp = GREEDY) -> Drafter:
         if name == "model":
             return ModelDrafter(open_runner(resembling(model, 0.15), fast=isinstance(runner, FastRunner)), warp, VOCAB)
-        if name == "early-exit":
+        if name in SUBSETS:
             assert isinstance(runner, FastRunner)
-            return EarlyExitDrafter(runner, warp, LayerSubset(1))
+            return EarlyExitDrafter(runner, warp, SUBSETS[name])
         return known[name]()
 
     return get
 
 
-NAMES = ["none", "model", "early-exit", "prompt-lookup", "rest", "adaptix", "lookahead", "random-tree"]
+NAMES = ["none", "model", *SUBSETS, "prompt-lookup", "rest", "adaptix", "lookahead", "random-tree"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -162,6 +141,23 @@ def test_every_text_is_what_generate_writes(name: str, methods, tiny) -> None:
         assert sum(sum(text.trace.accepted) for text in texts) > 0
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_that_draft_alike_take_the_forwards_of_one(name: str, methods, tiny, count_forwards) -> None:
+    model = tiny("llama")
+    runner = open_runner(model)
+    system = System(name, methods(name, model, runner), StopRule(4))
+
+    def forwards(count: int) -> int:
+        count_forwards.clear()
+        prompts = [PROMPTS[1]] * count
+        decode_texts(Target(runner), system, GREEDY, prompts, rngs=[TorchRng(0)] * count, max_new_tokens=16)
+        return len(count_forwards)
+
+    alone = forwards(1)
+    assert alone > 5
+    assert forwards(3) <= alone + 2 * 2  # prompts may be read by themselves
+
+
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])
 def test_the_ordinary_model_call_decodes_texts_together(family: str, methods, tiny) -> None:
     model = tiny(family)
@@ -174,7 +170,7 @@ def test_the_ordinary_model_call_decodes_texts_together(family: str, methods, ti
         assert [text.ids for text in texts] == wanted
 
 
-@pytest.mark.parametrize("name", ["model", "early-exit", "adaptix", "lookahead"])
+@pytest.mark.parametrize("name", ["model", "layer-subset", "adaptix", "lookahead"])
 def test_a_sampled_text_does_not_depend_on_its_neighbours(name: str, methods, tiny) -> None:
     model, warp = tiny("llama"), Warp(1.0)
     runner = open_runner(model)
@@ -209,6 +205,25 @@ def test_prompts_that_cannot_be_decoded_do_not_keep_the_others_from_it(tiny) -> 
     assert "the prompt is empty" in str(texts[1].error)
     assert "shorten it" in str(texts[2].error)
     assert [text.new_ids for text in texts if text.error] == [[], [], []]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_fewer_texts_are_decoded_at_once_where_memory_does_not_hold_them(
+    fast: bool, methods, tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    runner = open_runner(model, fast=fast)
+    system = System("model", methods("model", model, runner), StopRule(3))
+    prompts, forked = [[3, 7, 1, 9], [5], [], [40, 2, 7]], []
+    both = 2 * (2 * 2 * 2 * 8 * 4)  # target and draft: layers, keys and values, their heads, width, float32
+    monkeypatch.setattr(free_memory, "free_memory", lambda _: 2.5 * both * 2.2 * 12)
+    fork = type(runner).fork
+    monkeypatch.setattr(type(runner), "fork", lambda self, count: forked.append(count) or fork(self, count))
+    rngs = [TorchRng(0) for _ in prompts]
+    with pytest.warns(UserWarning, match="memory holds 2 texts of 12 tokens; writing 2 instead of 3 at once"):
+        texts = decode_texts(Target(runner), system, GREEDY, prompts, rngs=rngs, max_new_tokens=8)
+    assert set(forked) == {2}
+    assert [text.ids for text in texts] == [generate(model, p, 8) if p else [] for p in prompts]
 
 
 def test_a_runner_that_serves_one_text_says_so() -> None:

@@ -19,6 +19,7 @@ from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.core.trace import Trace
 from decode.loop import System, decode
+from decode.together import decode_texts
 
 Distribution = dict[tuple[int, ...], float]
 NEGLIGIBLE = 1e-17  # branches of less mass are rounding noise; ten thousand of them stay below the tolerance
@@ -267,3 +268,24 @@ class Experiment:
     def drafted(self) -> set[int]:
         """All draft lengths that occurred."""
         return set(itertools.chain.from_iterable(t.drafted for t in self.traces))
+
+
+def joint_bias(target: Runner, system: System, warp: Warp, prompts: list[list[int]], tokens: int, **options) -> float:  # type: ignore[no-untyped-def]
+    """Total variation between the joint distribution of texts decoded together and the product of their own."""
+
+    def run(rng: Rng) -> tuple[int, ...]:
+        rngs = [rng] * len(prompts)
+        texts = decode_texts(Target(target), system, warp, prompts, rngs=rngs, max_new_tokens=tokens, **options)
+        return tuple(token for text in texts for token in [*text.new_ids, -1])
+
+    def next_distribution(text: list[int]) -> torch.Tensor:
+        target.truncate(0)
+        return warp(target.read(torch.tensor(text), head=1), [text])[0]
+
+    found = enumerate_runs(run)
+    assert abs(sum(found.values()) - 1) < 1e-12
+    wanted: Distribution = {(): 1.0}
+    for prompt in prompts:
+        own = autoregressive_distribution(next_distribution, prompt, tokens, options.get("stop_ids", ()))
+        wanted = {(*a, *b, -1): p * q for a, p in wanted.items() for b, q in own.items()}
+    return total_variation(found, wanted)

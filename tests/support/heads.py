@@ -1,4 +1,4 @@
-"""Feature heads that have learned a few texts by heart, so that their drafts are accepted often, but not always."""
+"""Feature heads whose drafts are accepted now and then: random ones, and ones that know a few texts by heart."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ from transformers import PreTrainedModel
 
 from decode.models.eagle.files import head_config
 from decode.models.eagle.head import FeatureHead
+
+
+def make_head(target: PreTrainedModel, version: int, seed: int = 3) -> FeatureHead:
+    """A random head, biased towards repeating what the target's own layers say, so that some drafts are accepted."""
+    vocab = int(target.config.vocab_size)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        head = FeatureHead(head_config(target.config.get_text_config(), version, draft_vocab=vocab // 2))
+        for weight in head.parameters():
+            weight += 0.2 * weight.std(correction=0).nan_to_num() * torch.randn(weight.shape, generator=generator)
+        if version == 3:
+            head.set_vocabulary(torch.arange(0, vocab, 2))
+            head.lm_head.weight.copy_(target.get_output_embeddings().weight[::2])
+    return head.to(target.dtype).eval()
 
 
 def learned_head(

@@ -208,11 +208,28 @@ def head_logits(head: FeatureHead, target: PreTrainedModel, ids: Sequence[int], 
     features = torch.cat([out.hidden_states[layer] for layer in head.captured_layers], -1)
     embedding = head.embed_tokens or target.get_input_embeddings()
     *_, states = head.unroll(embedding(tokens[:, 1:]), features[:, :-1], depth)
-    # state t of step s predicts token t + 1 + depth; rows of the text are needed from `start` on
-    first = max(0, start - 1 - depth)
     shared = output_head(target, head.draft_ids()) if head.version == 1 else None
-    found = head.logits(states[0, first : len(ids) - 1 - depth], shared)
-    rows = found.new_full((len(ids) - start, int(target.get_output_embeddings().weight.shape[0])), -torch.inf)
+    vocab = int(target.get_output_embeddings().weight.shape[0])
+    return rows_of_states(head, shared, vocab, states[0], (ids, start), depth)
+
+
+def rows_of_states(
+    head: FeatureHead, shared: Any, vocab: int, states: Tensor, text: tuple[Sequence[int], int], depth: int
+) -> Tensor:
+    """`head_logits` of the head's states.
+
+    Args:
+        head: the feature head.
+        shared: EAGLE-1's output head.
+        vocab: the target's vocabulary size.
+        states: at each token of the text, ``[time, hidden]``; state t predicts token t + 1 + depth.
+        text: token ids, and how many of them are the prompt.
+        depth: see `head_logits`.
+    """
+    ids, start = text
+    first = max(0, start - 1 - depth)  # rows of the text are needed from `start` on
+    found = head.logits(states[first : max(first, len(ids) - 1 - depth)], shared)
+    rows = found.new_full((len(ids) - start, vocab), -torch.inf)
     place = head.draft_ids()
     place = torch.arange(found.shape[-1], device=found.device) if place is None else place
     missing = len(rows) - len(found)

@@ -33,6 +33,12 @@ class RowRunner(Runner):
         """Slots of the cache that are in use."""
         return self.length
 
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """See `Runner.cache_bytes_per_token`."""
+        cache = self.forward.cache
+        return cache.shape[0] * cache.shape[2] * cache.shape[4] * cache.element_size()
+
     def share(self, forks: list[Self]) -> None:
         """Give runners of the same forward rows of the cache behind those in use."""
         self._texts.extend([] if self._texts else [self])
@@ -42,7 +48,10 @@ class RowRunner(Runner):
             self._texts.append(fork)
 
     def close(self) -> None:
-        """Leave the cache; the text in its last row moves into the free one. The memory goes with the last but one."""
+        """Leave the cache; the text in its last row moves into the free one. The memory goes with the last but one.
+
+        A text that has left or never shared is left as it is.
+        """
         if not self._texts:
             return
         last = self._texts.pop()
@@ -52,6 +61,7 @@ class RowRunner(Runner):
         if len(self._texts) == 1:
             self._texts.clear()
             self.forward.reserve_rows(1)
+        self._texts = []
 
 
 def hand_out(texts: Sequence[Runner], hidden: Tensor, counts: Sequence[int]) -> None:

@@ -129,12 +129,6 @@ class FastRunner(RowRunner):
         """See `Runner.weight_bytes`."""
         return 0 if self.model is None else weight_bytes(self.model)
 
-    @property
-    def cache_bytes_per_token(self) -> int:
-        """Bytes of cache that a position takes in all layers."""
-        cache = self.forward.cache
-        return cache.shape[0] * cache.shape[2] * cache.shape[4] * cache.element_size()
-
     def first_layers(self, exit_layer: int) -> FastRunner:
         """The first layers as a draft model with a cache of its own, sharing the weights.
 

@@ -43,6 +43,14 @@ class HuggingFaceRunner(Runner):
         """See `Runner.weight_bytes`."""
         return weight_bytes(self.model)
 
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """See `Runner.cache_bytes_per_token`; as far as the configuration says."""
+        heads = getattr(self.config, "num_attention_heads", 0)
+        groups = getattr(self.config, "num_key_value_heads", None) or heads
+        width = getattr(self.config, "head_dim", None) or self.config.hidden_size // max(1, heads)
+        return 2 * int(self.config.num_hidden_layers * groups * width) * self.dtype.itemsize
+
     def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
         """See `Runner.read`."""
         n, past = len(tokens), self._length

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from enumeration import Experiment
+from enumeration import Experiment, joint_bias
 from families import VOCAB, WIDTH, in_double
 from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
+from heads import make_head
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -24,11 +25,11 @@ from decode.core.target import Target
 from decode.core.thresholds import MeanOfRejected
 from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter
 from decode.drafters.hybrid import HybridDrafter
-from decode.loop import System, decode
+from decode.loop import Output, System, decode
 from decode.measure.acceptance_offline import offline_alpha, response_logits
 from decode.methods import MethodInputs, build
-from decode.models.eagle.files import default_captured_layers, head_config, is_head, load_head, save_head
-from decode.models.eagle.head import FeatureHead, head_logits
+from decode.models.eagle.files import default_captured_layers, is_head, load_head, save_head
+from decode.models.eagle.head import head_logits
 from decode.models.eagle.runner import HeadRunner
 from decode.models.open_runner import open_runner
 from decode.models.runners.fast_runner import fast_runner
@@ -38,21 +39,6 @@ from decode.together import decode_texts
 FAMILIES = ["llama", "qwen3", "gpt_neox", "gpt2"]
 SMALL = 8
 PROMPT = [3, 1, 4, 1, 5, 1, 4]
-
-
-def make_head(target: PreTrainedModel, version: int, seed: int = 3) -> FeatureHead:
-    """A random head, biased towards repeating what the target's own layers say, so that some drafts are accepted."""
-    vocab = int(target.config.vocab_size)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        head = FeatureHead(head_config(target.config.get_text_config(), version, draft_vocab=vocab // 2))
-        for weight in head.parameters():
-            weight += 0.2 * weight.std(correction=0).nan_to_num() * torch.randn(weight.shape, generator=generator)
-        if version == 3:
-            head.set_vocabulary(torch.arange(0, vocab, 2))
-            head.lm_head.weight.copy_(target.get_output_embeddings().weight[::2])
-    return head.to(target.dtype).eval()
 
 
 def as_runner(target: PreTrainedModel, version: int, pack: str = "off") -> HeadRunner:
@@ -152,19 +138,42 @@ def test_feature_heads_do_not_change_the_greedy_text(family: str, fast: bool, ve
 
 @pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize("fast", [True, False])
-def test_feature_heads_draft_for_texts_together(fast: bool, version: int, tiny) -> None:
+def test_feature_heads_draft_for_texts_together(fast: bool, version: int, tiny, count_forwards) -> None:
     target = tiny("llama")
     runner, head = open_runner(target, fast=fast), as_runner(target, version)
     prompts = [*PROMPTS, [5], [2, 40, 7]]
     wanted = [generate(target, prompt, 16) for prompt in prompts]
-    for name, make in trees(version)[:2]:
+    for name, make in trees(version):
+        if name == "wide":
+            continue
         system = System(name, make(head, runner, GREEDY), StopRule(4))
-        rngs = [TorchRng(0) for _ in prompts]
-        found = decode_texts(Target(runner), system, GREEDY, prompts, rngs=rngs, batch_size=3, max_new_tokens=16)
-        alone = [decode(Target(runner), system, GREEDY, prompt, max_new_tokens=16) for prompt in prompts]
+
+        def texts(*numbers: int, size: int, system: System = system) -> list[Output]:
+            rngs, some = [TorchRng(0) for _ in numbers], [prompts[i] for i in numbers]
+            count_forwards.clear()
+            return decode_texts(Target(runner), system, GREEDY, some, rngs=rngs, batch_size=size, max_new_tokens=16)
+
+        found = texts(*range(len(prompts)), size=3)
+        alone = [texts(i, size=1)[0] for i in range(len(prompts))]
         assert [text.ids for text in found] == wanted
         assert [text.trace.drafted for text in found] == [text.trace.drafted for text in alone]
         assert sum(sum(text.trace.drafted) for text in found) > 40
+        assert head.forward.rows == 1
+        if fast:  # three texts that draft alike take the forwards of one, but for their prompts'
+            texts(1, size=1)
+            single = len(count_forwards)
+            texts(1, 1, 1, size=3)
+            assert 8 < single <= len(count_forwards) <= single + 2 * 2
+
+
+def test_feature_heads_are_lossless_for_two_texts(tiny) -> None:
+    target = in_double(tiny("llama", vocab_size=SMALL, dtype=torch.float64))
+    warp = Warp(temperature=1.3, top_k=2)
+    runner, head = fast_runner(target), as_runner(target, 3)
+    chain, tree = FeatureDrafter(head, runner, warp), FeatureTreeDrafter(head, runner, warp, width=2, nodes=5)
+    with torch.inference_mode():
+        for drafter in (chain, tree, HybridDrafter(FeatureDrafter(head, runner, warp), match=2, length=3)):
+            assert joint_bias(runner, System("", drafter, StopRule(3)), warp, [PROMPT, [2, 7]], 2) < 1e-12
 
 
 def test_accepted_tokens_leave_the_head_with_the_targets_features(tiny) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from decode.core.proposal import Draft
 from decode.core.sampling import Warp
 from decode.models import batched_generation
+from decode.models import free_memory as memory
 from decode.models.batched_generation import draws_named, write_texts
 from decode.models.runners import fast_runner as fast_module
 from decode.models.runners import texts_together
@@ -148,7 +149,7 @@ def test_fewer_texts_are_written_at_once_where_memory_does_not_hold_them(tiny, m
     prompts = texts_of([4, 9, 6])
     wanted = write_texts(model, prompts, warp, budgets=8, stop_ids=(), draws=draws_named(0))
     bytes_of_a_token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, their heads, width, float32
-    monkeypatch.setattr(batched_generation, "free_memory", lambda _: 2.5 * bytes_of_a_token * 2.2 * 17)
+    monkeypatch.setattr(memory, "free_memory", lambda _: 2.5 * bytes_of_a_token * 2.2 * 17)
     forked: list[int] = []
     fork = FastRunner.fork
     monkeypatch.setattr(FastRunner, "fork", lambda self, count: forked.append(count) or fork(self, count))

@@ -1,0 +1,108 @@
+"""Logits of a target and its drafts on texts that the target wrote, by teacher forcing, several texts a forward.
+
+Texts of similar length stand side by side, filled up on the right: attention looks to the left and never sees that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.models.eagle.head import FeatureHead, output_head, rows_of_states
+from decode.models.other_vocabulary import DraftModel, ForeignDraft, foreign_logits
+
+Text = tuple[Sequence[int], int]
+"""Token ids, and how many of them are the prompt."""
+TOKENS, LOGITS = 4096, 1 << 25
+"""Most tokens and most logits of a forward, unless one text has more."""
+
+
+@dataclass
+class Forced:
+    """What is predicted at the response tokens of a text.
+
+    Attributes:
+        number: of the text.
+        p: the target's logits ``[response, vocab]``.
+        q: of each draft its logits ``[response, vocab]`` as first drafted token; of a feature head then those as
+            second, third, … drafted token, from its own states before it and the text's true tokens.
+    """
+
+    number: int
+    p: Tensor
+    q: dict[str, list[Tensor]]
+
+
+@torch.no_grad()
+def teacher_forced(
+    target: PreTrainedModel, drafts: Mapping[str, DraftModel], texts: Sequence[Text], *, depth: int = 1
+) -> Iterator[Forced]:
+    """Read all texts that have a response with the target and with every draft, those of similar length together.
+
+    Args:
+        target: p.
+        drafts: q, by name.
+        texts: token ids, and how many of them are the prompt.
+        depth: drafted tokens that feature heads are asked about.
+
+    Yields:
+        The logits of each text, shortest text first.
+    """
+    heads = {name: draft for name, draft in drafts.items() if isinstance(draft, FeatureHead)}
+    shared = {name: output_head(target, head.draft_ids()) for name, head in heads.items() if head.version == 1}
+    vocab = int(target.get_output_embeddings().weight.shape[0])
+    for numbers in _groups(texts, min(TOKENS, LOGITS // vocab)):
+        group = [texts[i] for i in numbers]
+        tokens = torch.zeros(len(group), len(group[-1][0]), dtype=torch.long)
+        for row, (ids, _) in zip(tokens, group):
+            row[: len(ids)] = torch.tensor(list(ids))
+        tokens = tokens.to(target.device)
+        p, states = _logits(target, tokens, group, states=bool(heads))
+        q: dict[str, list[list[Tensor]]] = {}  # by draft, depth and text
+        for name, draft in drafts.items():
+            if isinstance(draft, ForeignDraft):
+                q[name] = [[foreign_logits(draft, ids, start) for ids, start in group]]
+            elif isinstance(draft, FeatureHead):
+                embeds = (draft.embed_tokens or target.get_input_embeddings())(tokens[:, 1:])
+                features = torch.cat([states[layer] for layer in draft.captured_layers], -1)[:, :-1]
+                q[name] = [
+                    [rows_of_states(draft, shared.get(name), vocab, own, text, at) for own, text in zip(found, group)]
+                    for at, found in enumerate(draft.unroll(embeds, features, depth), 1)
+                ]
+            else:
+                q[name] = [_logits(draft, tokens, group)[0]]
+        for i, number in enumerate(numbers):
+            yield Forced(number, p[i], {name: [rows[i] for rows in by_depth] for name, by_depth in q.items()})
+
+
+def _groups(texts: Sequence[Text], most: int) -> Iterator[list[int]]:
+    """Numbers of texts with a response, in the order of their lengths, as many as have `most` tokens when filled up."""
+    group: list[int] = []
+    for i in sorted(range(len(texts)), key=lambda i: len(texts[i][0])):
+        ids, start = texts[i]
+        if len(ids) <= start:
+            continue
+        if group and (len(group) + 1) * len(ids) > most:
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
+
+
+def _logits(
+    model: PreTrainedModel, tokens: Tensor, group: Sequence[Text], *, states: bool = False
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Logits ``[response, vocab]`` of each text, and the hidden states ``[batch, time, hidden]`` where asked for."""
+    known = model.get_input_embeddings().weight.shape[0]  # a draft of a shorter padded vocabulary reads its last id
+    first = min(start for _, start in group) - 1
+    keep = tokens.shape[1] - first
+    out = model(
+        input_ids=tokens.clamp(max=known - 1), use_cache=False, logits_to_keep=keep, output_hidden_states=states
+    )
+    rows = [logits[start - 1 - first : len(ids) - 1 - first] for logits, (ids, start) in zip(out.logits, group)]
+    return rows, out.hidden_states or ()

@@ -1,0 +1,47 @@
+"""Texts read together by teacher forcing get the logits that each has alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from families import resembling
+from heads import make_head
+
+from decode.measure.acceptance_offline import draft_logits, response_logits
+from decode.models import teacher_forcing
+from decode.models.eagle.head import head_logits
+from decode.models.teacher_forcing import teacher_forced
+
+TEXTS = [([3, 7, 1, 9, 12, 40, 2, 5], 4), ([5, 6], 2), ([5, 6, 7], 1), ([9, 9, 4] * 6, 11), ([8] * 30, 3)]
+"""The second has no response."""
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("tokens", [40, 4096])
+def test_every_text_gets_its_own_logits(family: str, tokens: int, tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teacher_forcing, "TOKENS", tokens)
+    target = tiny(family)
+    short = copy.deepcopy(target)
+    short.resize_token_embeddings(30)
+    drafts = {
+        "short": short,
+        "draft": resembling(target, 0.2),
+        "one": make_head(target, 1),
+        "three": make_head(target, 3),
+    }
+    seen = {forced.number: forced for forced in teacher_forced(target, drafts, TEXTS, depth=3)}
+    assert sorted(seen) == [0, 2, 3, 4]
+    with torch.no_grad():
+        for number, forced in seen.items():
+            text = TEXTS[number]
+            torch.testing.assert_close(forced.p, response_logits(target, *text), rtol=1e-4, atol=1e-4)
+            for name in ("short", "draft"):
+                (q,) = forced.q[name]
+                torch.testing.assert_close(q, draft_logits(target, drafts[name], *text), rtol=1e-4, atol=1e-4)
+            for name in ("one", "three"):
+                assert len(forced.q[name]) == 3
+                for depth, q in enumerate(forced.q[name], 1):
+                    wanted = head_logits(drafts[name], target, *text, depth)
+                    torch.testing.assert_close(q, wanted, rtol=1e-4, atol=1e-4)
