@@ -94,7 +94,9 @@ def show(sides: Sequence[Side], console: Console) -> None:
         for _ in sides:
             grid.add_column(ratio=1)
         grid.add_row(*(side.panel(console) for side in sides))
-        return Group(grid, Text("  ").join(Text(meaning, STYLES[who]) for who, meaning in LEGEND.items()))
+        return Group(
+            grid, Text("  ").join(Text(meaning, STYLES[who]) for who, meaning in LEGEND.items() if who != "rejected")
+        )
 
     with Live(view(), console=console, refresh_per_second=12, auto_refresh=False, transient=False) as live:
         shown = time.monotonic()
@@ -103,6 +105,8 @@ def show(sides: Sequence[Side], console: Console) -> None:
                 live.update(view(), refresh=True)
                 shown = time.monotonic()
         live.update(view(), refresh=True)
+    if not console.is_terminal:  # there Live itself begins a new line
+        console.print()
     console.print(result(*sides), style="bold", highlight=False)
 
 
