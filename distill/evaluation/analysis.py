@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-Logits = tuple[Tensor, Mapping[str, Tensor]]
-"""The target's logits ``[n, vocab]`` of one text, and each draft's."""
-
 
 def margins(p: Tensor, q: Tensor) -> Tensor:
     """Logit margin ``[n]``: the draft's logit of the target's most probable token minus its largest other logit."""
@@ -29,31 +26,34 @@ def divergence(p: Tensor, q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def histograms_of(texts: Iterable[Logits], bins: int = 40) -> dict[str, Any]:
-    """Histograms of margins and divergences of each draft, on common edges.
+class Histograms:
+    """Histograms of margins and divergences of each draft, on common edges."""
 
-    Returns:
-        ``{"margins": {draft: {"edges", "counts"}}, "kl": {…}}``.
-    """
-    values: dict[str, dict[str, list[Tensor]]] = {"margins": {}, "kl": {}}
-    for p, drafts in texts:
+    def __init__(self) -> None:
+        self._values: dict[str, dict[str, list[Tensor]]] = {"margins": {}, "kl": {}}
+
+    def add(self, p: Tensor, drafts: Mapping[str, Tensor]) -> None:
+        """One more text: the target's logits ``[n, vocab]``, and each draft's."""
         for name, q in drafts.items():
             shared = min(p.shape[-1], q.shape[-1])
-            values["margins"].setdefault(name, []).append(margins(p[:, :shared].float(), q[:, :shared].float()))
-            values["kl"].setdefault(name, []).append(divergence(p[:, :shared], q[:, :shared]))
-    found: dict[str, Any] = {}
-    for kind, series in values.items():
-        flat = {name: torch.cat(parts).double().cpu().numpy() for name, parts in series.items()}
-        if not flat:
-            continue
-        pooled = np.concatenate(list(flat.values()))
-        low, high = (0.0, np.quantile(pooled, 0.999)) if kind == "kl" else np.quantile(pooled, [0.001, 0.999])
-        edges = np.linspace(low, max(high, low + 1e-6), bins + 1)
-        found[kind] = {
-            name: {"edges": edges.tolist(), "counts": np.histogram(v.clip(edges[0], edges[-1]), edges)[0].tolist()}
-            for name, v in flat.items()
-        }
-    return found
+            self._values["margins"].setdefault(name, []).append(margins(p[:, :shared].float(), q[:, :shared].float()))
+            self._values["kl"].setdefault(name, []).append(divergence(p[:, :shared], q[:, :shared]))
+
+    def report(self, bins: int = 40) -> dict[str, Any]:
+        """``{"margins": {draft: {"edges", "counts"}}, "kl": {…}}``."""
+        found: dict[str, Any] = {}
+        for kind, series in self._values.items():
+            flat = {name: torch.cat(parts).double().cpu().numpy() for name, parts in series.items()}
+            if not flat:
+                continue
+            pooled = np.concatenate(list(flat.values()))
+            low, high = (0.0, np.quantile(pooled, 0.999)) if kind == "kl" else np.quantile(pooled, [0.001, 0.999])
+            edges = np.linspace(low, max(high, low + 1e-6), bins + 1)
+            found[kind] = {
+                name: {"edges": edges.tolist(), "counts": np.histogram(v.clip(edges[0], edges[-1]), edges)[0].tolist()}
+                for name, v in flat.items()
+            }
+        return found
 
 
 def lifts(

@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from decode.core.acceptance import overlap
 from decode.core.options import MethodOptions
-from decode.measure.acceptance_offline import OfflineAlpha, prefixes, response_logits
+from decode.measure.acceptance_offline import OfflineAlpha
 from decode.measure.bench_entries import BenchEntry
-from decode.models.eagle.head import FeatureHead, head_logits
-from distill.evaluation.evaluate import Evaluation, Text
-
-DEPTHS = 5
-"""Drafted tokens whose offline acceptance is reported, each from the head's own states before it."""
+from decode.models.eagle.head import FeatureHead
+from distill.evaluation.evaluate import Evaluation
 
 
 class HeadEvaluation(Evaluation):
     """See the module's docstring."""
+
+    depths = 5
 
     def _whole(self, name: str) -> bool:
         head = self.models[name]
@@ -46,24 +44,9 @@ class HeadEvaluation(Evaluation):
     def _named(self, row: dict[str, Any]) -> dict[str, Any]:
         return row | {"draft": f"{row['draft']}-tree"} if row["method"] == "eagle-tree" else row
 
-    def _analysis(self, texts: list[Text]) -> dict[str, Any]:
-        depths = {name: self._by_depth(name, texts) for name in self.models}
-        return super()._analysis(texts) | {"alpha_by_depth": depths}
-
-    def _by_depth(self, name: str, texts: list[Text]) -> list[dict[str, float]]:
-        """offline_alpha of the first, second, … drafted token at temperature 1, by teacher forcing."""
-        warp, head, found = self._warp(1.0), self.models[name], []
-        assert isinstance(head, FeatureHead)
-        for depth in self.bar.track(range(1, DEPTHS + 1), f"acceptance by depth, {name}"):
-            values = [
-                overlap(
-                    warp(response_logits(self.target, ids, start), before),
-                    warp(head_logits(head, self.target, ids, start, depth), before),
-                )
-                for ids, start in texts
-                if len(ids) > start
-                for before in [prefixes(warp, ids, start)]
-            ]
-            alpha = OfflineAlpha([row.double().tolist() for row in values])
-            found.append({"depth": depth, "alpha": alpha.mean, "se": alpha.se})
-        return found
+    def _analysis(self, alphas: dict[str, list[OfflineAlpha]]) -> dict[str, Any]:
+        depths = {
+            name: [{"depth": depth, "alpha": alpha.mean, "se": alpha.se} for depth, alpha in enumerate(by_depth, 1)]
+            for name, by_depth in alphas.items()
+        }
+        return super()._analysis(alphas) | {"alpha_by_depth": depths}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,12 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decode.core.acceptance import overlap
 from decode.core.options import MethodOptions
 from decode.core.progress import Progress
 from decode.core.sampling import Warp
 from decode.measure import machine
-from decode.measure.acceptance_offline import OfflineAlpha, draft_logits, offline_alpha, paired, response_logits
+from decode.measure.acceptance_offline import OfflineAlpha, paired, prefixes, prompt_numbers
 from decode.measure.bench_entries import BenchEntry
 from decode.measure.bench_session import BenchOptions, Session
 from decode.measure.benchmark import Benchmark
@@ -26,6 +29,7 @@ from decode.models.eagle.files import is_head, load_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.generation_config import described, own_warp
 from decode.models.open import load_model, stop_ids
+from decode.models.teacher_forcing import teacher_forced
 from decode.prompts.presets import PRESETS
 from decode.prompts.scorers import SCORERS
 from decode.prompts.suites import Prompt, Suite
@@ -33,10 +37,12 @@ from distill.config.drafts import PLAIN
 from distill.config.settings import Settings
 from distill.core.run_dir import RunDir, account_of
 from distill.data import Corpus, prompt_part
-from distill.evaluation.analysis import histograms_of, lifts
+from distill.evaluation.analysis import Histograms, lifts
 
 Text = tuple[list[int], int]
 """Token ids, and how many of them are the prompt."""
+PROFILE_TURNS, COST_TURNS = 12, 8
+"""Measurements of costs for the profile, and within a block of timed texts (one a prompt where there are more)."""
 
 
 def evaluate(
@@ -83,12 +89,19 @@ def test_suite(corpus: Corpus, source: str, count: int) -> Suite:
 
 
 class Evaluation:
-    """The measurements of a run whose drafts are language models."""
+    """The measurements of a run whose drafts are language models.
+
+    Attributes:
+        depths: drafted tokens whose offline acceptance is measured at temperature 1, of drafts that are feature heads.
+        shown: drafts whose margins and divergences from the target are.
+    """
+
+    depths = 1
 
     def __init__(
         self, run: RunDir, full: Settings, corpus: Corpus, device: torch.device, console: Console | None = None
     ) -> None:
-        self.console = console
+        self.console, self.threads, self.histograms = console, torch.get_num_threads(), Histograms()
         settings, source, self.full = full.evaluation, full.data.source, full
         self.settings, self.seed, self.corpus, self.run = settings, full.seed, corpus, run
         self.tokenizer: PreTrainedTokenizerBase = corpus.tokenizer
@@ -109,10 +122,13 @@ class Evaluation:
             seed=full.seed,
             threads=settings.threads,
             samples=2,
+            cost_turns=COST_TURNS,
             warp=self._warp(0.0),
         )
         self.session = Session(self.target, self.models, self.tokenizer, options)
         self.stops = stop_ids(self.target, self.tokenizer)
+        pair = [run.names[stage] for stage in ("reference", "draft")]
+        self.shown = [name for name in pair if self._whole(name)]
 
     @property
     def best(self) -> str:
@@ -137,11 +153,11 @@ class Evaluation:
                 self.bar.console.print(followed, soft_wrap=True)
             greedy = self._texts(0.0, max(self.settings.prompts, self.settings.accuracy_prompts))
             sampled = self._texts(1.0, self.settings.prompts)
-            alphas = self._alphas(sampled, 1.0)
-            greedy_alphas = self._alphas(greedy[: self.settings.prompts], 0.0)
+            by_depth = self._alphas(sampled, 1.0, self.depths)
+            alphas = {name: of[0] for name, of in by_depth.items()}
+            greedy_alphas = {name: of[0] for name, of in self._alphas(greedy[: self.settings.prompts], 0.0).items()}
             profile = self._profile(greedy_alphas)
             decoding, extra = self._decoding(profile)
-            learned = self._analysis(sampled)
         return {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "target": self._target(greedy),
@@ -149,7 +165,7 @@ class Evaluation:
             "paired": self._pairs(alphas, "T = 1") + self._pairs(greedy_alphas, "greedy"),
             "decoding": decoding,
             "profile": profile,
-            "analysis": extra["analysis"] | learned,
+            "analysis": extra["analysis"] | self._analysis(by_depth),
             "samples": extra["samples"],
             "machine": machine.describe(self.target.device) | {"dtype": self.dtype},
         }
@@ -166,25 +182,52 @@ class Evaluation:
         prompts = self.prompt_ids[:count]
         work = self.bar.add(name, len(prompts))
         longest, limit = self.settings.max_new_tokens, self.session.runner.limit
-        texts = write_texts(
-            self.target,
-            prompts,
-            self._warp(temperature),
-            budgets=[min(longest, limit - len(ids)) for ids in prompts],
-            stop_ids=self.stops,
-            draws=draws_of_loop(self.seed),
-            batch_size=self.settings.batch_size,
-            progress=work.advance,
-        )
+        with self._all_threads():
+            texts = write_texts(
+                self.target,
+                prompts,
+                self._warp(temperature),
+                budgets=[min(longest, limit - len(ids)) for ids in prompts],
+                stop_ids=self.stops,
+                draws=draws_of_loop(self.seed),
+                batch_size=self.settings.batch_size,
+                progress=work.advance,
+            )
         return [([*ids, *text], len(ids)) for ids, text in zip(prompts, texts)]
 
-    def _alphas(self, texts: list[Text], temperature: float) -> dict[str, OfflineAlpha]:
+    def _alphas(self, texts: list[Text], temperature: float, depth: int = 1) -> dict[str, list[OfflineAlpha]]:
+        """offline_alpha of every draft: as first drafted token, of feature heads up to the `depth`-th."""
         warp = self._warp(temperature)
         name = "acceptance, greedy" if temperature == 0 else f"acceptance, T = {temperature:g}"
+        texts = [(ids, start) for ids, start in texts if len(ids) > start]
+        found: dict[str, list[dict[int, list[float]]]] = {}  # by draft, depth and text
+        work = self.bar.add(name, len(texts))
+        with self._all_threads():
+            for forced in teacher_forced(self.target, self.models, texts, depth=depth):
+                before = prefixes(warp, *texts[forced.number])
+                p = warp(forced.p, before)
+                for draft, logits in forced.q.items():
+                    by_depth = found.setdefault(draft, [{} for _ in logits])
+                    for values, q in zip(by_depth, logits):
+                        values[forced.number] = overlap(p, warp(q, before)).double().tolist()
+                if temperature == 1.0:
+                    self.histograms.add(forced.p, {draft: forced.q[draft][0] for draft in self.shown})
+                work.advance()
+        numbers = prompt_numbers(texts)
         return {
-            draft: offline_alpha(self.target, self.models[draft], texts, warp)
-            for draft in self.bar.track(list(self.models), name)
+            draft: [OfflineAlpha([values[i] for i in range(len(texts))], numbers) for values in by_depth]
+            for draft, by_depth in found.items()
         }
+
+    @contextmanager
+    def _all_threads(self) -> Iterator[None]:
+        """The threads of training, where many texts are read at once and nothing is timed."""
+        timed = torch.get_num_threads()
+        torch.set_num_threads(self.full.threads or self.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(timed)
 
     def _target(self, greedy: list[Text]) -> dict[str, Any]:
         row: dict[str, Any] = {
@@ -249,7 +292,7 @@ class Evaluation:
     def _profile(self, greedy: dict[str, OfflineAlpha]) -> dict[str, Any]:
         """Costs of the pair, and the speedup they predict for every draft length; for other drafts the best length."""
         items, work = self.session.items(self.suite), self.bar.add("costs of forwards", 1)
-        self.session.measure_costs(items, [self.best], longest=max(self.settings.draft_lengths))
+        self.session.measure_costs(items, [self.best], longest=max(self.settings.draft_lengths), repeats=PROFILE_TURNS)
         work.advance()
         cost: CostModel = self.session.costs[self.best]
         widest = max(cost.verify_cost)
@@ -320,17 +363,8 @@ class Evaluation:
 
     # -- what the drafts learned -----------------------------------------------------------------------------------
 
-    def _analysis(self, texts: list[Text]) -> dict[str, Any]:
-        shown = [self.run.names[stage] for stage in ("reference", "draft") if self._whole(self.run.names[stage])]
-        logits = (
-            (
-                response_logits(self.target, ids, start),
-                {name: draft_logits(self.target, self.models[name], ids, start) for name in shown},
-            )
-            for ids, start in self.bar.track(texts, "what the drafts learned")
-            if len(ids) > start
-        )
-        found = histograms_of(logits)
+    def _analysis(self, alphas: dict[str, list[OfflineAlpha]]) -> dict[str, Any]:
+        found = self.histograms.report()
         records = {name: self.run.draft_record(name) for name in self.models}
         curves = {n: [[h["step"], h["alpha"]] for h in r.history if "alpha" in h] for n, r in records.items()}
         found["curves"] = {name: points for name, points in curves.items() if points}

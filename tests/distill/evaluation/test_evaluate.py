@@ -1,13 +1,24 @@
-"""Which drafts are timed, and at which lengths."""
+"""Which drafts are timed, at which lengths, and the acceptance of texts that are read together."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from families import resembling
+from heads import make_head
 from tiny_run import bench, run_tiny, tiny_settings
 
+from decode.core.acceptance import overlap
+from decode.core.progress import Progress
+from decode.core.sampling import Warp
+from decode.measure.acceptance_offline import offline_alpha, response_logits
 from decode.measure.cost import CostModel
+from decode.models.eagle.head import head_logits
 from distill.config.settings import EvaluationSettings, Settings
 from distill.core.run_dir import RunDir
+from distill.evaluation.analysis import Histograms
+from distill.evaluation.eagle import HeadEvaluation
 from distill.evaluation.evaluate import Evaluation
 from distill.pipeline.runner import measure
 
@@ -41,3 +52,29 @@ def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path: Path
         cost = CostModel.from_dict(costs[row["temperature"]][row["draft"]])
         spent = sum(n * (cost.cost_ratio * int(k) + cost.v(int(k) + 1)) for k, n in row["draft_lengths"].items())
         assert row["predicted_speedup"] == pytest.approx(row["tokens"] / spent)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_acceptance_on_texts_read_together_is_that_of_each_text(temperature: float, tiny) -> None:
+    target = tiny("llama")
+    drafts = {"model": resembling(target, 0.2), "head": make_head(target, 3)}
+    texts = [([3, 7, 1, 9, 12, 40, 2, 5], 4), ([5, 6], 2), ([9, 9, 4] * 6, 11), ([8] * 30, 3)]
+    evaluation = HeadEvaluation.__new__(HeadEvaluation)  # without the folder of a run
+    evaluation.target, evaluation.models, evaluation.shown = target, drafts, ["model"]
+    evaluation.full, evaluation.threads, evaluation.histograms = SimpleNamespace(threads=None), 1, Histograms()
+    with Progress() as evaluation.bar:
+        found = evaluation._alphas(texts, temperature, evaluation.depths)
+    warp = Warp(temperature)
+    assert {name: len(by_depth) for name, by_depth in found.items()} == {"model": 1, "head": 5}
+    for name, draft in drafts.items():
+        alone = offline_alpha(target, draft, texts, warp)
+        for seen, wanted in zip(found[name][0].texts, alone.texts, strict=True):
+            assert seen == pytest.approx(wanted, abs=1e-4)
+        assert found[name][0].se == pytest.approx(alone.se, abs=1e-4)
+    with torch.no_grad():
+        p, q = response_logits(target, *texts[3]), head_logits(drafts["head"], target, *texts[3], 5)
+    assert found["head"][4].texts[2] == pytest.approx(overlap(warp(p), warp(q)).tolist(), abs=1e-4)
+    counted = evaluation.histograms.report()
+    assert bool(counted) == (temperature == 1.0)
+    if counted:
+        assert sum(counted["kl"]["model"]["counts"]) == sum(alone.counts)
