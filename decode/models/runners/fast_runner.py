@@ -247,8 +247,9 @@ class FastRunner(RowRunner):
         Returns:
             Logits ``[n, vocab]`` by the model's own final norm and head; `hidden` is what the head saw.
         """
-        x, placed = self.forward.embed(tokens), self.forward.place(len(tokens), None, self.slots_used, self._row)
-        x, shared = self._run_subset(x, subset, self.slots_used, *placed)
+        start = self.slots_used
+        placed = self.forward.place(len(tokens), None, start, self._row)
+        x, shared = self._run_subset(self.forward.embed(tokens), subset, start, *placed)
         self._shared = subset.shared
         self._ahead.append(shared)
         logits, self.hidden = self.forward.project(x)
