@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from decode.core.acceptance import AcceptanceRule, Exact
+from decode.core.draft_lengths import DraftLengths
 from decode.core.drafter import Asked, Drafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
@@ -32,12 +33,17 @@ from decode.verify import Measured, verify, verify_greedy
 
 @dataclass
 class System:
-    """A decoding method: a drafter, a stop rule and an acceptance rule."""
+    """A decoding method: a drafter, a stop rule and an acceptance rule.
+
+    Attributes:
+        lengths: limits the drafts of all texts of a round to what pays; None: the stop rule alone ends them.
+    """
 
     name: str
     drafter: Drafter
     stop: StopRule
     rule: AcceptanceRule = field(default_factory=Exact)
+    lengths: DraftLengths | None = None
 
     @property
     def lossless(self) -> bool:
@@ -49,6 +55,8 @@ class System:
         self.stop.reset()
         self.rule.reset()
         self.drafter.reset()
+        if self.lengths is not None:
+            self.lengths.reset()
 
 
 @dataclass
@@ -154,6 +162,7 @@ class Text:
     def start(self) -> None:
         """Read the prompt."""
         system, runner, began = self.system, self.target.runner, time.perf_counter()
+        self.began = began
         runner.reserve(self.end)
         runner.captured_layers = system.drafter.captured_layers
         self.target.prefill(self.ids[:-1])
@@ -164,10 +173,18 @@ class Text:
         synchronize(runner.device)
         self.trace.prefill_seconds += time.perf_counter() - began
 
-    def asks(self) -> Asked:
-        """What the drafter is asked in the round that begins."""
-        self.system.stop.begin()
-        return Asked(self.system.drafter, self.ids, self.system.stop, self.room, self.rng)
+    def asks(self, limit: int | None = None) -> Asked:
+        """What the drafter is asked in the round that begins; `limit` is the longest draft of all texts."""
+        system, room = self.system, self.room
+        system.stop.begin()
+        if system.lengths is not None:
+            system.stop.threshold.price(system.lengths.token_cost)
+        return Asked(system.drafter, self.ids, system.stop, room if limit is None else min(limit, room), self.rng)
+
+    def allowed(self, result: Round, asked: Asked) -> int:
+        """The longest draft that the round could have had; one that the text's end cut could not have been longer."""
+        ended = any(token in self.stop_ids for token in result.draft.ids)
+        return result.drafted if ended else asked.max_depth
 
     def verify(self, draft: Draft, logits: Tensor) -> tuple[Round, Measured]:
         """Keep a path of the draft, and choose the token that follows it.
@@ -210,6 +227,8 @@ class Text:
         self.trace.tokens += len(new)
         ended = bool(new and new[-1] in stop_ids) or (self.finished is not None and self.finished(ids[self.begin :]))
         self.done = ended or len(ids) >= self.end
+        if self.done:
+            self.trace.wall_seconds += time.perf_counter() - self.began
         return new
 
 
@@ -223,12 +242,17 @@ def round_of(texts: Sequence[Text]) -> list[tuple[Round, list[int]]]:
     """
     began, device, share = time.perf_counter(), texts[0].target.runner.device, 1 / len(texts)
     t0 = _mark(device)
-    drafts = texts[0].system.drafter.propose_together([text.asks() for text in texts])
+    lengths = texts[0].system.lengths
+    limit = None if lengths is None else lengths.limit(len(texts))
+    asked = [text.asks(limit) for text in texts]
+    drafts = texts[0].system.drafter.propose_together(asked) if limit != 0 else [Draft.empty() for _ in texts]
     t1 = _mark(device)
     logits = score_together([text.target for text in texts], [text.ids[-1] for text in texts], drafts)
     verified = [text.verify(draft, rows) for text, draft, rows in zip(texts, drafts, logits)]
     t2 = _mark(device)
     seconds = share * _seconds(t0, t1), share * _seconds(t1, t2)
+    if lengths is not None and limit:
+        lengths.observe((result, text.allowed(result, one)) for text, (result, _), one in zip(texts, verified, asked))
     added = []
     for text, (result, measured) in zip(texts, verified):
         result.seconds = seconds

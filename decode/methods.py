@@ -14,9 +14,11 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.acceptance import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical
+from decode.core.draft_lengths import DraftLengths
 from decode.core.drafter import Drafter, NoDrafter
 from decode.core.errors import UserError, unknown
 from decode.core.options import MethodOptions
+from decode.core.round_costs import RoundCosts
 from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping import (
@@ -55,6 +57,7 @@ class MethodInputs:
         datastore: folder of a REST datastore.
         trigrams: folder of an Adaptix table.
         options: what the methods leave open.
+        costs: of rounds by batch size, where they were measured.
     """
 
     target: Runner
@@ -64,6 +67,7 @@ class MethodInputs:
     datastore: Path | None = None
     trigrams: Path | None = None
     options: MethodOptions = field(default_factory=MethodOptions)
+    costs: RoundCosts | None = None
 
     def window(self, default: int) -> int:
         """The draft length asked for, or the method's own."""
@@ -167,6 +171,7 @@ DRAFTERS: dict[str, Callable[[MethodInputs], Drafter]] = {
 }
 MODEL_DRAFTERS = {"model", "feature", "feature-tree", "hybrid"}
 TREE_DRAFTERS = {"feature-tree", "rest", "adaptix", "adaptix-best-first", "lookahead"}
+CHAINS_BY_MODEL = {"model", "feature", "early-exit", "early-exit-separate", "layer-subset"}
 SELF_DRAFTERS = {"early-exit", "early-exit-separate", "layer-subset"}
 
 
@@ -216,13 +221,34 @@ def _probed(kind: str) -> MakeStop:
 
 def _cost_optimal(inputs: MethodInputs) -> StopRule:
     """The costs are fixed before decoding, so that a seed gives one text."""
+    threshold = CostOptimal(_cost_ratio(inputs), inputs.options.verify_growth)
+    return StopRule(inputs.window(20), token_probability, product=True, threshold=threshold)
+
+
+def _cost_ratio(inputs: MethodInputs) -> float:
+    """c as it is given, else from the weights that are read, or the layers that draft."""
     c, target = inputs.options.cost_ratio, inputs.target
     if c is None and inputs.draft is not None and inputs.draft.weight_bytes and target.weight_bytes:
         c = inputs.draft.weight_bytes / target.weight_bytes
     elif c is None and inputs.draft is None and isinstance(target, FastRunner):
         c = exit_layer(inputs) / target.depth
-    threshold = CostOptimal(CostOptimal.cost_ratio if c is None else c, inputs.options.verify_growth)
-    return StopRule(inputs.window(20), token_probability, product=True, threshold=threshold)
+    return CostOptimal.cost_ratio if c is None else c
+
+
+def _lengths(method: str, drafter: str, stop: str, rule: StopRule, inputs: MethodInputs) -> DraftLengths | None:
+    """The limit of drafts to what pays, where it is asked for."""
+    options = inputs.options
+    if not options.never_slower and stop != "cost-optimal":
+        return None
+    if drafter not in CHAINS_BY_MODEL:
+        if not options.never_slower or drafter == "none":
+            return None
+        known = ", ".join(name for name, (drafter, _, _) in METHODS.items() if drafter in CHAINS_BY_MODEL)
+        raise UserError(f"never_slower knows what chains cost that a model drafts, which {method} does not; {known} do")
+    given = options.cost_ratio is not None or inputs.costs is None
+    costs = RoundCosts.of_ratios(_cost_ratio(inputs), options.verify_growth) if given else inputs.costs
+    assert costs is not None
+    return DraftLengths(costs, rule.window)
 
 
 def _unsure(inputs: MethodInputs) -> StopRule:
@@ -347,7 +373,8 @@ def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: s
     drawing = drafter.head if isinstance(drafter, HybridDrafter) else drafter
     if isinstance(drawing, ModelDrafter):
         drawing.keep_logits, drawing.keep_probs = acceptance.needs_raw, not acceptance.exact
-    return System(method, drafter, stop_rule, acceptance)
+    lengths = _lengths(method, drafter_name, stop or stop_name, stop_rule, inputs)
+    return System(method, drafter, stop_rule, acceptance, lengths)
 
 
 def _advised(method: str, inputs: MethodInputs) -> MethodInputs:

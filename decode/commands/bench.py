@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decode.commands.bench_batches import enough_prompts, measure, with_defaults
 from decode.commands.bench_checkpoint import Checkpoint, draft_names
 from decode.commands.checks import (
     STORES,
@@ -102,7 +103,8 @@ def bench(
         options: any other option of ``python -m decode bench``, such as ``limit``, ``repeats`` or ``temperatures``.
 
     Returns:
-        A row for each method and temperature, the fields those of ``methods`` in ``report.json``.
+        A row for each method and temperature, the fields those of ``methods`` in ``report.json``; with ``batch_sizes``
+        a row for each of these too, the fields those of ``batches``.
 
     Raises:
         UserError: an unknown method, suite or option, a value out of range, prompts that do not fit.
@@ -110,16 +112,22 @@ def bench(
     given = [f"draft={pair.draft_name}"] if pair.draft is not None else []
     options = {"peers": not methods, "methods": list(methods), "suite": list(suite), "draft": given} | options
     settings = api_settings(BenchSettings, pair, **options)
+    settings = with_defaults(settings) if settings.batch_sizes else settings
     chosen, suites = check(settings), _suites(settings)
     drafts = {"draft": pair.draft} if pair.draft is not None else {}
     with tempfile.TemporaryDirectory() as folder:
         built = bench_options(settings, chosen, pair.target, pair.tokenizer, Path(settings.output or folder))
-        benchmark = Benchmark(Session(pair.target, drafts, pair.tokenizer, built))
-        benchmark.run(suites, plan_entries(settings, chosen, drafts))
+        session, entries = Session(pair.target, drafts, pair.tokenizer, built), plan_entries(settings, chosen, drafts)
+        if settings.batch_sizes:
+            return measure(session, settings, suites, entries, None)
+        benchmark = Benchmark(session)
+        benchmark.run(suites, entries)
     return benchmark.rows
 
 
 def _suites(settings: BenchSettings) -> list[Suite]:
+    if settings.batch_sizes:
+        return enough_prompts(settings)
     return open_suites(
         settings.suite,
         limit=settings.limit,
@@ -138,6 +146,7 @@ def run(settings: BenchSettings) -> None:
     """
     console = Console()
     console = console if console.is_terminal else Console(width=130)  # a file or pipe has no width of its own
+    settings = with_defaults(settings) if settings.batch_sizes else settings
     methods, suites = check(settings), _suites(settings)
     folder = check_writable(settings.output or "runs/bench")
     models = open_models(settings)
@@ -155,6 +164,9 @@ def run(settings: BenchSettings) -> None:
     )
     for packing in session.packing:
         console.print(packing, soft_wrap=True)
+    if settings.batch_sizes:
+        measure(session, settings, suites, entries, folder)
+        return
     work = Checkpoint(folder / "work" / "bench.json", settings)
     alphas: list[dict[str, Any]] = []
     try:

@@ -65,6 +65,7 @@ def shrink(settings: BenchSettings, console: Console | None = None) -> BenchSett
         small.corpus = ["arithmetic"]
     small.limit, small.repeats, small.max_new_tokens, small.threads, small.samples = 2, 1, 8, 1, 1
     small.draft_lengths, small.cost_turns = settings.draft_lengths[:2], 1
+    small.batch_sizes = [min(size, 3) for size in settings.batch_sizes[:2]]
     _make_models(small, folder, console)
     return small
 

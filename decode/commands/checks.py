@@ -11,7 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.commands.settings import ChatSettings, LoadSettings, MethodSettings, SamplingSettings, required
 from decode.core.errors import UserError, unknown
+from decode.core.files import read_json
 from decode.core.options import MethodOptions, split_spec
+from decode.core.round_costs import RoundCosts
 from decode.core.sampling import Warp
 from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS
@@ -153,3 +155,9 @@ def api_settings(settings_class: type[Settings], pair: Pair, **options: Any) -> 
         if name not in known:
             raise UserError(unknown("option", name, known))
     return settings_class(target=pair.target_name or "the given model", compile=pair.compile, pack=pair.pack, **options)
+
+
+def recorded_costs(draft: str | None) -> RoundCosts | None:
+    """What ``profile --batch-sizes`` wrote into the draft's speculation_profile.json; None where it did not."""
+    found = read_json(Path(draft) / "speculation_profile.json").get("round_costs") if draft else None
+    return RoundCosts.from_dict(found) if found else None

@@ -19,6 +19,7 @@ from decode.commands.checks import (
     method_options,
     needs_draft,
     open_pair,
+    recorded_costs,
     store_folders,
     told_chat,
     use_chat,
@@ -124,7 +125,8 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
         if pair.draft and options.draft_length is None and (settings.stop_rule or METHODS[method][1]) == "length":
             options.draft_length = exported_length(pair.draft)
         draft = pair.draft_runner
-    inputs = MethodInputs(pair.runner, warp, draft, tokenizer, *store_folders(settings), options)
+    costs = recorded_costs(pair.draft_name) if draft is not None else None
+    inputs = MethodInputs(pair.runner, warp, draft, tokenizer, *store_folders(settings), options, costs)
     system = build(method, inputs, stop=settings.stop_rule, rule=settings.rule)
     seed = random.SystemRandom().randrange(1 << 31) if settings.seed is None else settings.seed
     generation = Generation(ids, method, is_lossless(method, settings.rule), seed)

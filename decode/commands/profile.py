@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,11 +13,13 @@ from rich.table import Table
 
 from decode.commands.checks import api_settings, check_models, make_warp, open_pair, open_suites, told_chat, use_chat
 from decode.commands.settings import ProfileSettings, required
+from decode.core.progress import working
 from decode.core.trace import FORMULAS
 from decode.measure import machine
 from decode.measure.bench_session import BenchOptions, Session
 from decode.measure.profile import PairProfile, profile_pair
 from decode.models.pair import Pair
+from decode.report.forecast_report import forecast_tables, record_forecast
 
 
 def profile(pair: Pair, suite: Sequence[str] = ("arithmetic",), **options: Any) -> PairProfile:
@@ -57,9 +60,10 @@ def _profile(settings: ProfileSettings, pair: Pair | None = None) -> tuple[PairP
         pack=settings.pack,
     )
     session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, options)
-    with Console(stderr=True).status("measuring forwards and acceptance"):
+    with working(Console(stderr=True), "measuring forwards and acceptance"):
         items = [item for suite in suites for item in session.items(suite)]
-        return profile_pair(session, "draft", items, warp, longest=settings.longest), session
+        found = profile_pair(session, "draft", items, warp, longest=settings.longest, batch_sizes=settings.batch_sizes)
+    return found, session
 
 
 def run(settings: ProfileSettings) -> None:
@@ -70,6 +74,9 @@ def run(settings: ProfileSettings) -> None:
         print(json.dumps(found.to_dict() | how, ensure_ascii=False))
     else:
         show(found, session.threads, session.packing)
+    if found.batches is not None:
+        for path in record_forecast(found.batches, Path(str(settings.draft)), found.machine):
+            print(f"wrote the draft lengths by batch size into {path}", file=sys.stderr)
     for name, vocabulary in session.vocabularies.items():
         print(f"{name}: {vocabulary}", file=sys.stderr)
 
@@ -108,3 +115,6 @@ def show(found: PairProfile, threads: str, packing: Sequence[str] = ()) -> None:
     ):
         console.print(f"[dim]{line}", soft_wrap=True)
     console.print(f"\n{found.verdict}", soft_wrap=True, style="bold")
+    if found.batches is not None:
+        for part in forecast_tables(found.batches):
+            console.print(part, soft_wrap=True)

@@ -142,6 +142,10 @@ class BenchSettings(ChatSettings, SamplingSettings, MethodSettings, LoadSettings
     """Also run transformers' own generation: plain, with the draft as assistant, with prompt lookup."""
     draft_lengths: list[PositiveInt] = field(default_factory=list)
     """Run the fixed-length methods once with each of these."""
+    batch_sizes: list[PositiveInt] = field(default_factory=list)
+    """Decode so many texts at once, and compare the methods at each of these batch sizes instead of on one text: the
+    loop without a draft, the fixed length methods (at --draft-lengths, else 1, 2, 4 and 8), cost-optimal, and
+    transformers' generate on batches. Each batch size gets --limit prompts, or twice as many as it holds."""
     suite: list[str] = field(default_factory=lambda: ["arithmetic"])
     """Prompts: arithmetic, chat, gsm8k, humaneval, mbpp, mmlu, alpaca, mt_bench, spec_bench, cnn_dailymail, xsum, open;
     a local file, whose columns say what it is, or NAME=PATH; arithmetic:2 is a difficulty, chat:qa a category."""
@@ -196,6 +200,10 @@ class ProfileSettings(ChatSettings, SamplingSettings, LoadSettings):
     """Most tokens of each text that the target writes for measuring α."""
     longest: PositiveInt = 15
     """Longest draft to predict."""
+    batch_sizes: list[PositiveInt] = field(default_factory=list)
+    """Also measure the costs of so many texts at once, and predict speedup and goodput at each of these batch sizes.
+    The best draft lengths are written into the speculation_profile.json of the draft's folder, where there is one, as
+    vLLM takes them (num_speculative_tokens_per_batch_size), and into its model card."""
     seed: Seed = 0
     """Of prompts and sampling."""
     json: bool = False

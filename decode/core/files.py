@@ -45,6 +45,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def write_section(path: Path, name: str, text: str) -> None:
+    """Put a section into a Markdown file: in place of the one of this name, else at the end."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, found, rest = path.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2] if found else ""
+    write_text(path, f"{before.rstrip()}\n\n{begin}\n{text}\n{end}\n{after.lstrip()}")
+
+
 def check_replaceable(path: Path) -> None:
     """Refuse a path whose place a renamed file must not take.
 

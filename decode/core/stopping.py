@@ -124,7 +124,7 @@ class StopRule:
     def observe(self, round: Round) -> None:
         """Adapt to a verified round."""
         self.threshold.observe(round, self.seen)
-        if self.schedule != "constant":
+        if self.schedule != "constant" and round.drafted:
             full = round.accepted == round.drafted
             self._window = self._window + 2 if full else max(1, self._window - 1)
 

@@ -19,6 +19,9 @@ class Threshold:
         """The confidence as it is compared with `value`."""
         return confidence
 
+    def price(self, token_cost: float) -> None:
+        """What one more drafted token costs from now on, in rounds without a draft."""
+
     def observe(self, round: Round, confidence: list[float]) -> None:
         """Learn from a round, given the confidence of each drafted token."""
 
@@ -133,7 +136,7 @@ class CostOptimal(Threshold):
 
     c is the cost of a drafted token, Δv the growth of the target's forward by one more token, both in one-token target
     forwards; R = Σ(m + 1) / Σ(1 + k·(c + Δv)) is the running rate of tokens, so that the threshold is the one of
-    renewal-reward optimality. The costs are given and stay as they are: a text depends on its seed, not on the load of
+    renewal-reward optimality. The costs are given, for each batch size (`price`): a text does not depend on the load of
     the machine. Confidence is first calibrated to acceptance by counting in bins.
 
     Attributes:
@@ -152,6 +155,7 @@ class CostOptimal(Threshold):
     bins: int = 20
     memory: int = 1024
     value: float = field(init=False)
+    token: float = field(init=False, repr=False)
     table: list[list[float]] = field(init=False, repr=False)
     time: float = field(init=False, repr=False)
     tokens: float = field(init=False, repr=False)
@@ -175,13 +179,17 @@ class CostOptimal(Threshold):
             cell[1] += 1
             if cell[1] >= self.memory:
                 cell[:] = cell[0] / 2, cell[1] / 2
-        token = self.cost_ratio + self.verify_growth
-        self.time = self.decay * self.time + 1 + round.drafted * token
+        self.time = self.decay * self.time + 1 + round.drafted * self.token
         self.tokens = self.decay * self.tokens + round.accepted + 1
-        self.value = self.tokens / self.time * token
+        self.value = self.tokens / self.time * self.token
+
+    def price(self, token_cost: float) -> None:
+        """See `Threshold.price`."""
+        self.token = token_cost
+        self.value = self.tokens / self.time * token_cost if self.time else token_cost
 
     def reset(self) -> None:
         """Back to the start: the rate of decoding without a draft."""
-        self.value = self.cost_ratio + self.verify_growth
+        self.value = self.token = self.cost_ratio + self.verify_growth
         self.table = [[0.0, 0.0] for _ in range(self.bins)]
         self.time = self.tokens = 0.0

@@ -84,6 +84,8 @@ class Trace:
         cut: whether the round's draft was shortened by the budget, the context or the text's end.
         text: the number of the text that the round belongs to; texts are the unit of standard errors.
         draft_seconds, verify_seconds: of each round.
+        total_seconds: what the texts took; of what texts took together, each has its part.
+        wall_seconds: from reading each text's prompt to its end, however many others were decoded meanwhile.
         overlap, spent, distance: one value for each tested position of each round; None where nothing was measured.
     """
 
@@ -97,6 +99,7 @@ class Trace:
     verify_seconds: list[float] = field(default_factory=list)
     prefill_seconds: float = 0.0
     total_seconds: float = 0.0
+    wall_seconds: float = 0.0
     tokens: int = 0
     overlap: list[Values | None] = field(default_factory=list)
     spent: list[Values | None] = field(default_factory=list)
@@ -134,6 +137,7 @@ class Trace:
             getattr(self, name).extend(getattr(other, name))
         self.prefill_seconds += other.prefill_seconds
         self.total_seconds += other.total_seconds
+        self.wall_seconds += other.wall_seconds
         self.tokens += other.tokens
 
     @property

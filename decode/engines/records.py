@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from decode.core.files import read_json, write_text
-
-BEGIN, END = "<!-- served: begin -->", "<!-- served: end -->"
+from decode.core.files import read_json, write_section, write_text
 
 
 def record(result: Mapping[str, Any], draft: Path, run: Path | None) -> list[Path]:
@@ -33,11 +31,7 @@ def record(result: Mapping[str, Any], draft: Path, run: Path | None) -> list[Pat
             written.append(path)
     card = draft / "README.md"
     if card.is_file() and profile in written:
-        text = card.read_text(encoding="utf-8")
-        before, found, rest = text.partition(BEGIN)
-        after = rest.partition(END)[2] if found else ""
-        table = served_section(read_json(profile)["served"])
-        write_text(card, f"{before.rstrip()}\n\n{BEGIN}\n{table}\n{END}\n{after.lstrip()}")
+        write_section(card, "served", served_section(read_json(profile)["served"]))
         written.append(card)
     return written
 

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field, replace
 from transformers import PreTrainedModel
 
 from decode.core.acceptance import JensenShannon
+from decode.core.errors import UserError
 from decode.core.options import MethodOptions, split_spec
 from decode.core.rng import TorchRng
+from decode.core.round_costs import RoundCosts
 from decode.core.target import Target
 from decode.loop import Output, System, decode
 from decode.measure.bench_session import BASELINE, Session
+from decode.measure.cost import round_costs
 from decode.measure.forward_timer import time_forwards
 from decode.measure.statistics import Record, TimedText
 from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES, TransformersBaseline
@@ -175,17 +178,17 @@ class EntryRun:
             session.tokenizer,
             session.options.datastore,
             session.options.trigrams,
-            self._options(),
+            entry.options,
+            self._costs(),
         )
         return build(entry.method, inputs, stop=entry.stop, rule=entry.rule)
 
-    def _options(self) -> MethodOptions:
-        """The entry's options; ``cost-optimal`` gets the costs measured before the first text, fixed from then on."""
-        options, cost = self.entry.options, self.session.costs.get(self.entry.draft)
-        if options.cost_ratio is not None or self.entry.draft is None or cost is None:
-            return options
-        growth = max(0.0, (cost.v(9) - cost.v(1)) / 8)
-        return replace(options, cost_ratio=max(1e-3, cost.cost_ratio + cost.draft_overhead), verify_growth=growth)
+    def _costs(self) -> RoundCosts | None:
+        """The costs measured before the first text, fixed from then on."""
+        measured = self.session.round_costs.get(self.entry.draft)
+        if measured is None and self.entry.draft in self.session.costs and self.entry.draft is not None:
+            return round_costs([self.session.costs[self.entry.draft]])
+        return measured
 
     @property
     def draft_length(self) -> int | None:
@@ -241,3 +244,17 @@ def opponents(run: EntryRun, runs: Sequence[EntryRun]) -> dict[str, Record]:
         return ours.draft not in (None, theirs.draft), e.draft_length != run.draft_length
 
     return {e.entry.method: e.record for e in sorted(ran, key=unlike, reverse=True)}
+
+
+def check_entries(session: Session, entries: Sequence[BenchEntry]) -> None:
+    """Refuse what is missing before anything is measured.
+
+    Raises:
+        UserError: a draft or a store is missing.
+    """
+    for entry in entries:
+        if entry.needs_draft and entry.draft not in session.drafts:
+            missing = f"no draft named {entry.draft!r}" if entry.draft else "no draft"
+            raise UserError(f"{entry.label} drafts with a model, but there is {missing}; give one with --draft")
+        if entry.method not in TRANSFORMERS_BASELINES:
+            EntryRun(session, entry)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
 from decode.core.rng import TorchRng
+from decode.core.round_costs import RoundCosts
 from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.target import Target
@@ -103,6 +104,7 @@ class Session:
         threads: why this many threads are used.
         packing: how the weights of the target and of each draft were laid out, in sentences.
         costs: `CostModel` by draft name; None stands for the target alone.
+        round_costs: by draft name, where the costs of several batch sizes were measured.
         left_out: by suite, how many of its prompts were too long.
         vocabularies: by suite, what drafts of another vocabulary can draft of it.
     """
@@ -129,6 +131,7 @@ class Session:
         self.stop_ids: Collection[int] = set() if self.options.ignore_eos else stop_ids(model, tokenizer)
         self.costs: dict[str | None, CostModel] = {}
         self.meters: dict[str | None, CostMeter] = {}
+        self.round_costs: dict[str | None, RoundCosts] = {}
         self.left_out: dict[str, str] = {}
         self.vocabularies: dict[str, str] = {}
 

@@ -25,7 +25,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
-from decode.measure.bench_entries import REFERENCE, BenchEntry, EntryRun, opponents, with_baselines
+from decode.measure.bench_entries import REFERENCE, BenchEntry, EntryRun, check_entries, opponents, with_baselines
 from decode.measure.bench_session import BenchOptions, Item, Session
 from decode.measure.categories import acceptance, category_rows
 from decode.measure.statistics import (
@@ -40,7 +40,7 @@ from decode.measure.statistics import (
     plain,
     speeds,
 )
-from decode.measure.transformers_baselines import TRANSFORMERS_BASELINES, quiet
+from decode.measure.transformers_baselines import quiet
 from decode.methods import METHODS
 from decode.models.other_vocabulary import DraftModel
 from decode.models.text import Detokenizer, marked
@@ -126,7 +126,7 @@ class Benchmark:
             KeyboardInterrupt: passed on after `blocks` has been brought up to date.
         """
         suites, entries = list(suites), list(entries)
-        self._check(entries)
+        check_entries(self.session, entries)
         temperatures = list(dict.fromkeys(c.temperature for c in entries))
         table = {t: with_baselines([c for c in entries if c.temperature == t], t) for t in temperatures}
         self.blocks = list(finished)
@@ -175,14 +175,6 @@ class Benchmark:
     def analysis(self) -> list[dict[str, Any]]:
         """For every row: acceptance by position, draft lengths, seconds by phase, sample texts."""
         return [entry for block in self.blocks for entry in block.analysis]
-
-    def _check(self, entries: Sequence[BenchEntry]) -> None:
-        for c in entries:
-            if c.needs_draft and c.draft not in self.session.drafts:
-                missing = f"no draft named {c.draft!r}" if c.draft else "no draft"
-                raise UserError(f"{c.label} drafts with a model, but there is {missing}; give one with --draft")
-            if c.method not in TRANSFORMERS_BASELINES:
-                EntryRun(self.session, c)  # refuses what is missing before anything is measured
 
     # -- measurement -----------------------------------------------------------------------------------------------
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from decode.core.round_costs import RoundCosts
 from decode.core.runner import Runner
 from decode.core.synchronize import synchronize
 from decode.models.other_vocabulary import ForeignRunner
@@ -30,10 +32,12 @@ class CostModel:
         cost_ratio: c; 0 without a draft model.
         verify_cost: v(n) at the measured n, v(1) = 1.
         overhead: o, bookkeeping of a round beyond that of a plain step, in one-token target forwards.
+        step_overhead: bookkeeping of a plain step, in the same unit.
         draft_overhead: bookkeeping of a drafted token, in the same unit; it adds to c.
         target_seconds: median time of a one-token target forward.
         draft_seconds: median time of a one-token draft forward.
         context: tokens in the caches while measuring.
+        batch: texts in every forward, each with n tokens in the target's; a forward of this many is the unit.
     """
 
     cost_ratio: float
@@ -43,6 +47,8 @@ class CostModel:
     target_seconds: float = 0.0
     draft_seconds: float = 0.0
     context: int = 0
+    batch: int = 1
+    step_overhead: float = 0.0
 
     def v(self, n: float) -> float:
         """The cost of an n-token target forward; linear between measured points, and beyond the last one."""
@@ -66,6 +72,17 @@ class CostModel:
         return asdict(self) | {"verify_cost": [[n, v] for n, v in sorted(self.verify_cost.items())]}
 
 
+def round_costs(costs: Iterable[CostModel]) -> RoundCosts:
+    """Seconds of the parts of a round by batch size, bookkeeping included."""
+    step, draft, verify = {}, {}, {}
+    for cost in costs:
+        unit, b = cost.target_seconds, cost.batch
+        step[b] = unit * (1 + cost.step_overhead)
+        draft[b] = unit * (cost.cost_ratio + cost.draft_overhead)
+        verify[b] = {n: unit * (v + cost.overhead + cost.step_overhead) for n, v in cost.verify_cost.items()}
+    return RoundCosts(step, draft, verify)
+
+
 class CostMeter:
     """Forwards of a pair, timed in the order in which decoding runs them.
 
@@ -79,6 +96,7 @@ class CostMeter:
         draft: the draft model, if there is one.
         widths: the n of v(n).
         context: tokens before the measured ones; less where a model's context is shorter.
+        batch: texts in every forward; more than one are read for a whole `run`, not for a `turn`.
     """
 
     def __init__(
@@ -88,8 +106,9 @@ class CostMeter:
         *,
         widths: Iterable[int] = range(1, LONGEST + 2),
         context: int = 128,
+        batch: int = 1,
     ) -> None:
-        self.target, self.draft = target, draft
+        self.target, self.draft, self.batch = target, draft, batch
         self.runners = [target] if draft is None or draft is target else [target, draft]
         room = min(runner.limit for runner in self.runners)
         self.widths = sorted({n for n in widths if 1 < n < room})
@@ -106,41 +125,59 @@ class CostMeter:
         self.verifying: dict[int, list[float]] = {n: [] for n in self.widths}
         self.turns = 0
 
-    @torch.inference_mode()
     def turn(self) -> None:
         """Time every forward once more; the caches are empty afterwards."""
-        for runner in self.runners:
-            runner.truncate(0)
-            runner.reserve(len(self.tokens))
-            runner.read(self.tokens[: self.context].to(runner.device), head=0)
+        with self._filled() as (target, draft):
+            self._turn(target, draft)
+
+    @contextmanager
+    def _filled(self) -> Iterator[tuple[Texts, Texts]]:
+        """Texts of `context` tokens on caches of target and draft; the same ones where the target drafts."""
+        with ExitStack() as stack, torch.inference_mode():
+            opened = {id(runner): stack.enter_context(_texts(runner, self.batch)) for runner in self.runners}
+            for text in (text for texts in opened.values() for text in texts):
+                text.truncate(0)
+                text.reserve(len(self.tokens))
+                text.read(self.tokens[: self.context].to(text.device), head=0)
+                stack.callback(text.truncate, 0)
+            yield opened[id(self.target)], opened.get(id(self.draft), [])
+
+    @torch.inference_mode()
+    def _turn(self, target: Texts, draft: Texts) -> None:
         steps, settled = min(STEADY, len(self.tokens) - self.context), 0.0
         while settled < SETTLE:
-            settled += sum(self._steps(self.target, steps))
-        self.plain += self._steps(self.target, steps)
+            settled += sum(self._steps(target, steps))
+        self.plain += self._steps(target, steps)
         for i in range(len(self.widths)):
             n = self.widths[(i + self.turns) % len(self.widths)]
-            if self.draft is not None:
-                self.drafting += self._steps(self.draft, min(n - 1, BURST))
-            if self.draft is None or not self.turns:
-                self._time(self.target, n)
-                self.target.truncate(self.context)
-            self.verifying[n].append(self._time(self.target, n))
-            self.target.truncate(self.context)
-        for runner in self.runners:
-            runner.truncate(0)
+            if draft:
+                self.drafting += self._steps(draft, min(n - 1, BURST))
+            if not draft or not self.turns:
+                self._time(target, n)
+                self._back(target)
+            self.verifying[n].append(self._time(target, n))
+            self._back(target)
         self.turns += 1
 
-    def _steps(self, runner: Runner, count: int) -> list[float]:
-        times = [self._time(runner, 1) for _ in range(count)]
-        runner.truncate(self.context)
+    def _back(self, texts: Texts) -> None:
+        for text in texts:
+            text.truncate(self.context)
+
+    def _steps(self, texts: Texts, count: int) -> list[float]:
+        times = [self._time(texts, 1) for _ in range(count)]
+        self._back(texts)
         return times
 
-    def _time(self, runner: Runner, n: int) -> float:
-        feed = self.tokens[runner.length : runner.length + n].to(runner.device)
-        synchronize(runner.device)
+    def _time(self, texts: Texts, n: int) -> float:
+        first = texts[0]
+        feed = self.tokens[first.length : first.length + n].to(first.device).repeat(len(texts))
+        synchronize(first.device)
         began = time.perf_counter()
-        runner.read(feed, head=1 if n == 1 else None)
-        synchronize(runner.device)
+        if len(texts) == 1:
+            first.read(feed, head=1 if n == 1 else None)
+        else:
+            first.read_texts(texts, feed, [n] * len(texts), last_only=n == 1)
+        synchronize(first.device)
         return time.perf_counter() - began
 
     def cost(self) -> CostModel:
@@ -148,16 +185,34 @@ class CostMeter:
         one = statistics.median(self.plain)
         spent = statistics.median(self.drafting) if self.drafting else 0.0
         verify = {1: 1.0} | {n: statistics.median(times) / one for n, times in self.verifying.items()}
-        return CostModel(spent / one, verify, target_seconds=one, draft_seconds=spent, context=self.context)
+        seconds = {"target_seconds": one, "draft_seconds": spent}
+        return CostModel(spent / one, verify, **seconds, context=self.context, batch=self.batch)
 
     def run(self, repeats: int = 21, seconds: float = 5.0) -> CostModel:
-        """Up to `repeats` turns; after the first few (five in all), none begins once `seconds` have passed."""
-        began = time.perf_counter()
-        for turn in range(repeats):
-            if self.turns >= 5 and turn and time.perf_counter() - began > seconds:
-                break
-            self.turn()
+        """Up to `repeats` turns; after the first few (five in all, of a batch two), none begins after `seconds`."""
+        began, least = time.perf_counter(), 5 if self.batch == 1 else 2
+        with ExitStack() as stack:
+            texts = stack.enter_context(self._filled()) if self.batch > 1 else None
+            for turn in range(repeats):
+                if self.turns >= least and turn and time.perf_counter() - began > seconds:
+                    break
+                self.turn() if texts is None else self._turn(*texts)
         return self.cost()
+
+
+Texts = Sequence[Runner]
+"""A runner of each text."""
+
+
+@contextmanager
+def _texts(runner: Runner, count: int) -> Iterator[Texts]:
+    """Texts that the runner reads together; a single one on its own cache."""
+    forks: list[Runner] = [] if count == 1 else runner.fork(count)
+    try:
+        yield forks or [runner]
+    finally:
+        for fork in reversed(forks):
+            fork.close()
 
 
 def measure_cost(
@@ -168,6 +223,7 @@ def measure_cost(
     context: int = 128,
     repeats: int = 21,
     seconds: float = 5.0,
+    batch: int = 1,
 ) -> CostModel:
     """Costs of one pair, or of the target alone (see `CostMeter` and its `run`)."""
-    return CostMeter(target, draft, widths=widths, context=context).run(repeats, seconds)
+    return CostMeter(target, draft, widths=widths, context=context, batch=batch).run(repeats, seconds)

@@ -14,9 +14,16 @@ from decode.core.synchronize import synchronize
 
 
 class ForwardTimer:
-    """Seconds spent inside the forwards of some runners."""
+    """Seconds spent inside the forwards of some runners, their forks included.
+
+    Attributes:
+        seconds: of all forwards.
+        forwards: of the first runner that gave logits; one over several texts counts once.
+    """
 
     seconds = 0.0
+    forwards = 0
+    inside = False
 
 
 @contextmanager
@@ -25,23 +32,45 @@ def time_forwards(*runners: Runner) -> Iterator[ForwardTimer]:
     timer = ForwardTimer()
     different = list({id(r): r for r in runners}.values())
 
-    def timed(read: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
+    def timed(read: Callable[..., torch.Tensor], device: torch.device, first: bool) -> Callable[..., torch.Tensor]:
         def call(*args: Any, **extra: Any) -> torch.Tensor:
+            if timer.inside:  # a forward over several texts that is made of theirs
+                return read(*args, **extra)
             synchronize(device)
-            began = time.perf_counter()
-            logits = read(*args, **extra)
+            began, timer.inside = time.perf_counter(), True
+            try:
+                logits = read(*args, **extra)
+            finally:
+                timer.inside = False
             synchronize(device)
             timer.seconds += time.perf_counter() - began
+            timer.forwards += first and extra.get("head") != 0
             return logits
 
         return call
 
-    ways = ("read", "read_subset", "read_level")
-    reads = [(runner, name) for runner in different for name in ways if hasattr(runner, name)]
-    for runner, name in reads:
-        vars(runner)[name] = timed(getattr(runner, name), runner.device)
+    def watch(runner: Runner, first: bool) -> None:
+        def forked(count: int) -> list[Runner]:
+            forks = fork(count)
+            for one in forks:
+                watch(one, first)
+            return forks
+
+        fork = runner.fork
+        for name in WAYS:
+            if hasattr(runner, name):
+                vars(runner)[name] = timed(getattr(runner, name), runner.device, first)
+        vars(runner)["fork"] = forked
+
+    for runner in different:
+        watch(runner, runner is different[0])
     try:
         yield timer
     finally:
-        for runner, name in reads:
-            del vars(runner)[name]
+        for runner in different:
+            for name in (*WAYS, "fork"):
+                vars(runner).pop(name, None)
+
+
+WAYS = ("read", "read_texts", "read_subset", "read_subset_of_texts", "read_level")
+"""Methods that are forwards."""

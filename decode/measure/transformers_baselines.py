@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +74,28 @@ class TransformersBaseline:
             seconds = time.perf_counter() - began
         return out[0, len(prompt) :].tolist(), seconds, forwards[0]
 
+    def run_together(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
+    ) -> tuple[list[list[int]], float]:
+        """Generate for several prompts in one call, shorter ones padded on the left; plain ``generate`` only.
+
+        Returns:
+            The new tokens of each up to its end, and the seconds it took.
+        """
+        model: Any = self.target
+        device = model.get_input_embeddings().weight.device
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+        with using_config(model, self._config(max_new_tokens)):
+            torch.manual_seed(seed)
+            synchronize(device)
+            began = time.perf_counter()
+            out = model.generate(ids, attention_mask=mask)
+            synchronize(device)
+            seconds = time.perf_counter() - began
+        return [cut_at(row, self.stop_ids) for row in out[:, longest:].tolist()], seconds
+
     def _config(self, max_new_tokens: int) -> GenerationConfig:
         """The model's own generation config, which stays but for what the benchmark sets for all methods."""
         warp, ends = self.warp, sorted(self.stop_ids)
@@ -102,6 +124,12 @@ class TransformersBaseline:
             assistant_confidence_threshold=0.0 if fixed else 0.4,
             pad_token_id=0,
         )
+
+
+def cut_at(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
+    """Tokens up to the first that ends a text, which stays."""
+    last = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return list(tokens[: last + 1])
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def write_report(
     facts = machine.describe(session.runner.device) | {"note": "; ".join([session.threads, *session.packing])}
     path = folder / "report.json"
     content = _read(path)
-    beside = bool(content.keys() - {"methods", "bench", "machine"})
+    beside = bool(content.keys() - {"methods", "bench", "machine", "batches"})
     content |= {
         "methods": bench.rows,
         "machine": facts,

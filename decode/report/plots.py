@@ -272,3 +272,41 @@ def histograms(
     elif any(found["edges"][0] < 0 for found in series.values()):
         axes.axvline(0, **DASHED)
     return _svg(axes, legend=True)
+
+
+@mpl.rc_context(STYLE)
+def speedup_by_batch(series: Mapping[str, Sequence[Row]]) -> str:
+    """Speedup over the same batch without a draft: for each method rows ``{batch_size, speedup, speedup_ci95}``."""
+    axes = _new("Speedup by batch size", "texts at once (batch size)", "tokens/s ÷ tokens/s without a draft (×)", 3.6)
+    for i, (name, rows) in enumerate(series.items()):
+        kept = [row for row in rows if finite(row["speedup"])]
+        x, y = [row["batch_size"] for row in kept], [row["speedup"] for row in kept]
+        colour = COLOURS[i % len(COLOURS)]
+        axes.plot(x, y, marker=MARKERS[i % len(MARKERS)], color=colour, label=name)
+        for row in kept:
+            low, high = row.get("speedup_ci95") or (row["speedup"],) * 2
+            axes.plot([row["batch_size"]] * 2, [low, high], color=colour, linewidth=1.1, alpha=0.6)
+    axes.axhline(1, **DASHED)
+    axes.set_ylim(bottom=0)
+    _batch_sizes(axes, series)
+    return _svg(axes, legend=True)
+
+
+@mpl.rc_context(STYLE)
+def throughput_by_batch(series: Mapping[str, Sequence[Row]]) -> str:
+    """Tokens per second of all texts: for each method rows ``{batch_size, tokens_per_second}``."""
+    axes = _new("Tokens per second by batch size", "texts at once (batch size)", "Σ tokens ÷ seconds", 3.6)
+    for i, (name, rows) in enumerate(series.items()):
+        points = [(row["batch_size"], row["tokens_per_second"]) for row in rows if finite(row["tokens_per_second"])]
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        axes.plot([x for x, _ in points], [y for _, y in points], marker=marker, color=colour, label=name)
+    _logarithmic(axes)
+    _batch_sizes(axes, series)
+    return _svg(axes, legend=True)
+
+
+def _batch_sizes(axes: Axes, series: Mapping[str, Sequence[Row]]) -> None:
+    sizes = sorted({row["batch_size"] for rows in series.values() for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.minorticks_off()

@@ -14,9 +14,12 @@ from scripted import corpus_drafters
 from transformers import PreTrainedModel
 
 from decode.core.acceptance import AcceptanceRule
+from decode.core.draft_lengths import DraftLengths
 from decode.core.drafter import Drafter, NoDrafter
 from decode.core.errors import UserError
+from decode.core.options import MethodOptions
 from decode.core.rng import TorchRng
+from decode.core.round_costs import RoundCosts
 from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule
@@ -50,6 +53,23 @@ def test_two_texts_are_lossless_together_with_every_stop_rule(name: str) -> None
     before = stop.threshold.value
     assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 3) < TOLERANCE
     assert stop.threshold.value == before  # what a text learns stays with it
+
+
+@pytest.mark.parametrize("stop", ["length", "cost-optimal"])
+def test_two_texts_whose_draft_lengths_are_chosen_together_are_lossless(stop: str) -> None:
+    class Watched(DraftLengths):
+        def limit(self, batch: int) -> int:
+            limits.add(limit := super().limit(batch))
+            return limit
+
+    limits: set[int] = set()
+    target, draft = tables(2)
+    costs = RoundCosts({1: 1.0}, {1: 0.55, 2: 0.6}, {1: {1: 1.0, 4: 1.1}})
+    rule = STOPS[stop](MethodInputs(target, SAMPLE, draft, options=MethodOptions(draft_length=3)))
+    system = System("", ModelDrafter(draft, SAMPLE, 2), rule, lengths=Watched(costs, 3))
+    assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 3) < TOLERANCE
+    assert len(limits) > 1  # what was accepted of either text decides for both
+    assert 0 in limits
 
 
 @pytest.mark.parametrize("name", ["prompt-lookup", "rest", "adaptix", "adaptix-best-first", "lookahead", "random-tree"])
@@ -156,6 +176,22 @@ def test_texts_that_draft_alike_take_the_forwards_of_one(name: str, methods, tin
     alone = forwards(1)
     assert alone > 5
     assert forwards(3) <= alone + 2 * 2  # prompts may be read by themselves
+
+
+def test_texts_whose_drafting_is_switched_off_and_on_are_what_generate_writes(methods, tiny) -> None:
+    model = tiny("llama")
+    runner = open_runner(model)
+    wanted = [generate(model, p, min(20, CONTEXT + 1 - len(p))) for p in PROMPTS]
+    for name in ("model", "early-exit"):
+        # dear drafts: after the first rounds only a probe now and then, whose draft has to read what it missed
+        lengths = DraftLengths(RoundCosts({1: 1.0}, {1: 0.9}, {1: {1: 1.0, 2: 1.0}}), 4)
+        system = System(name, methods(name, model, runner), StopRule(4), lengths=lengths)
+        for _ in range(4):
+            rngs = [TorchRng(0) for _ in PROMPTS]
+            texts = decode_texts(Target(runner), system, GREEDY, PROMPTS, rngs=rngs, batch_size=3, max_new_tokens=20)
+            assert [text.ids for text in texts] == wanted
+        drafted = [k for text in texts for k in text.trace.drafted]
+        assert 0 < sum(k > 0 for k in drafted) < len(drafted) / 2
 
 
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])

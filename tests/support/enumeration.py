@@ -274,6 +274,8 @@ def joint_bias(target: Runner, system: System, warp: Warp, prompts: list[list[in
     """Total variation between the joint distribution of texts decoded together and the product of their own."""
 
     def run(rng: Rng) -> tuple[int, ...]:
+        if system.lengths is not None:  # the one part that texts share
+            system.lengths.reset()
         rngs = [rng] * len(prompts)
         texts = decode_texts(Target(target), system, warp, prompts, rngs=rngs, max_new_tokens=tokens, **options)
         return tuple(token for text in texts for token in [*text.new_ids, -1])

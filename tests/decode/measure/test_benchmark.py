@@ -498,9 +498,25 @@ def test_prompts_are_kept_for_paired_comparisons(bench):
 def test_cost_optimal_drafts_by_the_costs_that_were_measured_before(models) -> None:
     target, draft = models
     session = Session(target, {"small": draft}, make_tokenizer(), BenchOptions(max_new_tokens=8, repeats=1))
-    session.costs["small"] = CostModel(0.25, {1: 1.0, 9: 1.4}, draft_overhead=0.05)
+    session.costs["small"] = CostModel(0.25, {1: 1.0, 9: 1.4}, draft_overhead=0.05, target_seconds=0.01)
     (entry,) = plan(["cost-optimal"], {"small": draft}, [0.0])
-    threshold = EntryRun(session, entry).systems[0].stop.threshold
-    assert (threshold.cost_ratio, threshold.verify_growth) == pytest.approx((0.30, 0.05))
+    lengths = EntryRun(session, entry).systems[0].lengths
+    lengths.limit(1)
+    assert lengths.token_cost == pytest.approx(0.30 + 0.05)
     (given,) = plan(["cost-optimal:cost_ratio=0.5"], {"small": draft}, [0.0])
-    assert EntryRun(session, given).systems[0].stop.threshold.cost_ratio == 0.5
+    system = EntryRun(session, given).systems[0]
+    system.lengths.limit(1)
+    assert system.lengths.token_cost == system.stop.threshold.cost_ratio == 0.5
+    (plain, guarded) = plan(["vanilla", "vanilla:never_slower=true"], {"small": draft}, [0.0])
+    assert EntryRun(session, plain).systems[0].lengths is None
+    assert EntryRun(session, guarded).systems[0].lengths.costs.drafting(1) == pytest.approx(
+        0.30 * lengths.costs.plain(1)
+    )
+
+
+def test_what_no_model_drafts_has_no_known_cost(models) -> None:
+    target, draft = models
+    session = Session(target, {"small": draft}, make_tokenizer(), BenchOptions(max_new_tokens=8, repeats=1))
+    (entry,) = plan(["lookahead:never_slower=true"], {"small": draft}, [0.0])
+    with pytest.raises(UserError, match="which lookahead does not; vanilla, "):
+        EntryRun(session, entry)

@@ -1,0 +1,114 @@
+"""How long the drafts of a round may be: the length, the same for all texts, that should give most tokens a second.
+
+Which tokens are accepted is learned from earlier rounds; what a round costs is known before decoding. Where no length
+pays nothing is drafted but for a round now and then that finds out whether that has changed. A round's limit depends on
+finished rounds alone, so that exact rules stay exact; but a sampled text then depends on the texts decoded with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from decode.core.round_costs import RoundCosts
+
+if TYPE_CHECKING:
+    from decode.core.trace import Round
+
+EVERY = 16
+"""Rounds between two choices."""
+LOOK = 64
+"""Rounds with drafts between two whose limit is larger than the chosen one."""
+GAIN = 0.02
+"""Share by which a draft has to be faster than none: costs are known no better."""
+LOSS = 0.01
+"""Share of the time that rounds may lose that only find out whether drafting pays again."""
+FIRST, PRIOR, MEMORY = 0.7, 4.0, 512
+"""Acceptance rate that the first position begins with (each other with the one before it), the observations that this
+counts for, and those after which all of a position's counts are halved."""
+
+
+class DraftLengths:
+    """Chooses the longest draft of each round.
+
+    Args:
+        costs: of rounds by batch size.
+        window: longest draft.
+
+    Attributes:
+        chosen: the best limit of late; 0: drafting does not pay.
+        token_cost: of one more drafted token of every text, in rounds without a draft.
+    """
+
+    def __init__(self, costs: RoundCosts, window: int) -> None:
+        self.costs, self.window = costs, window
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything learned."""
+        # of each position: drafts that reached it and those that could have; of those that did, the accepted ones
+        self._drafted = [[0.0, 0.0] for _ in range(self.window)]
+        self._accepted = [[0.0, 0.0] for _ in range(self.window)]
+        self.chosen, self.token_cost, self._batch, self._rounds, self._with_draft = 0, 0.0, 0, 0, 0
+        self._waited = self._price = 0.0
+        self._learned = False
+
+    def limit(self, batch: int) -> int:
+        """The longest draft in the round of so many texts that begins."""
+        if batch != self._batch or (self._learned and self._rounds >= min(EVERY, 1 + self._with_draft // 2)):
+            self._choose(batch)
+        self._rounds += 1
+        if self.chosen:
+            self._with_draft += 1
+            wider = self.chosen + max(2, self.chosen // 2)
+            return min(self.window, wider) if self._with_draft % LOOK == 0 else self.chosen
+        self._waited += self._plain
+        if LOSS * self._waited < self._price:
+            return 0
+        self._waited, self._rounds = 0.0, EVERY  # what this round shows counts at once
+        return self._best
+
+    def _token_cost(self, batch: int) -> float:
+        costs, reach = self.costs, min(8, self.window)
+        growth = (costs.verifying(batch, 1 + reach) - costs.verifying(batch, 1)) / reach
+        return (costs.drafting(batch) + max(0.0, growth)) / costs.plain(batch)
+
+    def observe(self, rounds: Iterable[tuple[Round, int]]) -> None:
+        """Learn from a round of the texts, each with the longest draft that it was allowed."""
+        self._learned = True
+        for result, allowed in rounds:
+            drafted, accepted = result.drafted, result.accepted
+            for i in range(min(drafted + 1, allowed)):
+                _count(self._drafted[i], i < drafted)
+            for i in range(min(accepted + 1, drafted)):
+                _count(self._accepted[i], i < accepted)
+
+    def _choose(self, batch: int) -> None:
+        """The limit with most tokens a second, and what a round with it would lose where that is 0."""
+        costs, self._batch, self._rounds, self._learned = self.costs, batch, 0, False
+        self.token_cost = self._token_cost(batch)
+        plain = self._plain = costs.plain(batch)
+        reach = kept = 1.0  # shares of drafts that are as long, and whose tokens so far are all accepted
+        longer, rate, tokens, drafted, spent = 1.0, FIRST, 1.0, 0.0, 0.0
+        best = 0.0
+        for i in range(self.window):
+            longer, rate = _rate(self._drafted[i], longer), _rate(self._accepted[i], rate)
+            reach, kept = reach * longer, kept * longer * rate
+            some = 1 - (1 - reach) ** batch  # drafting goes on while one text does
+            tokens, drafted = tokens + kept, drafted + reach
+            spent += some * costs.drafting(reach * batch / some) if some else 0.0
+            whole = spent + costs.verifying(batch, 1 + drafted)
+            if tokens / whole > best:
+                best, self._best, self._price = tokens / whole, i + 1, whole - tokens * plain
+        self.chosen = self._best if best * plain > 1 + GAIN else 0
+
+
+def _count(cell: list[float], hit: bool) -> None:
+    cell[0] += hit
+    cell[1] += 1
+    if cell[1] >= MEMORY:
+        cell[:] = cell[0] / 2, cell[1] / 2
+
+
+def _rate(cell: list[float], prior: float) -> float:
+    return (cell[0] + PRIOR * prior) / (cell[1] + PRIOR)

@@ -1,0 +1,306 @@
+"""Benchmarks of texts decoded together: methods × batch sizes, every batch size of all methods side by side.
+
+At batch size B a method decodes prompts with B texts at once; a finished text's place is taken by a waiting one. As
+many prompts are given as keep the batch filled for most of the time, at least twice B. A method's speedup is over the
+same batch without a draft; transformers' ``generate`` gets the same prompts in batches of B, sorted by length.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from decode.core.rng import TorchRng
+from decode.core.round_costs import RoundCosts
+from decode.core.target import Target
+from decode.core.trace import Trace
+from decode.measure.acceptance_offline import prompt_numbers
+from decode.measure.bench_entries import REFERENCE, BenchEntry, EntryRun, check_entries, with_baselines
+from decode.measure.bench_session import BASELINE, Item, Session
+from decode.measure.cost import round_costs
+from decode.measure.profile import batch_costs
+from decode.measure.statistics import RESAMPLES, bootstrap, median_interval, plain
+from decode.measure.transformers_baselines import TRANSFORMERS_BASELINES, quiet
+from decode.prompts.suites import Suite
+from decode.together import decode_texts
+
+FILLED = 2
+"""Prompts for each place of the batch, at least."""
+LONGEST_LIMIT = 15
+"""Costs are measured for drafts of this length, or of the longest to come."""
+WARM = 8
+"""Most new tokens of the texts that warm a method up."""
+MEASURED = (
+    "tokens_per_second", "tokens_per_second_ci95", "speedup", "speedup_ci95", "speedup_vs_generate",
+    "speedup_vs_generate_ci95", "predicted_speedup", "seconds_per_text", "seconds_per_text_ci95", "seconds_per_token",
+    "seconds_per_token_ci95", "mean_batch", "block_efficiency", "accepted_per_drafted", "drafted_per_round", "alpha",
+    "identical_share", "tokens", "texts",
+)  # fmt: skip
+"""Measured fields of a row; each has all of them, null where they do not apply. Times are of decoding with all of a
+batch: from reading a text's prompt to its end, and that by its tokens (medians over texts). `mean_batch` is how many
+texts were being decoded on the average, at which `predicted_speedup` takes the measured costs of the drafts as they
+were; `identical_share` is over greedy texts, against those without a draft at the smallest batch size."""
+
+
+@dataclass
+class Written:
+    """What a method wrote in one repeat at one batch size.
+
+    Attributes:
+        texts: new tokens of each prompt.
+        share: seconds of each, which add up to the wall time.
+        wall: seconds from the first prompt to the last text.
+        latency: seconds of each text from its prompt to its end; empty where it is not known.
+        trace: all rounds; None for transformers' own.
+    """
+
+    texts: list[list[int]]
+    share: list[float]
+    wall: float
+    latency: list[float] = field(default_factory=list)
+    trace: Trace | None = None
+
+
+class BatchBenchmark:
+    """Measures entries at several batch sizes.
+
+    Args:
+        session: the models, and the options of the measurement.
+
+    Attributes:
+        rows: results so far, of every batch size that is complete.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.rows: list[dict[str, Any]] = []
+        self._reference: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+
+    def run(
+        self,
+        suites: Iterable[Suite],
+        entries: Iterable[BenchEntry],
+        batch_sizes: Iterable[int],
+        progress: Callable[[int, int, str], None] | None = None,
+        *,
+        prompts: int | None = None,
+    ) -> list[dict[str, Any]]:
+        """Measure all entries on all suites at all batch sizes; the baselines are added.
+
+        Args:
+            suites: what the prompts are taken from, again from the start where they run out.
+            entries: in the order of the table; of transformers' methods only ``generate`` decodes batches.
+            batch_sizes: texts at once.
+            progress: called with the runs done, the runs in all, and what is being done.
+            prompts: so many of each suite where the batch needs no more; None: all.
+
+        Returns:
+            The rows: ``suite``, ``temperature``, ``batch_size``, those that say what was measured, and `MEASURED`.
+
+        Raises:
+            UserError: a draft is missing, no prompt fits, or a model decodes one text at a time only.
+        """
+        entries = [e for e in entries if e.method not in TRANSFORMERS_BASELINES or e.method == REFERENCE]
+        tables = [
+            with_baselines([e for e in entries if e.temperature == t], t)
+            for t in dict.fromkeys(e.temperature for e in entries)
+        ]
+        check_entries(self.session, entries)
+        items, sizes, repeats = {s.name: self.session.items(s) for s in suites}, sorted(set(batch_sizes)), self.repeats
+        self._measure_costs([item for some in items.values() for item in some], tables, sizes)
+        blocks = [(name, table, size) for name in items for table in tables for size in sizes]
+        done, total = 0, (1 + repeats) * sum(len(table) for _, table, _ in blocks)
+
+        def count(label: str) -> None:
+            nonlocal done
+            if progress is not None:
+                progress(done, total, label)
+            done += 1
+
+        for name, table, size in blocks:
+            some = items[name]
+            needed = max(len(some) if prompts is None else prompts, FILLED * size)
+            chosen = [some[i % len(some)] for i in range(needed)]
+            self.rows += self._block(name, table, size, chosen, count)
+        return self.rows
+
+    def _measure_costs(self, items: Sequence[Item], tables: Sequence[list[BenchEntry]], sizes: Sequence[int]) -> None:
+        """Fill the session's costs by batch size, which predictions and draft lengths that adapt are made from."""
+        session, entries = self.session, [entry for table in tables for entry in table]
+        if not session.options.costs:
+            return
+        context = int(statistics.median(len(item.ids) for item in items)) + session.options.max_new_tokens // 2
+        longest = max([LONGEST_LIMIT, *(entry.options.draft_length or 0 for entry in entries)])
+        for draft in dict.fromkeys(entry.draft for entry in entries if entry.needs_draft):
+            assert draft is not None
+            warp = EntryRun(session, entries[0]).warp
+            session.round_costs[draft] = round_costs(
+                batch_costs(session, draft, items, warp, sizes, longest=longest, context=context)
+            )
+
+    @property
+    def repeats(self) -> int:
+        """Times that each method decodes the prompts at each batch size."""
+        return self.session.options.repeats
+
+    def _block(
+        self, suite: str, table: Sequence[BenchEntry], size: int, items: Sequence[Item], count: Callable[[str], None]
+    ) -> list[dict[str, Any]]:
+        """All entries at one batch size: each warms up, then all decode the prompts in turn, repeat after repeat."""
+        runs = [EntryRun(self.session, entry) for entry in table]
+        written: list[list[Written]] = [[] for _ in runs]
+        with quiet():
+            for repeat in range(-1, self.repeats):
+                for place in range(len(runs)):
+                    i = (place + max(0, repeat)) % len(runs)
+                    label = f"{suite} T={table[i].temperature:g} batch {size} {table[i].label}"
+                    count(label if repeat >= 0 else f"{label}, warming up")
+                    out = self._write(runs[i], items if repeat >= 0 else items[:size], size, repeat)
+                    written[i] += [out] if repeat >= 0 else []
+        opponents = {run.entry.method: some for run, some in reversed(list(zip(runs, written)))}
+        if table[0].temperature == 0:
+            for item, ids in zip(items, opponents[BASELINE][0].texts):
+                self._reference.setdefault((suite, tuple(item.ids)), ids)
+        where = {"suite": suite, "temperature": table[0].temperature, "batch_size": size}
+        return [plain(where | self._row(run, some, opponents, items, suite)) for run, some in zip(runs, written)]
+
+    def _write(self, run: EntryRun, items: Sequence[Item], size: int, repeat: int) -> Written:
+        options, prompts = self.session.options, [item.ids for item in items]
+        budget = options.max_new_tokens if repeat >= 0 else min(WARM, options.max_new_tokens)
+        if run.peer is not None:
+            return self._write_peer(run, prompts, size, budget)
+        runner = self.session.runner
+        seeds = [options.seed + 1009 * i + max(0, repeat) for i in range(len(prompts))]
+        began = time.perf_counter()
+        texts = decode_texts(
+            Target(runner),
+            run.systems[repeat],
+            run.warp,
+            prompts,
+            rngs=[TorchRng(seed, runner.device) for seed in seeds],
+            batch_size=size,
+            max_new_tokens=budget,
+            stop_ids=self.session.stop_ids,
+        )
+        wall, whole = time.perf_counter() - began, Trace()
+        for i, text in enumerate(texts):
+            whole.extend(text.trace, i)
+        share = [wall * text.trace.total_seconds / max(1e-12, whole.total_seconds) for text in texts]
+        latency = [text.trace.wall_seconds for text in texts]
+        return Written([text.new_ids for text in texts], share, wall, latency, whole)
+
+    def _write_peer(self, run: EntryRun, prompts: Sequence[list[int]], size: int, budget: int) -> Written:
+        assert run.peer is not None
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        out = Written([[] for _ in prompts], [0.0] * len(prompts), 0.0, [0.0] * len(prompts))
+        for at in range(0, len(order), size):
+            chosen = order[at : at + size]
+            texts, seconds = run.peer.run_together([prompts[i] for i in chosen], budget, self.session.options.seed)
+            for i, text in zip(chosen, texts):
+                out.texts[i], out.share[i], out.latency[i] = text, seconds / len(chosen), seconds
+            out.wall += seconds
+        return out
+
+    def _row(
+        self,
+        run: EntryRun,
+        written: Sequence[Written],
+        opponents: dict[str, list[Written]],
+        items: Sequence[Item],
+        suite: str,
+    ) -> dict[str, Any]:
+        entry, seed = run.entry, self.session.options.seed
+        row: dict[str, Any] = {
+            "name": entry.label,
+            "method": entry.method,
+            "draft": entry.draft if entry.needs_draft else None,
+            "draft_length": run.draft_length,
+            "lossless": entry.lossless,
+            "peer": run.peer is not None,
+            "repeats": self.repeats,
+            **dict.fromkeys(MEASURED),
+        }
+        numbers = prompt_numbers([(item.ids, len(item.ids)) for item in items])
+        row |= _interval("tokens_per_second", cells(written, numbers), seed)
+        for key, method in (("speedup", BASELINE), ("speedup_vs_generate", REFERENCE)):
+            if method in opponents:
+                row |= _interval(
+                    key, np.concatenate([cells(written, numbers), cells(opponents[method], numbers)], 2), seed
+                )
+        times = [
+            (
+                statistics.median(out.latency[i] for out in written),
+                statistics.fmean(len(out.texts[i]) for out in written),
+            )
+            for i in range(len(items))
+        ]
+        for key, values in (
+            ("seconds_per_text", [seconds for seconds, _ in times]),
+            ("seconds_per_token", [seconds / tokens for seconds, tokens in times if tokens]),
+        ):
+            middle, low, high = median_interval(values, seed=seed)
+            row |= {key: middle, f"{key}_ci95": [low, high]}
+        row["mean_batch"] = sum(sum(out.latency) for out in written) / sum(out.wall for out in written)
+        row |= {"tokens": sum(len(ids) for out in written for ids in out.texts), "texts": len(items) * self.repeats}
+        whole = Trace()
+        for out in written:
+            whole.extend(out.trace or Trace())
+        if whole.rounds:
+            metrics = whole.metrics()
+            row |= {key: metrics[key] for key in MEASURED if key in metrics and row[key] is None}
+        costs = self.session.round_costs.get(row["draft"])
+        if whole.rounds and costs is not None:
+            row["predicted_speedup"] = predicted(whole, costs, row["mean_batch"])
+        if entry.temperature == 0 and entry.lossless:
+            row["identical_share"] = statistics.fmean(
+                ids == self._reference[suite, tuple(item.ids)] for out in written for item, ids in zip(items, out.texts)
+            )
+        return row
+
+
+def predicted(trace: Trace, costs: RoundCosts, batch: float) -> float:
+    """The speedup that rounds should have over the same batch without a draft, by what their drafts' lengths cost."""
+    draft = costs.drafting(batch)
+    spent = sum(
+        count * (draft * k + costs.verifying(batch, k + 1) if k else costs.plain(batch))
+        for k, count in Counter(trace.drafted).items()
+    )
+    return trace.tokens * costs.plain(batch) / spent
+
+
+def cells(written: Sequence[Written], prompts: Sequence[int]) -> np.ndarray:
+    """Tokens and seconds of each prompt in each repeat, ``[prompts, repeats, 2]``."""
+    table = np.zeros((max(prompts) + 1, len(written), 2))
+    for repeat, out in enumerate(written):
+        for prompt, ids, seconds in zip(prompts, out.texts, out.share):
+            table[prompt, repeat] += len(ids), seconds
+    return table
+
+
+def _interval(key: str, table: np.ndarray, seed: int) -> dict[str, Any]:
+    """Σ tokens / Σ seconds of the first pair of columns, over that of the second where there is one.
+
+    The interval is over prompts and over repeats, which are resampled both: what a neighbour of the machine does in one
+    repeat meets all its texts.
+    """
+    random = np.random.default_rng(seed)
+    picks = random.integers(table.shape[1], size=(RESAMPLES, table.shape[1]))
+
+    def rate(sums: np.ndarray) -> np.ndarray:
+        rates = sums[..., 0::2] / sums[..., 1::2]
+        return rates[..., 0] / rates[..., 1] if rates.shape[-1] > 1 else rates[..., 0]
+
+    def statistic(drawn: np.ndarray) -> np.ndarray:  # [samples, prompts, repeats, columns]
+        per_repeat = drawn.sum(1)
+        if len(drawn) == 1:
+            return rate(per_repeat.sum(1))
+        return rate(np.take_along_axis(per_repeat, picks[:, :, None], 1).sum(1))
+
+    middle, low, high = bootstrap(table, statistic, seed=seed)
+    return {key: middle, f"{key}_ci95": [low, high]}
