@@ -228,7 +228,9 @@ def _cost_optimal(inputs: MethodInputs) -> StopRule:
 def _cost_ratio(inputs: MethodInputs) -> float:
     """c as it is given, else from the weights that are read, or the layers that draft."""
     c, target = inputs.options.cost_ratio, inputs.target
-    if c is None and inputs.draft is not None and inputs.draft.weight_bytes and target.weight_bytes:
+    if c is None and inputs.costs is not None:
+        c = inputs.costs.drafting(1) / inputs.costs.plain(1)
+    elif c is None and inputs.draft is not None and inputs.draft.weight_bytes and target.weight_bytes:
         c = inputs.draft.weight_bytes / target.weight_bytes
     elif c is None and inputs.draft is None and isinstance(target, FastRunner):
         c = exit_layer(inputs) / target.depth

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -139,7 +139,7 @@ class BatchBenchmark:
         longest = max([LONGEST_LIMIT, *(entry.options.draft_length or 0 for entry in entries)])
         for draft in dict.fromkeys(entry.draft for entry in entries if entry.needs_draft):
             assert draft is not None
-            warp = EntryRun(session, entries[0]).warp
+            warp = replace(session.options.warp, temperature=entries[0].temperature)
             session.round_costs[draft] = round_costs(
                 batch_costs(session, draft, items, warp, sizes, longest=longest, context=context)
             )

@@ -61,6 +61,11 @@ class BenchEntry:
         return self.method in NEEDS_DRAFT or self.method in DRAFTED
 
     @property
+    def adapts_to_costs(self) -> bool:
+        """Whether the lengths of its drafts depend on what they cost."""
+        return self.options.never_slower or _stop_of(self.method, self.stop) == "cost-optimal"
+
+    @property
     def lossless(self) -> bool:
         """Whether the output's distribution is the target's."""
         return self.method in TRANSFORMERS_BASELINES or is_lossless(self.method, self.rule)

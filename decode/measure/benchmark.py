@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -28,6 +28,8 @@ from decode.core.errors import UserError
 from decode.measure.bench_entries import REFERENCE, BenchEntry, EntryRun, check_entries, opponents, with_baselines
 from decode.measure.bench_session import BenchOptions, Item, Session
 from decode.measure.categories import acceptance, category_rows
+from decode.measure.cost import round_costs
+from decode.measure.profile import add_overhead
 from decode.measure.statistics import (
     COLUMNS,
     Record,
@@ -142,6 +144,11 @@ class Benchmark:
                 trees=any(c.method in TREES for c in entries),
                 repeats=max(1, options.cost_turns // 4),
             )
+            for name in dict.fromkeys(c.draft for c in entries if c.needs_draft and c.adapts_to_costs):
+                assert name is not None
+                cost = replace(session.costs[name])
+                add_overhead(session, name, [item for some in items.values() for item in some], options.warp, cost)
+                session.round_costs[name] = round_costs([cost])
         jobs = [(s, t) for s in suites for t in temperatures if (s.name, t) not in done]
         total = sum(len(chats[s.name]) * len(table[t]) for s, t in jobs) * options.repeats
         count = 0

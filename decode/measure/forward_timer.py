@@ -18,10 +18,11 @@ class ForwardTimer:
 
     Attributes:
         seconds: of all forwards.
+        prompt_seconds: of those of them that gave no logits.
         forwards: of the first runner that gave logits; one over several texts counts once.
     """
 
-    seconds = 0.0
+    seconds = prompt_seconds = 0.0
     forwards = 0
     inside = False
 
@@ -43,8 +44,10 @@ def time_forwards(*runners: Runner) -> Iterator[ForwardTimer]:
             finally:
                 timer.inside = False
             synchronize(device)
-            timer.seconds += time.perf_counter() - began
-            timer.forwards += first and extra.get("head") != 0
+            spent, prompt = time.perf_counter() - began, extra.get("head") == 0
+            timer.seconds += spent
+            timer.prompt_seconds += spent * prompt
+            timer.forwards += first and not prompt
             return logits
 
         return call

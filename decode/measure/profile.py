@@ -178,7 +178,7 @@ def add_overhead(session: Session, draft: str, items: Sequence[Item], warp: Warp
 def _bookkeeping(
     session: Session, run: EntryRun, items: Sequence[Item], budget: int, batch: int
 ) -> tuple[float, int, int]:
-    """Seconds outside the forwards, target forwards after the prompts, and drafted tokens."""
+    """Seconds of all rounds outside the forwards, target forwards after the prompts, and drafted tokens."""
     runner = session.runner
     with time_forwards(runner, *session.drafts.values()) as timer:
         texts = decode_texts(
@@ -191,5 +191,5 @@ def _bookkeeping(
             max_new_tokens=budget,
             stop_ids=session.stop_ids,
         )
-    total = sum(text.trace.total_seconds for text in texts)
-    return total - timer.seconds, timer.forwards, sum(sum(text.trace.drafted) for text in texts)
+    spent = sum(text.trace.total_seconds - text.trace.prefill_seconds for text in texts)
+    return spent - timer.seconds + timer.prompt_seconds, timer.forwards, sum(sum(text.trace.drafted) for text in texts)
