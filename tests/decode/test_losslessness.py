@@ -12,8 +12,10 @@ from torch import Tensor
 
 from decode import loop, verify
 from decode.core.acceptance import Ears, Exact, Fuzzy, JensenShannon, Typical
+from decode.core.draft_lengths import DraftLengths
 from decode.core.proposal import Draft
 from decode.core.rng import Rng, TorchRng
+from decode.core.round_costs import RoundCosts
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule, max_probability, negative_entropy, token_probability
 from decode.core.thresholds import Fixed, Threshold
@@ -93,6 +95,20 @@ def test_thresholds_that_adapt_within_the_text_are_lossless(scripted_clock) -> N
         stop = STOPS[name](parts(experiment, draft))
         stop.threshold = _Eager(stop.threshold) if name == "product" else stop.threshold
         assert experiment.bias(System(name, ModelDrafter(draft, SAMPLE, 2), stop)) < TOLERANCE
+
+
+@pytest.mark.parametrize("cost", [0.1, 0.4, 0.9])
+@pytest.mark.parametrize("name", ["length", "cost-optimal"])
+def test_draft_lengths_that_what_was_accepted_decides_are_lossless(name: str, cost: float, scripted_clock) -> None:
+    """Cheap drafts are long, dear ones are switched off but for probes; those between change within the text."""
+    experiment, draft = scripted_pair(2, tokens=5)
+    experiment.prompt = [0, 1, 1]
+    scripted_clock(experiment)
+    lengths = DraftLengths(RoundCosts.of_ratios(cost, 0.02), 3)
+    system = System(name, ModelDrafter(draft, SAMPLE, 2), STOPS[name](parts(experiment, draft)), lengths=lengths)
+    assert experiment.bias(system) < TOLERANCE
+    warm_up(experiment, system)
+    assert experiment.bias(system) < TOLERANCE
 
 
 class _Eager(Threshold):
