@@ -42,6 +42,7 @@ class DraftLengths:
 
     def __init__(self, costs: RoundCosts, window: int) -> None:
         self.costs, self.window = costs, window
+        self._known: dict[int, _Costs] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -68,11 +69,6 @@ class DraftLengths:
         self._waited, self._rounds = 0.0, EVERY  # what this round shows counts at once
         return self._best
 
-    def _token_cost(self, batch: int) -> float:
-        costs, reach = self.costs, min(8, self.window)
-        growth = (costs.verifying(batch, 1 + reach) - costs.verifying(batch, 1)) / reach
-        return (costs.drafting(batch) + max(0.0, growth)) / costs.plain(batch)
-
     def observe(self, rounds: Iterable[tuple[Round, int]]) -> None:
         """Learn from a round of the texts, each with the longest draft that it was allowed."""
         self._learned = True
@@ -85,9 +81,11 @@ class DraftLengths:
 
     def _choose(self, batch: int) -> None:
         """The limit with most tokens a second, and what a round with it would lose where that is 0."""
-        costs, self._batch, self._rounds, self._learned = self.costs, batch, 0, False
-        self.token_cost = self._token_cost(batch)
-        plain = self._plain = costs.plain(batch)
+        if batch not in self._known:
+            self._known[batch] = _Costs(self.costs, batch, self.window)
+        costs, self._batch, self._rounds, self._learned = self._known[batch], batch, 0, False
+        plain = self._plain = costs.plain
+        self.token_cost = costs.token
         reach = kept = 1.0  # shares of drafts that are as long, and whose tokens so far are all accepted
         longer, rate, tokens, drafted, spent = 1.0, FIRST, 1.0, 0.0, 0.0
         best = 0.0
@@ -96,11 +94,36 @@ class DraftLengths:
             reach, kept = reach * longer, kept * longer * rate
             some = 1 - (1 - reach) ** batch  # drafting goes on while one text does
             tokens, drafted = tokens + kept, drafted + reach
-            spent += some * costs.drafting(reach * batch / some) if some else 0.0
-            whole = spent + costs.verifying(batch, 1 + drafted)
+            spent += some * _at(costs.drafting, reach * batch / some - 1) if some else 0.0
+            whole = spent + _at(costs.verifying, drafted)
             if tokens / whole > best:
                 best, self._best, self._price = tokens / whole, i + 1, whole - tokens * plain
         self.chosen = self._best if best * plain > 1 + GAIN else 0
+
+
+class _Costs:
+    """`RoundCosts` of one batch size, as lists that are quick to read.
+
+    Attributes:
+        plain: a round without a draft.
+        drafting: a draft forward for 1, 2, ... texts.
+        verifying: the rest of a round after 0, 1, ... drafted tokens of every text.
+        token: see `DraftLengths.token_cost`.
+    """
+
+    def __init__(self, costs: RoundCosts, batch: int, window: int) -> None:
+        self.plain = costs.plain(batch)
+        self.drafting = [costs.drafting(texts) for texts in range(1, batch + 1)]
+        self.verifying = [costs.verifying(batch, n) for n in range(1, window + 2)]
+        reach = min(8, window)
+        growth = (self.verifying[reach] - self.verifying[0]) / reach
+        self.token = (self.drafting[-1] + max(0.0, growth)) / self.plain
+
+
+def _at(values: list[float], place: float) -> float:
+    """A value between those of two places, linear."""
+    i = min(int(place), len(values) - 1)
+    return values[i] if i + 1 == len(values) else values[i] + (values[i + 1] - values[i]) * (place - i)
 
 
 def _count(cell: list[float], hit: bool) -> None:
