@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 
@@ -41,12 +40,7 @@ class RoundCosts:
 
     def verifying(self, batch: float, tokens: float) -> float:
         """The rest of a round whose texts have so many tokens to be read each, the pending one included."""
-        rows = self._verifying
-        return between({size: rows[size](tokens) for size in rows}, batch)
-
-    @cached_property
-    def _verifying(self) -> dict[int, Callable[[float], float]]:
-        return {size: (lambda n, row=row: between(row, n)) for size, row in self.verify.items()}
+        return between({size: between(row, tokens) for size, row in self.verify.items()}, batch)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, whose keys are texts."""
