@@ -62,7 +62,7 @@ def warm_up(experiment: Experiment, system: System, texts: int = 4) -> None:
                 loop.Target(experiment.target),
                 system,
                 experiment.warp,
-                PROMPT,
+                experiment.prompt,
                 max_new_tokens=14,
                 rng=TorchRng(seed),
             )
