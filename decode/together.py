@@ -43,6 +43,8 @@ def decode_texts(
 
     Every text begins with what the system has learned so far and keeps what it learns to itself, so that it depends on
     its prompt and its `Rng` alone, not on its neighbours (in exact arithmetic; rounding may decide ties otherwise).
+    With `System.lengths` all texts share what was learned of acceptances: exact rules stay exact, but a sampled text
+    then depends on its neighbours.
 
     Args:
         target: the model to decode from.
