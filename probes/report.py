@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group
 from rich.text import Text
 
-from decode.core.trace import FORMULAS
-from decode.report.page import Column
-from decode.report.tables import COLUMN, console_table
+from decode.report.page import Column, read_columns
+from decode.report.tables import console_table
 from probes.predict import HINDSIGHT, PRODUCT
 
 Row = Mapping[str, Any]
@@ -50,33 +50,16 @@ METRICS = {
     "accuracy": ("accuracy", "share of tokens predicted right by probability > 0.5"),
 }
 PREDICTED = "tokens / (c·drafted + v(drafted + 1) + o) on held-out texts; o: bookkeeping"
-SPEED_COLUMNS = (
-    Column("method", "method"),
-    Column("exit_layer", "exit", "layers that the draft runs", "d"),
-    Column("draft_length", "k", "most tokens drafted a round", "d"),
-    Column("threshold", "γ", "confidence threshold at the start", "g"),
-    Column("tokens_per_second", "tokens/s", "Σ tokens / Σ seconds", ",.0f", "max"),
-    Column("speedup_vs_layerskip", "÷ LayerSkip", "at its best length; paired by prompt, median; 95 % interval",
-           ".2f", "max", "speedup_vs_layerskip_ci95"),
-    Column("speedup", "÷ no drafting", "paired by prompt, median; 95 % interval", ".2f", "max", "speedup_ci95",
-           bar=True),
-    Column("predicted_speedup", "predicted", PREDICTED, ".2f"),
-    COLUMN["alpha"],
-    Column("block_efficiency", "tokens/round", FORMULAS["block_efficiency"], ".2f"),
-    Column("accepted_per_drafted", "accepted", FORMULAS["accepted_per_drafted"], ".3f"),
-    Column("identical_to_target", "identical", "greedy text equals model.generate's"),
-)  # fmt: skip
+TABLES = read_columns(Path(__file__).with_name("columns.csv"))
+SPEED_COLUMNS = TABLES["speeds"]
 JUDGED_COLUMNS = (
-    Column("layer", "exit", "layers that run before it", "d"),
-    Column("alpha", "α", "mean min(1, p(x)/q(x)), greedy: agreement of the argmax; ± its error", ".3f",
-           error="alpha_se"),
-    Column("base_rate", "accepted", "share of the tokens that are accepted", ".3f"),
+    *TABLES["judged"],
     *(
         Column(metric + suffix, f"{label} {name}", "" if suffix else formula, ".4f")
         for metric, (label, formula) in METRICS.items()
         for name, suffix in SCORES.items()
     ),
-)  # fmt: skip
+)
 CONSOLE_SPEEDS = tuple(c for c in SPEED_COLUMNS if c.key not in ("block_efficiency", "accepted_per_drafted"))
 CONSOLE_JUDGED = (
     *JUDGED_COLUMNS[:3],

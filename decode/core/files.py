@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from decode.core.errors import UserError
 
 
-def write_text(path: str | Path, content: str) -> None:
-    """Write a UTF-8 text file, and its folder where that is missing; a file already there is replaced whole or not.
-
-    Args:
-        path: where the file is to stand.
-        content: all of its text.
+def write_safely(path: str | Path, write: Callable[[Path], object]) -> None:
+    """Have `write` fill a file beside `path`, whose folder is made where it is missing, then rename it into place.
 
     Raises:
         UserError: a folder or a device stands at the path.
@@ -25,15 +21,19 @@ def write_text(path: str | Path, content: str) -> None:
     path = Path(path)
     check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-        os.chmod(name, 0o644)  # mkstemp's files are readable by their owner only
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, content: str) -> None:
+    """Write a UTF-8 text file; a file already there is replaced whole or not. Raises as `write_safely` does."""
+    write_safely(path, lambda file: file.write_text(content, encoding="utf-8"))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from decode.commands import bench as compare
 from decode.commands.bench_checkpoint import draft_names, fingerprint
@@ -22,6 +21,7 @@ from decode.methods import PROBED
 from decode.papers import Paper, papers
 from decode.papers.claims import Ordering
 from decode.papers.results import PaperTable, Results
+from decode.report.tables import plain_table
 
 SCALES = ("quickstart", "gpu-small", "full")
 RUNS = {"quickstart": "runs/quickstart", "gpu-small": "runs/gpu-small"}
@@ -183,12 +183,7 @@ def _trained(settings: PaperSettings) -> dict[str, Results]:
 def show(tables: list[PaperTable], orderings: list[Ordering], console: Console) -> None:
     """Tables, then the orderings with the verdict in colour."""
     for table in tables:
-        grid = Table(title=f"\n{table.title}", title_justify="left", box=None, pad_edge=False, header_style="bold")
-        for i, column in enumerate(table.columns):
-            grid.add_column(column, justify="right" if i else "left")
-        for row in table.rows:
-            grid.add_row(*row)
-        console.print(grid)
+        console.print(plain_table(f"\n{table.title}", table.columns, table.rows))
         if table.note:
             console.print(table.note, style="dim", soft_wrap=True, highlight=False, markup=False)
     console.print("\nThe paper's orderings, here", style="bold")

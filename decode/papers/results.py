@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.measure.cost import CostModel
+from decode.report.tables import markdown_table, mode
 
 Row = Mapping[str, Any]
 Block = tuple[str, float]
@@ -33,10 +34,8 @@ class PaperTable:
 
     def markdown(self) -> str:
         """As GitHub shows it."""
-        lines = [f"**{self.title}**", "", "| " + " | ".join(self.columns) + " |"]
-        lines.append("|" + "|".join(" --- " if i == 0 else " ---: " for i in range(len(self.columns))) + "|")
-        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
-        return "\n".join([*lines, *(["", self.note] if self.note else [])])
+        note = f"\n\n{self.note}" if self.note else ""
+        return f"**{self.title}**\n\n{markdown_table(self.columns, self.rows)}{note}"
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,7 @@ class Results:
     def where(self, block: Block) -> str:
         """Suite, mode and size of the sample."""
         rows = [row for row in self.rows if (row["suite"], row["temperature"]) == block]
-        mode = "greedy" if block[1] == 0 else f"T = {block[1]:g}"
-        return f"{block[0]}, {mode}, {max(row['prompts'] for row in rows)} prompts × {rows[0]['repeats']}"
+        return f"{block[0]}, {mode(block[1])}, {max(row['prompts'] for row in rows)} prompts × {rows[0]['repeats']}"
 
     @property
     def setting(self) -> str:

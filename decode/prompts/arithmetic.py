@@ -2,7 +2,7 @@
 
 A problem has a question, a solution whose calculations carry GSM8K's marks (``12+5 = <<12+5=17>>17``) and a
 last line ``#### answer``. Names, things and numbers of the question come back in the solution: a draft model
-finds easy words and hard digits in the same text. The wordings are in `decode.prompts.arithmetic_patterns`.
+finds easy words and hard digits in the same text. The wordings are in ``arithmetic.yaml``.
 
 The split of a problem is a hash of its question's text, so no question is in two splits, whatever the seed.
 """
@@ -15,11 +15,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from random import Random
 from typing import TypeVar
 
+import yaml
+
 from decode.core.errors import UserError
-from decode.prompts import arithmetic_patterns as patterns
 
 SPLITS = ("train", "train", "validation", "test")
 """The split of a question is ``SPLITS[hash % 4]``: half of all questions are for training."""
@@ -27,7 +29,6 @@ SPLITS = ("train", "train", "validation", "test")
 CALCULATION = re.compile(r"\[(\w+)([-+*/])(\w+)=(\w)\]")
 CHOICE = re.compile(r"\(([^()]+\|[^()]+)\)")
 DERIVED = re.compile(r"(\w)=(\w+)([-+*/])(\w+)")
-MARK = re.compile(r"<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
 
 
 T = TypeVar("T")
@@ -97,7 +98,7 @@ class _Event:
 
 @dataclass(frozen=True)
 class _Words:
-    """The tables of `arithmetic_patterns`, read once."""
+    """The tables of ``arithmetic.yaml``, read once."""
 
     people: list[tuple[str, dict[str, str]]]
     items: list[str]
@@ -163,24 +164,6 @@ def split_of(question: str) -> str:
     return SPLITS[hashlib.blake2b(question.encode(), digest_size=1).digest()[0] % len(SPLITS)]
 
 
-def check_solution(solution: str) -> int:
-    """Verifies every calculator mark and the last line of a solution; returns the answer.
-
-    Raises:
-        ValueError: a mark is arithmetically wrong, there is none, or the answer is not the last result.
-    """
-    marks = MARK.findall(solution)
-    if not marks or solution.count("<<") != len(marks):
-        raise ValueError(f"no calculator marks, or marks that cannot be read, in {solution!r}")
-    for left, op, right, result, copied in marks:
-        if apply(op, int(left), int(right)) != int(result) or result != copied:
-            raise ValueError(f"{left}{op}{right} is not {result} (then {copied}) in {solution!r}")
-    answer = solution.rpartition("\n#### ")[2]
-    if answer != marks[-1][3]:
-        raise ValueError(f"the answer {answer!r} is not the last result {marks[-1][3]!r} in {solution!r}")
-    return int(answer)
-
-
 def _choice(rng: Random, items: Sequence[T]) -> T:
     return items[int(rng.random() * len(items))]
 
@@ -241,22 +224,18 @@ def _value(name: str, values: dict[str, int]) -> int:
 @cache
 def _words() -> _Words:
     """Reads the tables; each wording that a choice allows is a row of its own."""
-    people = [(name, patterns.SHE) for name in patterns.WOMEN.split()]
-    people += [(name, patterns.HE) for name in patterns.MEN.split()]
+    tables = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     scenes: dict[int, list[_Scene]] = {}
-    for block in patterns.SCENES.strip().split("\n\n"):
+    for block in tables["scenes"].strip().split("\n\n"):
         steps, scene = _read_scene(*block.split("\n", 2))
         scenes.setdefault(steps, []).append(scene)
     return _Words(
-        people=people,
-        items=patterns.ITEMS.split(),
-        containers=patterns.CONTAINERS.split(),
-        places=patterns.PLACES.split(),
-        days=patterns.DAYS.split(),
-        openings=_rows(patterns.OPENINGS),
-        events=[_read_event(*row) for row in _rows(patterns.EVENTS)],
-        closings=_rows(patterns.CLOSINGS),
+        people=[(name, tables[who]) for who in ("she", "he") for name in tables[f"names_{who}"].split()],
+        openings=_rows(tables["openings"]),
+        events=[_read_event(*row) for row in _rows(tables["events"])],
+        closings=_rows(tables["closings"]),
         scenes=scenes,
+        **{key: tables[key].split() for key in ("items", "containers", "places", "days")},
     )
 
 

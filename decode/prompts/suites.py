@@ -20,7 +20,6 @@ from typing import TypeVar
 from decode.core.errors import UserError
 from decode.prompts.arithmetic import problems
 from decode.prompts.files import READERS, Row, load_hub, read_rows
-from decode.prompts.open_questions import QUESTIONS
 from decode.prompts.presets import PRESETS, Preset, held_out
 from decode.prompts.scorers import CODE_SCORERS, SCORERS
 
@@ -29,6 +28,8 @@ __all__ = ["Prompt", "Suite", "load_suite"]
 NAMES = (*PRESETS, "chat", "open", "prompts")
 BUNDLED = Path(__file__).with_name("chat.jsonl")
 """The suite ``chat``, in Spec-Bench's format: written for this project, 16 prompts in each of six categories."""
+OPEN = Path(__file__).with_name("open.txt")
+"""Open questions without a right answer, written for this project: long, free text to measure speed on."""
 RECOGNISED = ("humaneval", "mbpp", "mmlu", "spec_bench", "ultrachat", "cnn_dailymail", "xsum", "gsm8k", "alpaca")
 """Presets that a file is recognised as by its columns, the more particular ones first."""
 DEFAULT_LIMIT = 100
@@ -94,7 +95,7 @@ def load_suite(
     if limit is not None and limit < 1:
         raise UserError(f"the suite's limit is {limit}: give at least 1, or leave it out for all prompts")
     if name == "open":
-        prompts = [Prompt(f"open/{place}", text, None) for place, text in enumerate(QUESTIONS)]
+        prompts = [Prompt(f"open/{place}", row["text"], None) for place, row in enumerate(read_rows(OPEN))]
         return Suite(spec, _sample(prompts, limit, seed), None, "open questions have no right answer")
     if name == "arithmetic" and path is None:
         return _arithmetic(spec, option, limit or DEFAULT_LIMIT, seed, split)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from decode.core.files import write_text
+from decode.core.files import read_json, write_text
 from decode.core.trace import FORMULAS
 from decode.measure import machine
 from decode.measure.benchmark import Benchmark
@@ -79,7 +79,7 @@ def write_report(
     session = bench.session
     facts = machine.describe(session.runner.device) | {"note": "; ".join([session.threads, *session.packing])}
     path = folder / "report.json"
-    content = _read(path)
+    content = read_json(path)
     beside = bool(content.keys() - {"methods", "bench", "machine", "batches"})
     content |= {
         "methods": bench.rows,
@@ -105,14 +105,6 @@ def write_report(
     html = folder / ("bench.html" if beside else "report.html")
     bench_page(content).write(html)
     return path, html
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def bench_page(content: Mapping[str, Any]) -> Page:

@@ -6,6 +6,7 @@ template escapes all text (pairs of backticks become code); only `Figures` hold 
 
 from __future__ import annotations
 
+import csv
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from decode.core.files import write_text
+from decode.core.trace import FORMULAS
 
 Row = Mapping[str, Any]
 Tone = Literal["plain", "good", "warn", "bad"]
@@ -87,6 +89,17 @@ class Column:
             return f"{error[0]:{self.format}}–{error[1]:{self.format}}" if all(map(finite, error)) else ""
         unsigned = str(self.format).removeprefix("+")
         return f"± {error:{unsigned}}" if finite(error) else ""
+
+
+def read_columns(path: Path) -> dict[str, tuple[Column, ...]]:
+    """The columns of a CSV file by their table; in a formula, ``{alpha}`` stands for its definition in `FORMULAS`."""
+    found: dict[str, tuple[Column, ...]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            table, formula, best = row.pop("table"), row.pop("formula").format_map(FORMULAS), row.pop("best") or None
+            flags = {name: bool(row.pop(name)) for name in ("numeric", "bar")}
+            found[table] = (*found.get(table, ()), Column(**row, formula=formula, best=best, **flags))  # type: ignore
+    return found
 
 
 @dataclass(frozen=True)

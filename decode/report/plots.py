@@ -12,9 +12,11 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib import rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
@@ -28,17 +30,9 @@ COLOURS = BLUE, ORANGE, GREEN, VIOLET, ROSE, OLIVE, GREY = (
 )  # fmt: skip
 MARKERS = "os^Dvph"
 INK = "#010203"
-"""Replaced by currentColor in the SVG; matplotlib knows no such colour."""
+"""The colour of text and axes in ``plots.mplstyle``, replaced by currentColor in the SVG."""
 DASHED: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (4, 3)), "alpha": 0.6}
-STYLE: Any = {
-    "svg.fonttype": "none", "svg.hashsalt": "draftsmith", "font.family": "sans-serif", "font.size": 10,
-    "axes.labelsize": 9.5, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.titlepad": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": INK,
-    "axes.labelcolor": INK, "axes.linewidth": 0.7, "axes.axisbelow": True, "axes.grid": True,
-    "grid.color": INK, "grid.alpha": 0.13,
-    "text.color": INK, "xtick.color": INK, "ytick.color": INK, "lines.linewidth": 1.8, "lines.markersize": 5,
-    "legend.frameon": False, "legend.fontsize": 9.5, "legend.handlelength": 1.4,
-}  # fmt: skip
+STYLE: Any = rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use_default_template=False)
 
 
 def _new(title: str, xlabel: str, ylabel: str = "", height: float = 3.2) -> Axes:

@@ -4,49 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from rich.box import Box
 from rich.table import Table
 
 from decode.core.trace import FORMULAS
 from decode.measure.benchmark import ResultBlock
 from decode.measure.statistics import differing, fastest_lossless
-from decode.report.page import LOSSLESS, RELAXED, Badge, Column, present
+from decode.report.page import LOSSLESS, RELAXED, Badge, Column, present, read_columns
 
 Row = Mapping[str, Any]
 
-INTERVAL = "; beside it the 95 % bootstrap interval over prompts"
-COLUMNS = [
-    Column("name", "method"),
-    Column("kind", "output", "lossless: by an exact rule; relaxed: not the target's distribution; peer: transformers'"),
-    Column("draft_length", "k", "draft length, or the window of an adaptive stop rule", "d"),
-    Column("tokens_per_second", "tokens/s", "Σ tokens / Σ seconds, the prompt's reading included", ".0f", "max"),
-    Column("speedup", "speedup", FORMULAS["speedup"] + INTERVAL, ".2f", "max", "speedup_ci95", bar=True),
-    Column("speedup_vs_generate", "vs generate", FORMULAS["speedup_vs_generate"], ".2f"),
-    Column("speedup_vs_assistant", "vs assistant", "tokens/s over generate(assistant_model=…), same draft", ".2f"),
-    Column("speedup_without_prefill", "decoding only", "speedup with the prompt's reading left out", ".2f"),
-    Column("predicted_speedup", "predicted", FORMULAS["predicted_speedup"], ".2f"),
-    Column("block_efficiency", "block eff.", FORMULAS["block_efficiency"], ".2f"),
-    Column("alpha", "α", FORMULAS["alpha"] + "; ± its standard error", ".3f", error="alpha_se"),
-    Column("accepted_per_tested", "Σm/Σt", "accepted / tested tokens", ".3f"),
-    Column("accepted_per_drafted", "Σm/Σk", "accepted / drafted tokens", ".3f"),
-    Column("tv_spent", "TV spent", FORMULAS["tv_spent"], ".3f"),
-    Column("js_distance", "JS dist.", FORMULAS["js_distance"], ".3f"),
-    Column("accuracy", "accuracy", "mean score of the suite's own scorer; ± its error", ".3f", error="accuracy_se"),
-    Column("identical_to_target", "identical", "greedy texts equal model.generate's, token by token"),
-    Column("bookkeeping_share", "outside models", "share of the time not spent in forwards", ".1%"),
-    Column("note", "note"),
-]
-
-CATEGORY_COLUMNS = [
-    Column("name", "method"),
-    *(c for c in COLUMNS if c.key in ("kind", "tokens_per_second", "speedup")),
-    Column(
-        "speedup_vs_generate", "vs generate", FORMULAS["speedup_vs_generate"], ".2f", error="speedup_vs_generate_ci95"
-    ),
-    Column("block_efficiency", "block eff.", FORMULAS["block_efficiency"], ".2f", error="block_efficiency_ci95"),
-    Column("alpha", "α", FORMULAS["alpha"], ".3f", error="alpha_ci95"),
-]
+TABLES = read_columns(Path(__file__).with_name("columns.csv"))
+COLUMNS = TABLES["bench"]
+CATEGORY_COLUMNS = TABLES["category"]
 """Columns of the results by category; all intervals are 95 % bootstrap intervals over prompts."""
 ALPHA_COLUMNS = [
     Column("draft", "draft"),
@@ -162,6 +135,22 @@ def console_table(title: str, columns: Iterable[Column], rows: Sequence[Row]) ->
         cells = (" ".join(filter(None, (column.text(row), column.error_text(row)))) for column in columns)
         grid.add_row(*cells, style=row.get("style", ""))
     return grid
+
+
+def plain_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], box: Box | None = None) -> Table:
+    """Cells that are text already, for a terminal; the first column is on the left, the others on the right."""
+    grid = Table(title=title or None, title_justify="left", box=box, pad_edge=box is not None, header_style="bold")
+    for place, heading in enumerate(headings):
+        grid.add_column(heading, justify="right" if place else "left")
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The same as GitHub shows it."""
+    rule = ["---", *["---:"] * (len(headings) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (headings, rule, *rows))
 
 
 def ratios(rows: Sequence[Row]) -> list[str]:

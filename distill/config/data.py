@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from jsonargparse.typing import PositiveInt
+
 from decode.core.errors import UserError
+from decode.core.options import check_numbers
 from distill.config.prompts import PromptSettings
+from distill.config.ranges import ContextLength, MinorShare
 
 Kind = Literal["auto", "pairs", "chat", "text"]
 Overlong = Literal["drop", "cut"]
@@ -22,80 +26,56 @@ class DataSettings:
     """`arithmetic` (built in, no download), a preset (gsm8k, alpaca, mbpp, ...), a file or folder, a data set's name
     on the Hugging Face Hub, or `target`: an instruct target writes its own prompts, and answers them (see prompts;
     reference.responses says how it answers)."""
-
     prompts: PromptSettings = field(default_factory=PromptSettings)
     """With source target: how prompts are written, chosen and mixed with those of a file."""
-
     hub_config: str | None = None
     """Configuration of the Hub data set, where it has several; null: the preset's, or the only one."""
-
     train_file: str | None = None
     """Local training rows (json, jsonl, csv, parquet or txt); with a preset as source its template is used."""
-
     validation_file: str | None = None
     """Local validation rows; null: a share of the training rows is split off (see validation_fraction)."""
-
     test_file: str | None = None
     """Local test rows, used for the final measurement only; null: split off like the validation rows."""
-
     kind: Kind = "auto"
     """pairs (prompt, response), chat (a list of messages), text (no prompt); auto: by the columns."""
-
     prompt_template: str | None = None
     """How a row becomes a prompt: a format string over its columns, such as '{question}\\n' (there a line break, on the
     command line too); null: the preset's template, or the usual column names."""
-
     response_template: str | None = None
     """How a row becomes a response, such as '{answer}'; null: as for prompt_template."""
-
     messages_column: str = "messages"
     """Column of a chat: a list of {role, content}, or of ShareGPT's {from, value}."""
-
     chat_template: str | None = None
     """Jinja template of chats, for models whose tokenizer has none; null: the tokenizer's."""
-
     chat: Literal["auto"] | bool = "auto"
     """Whether pairs are put into the chat template, as instruct models are served: the prompt is what the user says,
     the response what the assistant answers. auto: where the target's tokenizer has a template. See --show-example."""
-
     system: str | None = None
     """System message of chats that have none, and of pairs in the chat template; null: what the template writes."""
-
     template_args: dict[str, Any] = field(default_factory=dict)
     """Further variables of the chat template, such as {enable_thinking: false}."""
-
     text_column: str = "text"
     """Column of plain text."""
-
     train_examples: int | Literal["all"] | None = 20_000
     """Training examples at most (a sample chosen by the seed), all or null: every one; arithmetic makes exactly as
     many."""
-
-    validation_examples: int = 512
+    validation_examples: PositiveInt = 512
     """Validation examples at most: they choose the best checkpoint."""
-
-    test_examples: int = 512
+    test_examples: PositiveInt = 512
     """Test examples at most: they are measured once, at the end."""
-
-    validation_fraction: float = 0.05
+    validation_fraction: MinorShare = 0.05
     """Share of the training rows split off for validation, and again for test, where the source has none. A hash of
     the prompt decides, so equal prompts stay in one split."""
-
-    max_length: int = 512
+    max_length: ContextLength = 512
     """Longest example in tokens, prompt and response together; the block length of plain text."""
-
     overlong: Overlong = "drop"
     """What happens to longer examples: drop them, or cut the end of the response."""
-
     difficulty: int = 1
     """Arithmetic only: 1 (one or two steps, results below 100), 2 or 3 (up to four steps, below 10000)."""
-
     tokenizer: str | None = None
     """Folder, Hub name or GGUF file of the tokenizer; null: the target's, or a small one trained on the texts."""
-
-    tokenizer_vocab_size: int = 1024
+    tokenizer_vocab_size: PositiveInt = 1024
     """Largest vocabulary of a tokenizer that is trained here."""
-
     trust_remote_code: bool = False
     """Whether the tokenizer's repository may run its own Python code here."""
 
@@ -121,21 +101,15 @@ class DataSettings:
         Raises:
             UserError: naming the key, its value and what it may be.
         """
+        check_numbers(self, "data.")
         if self.train_limit is None and self.source == "arithmetic" and self.train_file is None:
             raise UserError(
                 "data.train_examples is all, but arithmetic makes as many problems as are asked for: give a number"
             )
         if self.from_target:
             self._validate_prompts()
-        for key in ("train_examples", "validation_examples", "test_examples"):
-            if isinstance(getattr(self, key), int) and getattr(self, key) < 1:
-                raise UserError(f"data.{key} is {getattr(self, key)}: give at least 1")
-        if self.max_length < 8:
-            raise UserError(f"data.max_length is {self.max_length} tokens: give at least 8")
-        if not 0 < self.validation_fraction < 0.5:
-            raise UserError(
-                f"data.validation_fraction is {self.validation_fraction}: give a share between 0 and 0.5, such as 0.05"
-            )
+        if self.train_limit is not None and self.train_limit < 1:
+            raise UserError(f"data.train_examples is {self.train_limit}: give at least 1")
         for key in ("train_file", "validation_file", "test_file"):
             path = getattr(self, key)
             if path is not None and not Path(path).is_file():

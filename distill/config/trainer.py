@@ -7,6 +7,8 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, OpenUnitInterval, PositiveFloat, PositiveInt
+
 from decode.core.errors import UserError
 
 PROFILERS = ("simple", "advanced", "pytorch")
@@ -39,12 +41,12 @@ class TrainerSettings:
     """cpu, gpu, or auto: the best there is."""
     devices: int | str = "auto"
     """Devices per machine. auto: one CPU process, or every GPU of the machine."""
-    num_nodes: int = 1
+    num_nodes: PositiveInt = 1
     """Machines."""
     strategy: str = "auto"
     """auto; ddp: a copy of the model on every device; fsdp: weights, gradients and optimiser state spread over the
     devices, for models too large for one; or another name that Lightning knows."""
-    accumulate: int = 1
+    accumulate: PositiveInt = 1
     """Batches whose gradients are summed up to one optimiser step: batch_size / accumulate examples at a time, over
     all devices, for the same result in less memory."""
     precision: str = "32-true"
@@ -57,17 +59,17 @@ class TrainerSettings:
     """Keep of each layer's activations only its input, and compute the others again in the backward pass: the same
     gradients in a fraction of the memory, for about a third more time. For targets of billions of parameters and long
     texts; feature heads, of one layer, are trained without."""
-    gradient_clip: float = 1.0
+    gradient_clip: NonNegativeFloat = 1.0
     """Largest norm of the gradient; 0: not clipped."""
-    validate_every: int = 100
+    validate_every: PositiveInt = 100
     """Steps between validations. The best validated weights are kept: largest alpha for drafts, smallest loss for
     models trained on next tokens."""
-    checkpoint_every: int | None = None
+    checkpoint_every: PositiveInt | None = None
     """Steps between the checkpoints that a killed run continues from, so what a kill costs at most; null: one after
     every validation. The two newest are kept."""
-    validation_examples: int = 128
+    validation_examples: PositiveInt = 128
     """Validation examples used for it."""
-    log_every: int = 20
+    log_every: PositiveInt = 20
     """Steps between logged values. Reading a value waits for the device, so small models want it rare."""
     callbacks: list[dict[str, Any]] = field(default_factory=list)
     """Further Lightning callbacks of every stage, as in LightningCLI: [{class_path: EarlyStopping, init_args: {monitor:
@@ -79,28 +81,11 @@ class TrainerSettings:
     """Further arguments of lightning.Trainer, passed on as they are, such as {deterministic: true}."""
 
     def validate(self) -> None:
-        """Check counts, and that callbacks, profiler and further arguments can be made.
-
-        Raises:
-            UserError: Naming the key, the value seen and the values expected.
-        """
-        if self.checkpoint_every is not None and self.checkpoint_every < 1:
-            raise UserError(f"trainer.checkpoint_every is {self.checkpoint_every}, expected 1 or more, or null")
+        """Check that callbacks, profiler and further arguments can be made; a `UserError` names the key."""
         self.callback_instances()
         self.profiler_instance()
         if self.extra:
             self._check_extra()
-        for key in (
-            "validate_every",
-            "validation_examples",
-            "log_every",
-            "num_nodes",
-            "accumulate",
-        ):
-            if getattr(self, key) < 1:
-                raise UserError(f"trainer.{key} is {getattr(self, key)}, wanted 1 or more")
-        if self.gradient_clip < 0:
-            raise UserError(f"trainer.gradient_clip is {self.gradient_clip}, wanted 0 (off) or more")
 
     def callback_instances(self) -> list[Any]:
         """New instances of the callbacks: a stage must not see what another one left in them."""
@@ -158,45 +143,35 @@ def _instances(where: str, kind: Any, value: Any) -> Any:
 class TrainingSettings:
     """How long, on what batches and with which optimiser a model is trained."""
 
-    steps: int | None = None
+    steps: PositiveInt | None = None
     """Optimiser steps; null: epochs decides. Give one of the two."""
-    epochs: float | None = None
+    epochs: PositiveFloat | None = None
     """Passes over the training examples; null: steps decides."""
-    batch_size: int = 16
+    batch_size: PositiveInt = 16
     """Examples per optimiser step, over all devices. Small batches learn more per example, large ones use more of
     the machine."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw; or muon for the weight matrices inside the layers with adamw for the rest: learns more per step when
     training from scratch, costs a few small matrix products per matrix and step."""
-    lr: float = 1e-3
+    lr: PositiveFloat = 1e-3
     """Peak learning rate (muon's updates are scaled to the size of adamw's, so one value serves both)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or falling to 0 at the last step (linear, cosine). Falling ones
     end lower, constant ones can be continued."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises from 0."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of weight matrices; vectors and embeddings have none."""
-    beta2: float = 0.999
+    beta2: OpenUnitInterval = 0.999
     """Adam's second moment: 0.999 as usual; 0.95 adapts faster in short runs."""
-    length_bucket: int = 16
+    length_bucket: PositiveInt = 16
     """Batches drawn together and cut from a list sorted by length: less padding. 1: none, every batch random."""
     prompt_loss: bool = False
     """Loss on the prompt as well: on its next tokens, or in a distillation on the target's distributions there, which
     cost nothing where the target reads the prompt anyway. Validation is of the responses in any case."""
 
     def validate(self, where: str) -> None:
-        """Check values and that the length of the training is given exactly once."""
+        """Check that the length of the training is given exactly once."""
         if (self.steps is None) == (self.epochs is None):
             both = "both are set" if self.steps is not None else "neither is set"
             raise UserError(f"{where}.steps and {where}.epochs: {both}; give exactly one of them")
-        length = self.steps if self.steps is not None else self.epochs
-        for key, value in (("steps or epochs", length), ("batch_size", self.batch_size), ("lr", self.lr)):
-            if value is None or value <= 0:
-                raise UserError(f"{where}.{key} is {value}, wanted a number above 0")
-        if self.length_bucket < 1:
-            raise UserError(f"{where}.length_bucket is {self.length_bucket}, wanted 1 (none) or more")
-        if not 0 < self.beta2 < 1:
-            raise UserError(f"{where}.beta2 is {self.beta2}, wanted a number between 0 and 1, such as 0.999")
-        if self.warmup_steps < 0 or self.weight_decay < 0:
-            raise UserError(f"{where}.warmup_steps and {where}.weight_decay must not be negative")

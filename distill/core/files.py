@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,28 +14,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
-from decode.core.files import check_replaceable
+from decode.core.files import write_text
 from distill.core import ranks
 
 BLOCK = 1 << 24
 
 
-def write_safely(path: Path, write: Callable[[Path], None]) -> None:
-    """Have ``write`` fill a file beside ``path``, then rename it into place; nothing partial is ever left at it."""
-    check_replaceable(path)
-    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-    try:
-        write(temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def write_json(path: Path, value: object) -> None:
     """Writes JSON safely."""
-    write_safely(path, lambda file: void(file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")))
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -49,10 +35,6 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         for name in ("backend", "is_local", "local_files_only"):
             config.pop(name, None)
         path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def void(_: object) -> None:
-    """Drops a result, so that an expression can stand where nothing is returned."""
 
 
 def checksum(path: Path) -> int:

@@ -16,7 +16,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from distill.core.files import void, write_json, write_safely
+from decode.core.files import write_safely
+from distill.core.files import write_json
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class ResponseFile:
             write_json(self._manifest, self.made_from)
         sound, all_sound = self._read()
         if not all_sound:
-            write_safely(self.path, lambda file: void(file.write_bytes(b"".join(sound))))
+            write_safely(self.path, lambda file: file.write_bytes(b"".join(sound)))
 
     def complete(self, count: int) -> bool:
         """Whether so many examples, or more, have a sound line, without changing anything."""

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jsonargparse.typing import PositiveInt
 from rich.console import Console
 
 from decode.core.errors import UserError
+from decode.core.options import Seed
 from decode.core.progress import track
 from decode.measure.acceptance_offline import OfflineAlpha, offline_alpha, prompt_numbers
 from decode.models.eagle.files import load_head
@@ -46,18 +48,16 @@ Text = tuple[list[int], int]
 class AblationSettings:
     """How often each variant is trained."""
 
-    seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
+    seeds: list[Seed] = field(default_factory=lambda: [1, 2, 3])
     """Seeds of the order of the training examples. Every variant is trained once with each; the target, the initial
     draft, the reference and the texts measured on are the same for all."""
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
     """Test prompts (evaluation.prompts of them) that the target answers at a time."""
 
     def validate(self) -> None:
         """Check the seeds."""
-        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise UserError(f"ablation.seeds is {self.seeds}, expected different numbers from 0 up, such as [1, 2, 3]")
-        if self.batch_size < 1:
-            raise UserError(f"ablation.batch_size is {self.batch_size}, expected 1 or more")
 
 
 @dataclass

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from decode.core.files import write_text
 from decode.measure import machine
 from decode.measure.acceptance_offline import OfflineAlpha, paired
+from decode.report.tables import markdown_table, plain_table
 from distill.core.files import write_json
 from distill.report.summary import display, signed
 
@@ -139,29 +139,13 @@ def write_table(folder: Path, measured: Measured, console: Console) -> None:
     }
     write_json(folder / "ablation.json", content)
     cells = [_cells(row) for row in rows]
-    write_text(folder / "ablation.md", _markdown(cells, sentence))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="right" if index else "left")
-    for line in cells:
-        table.add_row(*line)
-    console.print(table)
+    legend = "\n".join(f"- **{name}**: {formula}." for name, formula in FORMULAS.items())
+    write_text(folder / "ablation.md", f"{markdown_table(HEADINGS, cells)}\n\n{sentence}\n\n{legend}\n")
+    console.print(plain_table("", HEADINGS, cells))
     console.print(f"{content['verdict']}\n{folder / 'ablation.md'}", highlight=False)
 
 
-HEADINGS = (
-    "variant",
-    "seeds",
-    "α",
-    "± α",
-    "gain",
-    "± seeds",
-    "± texts",
-    "greedy gain",
-    "over AdaSPEC",
-    "teacher tokens",
-    "s",
-)
+HEADINGS = ("variant", "seeds", *FORMULAS, "teacher tokens", "s")
 
 
 def _cells(row: Row) -> list[str]:
@@ -183,10 +167,3 @@ def _cells(row: Row) -> list[str]:
 
 def _error(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
-
-
-def _markdown(cells: Sequence[Sequence[str]], verdict: str) -> str:
-    lines = [HEADINGS, ["---", *["---:"] * (len(HEADINGS) - 1)], *cells]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    legend = "\n".join(f"- **{name}**: {formula}." for name, formula in FORMULAS.items())
-    return f"{table}\n\n{verdict}\n\n{legend}\n"

@@ -8,7 +8,6 @@ Two measurements, each side in a process of its own, on the same weights, batche
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
@@ -17,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch.callbacks import Callback
+from rich.box import HEAVY_HEAD
 from rich.console import Console
-from rich.table import Table
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
@@ -27,9 +27,10 @@ from decode.core.errors import UserError
 from decode.core.progress import working
 from decode.measure import machine
 from decode.models.open import load_model
+from decode.report.tables import plain_table
 from distill.config.drafts import AdaSpecSettings
 from distill.config.settings import Settings, TrainerSettings, TrainingSettings
-from distill.core.files import void, write_safely
+from distill.core.files import write_json
 from distill.core.run_dir import RunDir
 from distill.data import load_corpus
 from distill.data.batch_schedule import Schedule
@@ -57,21 +58,21 @@ class SpeedSettings:
 
     steps: int = 100
     """Training steps of each side and round; the first five are not timed."""
-    rounds: int = 3
+    rounds: PositiveInt = 3
     """Times that both sides train, in turn: the ratio is the median over rounds, so a machine that other work slows
     down for a while does not decide it."""
     rows: int = 4096
     """Label tokens of the loss alone."""
     vocab: int = 151936
     """Vocabulary of the loss alone."""
-    hidden_size: int = 64
+    hidden_size: PositiveInt = 64
     """Width of the hidden states of the loss alone; it matters little, and memory is for the logits here."""
     json: str | None = None
     """File for the numbers; null: none."""
 
     def validate(self) -> None:
-        """Check counts."""
-        for key, least in (("steps", WARM + 5), ("rounds", 1), ("rows", 64), ("vocab", 2), ("hidden_size", 1)):
+        """Check counts that have a least value of their own."""
+        for key, least in (("steps", WARM + 5), ("rows", 64), ("vocab", 2)):
             if getattr(self, key) < least:
                 raise UserError(f"speed.{key} is {getattr(self, key)}, wanted {least} or more")
 
@@ -124,8 +125,7 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
     result = {"pair": about, "training": _judge(training), "loss": loss, "machine": machine.describe()}
     _show(result, console)
     if settings.speed.json is not None:
-        text = json.dumps(result, indent=2) + "\n"
-        write_safely(Path(settings.speed.json), lambda file: void(file.write_text(text, encoding="utf-8")))
+        write_json(Path(settings.speed.json), result)
     return result
 
 
@@ -272,30 +272,24 @@ def _median(values: list[Any]) -> Any:
 
 def _show(result: dict[str, Any], console: Console) -> None:
     training, loss = result["training"], result["loss"]
-    table = Table(title="AdaSPEC training, epochs after the first", title_justify="left")
-    for column in ("", "label tokens/s", "step", "peak memory"):
-        table.add_column(column, justify="right" if column else "left")
-    for side in SIDES:
-        row = training[side]
-        table.add_row(side, f"{row['tokens_per_second']:,.0f}", f"{row['step_ms']:.1f} ms", _bytes(row["peak_bytes"]))
     low, high = min(training["speedups"]), max(training["speedups"])
     spread = f" ({low:.2f} to {high:.2f})" if low < high else ""
-    table.add_row("ratio", f"{training['speedup']:.2f}{spread}", "", "")
-    console.print(table)
-    here = training["draftsmith"]
+    cells = [
+        [side, f"{row['tokens_per_second']:,.0f}", f"{row['step_ms']:.1f} ms", _bytes(row["peak_bytes"])]
+        for side, row in ((side, training[side]) for side in SIDES)
+    ]
+    cells.append(["ratio", f"{training['speedup']:.2f}{spread}", "", ""])
+    headings = ["", "label tokens/s", "step", "peak memory"]
+    console.print(plain_table("AdaSPEC training, epochs after the first", headings, cells, HEAVY_HEAD))
     console.print(
         f"  largest relative difference of the losses {training['loss_difference']:.1e}; signals cached once in "
-        f"{here['prepare_seconds']:.1f} s",
+        f"{training['draftsmith']['prepare_seconds']:.1f} s",
         highlight=False,
     )
     title = f"the loss alone, {loss['rows']:,} tokens × {loss['vocab']:,} ids, with gradients"
-    table = Table(title=title, title_justify="left")
-    for column in ("", "peak memory", "time"):
-        table.add_column(column, justify="right" if column else "left")
-    for side in SIDES:
-        table.add_row(side, _bytes(loss[side]["peak_bytes"]), f"{loss[side]['seconds']:.1f} s")
-    table.add_row("ratio", "" if loss["memory_ratio"] is None else f"{loss['memory_ratio']:.1f}", "")
-    console.print(table)
+    cells = [[side, _bytes(loss[side]["peak_bytes"]), f"{loss[side]['seconds']:.1f} s"] for side in SIDES]
+    cells.append(["ratio", "" if loss["memory_ratio"] is None else f"{loss['memory_ratio']:.1f}", ""])
+    console.print(plain_table(title, ["", "peak memory", "time"], cells, HEAVY_HEAD))
     if loss["scaled"]:
         rows = loss["measured_rows"]["straightforward"]
         console.print(

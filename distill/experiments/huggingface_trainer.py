@@ -9,6 +9,7 @@ tokens are selected (they threshold at a quantile), and no model computes the ne
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from decode.measure import machine
 from distill.config.trainer import TrainingSettings
 from distill.data.batch_schedule import Schedule
+from distill.data.corpus import collate
 from distill.data.token_dataset import TokenDataset
 from distill.data.tokenize import IGNORE
 from distill.losses.token_selection import share
@@ -41,17 +43,6 @@ class Examples(Dataset[dict[str, list[int]]]):
         example = self.order[place]
         span = slice(int(self.rows.offsets[example]), int(self.rows.offsets[example + 1]))
         return {"input_ids": self.rows.ids[span].tolist(), "labels": self.rows.labels[span].tolist()}
-
-
-def collate(examples: list[dict[str, list[int]]], pad_id: int = 0) -> dict[str, Tensor]:
-    """Pads on the right, with an attention mask."""
-    longest = max(len(example["input_ids"]) for example in examples)
-
-    def padded(name: str, fill: int) -> Tensor:
-        return torch.tensor([e[name] + [fill] * (longest - len(e[name])) for e in examples])
-
-    mask = torch.tensor([[1] * len(e["input_ids"]) + [0] * (longest - len(e["input_ids"])) for e in examples])
-    return {"input_ids": padded("input_ids", pad_id), "labels": padded("labels", IGNORE), "attention_mask": mask}
 
 
 def selective_loss(draft: Tensor, target: Tensor, reference: Tensor, k: float, *, mean: bool) -> Tensor:
@@ -158,6 +149,6 @@ def trainer(
             dataloader_pin_memory=not cpu,
         ),
         train_dataset=Examples(rows, schedule, steps),
-        data_collator=collate,
+        data_collator=partial(collate, pad_id=0),
         optimizers=(optimizer, make_schedule(optimizer, training, steps)),
     )

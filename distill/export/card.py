@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import yaml
+from jinja2 import Environment, FileSystemLoader, Template
 from transformers import PreTrainedModel
+
+from decode.models.eagle.files import default_captured_layers
+from decode.models.eagle.head import FeatureHead
+
+HERE = Path(__file__).parent
+KINDS = {1: "eagle", 3: "eagle3"}
+"""Kinds of feature heads, by the version of EAGLE."""
+TOKEN_MAP = "token_map.pt"
+"""The ids that an EAGLE-1 head of a reduced vocabulary drafts, as SGLang reads them."""
+ROWS = (
+    ("offline_alpha", "acceptance rate α, offline", "mean of Σ min(p, q) over the target's own texts"),
+    ("alpha", "acceptance rate α, while decoding", "mean of Σ min(p, q) over tested positions"),
+    ("accepted_per_drafted", "accepted per drafted token", "Σ m / Σ k"),
+    ("block_efficiency", "block efficiency", "Σ (m + 1) / rounds: tokens per target forward"),
+    ("speedup", "speedup", "tokens/s over the same loop without a draft"),
+    ("speedup_vs_generate", "speedup over `generate`", "tokens/s over `model.generate` of transformers"),
+    ("predicted_speedup", "predicted speedup", "tokens per round / (c · drafted + v(drafted + 1))"),
+    ("cost_ratio", "cost ratio c", "one draft forward in target forwards"),
+    ("break_even_alpha", "break-even α", "acceptance rate at which nothing is gained"),
+)
+"""What was measured: key, name and formula."""
 
 
 def export_profile(report: Mapping[str, Any], draft: str = "adaspec") -> dict[str, Any]:
@@ -127,167 +152,64 @@ def model_card(
         trained_vocabulary: vocabulary size before padding or cutting.
         notes: further ones of this pair; empty ones are left out.
     """
-    text = model.config.get_text_config()
-    parameters = sum(weight.numel() for weight in model.parameters())
-    target = str(profile.get("target_name") or target)
-    parts = [
-        FRONT_MATTER,
-        f"# Draft model for {target}",
-        f"A {model.config.model_type} model of {parameters:,} parameters that proposes tokens for `{target}` in "
-        "speculative decoding. It is a plain causal language model with the target's tokenizer"
-        f" and vocabulary size ({text.vocab_size:,}).",
-        summary(profile, length),
-        "## Measured",
-        measurements(profile),
-        conditions(profile),
-        "## Use",
-        usage(target, folder, length),
-        "## Notes",
-        _notes(text.vocab_size, trained_vocabulary, notes),
-    ]
-    return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+    return _card(
+        "draft", profile, model, str(profile.get("target_name") or target), folder, length, notes,
+        vocabulary=model.config.get_text_config().vocab_size, trained_vocabulary=trained_vocabulary,
+    )  # fmt: skip
 
 
-def usage(target: str, draft: str, length: int) -> str:
-    """Paste-ready lines (Markdown) for transformers, vLLM, SGLang, llama.cpp and this project's own decoder."""
-    return "\n\n".join(
-        f"{title}:\n\n```{language}\n{lines}\n```" for title, language, lines in commands(target, draft, length)
-    )
+def head_card(
+    profile: Mapping[str, Any], head: FeatureHead, target: str, folder: str, length: int, layers: int, note: str = ""
+) -> str:
+    """The README.md of an exported feature head; as `model_card`, with the target's number of layers and one note."""
+    three = head.version == 3
+    return _card(
+        KINDS[head.version], profile, head, target, folder, length, [note], layers=layers,
+        behind_norm=three and max(head.captured_layers) == layers,
+        captured_elsewhere=three and head.captured_layers != default_captured_layers(layers),
+        token_map=head.version == 1 and head.reduced,
+    )  # fmt: skip
 
 
-def commands(target: str, draft: str, length: int) -> list[tuple[str, str, str]]:
-    """(title, language, lines to paste) for each engine."""
+def _card(
+    kind: str,
+    profile: Mapping[str, Any],
+    model: PreTrainedModel | FeatureHead,
+    target: str,
+    folder: str,
+    length: int,
+    notes: Sequence[str],
+    *,
+    token_map: bool = False,
+    **facts: Any,
+) -> str:
+    environment = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True)
+    environment.filters["grouped"] = "{:,}".format
+    text = environment.get_template("card.md").render(
+        facts, kind=kind, profile=profile, model=model, head=model, target=target, length=length,
+        parameters=sum(weight.numel() for weight in model.parameters()), conditions=profile.get("conditions") or {},
+        measured=[row for row in ROWS if isinstance(profile.get(row[0]), int | float)],
+        commands=commands(target, folder, length, kind, token_map=token_map), notes=list(filter(None, notes)),
+    )  # fmt: skip
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def commands(
+    target: str, draft: str, length: int, kind: str = "draft", *, token_map: bool = False
+) -> list[tuple[str, str, str]]:
+    """(title, language, lines to paste) for each engine that takes drafts of this kind.
+
+    Args:
+        target: folder or hub name.
+        draft: the export's folder.
+        length: drafted tokens per round.
+        kind: draft, eagle or eagle3.
+        token_map: the head is of EAGLE-1 and has a reduced vocabulary.
+    """
+    given = {"target": target, "draft": draft, "length": length, "kind": kind, "token_map": token_map and TOKEN_MAP}
+    engines = yaml.safe_load((HERE / "commands.yaml").read_text(encoding="utf-8"))
     return [
-        ("transformers (the draft length is in generation_config.json)", "python", python_lines(target, draft)),
-        ("vLLM", "sh", vllm_command(target, draft, length)),
-        ("SGLang", "sh", sglang_command(target, draft, length)),
-        ("llama.cpp (the files come with `export.formats: [hf, gguf]`)", "sh", llama_command(draft, length)),
-        ("draftsmith", "sh", decode_command(target, draft)),
+        (engine["title"], engine["language"], Template(engine["lines"]).render(given))
+        for engine in engines
+        if kind in engine["kinds"]
     ]
-
-
-def python_lines(target: str, draft: str) -> str:
-    """Assisted generation in transformers."""
-    return f"""from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("{target}")
-target = AutoModelForCausalLM.from_pretrained("{target}")
-draft = AutoModelForCausalLM.from_pretrained("{draft}")
-inputs = tokenizer("...", return_tensors="pt")
-output = target.generate(**inputs, assistant_model=draft, max_new_tokens=128)
-print(tokenizer.decode(output[0]))"""
-
-
-def decode_command(target: str, draft: str) -> str:
-    """The bundled decoder, marking who wrote each token."""
-    return f'python -m decode generate --target {target} --draft {draft} --method vanilla --prompt "..." --show'
-
-
-def vllm_command(target: str, draft: str, length: int) -> str:
-    """The `vllm serve` line for a standalone draft."""
-    config = f'{{"method": "draft_model", "model": "{draft}", "num_speculative_tokens": {length}}}'
-    return f"vllm serve {target} \\\n  --speculative-config '{config}'"
-
-
-def sglang_command(target: str, draft: str, length: int) -> str:
-    """The SGLang server line; with top-k 1 the drafted tokens are the steps plus one."""
-    return (
-        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm STANDALONE \\\n"
-        f"  --speculative-draft-model-path {draft} --speculative-num-steps {length} \\\n"
-        f"  --speculative-eagle-topk 1 --speculative-num-draft-tokens {length + 1}"
-    )
-
-
-def llama_command(draft: str, length: int, kind: str = "draft-simple") -> str:
-    """The llama-server line, with the GGUF files of the export."""
-    return (
-        f"llama-server -m {draft}/gguf/target-f32.gguf -md {draft}/gguf/draft-f32.gguf \\\n"
-        f"  --spec-type {kind} --spec-draft-n-max {length} --spec-draft-p-min 0"
-    )
-
-
-FRONT_MATTER = """---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [speculative-decoding, draft-model, draftsmith]
----"""
-
-ROWS = (
-    ("offline_alpha", "acceptance rate α, offline", "mean of Σ min(p, q) over the target's own texts"),
-    ("alpha", "acceptance rate α, while decoding", "mean of Σ min(p, q) over tested positions"),
-    ("accepted_per_drafted", "accepted per drafted token", "Σ m / Σ k"),
-    ("block_efficiency", "block efficiency", "Σ (m + 1) / rounds: tokens per target forward"),
-    ("speedup", "speedup", "tokens/s over the same loop without a draft"),
-    ("speedup_vs_generate", "speedup over `generate`", "tokens/s over `model.generate` of transformers"),
-    ("predicted_speedup", "predicted speedup", "tokens per round / (c · drafted + v(drafted + 1))"),
-    ("cost_ratio", "cost ratio c", "one draft forward in target forwards"),
-    ("break_even_alpha", "break-even α", "acceptance rate at which nothing is gained"),
-)
-
-
-def measurements(profile: Mapping[str, Any]) -> str:
-    """The numbers with their formulas, as a Markdown table."""
-    lines = ["| number | value | T | formula |", "| --- | ---: | --- | --- |"]
-    for key, name, formula in ROWS:
-        value = profile.get(key)
-        if isinstance(value, int | float):
-            lines.append(f"| {name} | {value:.3f}{_spread(profile, key)} | {_temperature(profile, key)} | {formula} |")
-    return "\n".join(lines) if len(lines) > 2 else "Nothing was measured before this export."
-
-
-def _temperature(profile: Mapping[str, Any], key: str) -> str:
-    """Temperature at which a number was measured; nothing for costs, which have none."""
-    if key in ("cost_ratio", "break_even_alpha"):
-        return ""
-    known = 1.0 if key == "offline_alpha" else (profile.get("conditions") or {}).get("temperature")
-    return "" if known is None else f"{known:g}"
-
-
-def _spread(profile: Mapping[str, Any], key: str) -> str:
-    if (error := profile.get(f"{key}_se")) is not None:
-        return f" ± {error:.3f}"
-    if interval := profile.get(f"{key}_ci95"):
-        return f" [{interval[0]:.2f}, {interval[1]:.2f}]"
-    return ""
-
-
-def conditions(profile: Mapping[str, Any]) -> str:
-    """Under what the numbers were measured, but for the temperature, which stands beside each."""
-    stated = (profile.get("conditions") or {}).items()
-    known = {key.replace("_", " "): v for key, v in stated if v is not None and key != "temperature"}
-    if not known:
-        return ""
-    values = "; ".join(f"{key}: {value}" for key, value in known.items())
-    return f"Conditions: {values}. Speed belongs to this machine; the acceptance rate does not."
-
-
-def summary(profile: Mapping[str, Any], length: int) -> str:
-    """Whether the draft gained speed, in a sentence."""
-    speedup = profile.get("speedup")
-    if profile.get("best_draft_length") == 0 or (speedup is not None and speedup <= 1):
-        return (
-            "**This pair did not gain speed where it was measured.** A cheaper draft, a better one, or a machine on "
-            "which checking several tokens costs little more than one may change that."
-        )
-    if speedup is None:
-        return f"Suggested draft length: {length}."
-    same = " with identical greedy output" if profile.get("identical_to_target") else ""
-    return f"Measured: **{speedup:.2f} times** the speed of decoding without a draft{same}, at draft length {length}."
-
-
-def _notes(size: int, trained: int, more: Sequence[str]) -> str:
-    notes = [
-        *filter(None, more),
-        "`speculation_profile.json` holds the acceptance rates by position: conditional and marginal.",
-        "vLLM drafts greedily unless `draft_sample_method` says otherwise, so above temperature 0 it accepts "
-        "p(argmax q) of the tokens rather than Σ min(p, q).",
-        "Keep `eagle-`, `eagle3`, `dflash` and `dspark` out of this folder's path: vLLM takes them for a method.",
-    ]
-    if size > trained:
-        notes.append(
-            f"The ids {trained:,} to {size - 1:,} are padding up to the target's vocabulary size. Their rows are the "
-            "mean of the others (with a bias of −10⁴ where the head has one), so they are never the most likely token."
-        )
-    if size < trained:
-        notes.append(f"Rows {size:,} to {trained - 1:,} were cut: the target's vocabulary ends there.")
-    return "\n".join(f"- {note}" for note in notes)

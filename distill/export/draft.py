@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,7 @@ def export_draft(
     notes = [fit_context(model.config.get_text_config(), target.get_text_config()), engine_note(target)]
     target_generation = _generation_config(target_dir, options)
 
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    for stale in out_dir.parent.glob(f".{out_dir.name}.partial-*"):
-        shutil.rmtree(stale)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.partial-", dir=out_dir.parent))
-    try:
+    with replaced(out_dir) as partial:
         # No length or sampling rules: the target's generation settings govern both models.
         model.generation_config = GenerationConfig(
             bos_token_id=target_generation.bos_token_id,
@@ -110,15 +107,17 @@ def export_draft(
         model.save_pretrained(partial, max_shard_size="1TB")
         add_legacy_fields(partial / "config.json")
         save_tokenizer(tokenizer, partial)
-        measured = speculation_profile(profile, length) | {"weights": weight_fingerprints(partial)}
-        (partial / "speculation_profile.json").write_text(json.dumps(measured, indent=2) + "\n")
         card = model_card(profile, model, str(target_dir), str(out_dir), length, trained_vocabulary, notes)
-        (partial / "README.md").write_text(card, encoding="utf-8")
+        write_beside(partial, speculation_profile(profile, length), card)
         _check_reload(partial, model.config, probe, source, options)
-        swap(partial, out_dir)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return out_dir
+
+
+def write_beside(folder: Path, profile: Mapping[str, Any], card: str) -> None:
+    """speculation_profile.json, with fingerprints of the weights that are there, and README.md."""
+    measured = {**profile, "weights": weight_fingerprints(folder)}
+    (folder / "speculation_profile.json").write_text(json.dumps(measured, indent=2) + "\n")
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def check_export_path(out_dir: str | Path) -> None:
@@ -289,18 +288,21 @@ def _check_reload(folder: Path, config: PreTrainedConfig, ids: Tensor, source: T
         raise RuntimeError(f"The exported configuration changes rope_parameters from {rope} to {again}.")
 
 
-def swap(partial: Path, out_dir: Path) -> None:
-    """Puts `partial` in place of `out_dir`; whatever fails, one complete folder stays there."""
-    partial.chmod(0o755)
-    if not out_dir.exists():
-        partial.rename(out_dir)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.partial-", dir=out_dir.parent))
-    out_dir.rename(old / "old")
-    try:
-        partial.rename(out_dir)
-    except OSError:
-        (old / "old").rename(out_dir)
-        raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
+@contextmanager
+def replaced(out_dir: Path) -> Iterator[Path]:
+    """An empty folder to write to, which takes the place of `out_dir` at the end; whatever fails, the old one stays."""
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    for stale in out_dir.parent.glob(f".{out_dir.name}.partial-*"):
+        shutil.rmtree(stale)
+    with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}.partial-", dir=out_dir.parent) as scratch:
+        partial, old = Path(scratch) / "new", Path(scratch) / "old"
+        partial.mkdir()
+        yield partial
+        if out_dir.exists():
+            out_dir.rename(old)
+        try:
+            partial.rename(out_dir)
+        except OSError:
+            if old.exists():
+                old.rename(out_dir)
+            raise

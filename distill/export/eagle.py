@@ -8,8 +8,6 @@ The embedding is left to the target. EAGLE-1 heads keep the names of the officia
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,15 +17,13 @@ from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
-from decode.engines.fingerprint import weight_fingerprints
 from decode.models.eagle.files import load_head, save_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import load_model, load_tokenizer
 from distill.config.export import ExportSettings
 from distill.core.files import save_tokenizer
-from distill.export.card import speculation_profile
-from distill.export.draft import add_legacy_fields, draft_length, engine_note, swap
-from distill.export.eagle_card import TOKEN_MAP, head_card
+from distill.export.card import KINDS, TOKEN_MAP, head_card, speculation_profile
+from distill.export.draft import add_legacy_fields, draft_length, engine_note, replaced, write_beside
 
 LAYER = (
     "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight",
@@ -82,26 +78,16 @@ def export_head(
     length = draft_length(profile, settings)
     tokenizer = load_tokenizer(target_dir, trust_remote_code=trust_remote_code)
     dtype = torch.float32 if settings.dtype == "keep" else getattr(torch, settings.dtype)
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    for stale in out_dir.parent.glob(f".{out_dir.name}.partial-*"):
-        shutil.rmtree(stale)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.partial-", dir=out_dir.parent))
-    try:
+    with replaced(out_dir) as partial:
         write_head(head, partial, tokenizer, length, dtype)
-        measured = speculation_profile(profile, length) | {"method": "eagle3" if head.version == 3 else "eagle"}
-        measured["weights"] = weight_fingerprints(partial)
-        (partial / "speculation_profile.json").write_text(json.dumps(measured, indent=2) + "\n")
         layers = int(target.config.get_text_config().num_hidden_layers)
         card = head_card(profile, head, str(target_dir), str(out_dir), length, layers, engine_note(target.config))
-        (partial / "README.md").write_text(card, encoding="utf-8")
+        write_beside(partial, speculation_profile(profile, length) | {"method": KINDS[head.version]}, card)
         check_files(partial)
         again = load_head(partial, target)
         for (name, one), other in zip(head.state_dict().items(), again.state_dict().values()):
             if not torch.equal(one.to(other.dtype), other):
                 raise RuntimeError(f"The exported head has another {name} than its source.")
-        swap(partial, out_dir)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return out_dir
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from transformers.utils import logging as hf_logging
 
 from decode.core.errors import UserError
-from decode.core.files import read_json
+from decode.core.files import read_json, write_text
 from decode.core.progress import working
 from distill import data
 from distill.config.drafts import PLAIN
@@ -31,7 +31,6 @@ from distill.core.files import (
     remove,
     sealed,
     write_json,
-    write_safely,
 )
 from distill.core.run_dir import HEAD_NAMES, NAMES, RunDir
 from distill.data.stage_context import StageContext
@@ -206,7 +205,8 @@ def measure(context: StageContext) -> dict[str, Any]:
         **added,
         "commands": {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"},
     }
-    write_safely(run.folder / "settings.yaml", lambda file: _dump(settings, file))
+    values = json.loads(json.dumps(asdict(settings)))  # YAML knows no constrained types
+    write_text(run.folder / "settings.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     chosen = run.chosen(settings.export.choose)
     trust, profile = settings.target.trust_remote_code, export_profile(report, chosen)
     export = export_head if settings.eagle.enabled else export_draft
@@ -275,9 +275,3 @@ def _state(key: str, target: str, report: dict[str, Any], export: Path) -> dict[
         "export": {path.name: checksum(path) for path in files},
         "profile": fingerprint({key: value for key, value in read_json(profile).items() if key != "served"}),
     }
-
-
-def _dump(settings: Settings, path: Path) -> None:
-    """All settings of the run as a configuration file."""
-    values = json.loads(json.dumps(asdict(settings)))  # YAML knows no constrained types
-    path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from decode.core.trace import FORMULAS
 from decode.report.page import (
     LOSSLESS,
     Badge,
     Block,
     Code,
-    Column,
     Facts,
     Figures,
     Heading,
@@ -25,62 +23,16 @@ from decode.report.page import (
     Tile,
     Tiles,
     Tone,
+    read_columns,
 )
 from decode.report.tables import mode
 from distill.export import card
-from distill.export.eagle_card import head_commands
 from distill.report import summary
 from distill.report.figures import analysis_figures, decoding_figures
 
 Row = Mapping[str, Any]
 
-SELECTED = "tokens whose loss was used: all of them, or the ⌈k·n⌉ with the largest ΔL"
-OUTPUT = "identical: token for token the target's greedy output; lossless: sampled by the exact rule"
-DIFFERENCE = "mean over tokens of α(first) − α(second), on the same tokens of the same texts; ± its standard error"
-P_VALUE = "probability of so large a difference, up or down, if there were none"
-ERROR = "; ± its standard error, texts as the unit"
-GREEDY = "the same at temperature 0: agreement of the argmax" + ERROR
-
-DRAFT_COLUMNS = (
-    Column("label", "draft"),
-    Column("parameters", "parameters", format=","),
-    Column("offline_alpha", "α offline", FORMULAS["offline_alpha"] + ERROR, ".4f", "max", "offline_alpha_se"),
-    Column("offline_alpha_greedy", "α greedy", GREEDY, ".4f", "max", "offline_alpha_greedy_se"),
-    Column("optimiser_steps", "steps", "optimiser steps", ","),
-    Column("epochs", "epochs", "passes over the training examples", ".3g"),
-    Column("examples", "examples", "training examples seen, repeats included", ","),
-    Column("teacher_tokens", "teacher tokens", "response tokens scored by the target during training", ","),
-    Column("selected_tokens", "trained tokens", SELECTED, ","),
-    Column("seconds", "time (s)", "training time", ",.0f"),
-)
-PAIRED_COLUMNS = (
-    Column("pair", "difference of"),
-    Column("label", "setting"),
-    Column("difference", "Δα", DIFFERENCE, "+.4f", error="se"),
-    Column("p_value", "p", P_VALUE, lambda p: summary.p_value(p).removeprefix("p ").removeprefix("= "), numeric=True),
-    Column("n", "texts", "texts compared", ","),
-)
-DECODING_COLUMNS = (
-    Column("label", "draft"),
-    Column("draft_length", "k", "draft length: tokens drafted per round", "d"),
-    Column("tokens_per_second", "tokens/s", "generated tokens ÷ time", ",.0f", "max"),
-    Column("speedup", "speedup", FORMULAS["speedup"] + "; beside it the 95 % bootstrap interval over prompts",
-           ".2f", "max", "speedup_ci95", bar=True),
-    Column("speedup_vs_generate", "vs generate", FORMULAS["speedup_vs_generate"], ".2f", "max"),
-    Column("predicted_speedup", "predicted", FORMULAS["predicted_speedup"], ".2f"),
-    Column("block_efficiency", "block eff.", FORMULAS["block_efficiency"], ".2f", "max"),
-    Column("alpha", "α", FORMULAS["alpha"], ".3f", "max"),
-    Column("accepted_per_drafted", "acc./drafted", FORMULAS["accepted_per_drafted"], ".3f", "max"),
-    Column("output", "output", OUTPUT),
-)  # fmt: skip
-TEMPERATURE = Column("temperature", "T", format="g")
-PROFILE_COLUMNS = (
-    Column("cost_ratio", "c", FORMULAS["cost_ratio"], ".3f"),
-    Column("best_draft_length", "best k, predicted", "draft length with the largest predicted speedup", "d"),
-    Column("measured_best_draft_length", "measured", "draft length with the largest measured greedy speedup", "d"),
-    Column("alpha", "α", "acceptance rate that the prediction uses", ".3f"),
-    Column("break_even_alpha", "break-even α", "acceptance rate below which nothing is gained at any length", ".3f"),
-)
+TABLES = read_columns(Path(__file__).with_name("columns.csv"))
 IDENTITY = {True: Badge("identical", "good"), False: Badge("differs", "bad"), None: Badge("unchecked", "warn")}
 
 
@@ -132,10 +84,10 @@ def _tiles(report: Row) -> Iterable[Tile]:
 
 def _drafts(report: Row) -> Iterable[Block]:
     yield Heading("Drafts", "All drafts are judged on the same texts, which the target wrote for held-out prompts.")
-    yield Table(DRAFT_COLUMNS, [draft_row(row) for row in report["drafts"]])
+    yield Table(TABLES["drafts"], [draft_row(row) for row in report["drafts"]])
     if pairs := report.get("paired"):
-        named = [{**p, "pair": f"{summary.display(p['a'])} − {summary.display(p['b'])}"} for p in pairs]
-        yield Table(PAIRED_COLUMNS, named, "Paired comparison")
+        named = [{**p, "pair": f"{summary.display(p['a'])} − {summary.display(p['b'])}", "p": _p(p)} for p in pairs]
+        yield Table(TABLES["paired"], named, "Paired comparison")
 
 
 def _decoding(report: Row) -> Iterable[Block]:
@@ -143,20 +95,26 @@ def _decoding(report: Row) -> Iterable[Block]:
     if not rows:
         return
     yield Heading("Decoding", "Each draft at its fastest draft length; the exact rule keeps the target's distribution.")
-    fastest = summary.fastest(rows)
+    fastest, columns = summary.fastest(rows), TABLES["decoding"]
     temperatures = sorted({row["temperature"] for row in rows})
     for temperature in temperatures:
         chosen = [row for row in fastest if row["temperature"] == temperature]
         caption = "Greedy" if temperature == 0 else f"Sampled at {mode(temperature)}"
-        yield Table(DECODING_COLUMNS, chosen, caption, legend=temperature == temperatures[-1])
+        yield Table(
+            [c for c in columns if c.key != "temperature"], chosen, caption, legend=temperature == temperatures[-1]
+        )
     if len(rows) > len(fastest):
-        columns = [DECODING_COLUMNS[0], TEMPERATURE, *DECODING_COLUMNS[1:]]
         yield Table(columns, rows, legend=False, folded=f"All {len(rows)} measurements")
     if profile := report.get("profile"):
-        yield Table(PROFILE_COLUMNS, [profile], "Cost model")
+        yield Table(TABLES["profile"], [profile], "Cost model")
         if sentence := profile.get("verdict"):
             yield Text(sentence[:1].upper() + sentence[1:].rstrip(".") + ".")
     yield Figures(list(decoding_figures(report).values()))
+
+
+def _p(pair: Row) -> str | None:
+    p = pair.get("p_value")
+    return None if p is None else summary.p_value(p).removeprefix("p ").removeprefix("= ")
 
 
 def draft_row(row: Row) -> dict[str, Any]:
@@ -176,13 +134,12 @@ def _use(report: Row, run_dir: Path) -> Iterable[Block]:
     target, draft = str(export.get("target") or run_dir / "target"), str(export.get("draft") or run_dir / "draft")
     length = export.get("draft_length") or (row["draft_length"] if row else 1)
     kind = (report.get("settings") or {}).get("eagle", {}).get("kind")
-    if version := {"eagle": 1, "eagle3": 3}.get(str(kind)):
+    if kind in card.KINDS.values():
         yield Heading("Use the exported head", f"The feature head is in `{draft}`, in the layout that engines read.")
-        commands = head_commands(target, draft, length, version)
     else:
+        kind = "draft"
         yield Heading("Use the exported draft", f"The draft is in `{draft}`, a plain Hugging Face folder.")
-        commands = card.commands(target, draft, length)
-    yield from (Code(lines, title) for title, _, lines in commands)
+    yield from (Code(lines, title) for title, _, lines in card.commands(target, draft, length, kind))
 
 
 def _provenance(report: Row) -> Iterable[Block]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from decode.core.files import write_text
 from decode.measure.statistics import plain
 from decode.report.page import Column
 from decode.report.tables import console_table
-from distill.report.page import DECODING_COLUMNS, DRAFT_COLUMNS, TEMPERATURE, build_page, decoding_row, draft_row
+from distill.report.page import TABLES, build_page, decoding_row, draft_row
 from distill.report.summary import exported_row, fastest, findings
 
 Row = Mapping[str, Any]
@@ -54,14 +54,13 @@ def console_tables(report: Row) -> Group:
     report = plain(dict(report))
     best = exported_row(report)
     rows = [decoding_row(row) | {"style": "bold" if row is best else ""} for row in fastest(report["decoding"])]
-    decoding = (DECODING_COLUMNS[0], TEMPERATURE, *DECODING_COLUMNS[1:])
     colours = {"good": "green", "warn": "yellow", "bad": "red"}
     return Group(
-        console_table("Drafts", _short(DRAFT_COLUMNS), [draft_row(row) for row in report["drafts"]]),
-        console_table("\nDecoding, each draft at its fastest length", _short(decoding), rows),
+        console_table("Drafts", _short("drafts"), [draft_row(row) for row in report["drafts"]]),
+        console_table("\nDecoding, each draft at its fastest length", _short("decoding"), rows),
         *(Text(f.text.replace("`", ""), style=colours.get(f.tone, "")) for f in findings(report)),
     )
 
 
-def _short(columns: Iterable[Column]) -> list[Column]:
-    return [column for column in columns if column.key not in CONSOLE]
+def _short(table: str) -> list[Column]:
+    return [column for column in TABLES[table] if column.key not in CONSOLE]

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning_utilities.core.imports import RequirementCache
 
 from decode.core.errors import UserError
+from decode.report.tables import markdown_table
 from distill.config.tracker import TrackerSettings
 from distill.tracking.wandb_run import StagedWandb, WandbRun
 
@@ -75,7 +76,8 @@ def log_report(logger: Logger | None, report: Mapping[str, Any], figures: Plots 
         return
     if isinstance(logger, TensorBoardLogger):
         for key, (columns, rows) in tables.items():
-            logger.experiment.add_text(key, _markdown(columns, rows))
+            cells = [["" if value is None else str(value) for value in row] for row in rows]
+            logger.experiment.add_text(key, markdown_table(columns, cells))
     if logger is not None:
         logger.log_metrics(_summary(report), step=0)
         logger.save()
@@ -149,11 +151,6 @@ def _table(rows: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]
 
 def _cell(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value)
-
-
-def _markdown(columns: list[str], rows: list[list[Any]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join("" if c is None else str(c) for c in line) + " |" for line in lines)
 
 
 def _summary(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,6 @@ Lightning's `WandbLogger` starts a run per logger; here the stages share one, ea
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import netrc
 import os
 import secrets
@@ -24,6 +22,8 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from decode.core.errors import UserError
+from decode.core.files import read_json
+from distill.core.files import fingerprint, write_json
 
 if TYPE_CHECKING:
     from distill.config.tracker import TrackerSettings
@@ -225,16 +225,10 @@ def reachable(url: str, seconds: float = REACH_SECONDS) -> bool:
 
 def _run_id(path: Path, config: Mapping[str, Any]) -> str:
     """The id kept in `wandb/run.json`: the same as long as the settings are, so a killed run is continued."""
-    text = json.dumps(config, sort_keys=True, default=str)
-    fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        known = json.loads(path.read_text())
-        if known["config"] == fingerprint:
-            return str(known["id"])
+    known, kept = fingerprint(dict(config)), read_json(path)
+    if kept.get("config") == known and "id" in kept:
+        return str(kept["id"])
     run_id = secrets.token_hex(4)
     if (getattr(rank_zero_only, "rank", 0) or 0) == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"id": run_id, "config": fingerprint}) + "\n")
-        os.replace(temporary, path)
+        write_json(path, {"id": run_id, "config": known})
     return run_id

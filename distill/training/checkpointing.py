@@ -18,8 +18,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 
 from decode.core.errors import UserError
+from decode.core.files import write_safely
 from distill.core import ranks
-from distill.core.files import write_safely
 
 
 class SafeCheckpointIO(TorchCheckpointIO):

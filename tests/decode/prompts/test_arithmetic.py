@@ -1,10 +1,11 @@
 import re
 
 import pytest
+from solutions import check_solution
 
 from decode.core.errors import UserError
 from decode.prompts import arithmetic
-from decode.prompts.arithmetic import SIZES, check_solution, problem, problems, split_of
+from decode.prompts.arithmetic import SIZES, problem, problems, split_of
 
 SPLITS = ("train", "validation", "test")
 

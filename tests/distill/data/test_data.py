@@ -6,9 +6,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from solutions import check_solution
 
 from decode.core.errors import UserError
-from decode.prompts.arithmetic import check_solution
 from decode.prompts.presets import PRESETS
 from decode.prompts.suites import load_suite
 from distill.data import IGNORE, DataSettings, collate, load_corpus, prompt_part, show_example, train_tokenizer
