@@ -1,7 +1,7 @@
 """Every file in ``configs/``: read, checked, and run through with tiny random models of its families, without network.
 
 Every file is read and checked. So many of them are run that every value that decides which path a run takes (a family,
-a data set, a method, a kind of training; not a number) is in one of them; `python -m distill|probes --config FILE
+a kind of rows, a method, a kind of training; not a number) is in one of them; `python -m distill|probes --config FILE
 --dry-run` and `python -m decode bench --config FILE --dry-run` run any other.
 """
 
@@ -22,6 +22,7 @@ from decode.commands.bench_dry_run import shrink as shrink_bench
 from decode.commands.command_line import parse, read_config
 from decode.commands.settings import BenchSettings, bench_settings
 from decode.models.config_from_shape import family_of
+from decode.prompts.presets import PRESETS
 from distill.__main__ import FOREIGN
 from distill.config.settings import Settings
 from distill.core.run_dir import RunDir
@@ -59,7 +60,7 @@ def placed(path: Path, folder: Path) -> Settings | ProbesSettings | BenchSetting
 
 
 def features(value: Any, key: str) -> set[str]:
-    """What decides the path that a run takes: no numbers, families for models, suites without their options."""
+    """What decides the path that a run takes: no numbers, families for models, kinds of rows for data sets."""
     if isinstance(value, dict):
         return {found for k, v in value.items() if k not in MACHINE for found in features(v, f"{key}.{k}")}
     if isinstance(value, list):
@@ -68,7 +69,10 @@ def features(value: Any, key: str) -> set[str]:
         return set()
     if isinstance(value, str) and "/" in value and "{" not in value:
         return {f"{key}={family_of(value)[:2]}"}
-    return {f"{key}={value.split(':')[0] if isinstance(value, str) else value}"}
+    name = value.split(":")[0] if isinstance(value, str) else value
+    if name in PRESETS:  # the rows of every preset are read in test_dry_run and test_bench_dry_run
+        name = PRESETS[name].kind
+    return {f"{key}={name}"}
 
 
 def covering() -> list[Path]:

@@ -1,6 +1,7 @@
 """A killed run, started again, ends with the weights of an uninterrupted one, bit by bit."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,30 @@ from tiny_run import bench, killed, run_tiny, tiny_settings
 from decode.core.errors import UserError
 from distill.config.settings import Settings
 from distill.core.run_dir import RunDir
-from distill.pipeline.runner import run_stages
+from distill.pipeline.runner import run_of, run_stages
 from distill.training.checkpointing import BestWeights
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
-    """The weights of every stage of a run that nothing disturbed."""
-    _, run, _ = run_tiny(tiny_settings(tmp_path_factory.mktemp("whole")))
-    return {stage: load_file(run.path(stage) / "model.safetensors") for stage in STAGES}
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run that nothing disturbed."""
+    return run_tiny(tiny_settings(tmp_path_factory.mktemp("whole")))[1]
+
+
+@pytest.fixture(scope="module")
+def whole(undisturbed: RunDir) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights of its stages."""
+    return {stage: load_file(undisturbed.path(stage) / "model.safetensors") for stage in STAGES}
+
+
+@pytest.fixture
+def finished(undisturbed: RunDir, tmp_path: Path) -> tuple[Settings, RunDir]:
+    """A copy of that run, and its settings."""
+    settings = tiny_settings(tmp_path)
+    shutil.copytree(undisturbed.folder, tmp_path / settings.name, symlinks=True)
+    return settings, run_of(settings)
 
 
 def finish_target(settings: Settings) -> tuple[RunDir, str]:
@@ -122,10 +136,9 @@ def test_a_stage_without_any_validation_has_no_weights_to_keep(tmp_path: Path) -
 
 
 def test_a_stage_altered_without_a_change_of_size_is_made_again_and_said_so(
-    whole: dict[str, dict[str, torch.Tensor]], tmp_path: Path
+    whole: dict[str, dict[str, torch.Tensor]], finished: tuple[Settings, RunDir]
 ) -> None:
-    settings = tiny_settings(tmp_path)
-    _, run, _ = run_tiny(settings)
+    settings, run = finished
     weights = run.path("draft") / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -136,17 +149,16 @@ def test_a_stage_altered_without_a_change_of_size_is_made_again_and_said_so(
     assert_same(whole, run)
 
 
-def test_a_note_of_a_stage_that_was_altered_is_not_believed(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    _, run, _ = run_tiny(settings)
+def test_a_note_of_a_stage_that_was_altered_is_not_believed(finished: tuple[Settings, RunDir]) -> None:
+    _, run = finished
     note = run.work / "draft.json"
     note.write_text(note.read_text().replace('"optimiser_steps": 12', '"optimiser_steps": 13'))
     assert run.record("draft") is None
     assert run.record("reference") is not None
 
 
-def test_a_stage_of_a_time_before_checksums_stays_valid(tmp_path: Path) -> None:
-    _, run, _ = run_tiny(tiny_settings(tmp_path))
+def test_a_stage_of_a_time_before_checksums_stays_valid(finished: tuple[Settings, RunDir]) -> None:
+    _, run = finished
     note = run.work / "draft.json"
     content = json.loads(note.read_text())
     del content["seal"], content["checksums"]
@@ -154,9 +166,10 @@ def test_a_stage_of_a_time_before_checksums_stays_valid(tmp_path: Path) -> None:
     assert run.record("draft") is not None
 
 
-def test_checkpoints_that_a_kill_left_beside_a_finished_stage_are_cleared_away(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    _, run, _ = run_tiny(settings)
+def test_checkpoints_that_a_kill_left_beside_a_finished_stage_are_cleared_away(
+    finished: tuple[Settings, RunDir],
+) -> None:
+    settings, run = finished
     left = run.work / "checkpoints-draft"
     left.mkdir()
     (left / "step-00000010.ckpt").write_bytes(b"half")
@@ -164,10 +177,9 @@ def test_checkpoints_that_a_kill_left_beside_a_finished_stage_are_cleared_away(t
     assert not left.exists()
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_continued_run_validates_where_an_uninterrupted_one_does(tmp_path: Path, accumulate: int) -> None:
+def test_a_continued_run_of_summed_batches_validates_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)  # checkpoints at 5, 10 and 12: the last segment is shorter than the others
-    settings.trainer.accumulate = accumulate
+    settings.trainer.accumulate = 2
     for step in (7, 11):
         with killed("target", step):
             run_tiny(settings)
