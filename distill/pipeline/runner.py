@@ -205,8 +205,7 @@ def measure(context: StageContext) -> dict[str, Any]:
         **added,
         "commands": {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"},
     }
-    values = json.loads(json.dumps(asdict(settings)))  # YAML knows no constrained types
-    write_text(run.folder / "settings.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    _dump(settings, run.folder / "settings.yaml")
     chosen = run.chosen(settings.export.choose)
     trust, profile = settings.target.trust_remote_code, export_profile(report, chosen)
     export = export_head if settings.eagle.enabled else export_draft
@@ -275,3 +274,9 @@ def _state(key: str, target: str, report: dict[str, Any], export: Path) -> dict[
         "export": {path.name: checksum(path) for path in files},
         "profile": fingerprint({key: value for key, value in read_json(profile).items() if key != "served"}),
     }
+
+
+def _dump(settings: Settings, path: Path) -> None:
+    """Write all settings of the run as a configuration file."""
+    values = json.loads(json.dumps(asdict(settings)))  # YAML knows no constrained types
+    write_text(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
