@@ -269,7 +269,8 @@ def test_generate_writes_the_targets_text_and_tells_the_shares(folder, capsys, m
         texts.append(json.loads(out))
         assert ("of the target's 280 tokens" in err and "of the prompts' tokens" in err) == (name != "autoregressive")
     assert texts[0]["ids"] == texts[1]["ids"]
-    assert texts[0]["metrics"]["accepted_per_drafted"] > 0
+    if method != "cost-optimal":  # which sees that nothing is to be gained
+        assert texts[0]["metrics"]["accepted_per_drafted"] > 0
 
 
 def test_sampled_text_depends_on_the_seed_alone(folder, capsys) -> None:

@@ -89,7 +89,6 @@ def test_early_stopping_from_the_settings_ends_a_training(tiny: Tiny, tmp_path: 
         ({"profiler": "simpel"}, "trainer.profiler.*simple"),
         ({"extra": {"limit_val_batch": 2}}, "limit_val_batch .*limit_val_batches"),
         ({"extra": {"max_steps": 2}}, "training.steps"),
-        ({"checkpoint_every": 0}, "trainer.checkpoint_every is 0"),
     ],
 )
 def test_what_lightning_cannot_take_is_refused_before_anything_runs(change: dict[str, Any], facts: str) -> None:
