@@ -225,7 +225,7 @@ def plan_stages(context: StageContext) -> list[tuple[str, str, Callable[[str], S
     settings, draft = context.settings, context.settings.draft
     if settings.eagle.enabled:
         kind = feature_heads.KINDS[settings.eagle.kind]
-        names = f"untrained head: {kind}", kind, f"{kind} + AdaSPEC"
+        names = f"untrained head: {kind}", kind, f"{kind} + {display(draft.name)}"
         initial, begin = partial(feature_heads.initial, context), feature_heads.begin
     else:
         names = (
