@@ -17,6 +17,14 @@ torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 
 
+LONGEST = ("test_distributed.py", "test_soak.py", "test_export.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that at the end no process works alone."""
+    items.sort(key=lambda item: item.path.parent.name != "probes" and item.path.name not in LONGEST)
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Callable[..., PreTrainedModel]:
     """`build_tiny`, each model built once a session; treat the models as constants."""
