@@ -19,10 +19,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from decode.core.sampling import Warp
 from decode.core.standard_error import clustered_ratio
 from decode.engines.counts import Drafts
-from decode.measure.acceptance_offline import draft_logits, response_logits
+from decode.measure.acceptance_offline import prefixes
 from decode.measure.cost import CostModel
-from decode.models.eagle.head import FeatureHead, head_logits
 from decode.models.other_vocabulary import DraftModel
+from decode.models.teacher_forcing import teacher_forced
 
 
 @dataclass(frozen=True)
@@ -84,26 +84,24 @@ def acceptance(
         greedy_draft: the draft proposes its most probable token, as vLLM and llama.cpp do unless told otherwise.
     """
     drafting = dataclasses.replace(warp, temperature=0.0) if greedy_draft else warp
-    rows, right, logprob, total = [], 0, 0.0, 0
     limit = getattr(target.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    read = []
     for prompt, new in texts:
         ids = [*prompt, *new]
-        if tail and new and len(ids) + tail <= limit:
-            ids = _continued(target, ids, tail)
-        p_logits = response_logits(target, ids, len(prompt))
-        if isinstance(draft, FeatureHead):
-            by_depth = [head_logits(draft, target, ids, len(prompt), d + 1) for d in range(depth)]
-        else:
-            by_depth = [draft_logits(target, draft, ids, len(prompt))]
-        prefixes = [ids[:i] for i in range(len(prompt), len(ids))] if warp.needs_prefix else None
-        y = torch.tensor(ids[len(prompt) :], device=p_logits.device)[:, None]
-        p = warp(p_logits, prefixes).gather(1, y)[:, 0].clamp_min(1e-30)
+        read.append((_continued(target, ids, tail) if tail and new and len(ids) + tail <= limit else ids, len(prompt)))
+    rows: list[list[list[float]]] = [[[]] for _ in texts]
+    right, logprob, total = 0, 0.0, 0
+    for forced in teacher_forced(target, {"": draft}, read, depth=depth):
+        ids, start = read[forced.number]
+        before, by_depth = prefixes(warp, ids, start), forced.q[""]
+        y = torch.tensor(ids[start:], device=forced.p.device)[:, None]
+        p = warp(forced.p, before).gather(1, y)[:, 0].clamp_min(1e-30)
         if warp.greedy:  # the text is what the engine's target wrote: certain, whatever rounding makes of ours
             p = torch.ones_like(p)
-        kept = [(drafting(logits, prefixes).gather(1, y)[:, 0] / p).clamp(max=1) for logits in by_depth]
-        rows.append([values.double().tolist() for values in kept])
-        n, q_logits = len(new), by_depth[0]
-        right += int((p_logits.argmax(-1)[:n] == y[:n, 0]).sum())
+        kept = [(drafting(logits, before).gather(1, y)[:, 0] / p).clamp(max=1) for logits in by_depth]
+        rows[forced.number] = [values.double().tolist() for values in kept]
+        n, q_logits = len(texts[forced.number][1]), by_depth[0]
+        right += int((forced.p.argmax(-1)[:n] == y[:n, 0]).sum())
         logprob += float(q_logits.float().log_softmax(-1).gather(1, y)[:n].sum())
         total += n
     return Acceptance(rows, [len(new) for _, new in texts], right / max(1, total), logprob / max(1, total))
@@ -117,11 +115,11 @@ def target_logprob(
 
     Samples of the target have its entropy; sampled texts of a draft that is verified exactly have it too.
     """
-    sums = []
-    for prompt, new in texts:
-        logits = response_logits(target, [*prompt, *new], len(prompt)).float() / temperature
-        y = torch.tensor(list(new), device=logits.device)[:, None]
-        sums.append(float(logits.log_softmax(-1).gather(1, y).sum()))
+    sums = [0.0] * len(texts)
+    for forced in teacher_forced(target, {}, [([*prompt, *new], len(prompt)) for prompt, new in texts]):
+        logits = forced.p.float() / temperature
+        y = torch.tensor(list(texts[forced.number][1]), device=logits.device)[:, None]
+        sums[forced.number] = float(logits.log_softmax(-1).gather(1, y).sum())
     return clustered_ratio(sums, [len(new) for _, new in texts])
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.core.acceptance import overlap
 from decode.core.sampling import Warp
 from decode.core.standard_error import clustered_ratio
-from decode.models.eagle.head import FeatureHead, head_logits
-from decode.models.other_vocabulary import DraftModel, ForeignDraft, foreign_logits
+from decode.models.other_vocabulary import DraftModel
+from decode.models.teacher_forcing import Forced, Text, teacher_forced
 
 
 @dataclass
@@ -60,49 +58,49 @@ def paired(a: OfflineAlpha, b: OfflineAlpha) -> dict[str, float]:
     return {"difference": difference, "se": se, "p_value": p_value, "n": len(sums)}
 
 
-@torch.inference_mode()
-def response_logits(model: PreTrainedModel, ids: Sequence[int], prompt_length: int) -> Tensor:
-    """Logits ``[response, vocab]`` that predict each response token of one text."""
-    known = model.get_input_embeddings().weight.shape[0]  # a draft of a shorter padded vocabulary reads its last id
-    tokens = torch.tensor([list(ids)], device=model.device).clamp_(max=known - 1)
-    keep = len(ids) - prompt_length + 1
-    return model(input_ids=tokens, use_cache=False, logits_to_keep=keep).logits[0, :-1]
+def offline_alpha(target: PreTrainedModel, draft: DraftModel, texts: Iterable[Text], warp: Warp) -> OfflineAlpha:
+    """`offline_alphas` of one draft, as first drafted token."""
+    return offline_alphas(target, {"": draft}, texts, warp)[""][0]
 
 
-def draft_logits(target: PreTrainedModel, draft: DraftModel, ids: Sequence[int], prompt_length: int) -> Tensor:
-    """`response_logits` of a draft; a feature head reads the target's true features."""
-    if isinstance(draft, ForeignDraft):
-        return foreign_logits(draft, ids, prompt_length)
-    if isinstance(draft, FeatureHead):
-        return head_logits(draft, target, ids, prompt_length)
-    return response_logits(draft, ids, prompt_length)
-
-
-def offline_alpha(
+def offline_alphas(
     target: PreTrainedModel,
-    draft: DraftModel,
-    texts: Iterable[tuple[Sequence[int], int]],
+    drafts: Mapping[str, DraftModel],
+    texts: Iterable[Text],
     warp: Warp,
-) -> OfflineAlpha:
-    """Measure a draft on texts the target generated.
+    *,
+    depth: int = 1,
+    seen: Callable[[Forced], None] | None = None,
+) -> dict[str, list[OfflineAlpha]]:
+    """Measure drafts on texts that the target generated, which it reads once for all of them.
 
     Args:
         target: p.
-        draft: q.
-        texts: (token ids, prompt length) of each text.
+        drafts: q, by name.
+        texts: (token ids, prompt length) of each text; those without a response are left out.
         warp: the decoding mode.
+        depth: drafted tokens that feature heads are asked about.
+        seen: called with the logits of every text.
 
     Returns:
-        Acceptance by text and position, for means, errors, paired comparisons and replays.
+        For each draft the acceptance by text and position as first drafted token, of feature heads then as second,
+        third, …: for means, errors, paired comparisons and replays.
     """
     texts = [(ids, prompt_length) for ids, prompt_length in texts if len(ids) > prompt_length]
-    measured = []
-    for ids, prompt_length in texts:
-        before = prefixes(warp, ids, prompt_length)
-        p = warp(response_logits(target, ids, prompt_length), before)
-        q = warp(draft_logits(target, draft, ids, prompt_length), before)
-        measured.append(overlap(p, q).double().tolist())
-    return OfflineAlpha(measured, prompt_numbers(texts))
+    found: dict[str, list[dict[int, list[float]]]] = {}  # by draft, depth and text
+    for forced in teacher_forced(target, drafts, texts, depth=depth):
+        before = prefixes(warp, *texts[forced.number])
+        p = warp(forced.p, before)
+        for draft, logits in forced.q.items():
+            for values, q in zip(found.setdefault(draft, [{} for _ in logits]), logits):
+                values[forced.number] = overlap(p, warp(q, before)).double().tolist()
+        if seen is not None:
+            seen(forced)
+    numbers = prompt_numbers(texts)
+    return {
+        draft: [OfflineAlpha([values[i] for i in range(len(texts))], numbers) for values in found.get(draft, [{}])]
+        for draft in drafts
+    }
 
 
 def prefixes(warp: Warp, ids: Sequence[int], prompt_length: int) -> list[Sequence[int]] | None:

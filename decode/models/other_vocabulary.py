@@ -130,9 +130,9 @@ def foreign_logits(draft: ForeignDraft, ids: Sequence[int], prompt_length: int) 
     """What a draft of another vocabulary would draft at each response position of one text, by teacher forcing.
 
     Returns:
-        Logits ``[response, vocab]`` over the target's ids, as `decode.measure.acceptance_offline.response_logits` gives the target's.
-        Behind the end of the draft's context a row is impossible (all −inf but the first id).
-    """  # noqa: E501
+        Logits ``[response, vocab]`` over the target's ids. Behind the end of the draft's context a row is impossible
+        (all −inf but the first id).
+    """
     vocabulary = draft.vocabulary
     pieces = [vocabulary.translate(token) for token in ids[:-1]]
     limit = int(getattr(draft.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)

@@ -13,12 +13,11 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.core.acceptance import overlap
 from decode.core.options import MethodOptions
 from decode.core.progress import Progress
 from decode.core.sampling import Warp
 from decode.measure import machine
-from decode.measure.acceptance_offline import OfflineAlpha, paired, prefixes, prompt_numbers
+from decode.measure.acceptance_offline import OfflineAlpha, offline_alphas, paired
 from decode.measure.bench_entries import BenchEntry
 from decode.measure.bench_session import BenchOptions, Session
 from decode.measure.benchmark import Benchmark
@@ -29,7 +28,7 @@ from decode.models.eagle.files import is_head, load_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.generation_config import described, own_warp
 from decode.models.open import load_model, stop_ids
-from decode.models.teacher_forcing import teacher_forced
+from decode.models.teacher_forcing import Forced
 from decode.prompts.presets import PRESETS
 from decode.prompts.scorers import SCORERS
 from decode.prompts.suites import Prompt, Suite
@@ -197,27 +196,16 @@ class Evaluation:
 
     def _alphas(self, texts: list[Text], temperature: float, depth: int = 1) -> dict[str, list[OfflineAlpha]]:
         """offline_alpha of every draft: as first drafted token, of feature heads up to the `depth`-th."""
-        warp = self._warp(temperature)
         name = "acceptance, greedy" if temperature == 0 else f"acceptance, T = {temperature:g}"
-        texts = [(ids, start) for ids, start in texts if len(ids) > start]
-        found: dict[str, list[dict[int, list[float]]]] = {}  # by draft, depth and text
-        work = self.bar.add(name, len(texts))
+        work = self.bar.add(name, sum(len(ids) > start for ids, start in texts))
+
+        def seen(forced: Forced) -> None:
+            if temperature == 1.0:
+                self.histograms.add(forced.p, {draft: forced.q[draft][0] for draft in self.shown})
+            work.advance()
+
         with self._all_threads():
-            for forced in teacher_forced(self.target, self.models, texts, depth=depth):
-                before = prefixes(warp, *texts[forced.number])
-                p = warp(forced.p, before)
-                for draft, logits in forced.q.items():
-                    by_depth = found.setdefault(draft, [{} for _ in logits])
-                    for values, q in zip(by_depth, logits):
-                        values[forced.number] = overlap(p, warp(q, before)).double().tolist()
-                if temperature == 1.0:
-                    self.histograms.add(forced.p, {draft: forced.q[draft][0] for draft in self.shown})
-                work.advance()
-        numbers = prompt_numbers(texts)
-        return {
-            draft: [OfflineAlpha([values[i] for i in range(len(texts))], numbers) for values in by_depth]
-            for draft, by_depth in found.items()
-        }
+            return offline_alphas(self.target, self.models, texts, self._warp(temperature), depth=depth, seen=seen)
 
     @contextmanager
     def _all_threads(self) -> Iterator[None]:

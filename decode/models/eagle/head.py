@@ -187,36 +187,10 @@ def some_outputs(linear: nn.Linear, ids: Tensor) -> nn.Linear:
     return part
 
 
-@torch.inference_mode()
-def head_logits(head: FeatureHead, target: PreTrainedModel, ids: Sequence[int], start: int, depth: int = 1) -> Tensor:
-    """What a head would draft at each response position of one text, by teacher forcing.
-
-    Args:
-        head: the feature head.
-        target: the model whose features it reads.
-        ids: the text.
-        start: how many of its tokens are the prompt.
-        depth: the drafted token asked about: 1 is drafted from true features, the next ones from the head's own
-            states with the text's true tokens.
-
-    Returns:
-        Logits ``[response, vocab]`` in the target's vocabulary, as `decode.measure.acceptance_offline.response_logits` gives the target's.
-        The first tokens of a text, which no pair precedes, get an impossible row (all −inf but the first id).
-    """  # noqa: E501
-    tokens = torch.tensor([list(ids)], device=target.device)
-    out = target(input_ids=tokens, use_cache=False, output_hidden_states=True, logits_to_keep=1)
-    features = torch.cat([out.hidden_states[layer] for layer in head.captured_layers], -1)
-    embedding = head.embed_tokens or target.get_input_embeddings()
-    *_, states = head.unroll(embedding(tokens[:, 1:]), features[:, :-1], depth)
-    shared = output_head(target, head.draft_ids()) if head.version == 1 else None
-    vocab = int(target.get_output_embeddings().weight.shape[0])
-    return rows_of_states(head, shared, vocab, states[0], (ids, start), depth)
-
-
 def rows_of_states(
     head: FeatureHead, shared: Any, vocab: int, states: Tensor, text: tuple[Sequence[int], int], depth: int
 ) -> Tensor:
-    """`head_logits` of the head's states.
+    """What a head drafts at each response position of one text, from its states there.
 
     Args:
         head: the feature head.
@@ -224,7 +198,12 @@ def rows_of_states(
         vocab: the target's vocabulary size.
         states: at each token of the text, ``[time, hidden]``; state t predicts token t + 1 + depth.
         text: token ids, and how many of them are the prompt.
-        depth: see `head_logits`.
+        depth: the drafted token asked about: 1 is drafted from true features, the next ones from the head's own
+            states with the text's true tokens.
+
+    Returns:
+        Logits ``[response, vocab]`` in the target's vocabulary. The first tokens of a text, which no pair precedes, get
+        an impossible row (all −inf but the first id).
     """
     ids, start = text
     first = max(0, start - 1 - depth)  # rows of the text are needed from `start` on

@@ -12,6 +12,7 @@ from enumeration import Experiment, joint_bias
 from families import CONTEXT, VOCAB, WIDTH, in_double
 from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
 from heads import make_head
+from plain_logits import head_logits, response_logits
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -27,10 +28,9 @@ from decode.core.thresholds import MeanOfRejected
 from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter
 from decode.drafters.hybrid import HybridDrafter
 from decode.loop import Output, System, decode
-from decode.measure.acceptance_offline import offline_alpha, response_logits
+from decode.measure.acceptance_offline import offline_alpha
 from decode.methods import MethodInputs, build
 from decode.models.eagle.files import default_captured_layers, is_head, load_head, save_head
-from decode.models.eagle.head import head_logits
 from decode.models.eagle.runner import HeadRunner
 from decode.models.open_runner import open_runner
 from decode.models.runners.fast_runner import fast_runner

@@ -10,6 +10,7 @@ import pytest
 import torch
 from enumeration import Clock, Experiment, ScriptedRunner, random_table
 from pairs import TEXT, make_pair, make_suite, make_tokenizer
+from plain_logits import draft_logits
 from tokenizers_of_kinds import byte_level, sentencepiece, spelled_out
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -24,7 +25,6 @@ from decode.core.target import Target
 from decode.core.thresholds import Fixed
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode
-from decode.measure.acceptance_offline import draft_logits
 from decode.measure.bench_entries import plan
 from decode.measure.bench_session import BenchOptions
 from decode.measure.benchmark import run_benchmark

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,51 +53,53 @@ def test_an_unknown_format_is_refused_and_16_bits_say_what_lossless_means(folder
     assert placement(load_model(folder / "target", **CPU)) == "on cpu, float32"
 
 
-def refused(path: Path, message: str) -> None:
-    with pytest.raises(UserError, match=message) as caught:
+def refusal(path: Path) -> str:
+    """What is said of a path where a model is asked for."""
+    with pytest.raises(UserError) as caught:
         load_model(path, **CPU)
     assert str(path) in str(caught.value)
+    return str(caught.value)
 
 
 def test_a_file_that_is_cut_off_is_refused(folder: Path) -> None:
     weights = folder / "target" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    refused(folder / "target", "damaged or cut off")
+    assert "damaged or cut off" in refusal(folder / "target")
 
 
 def test_weights_of_another_shape_than_the_configuration_are_refused(folder: Path) -> None:
     config = folder / "target" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 20}))
-    refused(folder / "target", "other shapes than its config.json")
+    assert "other shapes than its config.json" in refusal(folder / "target")
 
 
 def test_a_checkpoint_without_a_layer_is_refused(folder: Path) -> None:
     weights = folder / "target" / "model.safetensors"
     kept = {name: tensor for name, tensor in load_file(weights).items() if ".layers.1." not in name}
     save_file(kept, weights, metadata={"format": "pt"})
-    refused(folder / "target", r"incomplete.*model\.layers\.1\.")
+    assert re.search(r"incomplete.*model\.layers\.1\.", refusal(folder / "target"))
 
 
 def test_pickled_weights_say_how_to_convert_them(folder: Path) -> None:
     state = load_file(folder / "target" / "model.safetensors")
     (folder / "target" / "model.safetensors").unlink()
     torch.save(state, folder / "target" / "pytorch_model.bin")
-    refused(folder / "target", r"convert them with python -c .*save_pretrained")
+    assert re.search(r"convert them with python -c .*save_pretrained", refusal(folder / "target"))
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
-    refused(tmp_path, "empty")
+    assert "empty" in refusal(tmp_path)
     (tmp_path / "notes.txt").write_text("hello")
-    refused(tmp_path, r"no config\.json")
-    refused(tmp_path / "missing", "no such folder")
-    refused(tmp_path / "notes.txt", "it is a file")
+    assert "no config.json" in refusal(tmp_path)
+    assert "no such folder" in refusal(tmp_path / "missing")
+    assert "it is a file" in refusal(tmp_path / "notes.txt")
 
 
 def test_quantised_weights_without_their_package_are_refused(folder: Path) -> None:
     config = folder / "target" / "config.json"
     quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
     config.write_text(json.dumps(json.loads(config.read_text()) | quantised))
-    refused(folder / "target", "package that is not installed")
+    assert "package that is not installed" in refusal(folder / "target")
 
 
 def test_quantised_weights_are_placed_while_loading_and_not_moved(folder: Path, monkeypatch: Any) -> None:

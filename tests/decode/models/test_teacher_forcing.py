@@ -8,10 +8,9 @@ import pytest
 import torch
 from families import resembling
 from heads import make_head
+from plain_logits import draft_logits, head_logits, response_logits
 
-from decode.measure.acceptance_offline import draft_logits, response_logits
 from decode.models import teacher_forcing
-from decode.models.eagle.head import head_logits
 from decode.models.teacher_forcing import teacher_forced
 
 TEXTS = [([3, 7, 1, 9, 12, 40, 2, 5], 4), ([5, 6], 2), ([5, 6, 7], 1), ([9, 9, 4] * 6, 11), ([8] * 30, 3)]

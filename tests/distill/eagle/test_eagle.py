@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from plain_logits import head_logits
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny_run import bench, killed, run_tiny, tiny_settings
@@ -26,7 +27,7 @@ from decode.loop import decode
 from decode.measure.acceptance_offline import offline_alpha
 from decode.methods import MethodInputs, build
 from decode.models.eagle.files import head_config, load_head
-from decode.models.eagle.head import FeatureHead, head_logits
+from decode.models.eagle.head import FeatureHead
 from decode.models.eagle.runner import HeadRunner
 from decode.models.open import load_model
 from decode.models.open_runner import open_runner

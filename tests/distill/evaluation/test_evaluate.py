@@ -7,14 +7,14 @@ import pytest
 import torch
 from families import resembling
 from heads import make_head
+from plain_logits import head_logits, response_logits
 from tiny_run import bench, run_tiny, tiny_settings
 
 from decode.core.acceptance import overlap
 from decode.core.progress import Progress
 from decode.core.sampling import Warp
-from decode.measure.acceptance_offline import offline_alpha, response_logits
+from decode.measure.acceptance_offline import offline_alpha
 from decode.measure.cost import CostModel
-from decode.models.eagle.head import head_logits
 from distill.config.settings import EvaluationSettings, Settings
 from distill.core.run_dir import RunDir
 from distill.evaluation.analysis import Histograms

@@ -1,0 +1,56 @@
+"""Teacher forcing the plain way, one text and one depth at a time: what `decode.models.teacher_forcing` must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.models.eagle.head import FeatureHead, output_head, rows_of_states
+from decode.models.other_vocabulary import DraftModel, ForeignDraft, foreign_logits
+
+
+@torch.inference_mode()
+def response_logits(model: PreTrainedModel, ids: Sequence[int], prompt_length: int) -> Tensor:
+    """Logits ``[response, vocab]`` that predict each response token of one text."""
+    known = model.get_input_embeddings().weight.shape[0]  # a draft of a shorter padded vocabulary reads its last id
+    tokens = torch.tensor([list(ids)], device=model.device).clamp_(max=known - 1)
+    keep = len(ids) - prompt_length + 1
+    return model(input_ids=tokens, use_cache=False, logits_to_keep=keep).logits[0, :-1]
+
+
+def draft_logits(target: PreTrainedModel, draft: DraftModel, ids: Sequence[int], prompt_length: int) -> Tensor:
+    """`response_logits` of a draft; a feature head reads the target's true features."""
+    if isinstance(draft, ForeignDraft):
+        return foreign_logits(draft, ids, prompt_length)
+    if isinstance(draft, FeatureHead):
+        return head_logits(draft, target, ids, prompt_length)
+    return response_logits(draft, ids, prompt_length)
+
+
+@torch.inference_mode()
+def head_logits(head: FeatureHead, target: PreTrainedModel, ids: Sequence[int], start: int, depth: int = 1) -> Tensor:
+    """What a head would draft at each response position of one text, by teacher forcing.
+
+    Args:
+        head: the feature head.
+        target: the model whose features it reads.
+        ids: the text.
+        start: how many of its tokens are the prompt.
+        depth: the drafted token asked about: 1 is drafted from true features, the next ones from the head's own
+            states with the text's true tokens.
+
+    Returns:
+        Logits ``[response, vocab]`` in the target's vocabulary. The first tokens of a text, which no pair precedes, get
+        an impossible row (all −inf but the first id).
+    """
+    tokens = torch.tensor([list(ids)], device=target.device)
+    out = target(input_ids=tokens, use_cache=False, output_hidden_states=True, logits_to_keep=1)
+    features = torch.cat([out.hidden_states[layer] for layer in head.captured_layers], -1)
+    embedding = head.embed_tokens or target.get_input_embeddings()
+    *_, states = head.unroll(embedding(tokens[:, 1:]), features[:, :-1], depth)
+    shared = output_head(target, head.draft_ids()) if head.version == 1 else None
+    vocab = int(target.get_output_embeddings().weight.shape[0])
+    return rows_of_states(head, shared, vocab, states[0], (ids, start), depth)
