@@ -1,7 +1,5 @@
 """``python -m decode``: generate, compare, profile, and build what retrieval drafts from."""
 
-from __future__ import annotations
-
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -19,21 +17,13 @@ from decode.core.errors import UserError, unknown
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: an entry of ``commands/commands.yaml``.
+    """A subcommand: an entry of ``commands/commands.yaml``."""
 
-    Attributes:
-        settings: the dataclass of its options, as ``module:name``.
-        run: the function that gets the settings, likewise, imported only when the command runs.
-        about: what the help says above the options.
-        examples: what the help says below them.
-        positional: the option that values without a name belong to.
-    """
-
-    settings: str
-    run: str
-    about: str
-    examples: str
-    positional: str | None = None
+    settings: str  # the dataclass of its options, as ``module:name``
+    run: str  # the function that gets the settings, likewise, imported only when the command runs
+    about: str  # what the help says above the options
+    examples: str  # what the help says below them
+    positional: str | None = None  # the option that values without a name belong to
 
 
 def _commands() -> dict[str, Command]:

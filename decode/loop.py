@@ -5,8 +5,6 @@ and adds one token, both caches roll back to that path, and the adaptive parts l
 of any number of texts, whose forwards are made together; `decode.together` decodes many prompts with it.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -33,16 +31,13 @@ from decode.verify import Measured, verify, verify_greedy
 
 @dataclass
 class System:
-    """A decoding method: a drafter, a stop rule and an acceptance rule.
-
-    Attributes:
-        lengths: limits the drafts of all texts of a round to what pays; None: the stop rule alone ends them.
-    """
+    """A decoding method: a drafter, a stop rule and an acceptance rule."""
 
     name: str
     drafter: Drafter
     stop: StopRule
     rule: AcceptanceRule = field(default_factory=Exact)
+    # limits the drafts of all texts of a round to what pays; None: the stop rule alone ends them
     lengths: DraftLengths | None = None
 
     @property
@@ -61,24 +56,17 @@ class System:
 
 @dataclass
 class Output:
-    """A finished text.
+    """A finished text."""
 
-    Attributes:
-        ids: prompt and generated tokens.
-        prompt_length: how many of them are the prompt.
-        trace: the record of its rounds.
-        written_by: for each generated token who wrote it: ``draft`` (accepted), ``fix`` (correction of a rejected
-            draft) or ``target`` (bonus token or plain step).
-        rejected: for each generated token the drafted tokens rejected at its place.
-        error: why the prompt could not be decoded, where others were decoded with it.
-    """
-
-    ids: list[int]
-    prompt_length: int
-    trace: Trace
+    ids: list[int]  # prompt and generated tokens
+    prompt_length: int  # how many of them are the prompt
+    trace: Trace  # the record of its rounds
+    # for each generated token who wrote it: ``draft`` (accepted), ``fix`` (correction of a rejected draft) or
+    # ``target`` (bonus token or plain step)
     written_by: list[str] = field(default_factory=list)
+    # for each generated token the drafted tokens rejected at its place
     rejected: list[list[int]] = field(default_factory=list)
-    error: UserError | None = None
+    error: UserError | None = None  # why the prompt could not be decoded, where others were decoded with it
 
     @property
     def new_ids(self) -> list[int]:

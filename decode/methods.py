@@ -5,8 +5,6 @@ with their papers' defaults. Any drafter × stop rule × acceptance rule combine
 ``build("vanilla", inputs, rule="ears")`` or ``--method vanilla --rule ears``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,27 +45,16 @@ from decode.models.runners.layer_subset import LayerSubset
 
 @dataclass
 class MethodInputs:
-    """What a method is built from: the models with their tokenizer, the sampling settings, and the open options.
+    """What a method is built from: the models with their tokenizer, the sampling settings, and the open options."""
 
-    Attributes:
-        target: the target's runner.
-        warp: logits to probabilities, for both sides.
-        draft: a draft model's runner, where there is one.
-        tokenizer: the target's tokenizer, for methods that read text files.
-        datastore: folder of a REST datastore.
-        trigrams: folder of an Adaptix table.
-        options: what the methods leave open.
-        costs: of rounds by batch size, where they were measured.
-    """
-
-    target: Runner
-    warp: Warp
-    draft: Runner | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
-    datastore: Path | None = None
-    trigrams: Path | None = None
-    options: MethodOptions = field(default_factory=MethodOptions)
-    costs: RoundCosts | None = None
+    target: Runner  # the target's runner
+    warp: Warp  # logits to probabilities, for both sides
+    draft: Runner | None = None  # a draft model's runner, where there is one
+    tokenizer: PreTrainedTokenizerBase | None = None  # the target's tokenizer, for methods that read text files
+    datastore: Path | None = None  # folder of a REST datastore
+    trigrams: Path | None = None  # folder of an Adaptix table
+    options: MethodOptions = field(default_factory=MethodOptions)  # what the methods leave open
+    costs: RoundCosts | None = None  # of rounds by batch size, where they were measured
 
     def window(self, default: int) -> int:
         """The draft length asked for, or the method's own."""

@@ -1,7 +1,5 @@
 """Many prompts decoded together by the loop: each has parts of its own, and a finished text makes room for another."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections import deque

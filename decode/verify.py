@@ -1,7 +1,5 @@
 """Which drafted nodes are kept, and the token that follows them: one function for chains, one for trees."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """``python -m distill --config C``: from data to a measured, exported draft."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

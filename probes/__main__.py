@@ -1,7 +1,5 @@
 """``python -m probes --config C``: probes for every exit layer, the best exit, and self-speculation measured."""
 
-from __future__ import annotations
-
 import sys
 
 from decode.commands.command_line import parse, take_flag

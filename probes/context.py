@@ -1,7 +1,5 @@
 """What the steps of ``python -m probes`` share: the target, the decoding modes, the texts it writes, their features."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,23 +24,14 @@ from probes.settings import ProbeSettings, ProbesSettings
 
 @dataclass
 class Mode:
-    """One decoding mode.
+    """One decoding mode."""
 
-    Attributes:
-        name: ``greedy`` or ``sampled``.
-        warp: its sampling settings.
-        label: what the probes that decoding uses in this mode predict.
-        labels: of all probes that are trained for it.
-        texts: what the target wrote, by split.
-        features: of these texts, by split.
-    """
-
-    name: str
-    warp: Warp
-    label: str
-    labels: tuple[str, ...]
-    texts: dict[str, list[Text]] = field(default_factory=dict)
-    features: dict[str, Features] = field(default_factory=dict)
+    name: str  # ``greedy`` or ``sampled``
+    warp: Warp  # its sampling settings
+    label: str  # what the probes that decoding uses in this mode predict
+    labels: tuple[str, ...]  # of all probes that are trained for it
+    texts: dict[str, list[Text]] = field(default_factory=dict)  # what the target wrote, by split
+    features: dict[str, Features] = field(default_factory=dict)  # of these texts, by split
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """What early layers, verification, stop rules and bookkeeping cost on this machine, in steps of plain decoding."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,16 +32,12 @@ ROUNDS, TURNS = 4, 12
 
 @dataclass
 class Costs:
-    """Times of one model on one machine.
+    """Times of one model on one machine."""
 
-    Attributes:
-        exits: for each exit layer a cost model whose v(n) verifies with the shared cache, in steps of plain decoding;
-            its c is that of the layers, its `draft_overhead` what a drafted token costs whatever the exit (head,
-            bookkeeping).
-        confidence: what reading a confidence adds to each drafted token, by stop rule, in the same unit.
-    """
-
+    # for each exit layer a cost model whose v(n) verifies with the shared cache, in steps of plain decoding; its c is
+    # that of the layers, its `draft_overhead` what a drafted token costs whatever the exit (head, bookkeeping)
     exits: dict[int, CostModel]
+    # what reading a confidence adds to each drafted token, by stop rule, in the same unit
     confidence: dict[str, float] = field(default_factory=dict)
 
 

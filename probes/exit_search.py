@@ -1,7 +1,5 @@
 """The search for exit, stop rule and threshold: speedups are predicted, and the best settings run for real."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What probes see and what they are to predict, for every exit layer, from one forward pass over the texts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,21 +22,14 @@ BLOCK = 1 << 24
 
 @dataclass
 class Features:
-    """Response positions of some texts, seen from every exit.
+    """Response positions of some texts, seen from every exit."""
 
-    Attributes:
-        exits: number of layers before each exit.
-        inputs: ``[exits, n, width + 3]``: the state that the exit's head sees, then the `confidence_features`.
-        labels: by name ``[exits, n]`` in [0, 1]; greedy: ``match``; sampled: ``accept`` (min(1, p/q)) and ``top-p``.
-        outcome: ``[exits, n]`` of 0 and 1: was the drafted token accepted, where that is a draw by that draw.
-        text: ``[n]``, the text that each position belongs to, ascending.
-    """
-
-    exits: list[int]
-    inputs: Tensor
+    exits: list[int]  # number of layers before each exit
+    inputs: Tensor  # ``[exits, n, width + 3]``: the state that the exit's head sees, then the `confidence_features`
+    # by name ``[exits, n]`` in [0, 1]; greedy: ``match``; sampled: ``accept`` (min(1, p/q)) and ``top-p``
     labels: dict[str, Tensor]
-    outcome: Tensor
-    text: Tensor
+    outcome: Tensor  # ``[exits, n]`` of 0 and 1: was the drafted token accepted, where that is a draw by that draw
+    text: Tensor  # ``[n]``, the text that each position belongs to, ascending
 
     def __len__(self) -> int:
         return len(self.text)

@@ -1,7 +1,5 @@
 """How good a probability is: ranking, error and calibration, by scikit-learn."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``probes.html``: the table of the paper, AUROC by layer, reliability diagrams and predicted speedups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 

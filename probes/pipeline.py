@@ -1,7 +1,5 @@
 """Everything that ``python -m probes`` does: target, texts, features, probes, the choice of the exit, real runs."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -5,8 +5,6 @@ drafting ends where the stop rule would end it. Confidences behind a first rejec
 instead of the rejected continuation, which no draw could tell without decoding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,25 +32,15 @@ HINDSIGHT = "hindsight"
 
 @dataclass
 class Choice:
-    """A setting with its predicted speedup over plain decoding.
+    """A setting with its predicted speedup over plain decoding."""
 
-    Attributes:
-        method: a name of `decode.methods.METHODS`.
-        exit_layer: layers that the draft runs.
-        window: most tokens a round.
-        threshold: of the stop rule; None for a fixed length.
-        speedup: predicted.
-        accepted: predicted share of drafted tokens that are accepted.
-        tokens: predicted tokens per round.
-    """
-
-    method: str
-    exit_layer: int
-    window: int
-    threshold: float | None
-    speedup: float
-    accepted: float
-    tokens: float
+    method: str  # a name of `decode.methods.METHODS`
+    exit_layer: int  # layers that the draft runs
+    window: int  # most tokens a round
+    threshold: float | None  # of the stop rule; None for a fixed length
+    speedup: float  # predicted
+    accepted: float  # predicted share of drafted tokens that are accepted
+    tokens: float  # predicted tokens per round
 
     def options(self) -> dict[str, Any]:
         """As `decode.methods.MethodOptions`: the controller starts at the threshold and is steered to its rate."""

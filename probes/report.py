@@ -1,7 +1,5 @@
 """What the probes and the real runs found: sentences, and tables for the console."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ direction, at a fraction of its cost, and the line search does the rest. About t
 the scale and correlation of the hidden states.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import Logger

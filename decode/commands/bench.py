@@ -1,7 +1,5 @@
 """``python -m decode bench``: from settings to a table, report.json and a page."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import tempfile

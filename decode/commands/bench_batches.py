@@ -1,7 +1,5 @@
 """``python -m decode bench --batch-sizes``: the methods compared on several texts at once."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

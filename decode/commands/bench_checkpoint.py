@@ -1,7 +1,5 @@
 """Finished blocks of a benchmark that was stopped, and the fingerprint of everything that a benchmark depends on."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

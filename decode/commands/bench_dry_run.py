@@ -5,8 +5,6 @@ hours it would cost. Nothing is downloaded: models of the same families are made
 the rows of data sets, and probes are random.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

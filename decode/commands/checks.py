@@ -1,7 +1,5 @@
 """Settings checked before anything is loaded, and turned into what decoding takes: warp, options, stores, suites."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ docstrings below each attribute. A file may build on another one: ``base: other.
 first, and the file says only what differs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib

@@ -1,7 +1,5 @@
 """Configuration files: YAML that may build on another file by its key ``base``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``python -m decode datastore build`` and ``trigrams build``: what retrieval drafts from, made from texts."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path

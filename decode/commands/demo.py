@@ -3,8 +3,6 @@
 Both decode in turn in one process, whichever has computed for less time so far, so that a glance tells who is ahead.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time
@@ -32,19 +30,12 @@ OTHER_ROWS = 8
 
 @dataclass
 class Side:
-    """One of the texts that are being written.
+    """One of the texts that are being written."""
 
-    Attributes:
-        title: above it.
-        generation: the text.
-        seconds: computed for it so far, the prompt's reading included.
-        done: whether it has ended.
-    """
-
-    title: str
-    generation: Generation
-    seconds: float = 0.0
-    done: bool = False
+    title: str  # above it
+    generation: Generation  # the text
+    seconds: float = 0.0  # computed for it so far, the prompt's reading included
+    done: bool = False  # whether it has ended
 
     def advance(self) -> None:
         """One round."""

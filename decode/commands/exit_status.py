@@ -1,7 +1,5 @@
 """How a command ends: what a user can mend, stop or run out of becomes one line and an exit status."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

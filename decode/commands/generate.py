@@ -1,7 +1,5 @@
 """``python -m decode generate``: stream a text, and show who wrote which token."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """A generated text: what is known of it, and how a terminal shows who wrote each token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,31 +22,19 @@ ENDS = {
 
 @dataclass
 class Generation:
-    """A text, and how it came about.
+    """A text, and how it came about."""
 
-    Attributes:
-        prompt: token ids.
-        method: the method's name.
-        lossless: whether the output distribution is the target's.
-        seed: of sampling.
-        pieces: rounds as marked text (`decode.models.text.marked`), to be iterated once while the text is generated.
-        ids: tokens generated so far.
-        trace: rounds so far.
-        text: text so far.
-        tokens: marked tokens so far.
-        finish_reason: a key of `ENDS`, once the text has ended.
-    """
-
-    prompt: list[int]
-    method: str
-    lossless: bool
-    seed: int
+    prompt: list[int]  # token ids
+    method: str  # the method's name
+    lossless: bool  # whether the output distribution is the target's
+    seed: int  # of sampling
+    # rounds as marked text (`decode.models.text.marked`), to be iterated once while the text is generated
     pieces: Iterator[list[dict[str, str]]] = field(default_factory=lambda: iter(()), repr=False)
-    ids: list[int] = field(default_factory=list)
-    trace: Trace = field(default_factory=Trace, repr=False)
-    text: str = ""
-    tokens: list[dict[str, str]] = field(default_factory=list, repr=False)
-    finish_reason: str | None = None
+    ids: list[int] = field(default_factory=list)  # tokens generated so far
+    trace: Trace = field(default_factory=Trace, repr=False)  # rounds so far
+    text: str = ""  # text so far
+    tokens: list[dict[str, str]] = field(default_factory=list, repr=False)  # marked tokens so far
+    finish_reason: str | None = None  # a key of `ENDS`, once the text has ended
 
     @property
     def metrics(self) -> dict[str, Any]:

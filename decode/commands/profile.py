@@ -1,7 +1,5 @@
 """``python -m decode profile``: can this draft make this target faster on this machine, and with what length?"""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

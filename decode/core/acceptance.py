@@ -50,15 +50,10 @@ def entropy(p: Tensor) -> Tensor:
 
 
 class AcceptanceRule:
-    """Which drafted tokens are kept, and how a rejected position is corrected.
+    """Which drafted tokens are kept, and how a rejected position is corrected."""
 
-    Attributes:
-        exact: the output has the target's distribution.
-        needs_raw: `accept_prob` looks at the unwarped logits.
-    """
-
-    exact: bool = False
-    needs_raw: bool = False
+    exact: bool = False  # the output has the target's distribution
+    needs_raw: bool = False  # `accept_prob` looks at the unwarped logits
 
     @property
     def neutral(self) -> bool:
@@ -131,17 +126,13 @@ class JensenShannon(AcceptanceRule):
 
     θ is 0, hence the rule exact, until an accepted and a rejected distance have been seen. One rejected position is
     recorded a round. Greedy decoding compares the unwarped distributions, since one-hot ones are at distance 0 or 1.
-
-    Attributes:
-        variant: ``midpoint`` of the two means (the paper's choice), or its ablations ``a`` (mean of the accepted),
-            ``b`` (means weighted by tokens), ``c`` (means weighted by sequences that had one).
-        threshold: a fixed θ instead of a learned one.
-        unwarped: compare the distributions before warping, which greedy decoding needs.
     """
 
+    # ``midpoint`` of the two means (the paper's choice), or its ablations ``a`` (mean of the accepted), ``b`` (means
+    # weighted by tokens), ``c`` (means weighted by sequences that had one)
     variant: str = "midpoint"
-    threshold: float | None = None
-    unwarped: bool = False
+    threshold: float | None = None  # a fixed θ instead of a learned one
+    unwarped: bool = False  # compare the distributions before warping, which greedy decoding needs
     accepted: list[float] = field(default_factory=lambda: [0.0, 0.0])
     rejected: list[float] = field(default_factory=lambda: [0.0, 0.0])
     sequences: list[int] = field(default_factory=lambda: [0, 0])
@@ -234,12 +225,9 @@ class Fuzzy(_FromTarget):
     """Fuzzy speculative decoding: keep x where a divergence of the unwarped p and q is at most T.
 
     The decision ignores the token, so a rejected position is drawn from p, and the price of a kept one is TV(p, q).
-
-    Attributes:
-        threshold: T; the divergence is the Jensen–Shannon divergence in nats (FSD's example for js: 0.4).
     """
 
-    threshold: float = 0.4
+    threshold: float = 0.4  # T; the divergence is the Jensen–Shannon divergence in nats (FSD's example for js: 0.4)
     needs_raw = True
 
     def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:

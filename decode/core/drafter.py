@@ -26,16 +26,12 @@ class Asked:
 
 
 class Drafter:
-    """Proposes tokens for the target to verify; only `propose` has to be written, every other method may do nothing.
+    """Proposes tokens for the target to verify; only `propose` has to be written, every other method may do nothing."""
 
-    Attributes:
-        captured_layers: hidden states that the target keeps of every row it reads, for drafters that build on them: i
-            is the state that enters layer i, the number of layers the last one, after the final norm.
-        stop_ids: tokens that end the text; the loop sets them before `start`.
-    """
-
+    # hidden states that the target keeps of every row it reads, for drafters that build on them: i is the state that
+    # enters layer i, the number of layers the last one, after the final norm
     captured_layers: tuple[int, ...] = ()
-    stop_ids: Collection[int] = ()
+    stop_ids: Collection[int] = ()  # tokens that end the text; the loop sets them before `start`
 
     def start(self, ids: list[int]) -> None:
         """A new text begins with these tokens; what was learned may persist, what belongs to the old text may not."""

@@ -1,7 +1,5 @@
 """The one error type for mistakes that a user can mend."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection
 

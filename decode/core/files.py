@@ -1,7 +1,5 @@
 """Files that are either complete or not there: written to a temporary file in the same folder, then renamed."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

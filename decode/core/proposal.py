@@ -12,24 +12,16 @@ from torch import Tensor
 
 @dataclass
 class Draft:
-    """A proposed token tree; a chain is the tree with parents ``-1, 0, 1, …``.
+    """A proposed token tree; a chain is the tree with parents ``-1, 0, 1, …``."""
 
-    Attributes:
-        tokens: token ids, long ``[n]``; ``n`` may be 0.
-        parents: for each node the index of its parent, smaller than its own; -1 is the pending token.
-        probs: float ``[n, vocab]``, the warped distribution that each token was drawn from, the very tensor that
-            was sampled. ``None`` means that the draft is deterministic.
-        logits: the raw draft logits ``[n, vocab]``, for rules that look at unwarped distributions.
-        hidden: ``[n, width]``, the draft's hidden state that produced each token.
-        confidence: what the stop rule saw at each token.
-    """
-
-    tokens: Tensor
-    parents: list[int]
+    tokens: Tensor  # token ids, long ``[n]``; ``n`` may be 0
+    parents: list[int]  # for each node the index of its parent, smaller than its own; -1 is the pending token
+    # float ``[n, vocab]``, the warped distribution that each token was drawn from, the very tensor that was sampled.
+    # ``None`` means that the draft is deterministic.
     probs: Tensor | None = None
-    logits: Tensor | None = None
-    hidden: Tensor | None = None
-    confidence: list[float] = field(default_factory=list)
+    logits: Tensor | None = None  # the raw draft logits ``[n, vocab]``, for rules that look at unwarped distributions
+    hidden: Tensor | None = None  # ``[n, width]``, the draft's hidden state that produced each token
+    confidence: list[float] = field(default_factory=list)  # what the stop rule saw at each token
 
     @classmethod
     def chain(cls, tokens: Tensor, probs: Tensor | None = None, **extra: object) -> Draft:

@@ -14,15 +14,11 @@ class RoundCosts:
 
     Between measured batch sizes and widths costs are linear; below the first they are the first's, beyond
     the last they grow as between the last two.
-
-    Attributes:
-        step: of a round without a draft, by batch size.
-        draft: of the forward that drafts one more token of every text.
-        verify: of the round's rest where every text has n tokens to be read, by batch size and n.
     """
 
-    step: Mapping[int, float]
-    draft: Mapping[int, float]
+    step: Mapping[int, float]  # of a round without a draft, by batch size
+    draft: Mapping[int, float]  # of the forward that drafts one more token of every text
+    # of the round's rest where every text has n tokens to be read, by batch size and n
     verify: Mapping[int, Mapping[int, float]]
 
     @classmethod

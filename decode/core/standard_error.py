@@ -1,7 +1,5 @@
 """Means over positions with their standard errors, texts being the unit of sampling."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -21,21 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """One drafted token as a stop rule sees it.
+    """One drafted token as a stop rule sees it."""
 
-    Attributes:
-        probs: the warped probabilities ``[vocab]`` that the token is drawn from.
-        token: the token (0-d long), or None before it is drawn.
-        logits: the unwarped logits ``[vocab]``.
-        hidden: the hidden state ``[width]`` that produced them.
-        greedy: decoding is greedy, so that `probs` is one-hot and says nothing of confidence.
-    """
-
-    probs: Tensor
-    token: Tensor | None
-    logits: Tensor
-    hidden: Tensor
-    greedy: bool = False
+    probs: Tensor  # the warped probabilities ``[vocab]`` that the token is drawn from
+    token: Tensor | None  # the token (0-d long), or None before it is drawn
+    logits: Tensor  # the unwarped logits ``[vocab]``
+    hidden: Tensor  # the hidden state ``[width]`` that produced them
+    greedy: bool = False  # decoding is greedy, so that `probs` is one-hot and says nothing of confidence
 
 
 Confidence = Callable[[Step], float]
@@ -68,23 +60,15 @@ def negative_entropy(step: Step) -> float:
 
 @dataclass
 class StopRule:
-    """Stop once the aggregate of the confidences falls below the threshold, or the window is full.
+    """Stop once the aggregate of the confidences falls below the threshold, or the window is full."""
 
-    Attributes:
-        window: the most tokens drafted in a round.
-        confidence: what is read at each token; None stops at the window only and costs nothing.
-        product: aggregate by the product over the draft (AdaSPEED) instead of the last value.
-        threshold: constant or adaptive.
-        refuse: ask before drawing; only for confidences that read the distribution alone.
-        schedule: ``constant``, or Hugging Face's ``heuristic`` (window + 2 after a full acceptance, else − 1) and
-            ``heuristic_transient`` (the same, reset for every text).
-    """
-
-    window: int = 5
-    confidence: Confidence | None = None
-    product: bool = False
-    threshold: Threshold = field(default_factory=Fixed)
-    refuse: bool = False
+    window: int = 5  # the most tokens drafted in a round
+    confidence: Confidence | None = None  # what is read at each token; None stops at the window only and costs nothing
+    product: bool = False  # aggregate by the product over the draft (AdaSPEED) instead of the last value
+    threshold: Threshold = field(default_factory=Fixed)  # constant or adaptive
+    refuse: bool = False  # ask before drawing; only for confidences that read the distribution alone
+    # ``constant``, or Hugging Face's ``heuristic`` (window + 2 after a full acceptance, else − 1) and
+    # ``heuristic_transient`` (the same, reset for every text)
     schedule: str = "constant"
 
     def __post_init__(self) -> None:

@@ -1,7 +1,5 @@
 """Waiting for an accelerator, so that clocks mean something."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """The target in the loop: prefill, score a draft, commit the accepted path."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -42,9 +42,6 @@ class TargetAcceptance(Threshold):
 
     AR ← β₁·AR + (1 − β₁)·m/k; g = value ± ε; value ← β₂·value + (1 − β₂)·g. One round moves the threshold by at
     most (1 − β₂)·ε, 0.001 with the paper's constants.
-
-    Attributes:
-        keep_at_cap: do not lower after a draft that filled the window (Draft & Verify's code; not in AdaSPEED).
     """
 
     start: float = 0.6
@@ -52,6 +49,7 @@ class TargetAcceptance(Threshold):
     step: float = 0.01
     beta1: float = 0.5
     beta2: float = 0.9
+    # do not lower after a draft that filled the window (Draft & Verify's code; not in AdaSPEED)
     keep_at_cap: bool = True
     window: int = 12
     value: float = field(init=False)
@@ -138,22 +136,14 @@ class CostOptimal(Threshold):
     forwards; R = Σ(m + 1) / Σ(1 + k·(c + Δv)) is the running rate of tokens, so that the threshold is the one of
     renewal-reward optimality. The costs are given, for each batch size (`price`): a text does not depend on the load of
     the machine. Confidence is first calibrated to acceptance by counting in bins.
-
-    Attributes:
-        cost_ratio: c.
-        verify_growth: Δv.
-        decay: weight of the past in the running rate.
-        prior: pseudo-counts that a bin starts with at its own confidence.
-        bins: of confidences, equally wide.
-        memory: tokens that a bin counts before all its counts are halved, so that it follows a long session.
     """
 
-    cost_ratio: float = 0.1
-    verify_growth: float = 0.0
-    decay: float = 0.9
-    prior: float = 8.0
-    bins: int = 20
-    memory: int = 1024
+    cost_ratio: float = 0.1  # c
+    verify_growth: float = 0.0  # Δv
+    decay: float = 0.9  # weight of the past in the running rate
+    prior: float = 8.0  # pseudo-counts that a bin starts with at its own confidence
+    bins: int = 20  # of confidences, equally wide
+    memory: int = 1024  # tokens that a bin counts before all its counts are halved, so that it follows a long session
     value: float = field(init=False)
     token: float = field(init=False, repr=False)
     table: list[list[float]] = field(init=False, repr=False)

@@ -20,25 +20,15 @@ Values = Tensor | list[float]
 
 @dataclass
 class Round:
-    """One round, as handed to every adaptive part.
+    """One round, as handed to every adaptive part."""
 
-    Attributes:
-        draft: what was proposed.
-        path: accepted node indices, root to leaf.
-        token: the token after the path: a correction, or the bonus token.
-        given_probs: gives `probs`; a function where they are rarely asked for.
-        logits: the same rows as `probs`, unwarped.
-        hidden: the target's last hidden states of those rows ``[n + 1, width]``.
-        seconds: time spent drafting and verifying.
-    """
-
-    draft: Draft
-    path: list[int]
-    token: int
-    given_probs: Tensor | Callable[[], Tensor]
-    logits: Tensor
-    hidden: Tensor | None = None
-    seconds: tuple[float, float] = (0.0, 0.0)
+    draft: Draft  # what was proposed
+    path: list[int]  # accepted node indices, root to leaf
+    token: int  # the token after the path: a correction, or the bonus token
+    given_probs: Tensor | Callable[[], Tensor]  # gives `probs`; a function where they are rarely asked for
+    logits: Tensor  # the same rows as `probs`, unwarped
+    hidden: Tensor | None = None  # the target's last hidden states of those rows ``[n + 1, width]``
+    seconds: tuple[float, float] = (0.0, 0.0)  # time spent drafting and verifying
 
     @cached_property
     def probs(self) -> Tensor:

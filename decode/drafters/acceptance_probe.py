@@ -5,8 +5,6 @@ the weights of the model they are for, for each probe its kind, label, layer, ca
 that were fastest.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -53,27 +51,16 @@ def confidence_features(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass
 class AcceptanceProbe:
-    """sigmoid((w·h + u·features + b) / T): the probability that the token drafted from this state is accepted.
+    """sigmoid((w·h + u·features + b) / T): the probability that the token drafted from this state is accepted."""
 
-    Attributes:
-        layer: layers that ran before the state.
-        kind: one of `KINDS`.
-        label: what it was trained to predict.
-        weight: w ``[width]``.
-        extra: u ``[3]`` of a confidence probe, else empty.
-        bias: b.
-        temperature: T, from calibration on held-out prompts.
-        metrics: its judgement on test prompts.
-    """
-
-    layer: int
-    kind: str
-    label: str
-    weight: Tensor
-    extra: Tensor
-    bias: float
-    temperature: float = 1.0
-    metrics: dict[str, Any] = field(default_factory=dict)
+    layer: int  # layers that ran before the state
+    kind: str  # one of `KINDS`
+    label: str  # what it was trained to predict
+    weight: Tensor  # w ``[width]``
+    extra: Tensor  # u ``[3]`` of a confidence probe, else empty
+    bias: float  # b
+    temperature: float = 1.0  # T, from calibration on held-out prompts
+    metrics: dict[str, Any] = field(default_factory=dict)  # its judgement on test prompts
 
     @property
     def name(self) -> str:

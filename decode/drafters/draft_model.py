@@ -1,7 +1,5 @@
 """A smaller language model of the same vocabulary drafts, token by token."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Generator, Sequence
 from typing import Any, cast

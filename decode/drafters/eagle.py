@@ -1,7 +1,5 @@
 """A feature head drafts (EAGLE): a chain, or EAGLE-2's dynamic tree (arXiv 2406.16858)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

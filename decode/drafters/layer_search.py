@@ -5,8 +5,6 @@ function of the sub-layers that run, and the predicted speedup over both is maxi
 measured tokens/s by Bayesian search, arXiv 2309.08168, section 4.2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,19 +26,12 @@ Speedup = Callable[[Sequence[Sequence[float]], int, float, Callable[[int], float
 
 @dataclass
 class Subset:
-    """A skip set with what is expected of it.
+    """A skip set with what is expected of it."""
 
-    Attributes:
-        skip: skipped sub-layers.
-        alpha: mean acceptance by teacher forcing.
-        draft_length: the best one.
-        speedup: predicted at that length.
-    """
-
-    skip: frozenset[Sublayer]
-    alpha: float
-    draft_length: int
-    speedup: float
+    skip: frozenset[Sublayer]  # skipped sub-layers
+    alpha: float  # mean acceptance by teacher forcing
+    draft_length: int  # the best one
+    speedup: float  # predicted at that length
 
     def layers(self, kind: str) -> list[int]:
         """Layers whose attention (or mlp) is skipped."""

@@ -26,22 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class LookaheadDrafter(Drafter):
-    """Drafts the window and up to ``guesses`` n-grams of the pool that start with the pending token.
+    """Drafts the window and up to ``guesses`` n-grams of the pool that start with the pending token."""
 
-    Attributes:
-        level: n-gram size N; the window has N − 1 levels.
-        window: columns W.
-        guesses: most n-grams G that the pool keeps for a token (least recently found out first) and that are
-            tried.
-        seed: of the generator that fills the first window with tokens of the prompt; never the decoder's.
-        pool_from_prompt: feed the pool with the text's own n-grams as well.
-    """
-
-    level: int = 5
-    window: int = 7
+    level: int = 5  # n-gram size N; the window has N − 1 levels
+    window: int = 7  # columns W
+    # most n-grams G that the pool keeps for a token (least recently found out first) and that are tried
     guesses: int = 7
-    seed: int = 0
-    pool_from_prompt: bool = False
+    seed: int = 0  # of the generator that fills the first window with tokens of the prompt; never the decoder's
+    pool_from_prompt: bool = False  # feed the pool with the text's own n-grams as well
     _pool: dict[int, list[tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False)
     _levels: list[list[int]] = field(default_factory=list, init=False, repr=False)
     _bottom: list[int | None] = field(default_factory=list, init=False, repr=False)

@@ -18,17 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class LookupDrafter(Drafter):
-    """Copies what followed the most recent earlier occurrence of the text's last n-gram, longest n first.
+    """Copies what followed the most recent earlier occurrence of the text's last n-gram, longest n first."""
 
-    Attributes:
-        length: most tokens copied.
-        max_ngram: longest n-gram looked up.
-        min_ngram: shortest n-gram looked up.
-    """
-
-    length: int = 10
-    max_ngram: int = 3
-    min_ngram: int = 1
+    length: int = 10  # most tokens copied
+    max_ngram: int = 3  # longest n-gram looked up
+    min_ngram: int = 1  # shortest n-gram looked up
     _after: dict[tuple[int, ...], int] = field(default_factory=dict, init=False, repr=False)
     _indexed: int = field(default=0, init=False, repr=False)
 

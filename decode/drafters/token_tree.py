@@ -1,7 +1,5 @@
 """Token trees: sequences merged by their common prefixes."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from decode.core.proposal import Draft

@@ -1,7 +1,5 @@
 """offline_alpha: acceptance at every response position of texts that the target generated, by teacher forcing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,14 +15,10 @@ from decode.models.teacher_forcing import Forced, Text, teacher_forced
 
 @dataclass
 class OfflineAlpha:
-    """Acceptance at every response position.
+    """Acceptance at every response position."""
 
-    Attributes:
-        texts: Σₓ min(p(x), q(x)) at each response position, one list a text.
-        prompts: the number of each text's prompt: texts of one prompt are one observation; each has its own if empty.
-    """
-
-    texts: list[list[float]]
+    texts: list[list[float]]  # Σₓ min(p(x), q(x)) at each response position, one list a text
+    # the number of each text's prompt: texts of one prompt are one observation; each has its own if empty
     prompts: list[int] = field(default_factory=list)
 
     @property

@@ -10,8 +10,6 @@ o is the bookkeeping of a speculative round beyond that of a plain one, b. Token
 acceptances, position by position; a text's rounds do not depend on its neighbours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,17 +29,12 @@ begin at 1, are sorted and do not overlap. Beyond the last entry vLLM drafts as 
 
 @dataclass
 class BatchForecast:
-    """Predictions of one pair by batch size.
+    """Predictions of one pair by batch size."""
 
-    Attributes:
-        costs: measured, one a batch size.
-        rounds: for each draft length the tokens of the texts, and how many rounds draft so many tokens.
-        longest: longest draft that is predicted.
-    """
-
-    costs: Sequence[CostModel]
+    costs: Sequence[CostModel]  # measured, one a batch size
+    # for each draft length the tokens of the texts, and how many rounds draft so many tokens
     rounds: Mapping[int, tuple[int, Mapping[int, float]]]
-    longest: int
+    longest: int  # longest draft that is predicted
 
     @cached_property
     def seconds(self) -> RoundCosts:

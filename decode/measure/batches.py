@@ -5,8 +5,6 @@ many prompts are given as keep the batch filled for most of the time, at least t
 same batch without a draft; transformers' ``generate`` gets the same prompts in batches of B, sorted by length.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import Counter
@@ -50,21 +48,14 @@ were; `identical_share` is over greedy texts, against those without a draft at t
 
 @dataclass
 class Written:
-    """What a method wrote in one repeat at one batch size.
+    """What a method wrote in one repeat at one batch size."""
 
-    Attributes:
-        texts: new tokens of each prompt.
-        share: seconds of each, which add up to the wall time.
-        wall: seconds from the first prompt to the last text.
-        latency: seconds of each text from its prompt to its end; empty where it is not known.
-        trace: all rounds; None for transformers' own.
-    """
-
-    texts: list[list[int]]
-    share: list[float]
-    wall: float
+    texts: list[list[int]]  # new tokens of each prompt
+    share: list[float]  # seconds of each, which add up to the wall time
+    wall: float  # seconds from the first prompt to the last text
+    # seconds of each text from its prompt to its end; empty where it is not known
     latency: list[float] = field(default_factory=list)
-    trace: Trace | None = None
+    trace: Trace | None = None  # all rounds; None for transformers' own
 
 
 class BatchBenchmark:

@@ -1,7 +1,5 @@
 """What a benchmark compares: entries, the baselines that every comparison needs, and how an entry runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -30,25 +28,16 @@ REFERENCE = "generate"
 
 @dataclass(frozen=True)
 class BenchEntry:
-    """One line of the table: a method with its draft, options and temperature.
+    """One line of the table: a method with its draft, options and temperature."""
 
-    Attributes:
-        method: a name of `decode.methods.METHODS` or of `decode.measure.transformers_baselines.TRANSFORMERS_BASELINES`.
-        draft: which of the session's drafts it uses.
-        options: what the method leaves open.
-        stop: another stop rule than the method's own.
-        rule: another acceptance rule than the method's own.
-        temperature: 0 is greedy.
-        name: how rows call it; the method's name if left empty.
-    """
-
+    # a name of `decode.methods.METHODS` or of `decode.measure.transformers_baselines.TRANSFORMERS_BASELINES`
     method: str
-    draft: str | None = None
-    options: MethodOptions = field(default_factory=MethodOptions)
-    stop: str | None = None
-    rule: str | None = None
-    temperature: float = 0.0
-    name: str = ""
+    draft: str | None = None  # which of the session's drafts it uses
+    options: MethodOptions = field(default_factory=MethodOptions)  # what the method leaves open
+    stop: str | None = None  # another stop rule than the method's own
+    rule: str | None = None  # another acceptance rule than the method's own
+    temperature: float = 0.0  # 0 is greedy
+    name: str = ""  # how rows call it; the method's name if left empty
 
     @property
     def label(self) -> str:

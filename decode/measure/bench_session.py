@@ -1,7 +1,5 @@
 """The models, prompts and costs that a benchmark works with."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,41 +36,24 @@ WIDE = (24, 32, 48, 64, 96)
 
 @dataclass
 class BenchOptions:
-    """How a benchmark is run.
+    """How a benchmark is run."""
 
-    Attributes:
-        max_new_tokens: budget of each text.
-        repeats: times each prompt is given to each method.
-        seed: of sampling and of the bootstrap.
-        ignore_eos: generate the full budget, so that all texts have one length.
-        chat: put prompts into the chat template; later turns of a prompt follow the target's own greedy answers.
-        system: system message of the chats.
-        warp: sampling settings but for the temperature.
-        threads: of torch; None measures one against all.
-        datastore: folder of a REST datastore.
-        trigrams: folder of an Adaptix table.
-        samples: prompts of each suite whose texts are kept with their marks.
-        costs: measure c and v(n), which `predicted_speedup` needs.
-        cost_turns: measurements of the costs, spread over a block's prompts (a few of them come first).
-        compile: see `decode.models.open_runner.open_runner`.
-        pack: see `decode.models.open_runner.open_runner`.
-    """
-
-    max_new_tokens: int = 128
-    repeats: int = 3
-    seed: int = 0
-    ignore_eos: bool = False
+    max_new_tokens: int = 128  # budget of each text
+    repeats: int = 3  # times each prompt is given to each method
+    seed: int = 0  # of sampling and of the bootstrap
+    ignore_eos: bool = False  # generate the full budget, so that all texts have one length
+    # put prompts into the chat template; later turns of a prompt follow the target's own greedy answers
     chat: bool = False
-    system: str | None = None
-    warp: Warp = field(default_factory=Warp)
-    threads: int | None = None
-    datastore: Path | None = None
-    trigrams: Path | None = None
-    samples: int = 1
-    costs: bool = True
-    cost_turns: int = 24
-    compile: str = "none"
-    pack: str = "auto"
+    system: str | None = None  # system message of the chats
+    warp: Warp = field(default_factory=Warp)  # sampling settings but for the temperature
+    threads: int | None = None  # of torch; None measures one against all
+    datastore: Path | None = None  # folder of a REST datastore
+    trigrams: Path | None = None  # folder of an Adaptix table
+    samples: int = 1  # prompts of each suite whose texts are kept with their marks
+    costs: bool = True  # measure c and v(n), which `predicted_speedup` needs
+    cost_turns: int = 24  # measurements of the costs, spread over a block's prompts (a few of them come first)
+    compile: str = "none"  # see `decode.models.open_runner.open_runner`
+    pack: str = "auto"  # see `decode.models.open_runner.open_runner`
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "repeats"):

@@ -13,8 +13,6 @@ What is compared with what, and why it is fair:
   the same tokens. Where lengths may differ (sampling, relaxed rules), `ignore_eos` gives all texts the full length.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,21 +62,16 @@ def by_prompt_of(items: Iterable[Item]) -> list[Chat]:
 
 @dataclass
 class ResultBlock:
-    """The results of one suite at one temperature.
-
-    Attributes:
-        rows: one an entry, of `COLUMNS`.
-        analysis: for every row acceptance by position, draft lengths, seconds by phase, sample texts.
-        costs: `CostModel.to_dict` by draft, which this block's `predicted_speedup` was computed from; "" is the target.
-        complete: every prompt was measured.
-    """
+    """The results of one suite at one temperature."""
 
     suite: str
     temperature: float
-    rows: list[dict[str, Any]]
+    rows: list[dict[str, Any]]  # one an entry, of `COLUMNS`
+    # for every row acceptance by position, draft lengths, seconds by phase, sample texts
     analysis: list[dict[str, Any]]
+    # `CostModel.to_dict` by draft, which this block's `predicted_speedup` was computed from; "" is the target
     costs: dict[str, dict[str, Any]]
-    complete: bool = True
+    complete: bool = True  # every prompt was measured
 
 
 class Benchmark:

@@ -1,7 +1,5 @@
 """The categories of a suite: what a benchmark measured, for each of them apart."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -26,29 +26,17 @@ SETTLE, STEADY = 0.03, 8
 
 @dataclass
 class CostModel:
-    """Costs of one pair on one machine.
+    """Costs of one pair on one machine."""
 
-    Attributes:
-        cost_ratio: c; 0 without a draft model.
-        verify_cost: v(n) at the measured n, v(1) = 1.
-        overhead: o, bookkeeping of a round beyond that of a plain step, in one-token target forwards.
-        step_overhead: bookkeeping of a plain step, in the same unit.
-        draft_overhead: bookkeeping of a drafted token, in the same unit; it adds to c.
-        target_seconds: median time of a one-token target forward.
-        draft_seconds: median time of a one-token draft forward.
-        context: tokens in the caches while measuring.
-        batch: texts in every forward, each with n tokens in the target's; a forward of this many is the unit.
-    """
-
-    cost_ratio: float
-    verify_cost: dict[int, float]
-    overhead: float = 0.0
-    draft_overhead: float = 0.0
-    target_seconds: float = 0.0
-    draft_seconds: float = 0.0
-    context: int = 0
-    batch: int = 1
-    step_overhead: float = 0.0
+    cost_ratio: float  # c; 0 without a draft model
+    verify_cost: dict[int, float]  # v(n) at the measured n, v(1) = 1
+    overhead: float = 0.0  # o, bookkeeping of a round beyond that of a plain step, in one-token target forwards
+    draft_overhead: float = 0.0  # bookkeeping of a drafted token, in the same unit; it adds to c
+    target_seconds: float = 0.0  # median time of a one-token target forward
+    draft_seconds: float = 0.0  # median time of a one-token draft forward
+    context: int = 0  # tokens in the caches while measuring
+    batch: int = 1  # texts in every forward, each with n tokens in the target's; a forward of this many is the unit
+    step_overhead: float = 0.0  # bookkeeping of a plain step, in the same unit
 
     def v(self, n: float) -> float:
         """The cost of an n-token target forward; linear between measured points, and beyond the last one."""

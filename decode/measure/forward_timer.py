@@ -1,7 +1,5 @@
 """How much of a round is spent inside the models' forwards; the rest is bookkeeping."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The machine a measurement was made on, and the thread count that suits it."""
 
-from __future__ import annotations
-
 import os
 import platform
 import statistics

@@ -10,8 +10,6 @@ al., 2211.17192, theorem 3.8, with the cost of verification made explicit):
 Where acceptances are known position by position, `replay` goes through the texts instead of taking one α for all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Costs, acceptance and predictions of a pair: can this draft make this target faster here, and with what length?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,25 +31,15 @@ BATCH_WIDTHS = (2, 3, 4, 5, 6, 8, 11, 16, 24)
 
 @dataclass
 class PairProfile:
-    """Costs, acceptance and predictions of one target and draft.
+    """Costs, acceptance and predictions of one target and draft."""
 
-    Attributes:
-        cost: c, v(n) and o.
-        alpha: offline, over all positions of all texts.
-        lengths: draft lengths with their predictions.
-        best: the length with the largest predicted speedup; 0 if none gains.
-        verdict: in a sentence.
-        machine: where it was measured.
-        batches: predictions by batch size, where they were asked for.
-    """
-
-    cost: CostModel
-    alpha: OfflineAlpha
-    lengths: list[dict[str, Any]]
-    best: int
-    verdict: str
-    machine: dict[str, Any]
-    batches: BatchForecast | None = None
+    cost: CostModel  # c, v(n) and o
+    alpha: OfflineAlpha  # offline, over all positions of all texts
+    lengths: list[dict[str, Any]]  # draft lengths with their predictions
+    best: int  # the length with the largest predicted speedup; 0 if none gains
+    verdict: str  # in a sentence
+    machine: dict[str, Any]  # where it was measured
+    batches: BatchForecast | None = None  # predictions by batch size, where they were asked for
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""

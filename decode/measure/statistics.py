@@ -32,23 +32,14 @@ COLUMNS = (
 
 @dataclass
 class TimedText:
-    """One text as one method wrote it once.
+    """One text as one method wrote it once."""
 
-    Attributes:
-        new_ids: the generated tokens.
-        seconds: wall time, prompt included.
-        prefill: seconds of it until the first round; None where it is not known.
-        forwards: target forwards that gave the tokens.
-        forward_seconds: time inside the forwards of target and draft; None where it was not taken.
-        trace: the rounds; None for transformers' own.
-    """
-
-    new_ids: list[int]
-    seconds: float
-    prefill: float | None = None
-    forwards: int = 0
-    forward_seconds: float | None = None
-    trace: Trace | None = None
+    new_ids: list[int]  # the generated tokens
+    seconds: float  # wall time, prompt included
+    prefill: float | None = None  # seconds of it until the first round; None where it is not known
+    forwards: int = 0  # target forwards that gave the tokens
+    forward_seconds: float | None = None  # time inside the forwards of target and draft; None where it was not taken
+    trace: Trace | None = None  # the rounds; None for transformers' own
 
     @property
     def speed(self) -> float:
@@ -84,15 +75,10 @@ class TimedText:
 
 @dataclass
 class Record:
-    """Everything one method did in one suite at one temperature.
+    """Everything one method did in one suite at one temperature."""
 
-    Attributes:
-        texts: by prompt and repeat.
-        greedy: repeats of a prompt draw nothing, so that equal ones are one observation.
-    """
-
-    texts: list[list[TimedText]] = field(default_factory=list)
-    greedy: bool = False
+    texts: list[list[TimedText]] = field(default_factory=list)  # by prompt and repeat
+    greedy: bool = False  # repeats of a prompt draw nothing, so that equal ones are one observation
 
     def trace(self, *, distinct: bool = False) -> Trace:
         """All rounds, over prompts and repeats; a prompt is one text of its standard errors.

@@ -1,7 +1,5 @@
 """Offline acceptance of drafts on a suite's prompts: the number that compares drafts, at any temperature."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Transformers' own generation, run and timed beside ours."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -29,23 +27,14 @@ NEEDS_DRAFT = {"generate-assistant", "generate-assistant-dynamic"}
 
 @dataclass
 class TransformersBaseline:
-    """One way of calling ``generate``.
+    """One way of calling ``generate``."""
 
-    Attributes:
-        name: a key of `TRANSFORMERS_BASELINES`.
-        target: the model.
-        draft: the assistant, for the methods that take one.
-        warp: sampling settings; further processors are those of the model's own generation_config.
-        stop_ids: tokens that end a text; none generates to the full length.
-        draft_length: tokens drafted a round (assistant at a fixed length) or looked up.
-    """
-
-    name: str
-    target: PreTrainedModel
-    draft: PreTrainedModel | None
-    warp: Warp
-    stop_ids: Collection[int] = ()
-    draft_length: int | None = None
+    name: str  # a key of `TRANSFORMERS_BASELINES`
+    target: PreTrainedModel  # the model
+    draft: PreTrainedModel | None  # the assistant, for the methods that take one
+    warp: Warp  # sampling settings; further processors are those of the model's own generation_config
+    stop_ids: Collection[int] = ()  # tokens that end a text; none generates to the full length
+    draft_length: int | None = None  # tokens drafted a round (assistant at a fixed length) or looked up
 
     def run(self, prompt: list[int], max_new_tokens: int, seed: int) -> tuple[list[int], float, int]:
         """Generate once.

@@ -4,8 +4,6 @@ Every text has uniform draws of its own, named by numbers such as (seed, example
 depends neither on its neighbours nor on when it is written, and a run that was killed writes the same again.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager

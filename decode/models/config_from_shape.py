@@ -1,7 +1,5 @@
 """Configurations of models by their shape, in terms that hold for every model family."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How much memory a device has left, and how many texts it holds."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence

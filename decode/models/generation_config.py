@@ -4,8 +4,6 @@
 read it too. What a user gives goes before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

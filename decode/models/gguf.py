@@ -4,8 +4,6 @@ transformers unpacks the weights while loading. What it leaves on the model to m
 the model can be trained and saved like any other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

@@ -4,8 +4,6 @@ Everything that can be said about a folder, a Hub name or a device before a forw
 the next step. What a model's own ``generation_config`` asks of decoding is read here too.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From a model to its runner: which forward serves it, checked once against the model's own before it is trusted."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -169,18 +167,13 @@ class RunnerCheck:
     """How far a runner's logits are from those of fresh forwards.
 
     Differences are root mean squares over the vocabulary, of the worst row, in standard deviations of the logits.
-
-    Attributes:
-        tolerance: differences that rounding explains.
-        chain: of texts read in pieces, before and after a rollback.
-        tree: of a tree's longest branch and of the token behind it once the branch is kept; 0 where none was read.
-        tree_error: what reading the tree raised, if it did.
     """
 
-    tolerance: float
-    chain: float
+    tolerance: float  # differences that rounding explains
+    chain: float  # of texts read in pieces, before and after a rollback
+    # of a tree's longest branch and of the token behind it once the branch is kept; 0 where none was read
     tree: float = 0.0
-    tree_error: str = ""
+    tree_error: str = ""  # what reading the tree raised, if it did
 
 
 @torch.inference_mode()

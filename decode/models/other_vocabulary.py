@@ -1,7 +1,5 @@
 """A draft model of another vocabulary, in the role of one of the target's own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """A target with its tokenizer and its draft, opened once and used for any number of texts and measurements."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,25 +14,15 @@ from decode.models.other_vocabulary import DraftModel
 
 @dataclass
 class Pair:
-    """A target and, where there is one, the draft model or feature head that drafts for it.
+    """A target and, where there is one, the draft model or feature head that drafts for it."""
 
-    Attributes:
-        target: the target.
-        tokenizer: the target's.
-        draft: the draft.
-        target_name: the folder or Hub name that the target was loaded from.
-        draft_name: the draft's.
-        compile: see `decode.models.open_runner.open_runner`.
-        pack: see `decode.models.open_runner.open_runner`.
-    """
-
-    target: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    draft: DraftModel | None = None
-    target_name: str = ""
-    draft_name: str | None = None
-    compile: str = "none"
-    pack: str = "auto"
+    target: PreTrainedModel  # the target
+    tokenizer: PreTrainedTokenizerBase  # the target's
+    draft: DraftModel | None = None  # the draft
+    target_name: str = ""  # the folder or Hub name that the target was loaded from
+    draft_name: str | None = None  # the draft's
+    compile: str = "none"  # see `decode.models.open_runner.open_runner`
+    pack: str = "auto"  # see `decode.models.open_runner.open_runner`
 
     @cached_property
     def runner(self) -> Runner:

@@ -1,7 +1,5 @@
 """Where the layers and the final norm of a Hugging Face causal LM are, whatever its family calls them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

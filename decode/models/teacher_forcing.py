@@ -3,8 +3,6 @@
 Texts of similar length stand side by side, filled up on the right: attention looks to the left and never sees that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,17 +21,12 @@ TOKENS, LOGITS = 4096, 1 << 25
 
 @dataclass
 class Forced:
-    """What is predicted at the response tokens of a text.
+    """What is predicted at the response tokens of a text."""
 
-    Attributes:
-        number: of the text.
-        p: the target's logits ``[response, vocab]``.
-        q: of each draft its logits ``[response, vocab]`` as first drafted token; of a feature head then those as
-            second, third, … drafted token, from its own states before it and the text's true tokens.
-    """
-
-    number: int
-    p: Tensor
+    number: int  # of the text
+    p: Tensor  # the target's logits ``[response, vocab]``
+    # of each draft its logits ``[response, vocab]`` as first drafted token; of a feature head then those as second,
+    # third, … drafted token, from its own states before it and the text's true tokens
     q: dict[str, list[Tensor]]
 
 

@@ -5,8 +5,6 @@ a tokenizer puts a start token before texts (Llama, Mistral, Gemma), prompts beg
 template writes and nothing more, as transformers and the engines read it: a start token only where the template has it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Why a model or tokenizer could not be opened: the likeliest reason first, with the next step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

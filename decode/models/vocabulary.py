@@ -6,8 +6,6 @@ residual covers all other tokens. What tokens have in common is the bytes of the
 writes them with (``Ġthe`` and ``▁the``), and for special tokens their role.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 

@@ -1,7 +1,5 @@
 """The papers' published numbers (CSV files), ours laid out beside them, and their claims judged; nothing imports it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -11,21 +9,14 @@ from decode.papers.results import PaperTable, Results
 
 @dataclass(frozen=True)
 class Paper:
-    """One paper.
+    """One paper."""
 
-    Attributes:
-        title: as printed.
-        tables: from the results of its configurations, by name of the file.
-        orderings: what it claims, judged on them.
-        trains: the results are reports of a training, not of ``bench``.
-        draft_alone: the table has a row for the draft without the target.
-    """
-
-    title: str
+    title: str  # as printed
+    # from the results of its configurations, by name of the file
     tables: Callable[[Mapping[str, Results]], list[PaperTable]]
-    orderings: Callable[[Mapping[str, Results]], list[Ordering]]
-    trains: bool = False
-    draft_alone: bool = False
+    orderings: Callable[[Mapping[str, Results]], list[Ordering]]  # what it claims, judged on them
+    trains: bool = False  # the results are reports of a training, not of ``bench``
+    draft_alone: bool = False  # the table has a row for the draft without the target
 
 
 def papers() -> dict[str, Paper]:

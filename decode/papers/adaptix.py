@@ -1,7 +1,5 @@
 """Adaptix (Liu, Lei, Zhang & Xu, AAAI 2025): tables 1 and 2, the ablations, and the orderings of its main results."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from decode.papers import Paper

@@ -1,7 +1,5 @@
 """AdaSD (Lu, Hong & Liu, arXiv 2512.11280): tables 3 to 5, and the orderings of sections 5.2 and 5.3."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """AdaSPEC (Hu, Guo, Feng & Zhao, NeurIPS 2025): main results and speeds, from report.json of trainings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from decode.papers import Paper

@@ -1,7 +1,5 @@
 """AdaSPEED (Liu, Pepe, Shephard & Wu): table I, and the orderings of section III."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 

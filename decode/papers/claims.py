@@ -1,7 +1,5 @@
 """What a paper claims, judged on our results: estimates paired by prompt with their intervals, and the reasons."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,23 +26,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Ordering:
-    """A claim ``value > bound``, and what was measured.
+    """A claim ``value > bound``, and what was measured."""
 
-    Attributes:
-        claim: in words.
-        estimate: what was measured; None where a row is missing.
-        bound: what the value has to exceed (or reach, if not strict).
-        unit: how the value is printed: ratio, difference or points (a share, in points of 100).
-        reason: costs that explain a claim that does not hold.
-        where: suite, temperature and configuration.
-    """
-
-    claim: str
-    estimate: Estimate
-    bound: float = 0.0
+    claim: str  # in words
+    estimate: Estimate  # what was measured; None where a row is missing
+    bound: float = 0.0  # what the value has to exceed (or reach, if not strict)
+    # how the value is printed: ratio, difference or points (a share, in points of 100)
     unit: Literal["ratio", "difference", "points"] = "difference"
-    reason: str = ""
-    where: str = ""
+    reason: str = ""  # costs that explain a claim that does not hold
+    where: str = ""  # suite, temperature and configuration
 
     @property
     def verdict(self) -> Verdict:

@@ -1,7 +1,5 @@
 """``python -m decode paper``: a paper's experiments at a scale, its table with ours beside it, its orderings judged."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """EARS (Sun, Mao, Xu & Chen): the tables of section 4.2, and β's trade-off of section 4.3."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 

@@ -7,8 +7,6 @@ finds easy words and hard digits in the same text. The wordings are in ``arithme
 The split of a problem is a hash of its question's text, so no question is in two splits, whatever the seed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import re

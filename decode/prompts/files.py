@@ -1,7 +1,5 @@
 """Rows from local files and from the Hugging Face Hub, with errors that say what to do next."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json

@@ -1,7 +1,5 @@
 """How a row of each known data set becomes a prompt and a response: the entries of ``presets.yaml``."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

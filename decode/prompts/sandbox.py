@@ -4,8 +4,6 @@ It guards against accidents (endless loops, memory, stray files), not against at
 files and reach the network. Run untrusted models' code inside a container or virtual machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

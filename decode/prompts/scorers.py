@@ -1,7 +1,5 @@
 """How good an answer is: final number, letter, ROUGE, and whether generated code passes its tests (pass@1)."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

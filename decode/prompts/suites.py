@@ -7,8 +7,6 @@ just ``PATH``, whose columns say what it is (``LABEL=PATH`` gives it a name); ``
 prompt, turns, text or question).
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Callable, Iterable
@@ -41,22 +39,14 @@ Score = Callable[["Prompt", str], float]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt.
+    """One prompt."""
 
-    Attributes:
-        id: of the prompt in its suite.
-        text: for a model that continues text.
-        reference: the expected answer.
-        category: what the results are grouped by.
-        turns: what a user says to a chat model, turn by turn; empty: the text.
-        ids: the prompt as token ids, where they are known; text and turns are then only for the reader.
-    """
-
-    id: str
-    text: str
-    reference: str | None
-    category: str = ""
-    turns: tuple[str, ...] = ()
+    id: str  # of the prompt in its suite
+    text: str  # for a model that continues text
+    reference: str | None  # the expected answer
+    category: str = ""  # what the results are grouped by
+    turns: tuple[str, ...] = ()  # what a user says to a chat model, turn by turn; empty: the text
+    # the prompt as token ids, where they are known; text and turns are then only for the reader
     ids: tuple[int, ...] = ()
 
 

@@ -1,7 +1,5 @@
 """``python -m decode report runs/*``: one page for all runs, to choose a method by."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

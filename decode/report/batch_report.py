@@ -1,7 +1,5 @@
 """The report of ``bench --batch-sizes``: ``batches`` in report.json, and a page with speedup over batch size."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """The report of ``bench``: report.json, and its page, which begins with the fastest lossless method."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime

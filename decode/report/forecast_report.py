@@ -1,7 +1,5 @@
 """The forecast by batch size: tables for a terminal, and what speculation_profile.json and the model card say of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

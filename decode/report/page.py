@@ -4,8 +4,6 @@ The page loads nothing from elsewhere, follows the reader's light or dark scheme
 template escapes all text (pairs of backticks become code); only `Figures` hold markup, the SVG of `plots`.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import re

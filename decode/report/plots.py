@@ -4,8 +4,6 @@ Text and axes are drawn in `currentColor` on no background, so a plot follows it
 middle lightness, readable on both, and told apart by colour-blind readers.
 """
 
-from __future__ import annotations
-
 import html
 import io
 import math

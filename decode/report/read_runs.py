@@ -1,7 +1,5 @@
 """Reports of runs, read back: the comparisons of methods that any report.json holds."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,31 +22,19 @@ DEFAULTS: Row = {"method": "", "peer": False, "lossless": False}
 
 @dataclass
 class Comparison:
-    """Methods that were measured side by side: one run, one suite, one temperature, one machine.
+    """Methods that were measured side by side: one run, one suite, one temperature, one machine."""
 
-    Attributes:
-        run: the run's name: its folder, seen from where all runs lie.
-        part: the list of report.json that holds the rows.
-        suite: of the prompts.
-        temperature: 0 is greedy.
-        rows: one a method, in the columns of `decode.measure.benchmark.COLUMNS`; keys may be absent.
-        details: what a row has no room for, samples among it, by the row's ``name``.
-        machine: in one line.
-        date: when the report was written, ``YYYY-MM-DD HH:MM`` UTC.
-        pages: the run's own pages.
-        note: what was left out, if anything.
-    """
-
-    run: str
-    part: str
-    suite: str
-    temperature: float
-    rows: list[Row]
+    run: str  # the run's name: its folder, seen from where all runs lie
+    part: str  # the list of report.json that holds the rows
+    suite: str  # of the prompts
+    temperature: float  # 0 is greedy
+    rows: list[Row]  # one a method, in the columns of `decode.measure.benchmark.COLUMNS`; keys may be absent
+    # what a row has no room for, samples among it, by the row's ``name``
     details: list[Row] = field(default_factory=list)
-    machine: str = ""
-    date: str = ""
-    pages: list[Path] = field(default_factory=list)
-    note: str = ""
+    machine: str = ""  # in one line
+    date: str = ""  # when the report was written, ``YYYY-MM-DD HH:MM`` UTC
+    pages: list[Path] = field(default_factory=list)  # the run's own pages
+    note: str = ""  # what was left out, if anything
 
     @property
     def title(self) -> str:

@@ -1,7 +1,5 @@
 """The page of checks in real engines: ``served.html`` beside a run's report."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

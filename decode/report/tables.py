@@ -1,7 +1,5 @@
 """The columns of a benchmark with their formulas, its table for a terminal, and its answer in sentences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

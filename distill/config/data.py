@@ -1,7 +1,5 @@
 """What the corpus is made of: one dataclass, one key a line in the YAML's ``data`` section."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from pathlib import Path

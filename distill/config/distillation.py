@@ -1,7 +1,5 @@
 """Settings of DistillSpec, which makes the reference."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Settings of a draft that is distilled after the reference: AdaSPEC, its variations, and drafts for comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Settings of the exported draft."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

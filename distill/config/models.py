@@ -1,7 +1,5 @@
 """Settings of language models: where they come from, their shape, how they are trained on next tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

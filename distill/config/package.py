@@ -1,7 +1,5 @@
 """Settings of a model that comes inside a Python package."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath

@@ -1,7 +1,5 @@
 """Prompts that the target writes for itself (``data.source: target``), and prompts from a file beside them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Who writes the responses that a draft is distilled on: people, the target, or the draft itself."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 

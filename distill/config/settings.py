@@ -1,7 +1,5 @@
 """Every setting of ``python -m distill``: typed, with the trade-off beside each key (``--help`` prints them)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

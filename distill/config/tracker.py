@@ -1,7 +1,5 @@
 """Settings of experiment tracking."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

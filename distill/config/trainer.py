@@ -1,7 +1,5 @@
 """Settings of training: Lightning's trainer, and the length, batches and optimiser of each stage."""
 
-from __future__ import annotations
-
 import copy
 import difflib
 from dataclasses import dataclass, field

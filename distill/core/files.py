@@ -1,7 +1,5 @@
 """Files that are either complete or not there, and fingerprints of what they were made from."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

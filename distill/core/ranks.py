@@ -4,8 +4,6 @@ The first process writes files, the others wait until they are there. They watch
 barrier: what takes the first one hours (computing a cache, say) would run into the time limit of a collective.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

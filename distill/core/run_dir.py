@@ -4,8 +4,6 @@
 description that is there always speaks of the folder beside it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -27,21 +25,13 @@ HEAD_NAMES = {"initial": "untrained", "reference": "eagle", "draft": "eagle-adas
 
 @dataclass(frozen=True)
 class Account:
-    """What a draft's training used.
+    """What a draft's training used."""
 
-    Attributes:
-        optimiser_steps: Updates of the weights.
-        examples: Examples seen, counted every time.
-        teacher_tokens: Label tokens whose target distribution was used, counted every time.
-        selected_tokens: Label tokens that entered the loss.
-        cumulative_teacher_tokens: With those of the reference, where the training needs one.
-    """
-
-    optimiser_steps: int = 0
-    examples: int = 0
-    teacher_tokens: int = 0
-    selected_tokens: int = 0
-    cumulative_teacher_tokens: int = 0
+    optimiser_steps: int = 0  # Updates of the weights
+    examples: int = 0  # Examples seen, counted every time
+    teacher_tokens: int = 0  # Label tokens whose target distribution was used, counted every time
+    selected_tokens: int = 0  # Label tokens that entered the loss
+    cumulative_teacher_tokens: int = 0  # With those of the reference, where the training needs one
 
     def row(self) -> dict[str, int]:
         """As columns of a table."""
@@ -50,43 +40,29 @@ class Account:
 
 @dataclass
 class StageRecord:
-    """What is known of a finished stage.
+    """What is known of a finished stage."""
 
-    Attributes:
-        fingerprint: Of everything that the folder was made from.
-        made_from: That, readable.
-        parameters: Number of the model's parameters.
-        seconds: Time the stage took, without interruptions.
-        account: Steps, examples and teacher tokens of a distillation.
-        history: The learning curve, ``{"step", "loss", ...}`` for every validation.
-        selected: The tokens that AdaSPEC selected most, as (text, times).
-        files: Sizes of the folder's files in bytes, to notice a damaged one.
-        checksums: Their CRC-32; none for links, whose files belong to somebody else, and in folders made before.
-    """
-
-    fingerprint: str
-    made_from: dict[str, Any] = field(default_factory=dict)
-    parameters: int = 0
-    seconds: float = 0.0
-    account: dict[str, int] = field(default_factory=dict)
+    fingerprint: str  # Of everything that the folder was made from
+    made_from: dict[str, Any] = field(default_factory=dict)  # That, readable
+    parameters: int = 0  # Number of the model's parameters
+    seconds: float = 0.0  # Time the stage took, without interruptions
+    account: dict[str, int] = field(default_factory=dict)  # Steps, examples and teacher tokens of a distillation
+    # The learning curve, ``{"step", "loss", ...}`` for every validation
     history: list[dict[str, float]] = field(default_factory=list)
+    # The tokens that AdaSPEC selected most, as (text, times)
     selected: list[tuple[str, int]] = field(default_factory=list)
-    files: dict[str, int] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)  # Sizes of the folder's files in bytes, to notice a damaged one
+    # Their CRC-32; none for links, whose files belong to somebody else, and in folders made before
     checksums: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
 class RunDir:
-    """The folder ``<output_dir>/<name>`` of a run.
+    """The folder ``<output_dir>/<name>`` of a run."""
 
-    Attributes:
-        folder: The folder.
-        comparisons: Names of the further drafts.
-        names: How reports call the drafts of the stages initial, reference and draft.
-    """
-
-    folder: Path
-    comparisons: list[str] = field(default_factory=list)
+    folder: Path  # The folder
+    comparisons: list[str] = field(default_factory=list)  # Names of the further drafts
+    # How reports call the drafts of the stages initial, reference and draft
     names: dict[str, str] = field(default_factory=lambda: dict(NAMES))
 
     @property

@@ -1,7 +1,5 @@
 """What a feature head drafts on a batch, drafting step by drafting step, and the reference head's losses on disk."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Both come from one forward pass, whose results are kept on disk, or are computed anew for every batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

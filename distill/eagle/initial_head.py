@@ -1,7 +1,5 @@
 """The weights that a feature head starts from: random, or the target's own last layer."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

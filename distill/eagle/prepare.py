@@ -1,7 +1,5 @@
 """What a feature head is trained on: examples with the target's features and distributions, the reference's losses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from decode.core.progress import working

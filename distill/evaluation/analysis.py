@@ -1,7 +1,5 @@
 """The AdaSPEC paper's analysis of two drafts: logit margins, divergence per token, selected tokens."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

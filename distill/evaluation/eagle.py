@@ -1,7 +1,5 @@
 """The measurements of a run whose drafts are feature heads: the usual ones, trees, and acceptance by depth."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -5,8 +5,6 @@ one reference; the seed decides the order of the training examples. Acceptance i
 drafts can be compared text by text. Nothing is decoded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The ablation's numbers: mean gain over seeds with its errors, as a table on the terminal, in Markdown and in JSON."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence
@@ -35,16 +33,11 @@ FORMULAS = {
 
 @dataclass
 class Measured:
-    """What is known so far.
+    """What is known so far."""
 
-    Attributes:
-        names: Variants in order; the first is the baseline, the second the one that others would have to beat.
-        alphas: By variant, mode and seed.
-        about: By variant: its settings, and of each seed steps, teacher tokens and seconds.
-    """
-
-    names: list[str]
-    alphas: dict[str, dict[str, dict[int, OfflineAlpha]]] = field(default_factory=dict)
+    names: list[str]  # Variants in order; the first is the baseline, the second the one that others would have to beat
+    alphas: dict[str, dict[str, dict[int, OfflineAlpha]]] = field(default_factory=dict)  # By variant, mode and seed
+    # By variant: its settings, and of each seed steps, teacher tokens and seconds
     about: dict[str, Row] = field(default_factory=dict)
 
     def add(self, name: str, settings: Row, seed: int, alphas: dict[str, OfflineAlpha], used: Row) -> None:

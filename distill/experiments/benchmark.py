@@ -6,8 +6,6 @@ Two measurements, each side in a process of its own, on the same weights, batche
 - the loss alone at a large vocabulary, its peak memory with gradients.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time

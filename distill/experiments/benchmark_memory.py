@@ -1,7 +1,5 @@
 """The memory of the distillation loss alone, at a large vocabulary, against the straightforward one."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from collections.abc import Callable

@@ -6,8 +6,6 @@ through everything. Two things differ from those scripts, so that the comparison
 tokens are selected (they threshold at a quantile), and no model computes the next-token loss that they never use.
 """
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What was measured on an exported draft: `speculation_profile.json` for machines, the model card for people."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ The folder is built beside its destination, loaded again and compared with the s
 place, so a folder of that name is always complete.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

@@ -5,8 +5,6 @@ tensors named below; their loaders pass over names they do not know, so a wrong 
 The embedding is left to the target. EAGLE-1 heads keep the names of the official checkpoints, which SGLang reads.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

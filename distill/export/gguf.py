@@ -1,7 +1,5 @@
 """GGUF files of a finished draft and its target, for llama.cpp."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from decode.core.errors import UserError

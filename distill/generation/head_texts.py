@@ -1,7 +1,5 @@
 """Texts that a feature head writes: drafts on the target's features, all of whose tokens are taken."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,16 +35,11 @@ class HeadTexts:
     """Writes with a head in training: ``depth`` drafted tokens, the target's next one, and so on.
 
     These are the texts that decoding visits while the head is drafting. The target reads them for its features.
-
-    Attributes:
-        head: with the weights of the moment.
-        target: the model whose features it reads.
-        depth: tokens of a draft.
     """
 
-    head: FeatureHead
-    target: PreTrainedModel
-    depth: int
+    head: FeatureHead  # with the weights of the moment
+    target: PreTrainedModel  # the model whose features it reads
+    depth: int  # tokens of a draft
 
     @torch.inference_mode()
     def __call__(

@@ -5,8 +5,6 @@ step). The texts themselves depend on the weights of the moment they were writte
 a continued run trains on the same ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -47,31 +45,18 @@ Place = tuple[int, int]
 
 @dataclass
 class OnPolicy:
-    """The draft's own texts for the steps that want them.
+    """The draft's own texts for the steps that want them."""
 
-    Attributes:
-        write: Writes texts with the draft in training.
-        prompts: The examples whose prompts are answered.
-        schedule: Which of them make a step.
-        steps: Optimiser steps in all.
-        settings: Sampling, share, and how often it is refreshed.
-        seed: Chance of the choice and of the texts.
-        limit: Longest prompt and response together.
-        stop_ids: End-of-text tokens.
-        add_signals: Puts what frozen models say of the texts into their rows.
-        label_tokens: Labels of the steps so far, over all ranks.
-    """
-
-    write: Writer
-    prompts: TokenDataset
-    schedule: Schedule
-    steps: int
-    settings: ResponseSettings
-    seed: int
-    limit: int
-    stop_ids: Collection[int]
-    add_signals: Callable[[TokenDataset], None]
-    label_tokens: int = 0
+    write: Writer  # Writes texts with the draft in training
+    prompts: TokenDataset  # The examples whose prompts are answered
+    schedule: Schedule  # Which of them make a step
+    steps: int  # Optimiser steps in all
+    settings: ResponseSettings  # Sampling, share, and how often it is refreshed
+    seed: int  # Chance of the choice and of the texts
+    limit: int  # Longest prompt and response together
+    stop_ids: Collection[int]  # End-of-text tokens
+    add_signals: Callable[[TokenDataset], None]  # Puts what frozen models say of the texts into their rows
+    label_tokens: int = 0  # Labels of the steps so far, over all ranks
     _window: int = -1
     _texts: list[list[list[int]]] = field(default_factory=list)  # by rank
     _rows: list[TokenDataset] = field(default_factory=list)  # by rank, made from the texts

@@ -1,7 +1,5 @@
 """The target's responses from a server that speaks OpenAI's protocol: many requests in flight, failures tried again."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Responses written by the target: which prompts are answered, by whom, and the rows to train on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,21 +20,13 @@ Answer = Callable[[Sequence["Job"], Collection[int]], Iterator["Response"]]
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt to be answered.
+    """A prompt to be answered."""
 
-    Attributes:
-        example: Its number in the split.
-        ids: Its token ids.
-        text: The same as text.
-        budget: Longest response in tokens.
-        messages: The turns of a chat before the response, as JSON; empty: the prompt is no chat.
-    """
-
-    example: int
-    ids: list[int]
-    text: str
-    budget: int
-    messages: str = ""
+    example: int  # Its number in the split
+    ids: list[int]  # Its token ids
+    text: str  # The same as text
+    budget: int  # Longest response in tokens
+    messages: str = ""  # The turns of a chat before the response, as JSON; empty: the prompt is no chat
 
 
 # -- prompts ----------------------------------------------------------------------------------------------------------

@@ -65,42 +65,26 @@ class TargetRows(Protocol):
 
 
 class LossRows(NamedTuple):
-    """What a batch's rows yielded.
+    """What a batch's rows yielded."""
 
-    Attributes:
-        total: Sum of the chosen rows' losses, weighted if asked for, a scalar that carries the gradient.
-        losses: Every row's loss, ``[rows]``, detached.
-        chosen: Indices of the chosen rows, ascending; None: all.
-        alpha: Σ min(p, q) of every row, ``[rows]``; None if not asked for.
-        agreement: 1 where both have the same most probable token, ``[rows]``; None if not asked for.
-    """
-
-    total: Tensor
-    losses: Tensor
-    chosen: Tensor | None
-    alpha: Tensor | None
-    agreement: Tensor | None
+    total: Tensor  # Sum of the chosen rows' losses, weighted if asked for, a scalar that carries the gradient
+    losses: Tensor  # Every row's loss, ``[rows]``, detached
+    chosen: Tensor | None  # Indices of the chosen rows, ascending; None: all
+    alpha: Tensor | None  # Σ min(p, q) of every row, ``[rows]``; None if not asked for
+    agreement: Tensor | None  # 1 where both have the same most probable token, ``[rows]``; None if not asked for
 
 
 @dataclass(frozen=True)
 class LossRequest:
-    """What to compute of a batch's rows.
+    """What to compute of a batch's rows."""
 
-    Attributes:
-        divergence: The loss.
-        choose: Indices of the rows that count, ascending, from the criterion of all rows ``[rows]``; None: all.
-        criterion: The divergence that ``choose`` is given; None: the loss.
-        metrics: Whether alpha and agreement are wanted; the loss alone costs less.
-        weights: Factors of the rows' losses in their sum, ``[rows]``; None: 1.
-        mass: Probability that the target gives to all ids of the draft together, ``[rows]``, which alpha counts
-            with; None: 1.
-    """
-
-    divergence: Divergence
+    divergence: Divergence  # The loss
+    # Indices of the rows that count, ascending, from the criterion of all rows ``[rows]``; None: all
     choose: Choose | None = None
-    criterion: Divergence | None = None
-    metrics: bool = True
-    weights: Tensor | None = None
+    criterion: Divergence | None = None  # The divergence that ``choose`` is given; None: the loss
+    metrics: bool = True  # Whether alpha and agreement are wanted; the loss alone costs less
+    weights: Tensor | None = None  # Factors of the rows' losses in their sum, ``[rows]``; None: 1
+    # Probability that the target gives to all ids of the draft together, ``[rows]``, which alpha counts with; None: 1
     mass: Tensor | None = None
 
 

@@ -118,19 +118,13 @@ LEAST_TAIL = 1e-7
 
 @dataclass(frozen=True)
 class Divergence:
-    """One of `LOSSES` with its parameters.
+    """One of `LOSSES` with its parameters."""
 
-    Attributes:
-        name: Which one.
-        beta: Of ``jsd``: the target's share in the mixture, between 0 and 1.
-        tv_weight: Of ``kl_tv``: the factor of total variation.
-        temperature: Both models' logits are divided by it before the softmax. The loss is not multiplied by its
-            square: under Adam a constant factor changes nothing.
-    """
-
-    name: DivergenceName = "forward_kl"
-    beta: float = 0.5
-    tv_weight: float = 2.0
+    name: DivergenceName = "forward_kl"  # Which one
+    beta: float = 0.5  # Of ``jsd``: the target's share in the mixture, between 0 and 1
+    tv_weight: float = 2.0  # Of ``kl_tv``: the factor of total variation
+    # Both models' logits are divided by it before the softmax. The loss is not multiplied by its square: under Adam a
+    # constant factor changes nothing.
     temperature: float = 1.0
 
     def loss(self, pair: TokenDistributions) -> Tensor:

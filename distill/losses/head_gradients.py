@@ -1,7 +1,5 @@
 """Gradients of a loss on chunks of logits with respect to the hidden states and the head, summed up in place."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cross-entropy against the next token, from hidden states: no whole logits where they would be large."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

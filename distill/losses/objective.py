@@ -1,7 +1,5 @@
 """What a distillation minimises at each step: the divergence, and which tokens count."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 from distill.config.distillation import DistillSettings
@@ -15,24 +13,17 @@ from distill.losses.token_selection import Selection
 
 @dataclass(frozen=True)
 class Objective:
-    """DistillSpec; with a selection AdaSPEC; with the other fields variations of them.
+    """DistillSpec; with a selection AdaSPEC; with the other fields variations of them."""
 
-    Attributes:
-        divergence: The loss per token.
-        selection: Which tokens count; None: all.
-        criterion: The divergence D in which ΔL = D(p, draft) - D(p, reference) is measured; None: the loss. With
-            ``tv`` it is α_reference - α_draft, the acceptance that the reference shows can be gained.
-        warmup: Steps of forward KL before the divergence takes over.
-        k_start: The selection's share at the first step, from where it moves linearly to k; None: k throughout.
-        steps: Steps over which it moves.
-    """
-
-    divergence: Divergence = field(default_factory=Divergence)
-    selection: Selection | None = None
+    divergence: Divergence = field(default_factory=Divergence)  # The loss per token
+    selection: Selection | None = None  # Which tokens count; None: all
+    # The divergence D in which ΔL = D(p, draft) - D(p, reference) is measured; None: the loss. With ``tv`` it is
+    # α_reference - α_draft, the acceptance that the reference shows can be gained.
     criterion: Divergence | None = None
-    warmup: int = 0
+    warmup: int = 0  # Steps of forward KL before the divergence takes over
+    # The selection's share at the first step, from where it moves linearly to k; None: k throughout
     k_start: float | None = None
-    steps: int = 1
+    steps: int = 1  # Steps over which it moves
 
     @property
     def ranking(self) -> Divergence:

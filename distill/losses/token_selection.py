@@ -1,7 +1,5 @@
 """AdaSPEC's token selection: the ⌈k·n⌉ label tokens with the largest ΔL, and the loss over them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -15,20 +13,16 @@ from distill.config.drafts import Normalisation, Scope
 
 @dataclass(frozen=True)
 class Selection:
-    """Which label tokens count, and how their loss is normalised.
+    """Which label tokens count, and how their loss is normalised."""
 
-    Attributes:
-        k: Share of tokens selected, in (0, 1].
-        scope: ``microbatch`` ranks all label tokens of the batch together, as the official code does;
-            ``sequence`` ranks within each example; ``global`` ranks those of the whole optimiser step, over all
-            ranks and micro-batches (`distill.data.optimizer_step` does, where there are several).
-        normalisation: ``paper`` divides by the step's selected tokens: their mean. ``response`` is the paper's
-            1/(k·|y|) for every response y, averaged over the step's responses. ``official`` divides by all label
-            tokens, as the official code does, a loss k times as large.
-    """
-
-    k: float = 0.4
+    k: float = 0.4  # Share of tokens selected, in (0, 1]
+    # ``microbatch`` ranks all label tokens of the batch together, as the official code does; ``sequence`` ranks within
+    # each example; ``global`` ranks those of the whole optimiser step, over all ranks and micro-batches
+    # (`distill.data.optimizer_step` does, where there are several)
     scope: Scope = "microbatch"
+    # ``paper`` divides by the step's selected tokens: their mean. ``response`` is the paper's 1/(k·|y|) for every
+    # response y, averaged over the step's responses. ``official`` divides by all label tokens, as the official code
+    # does, a loss k times as large.
     normalisation: Normalisation = "official"
 
     def choose(self, delta: Tensor, sequence: Tensor) -> Tensor:

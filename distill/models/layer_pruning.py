@@ -4,8 +4,6 @@ For families that have no small model. The width is kept, so a cut draft costs a
 starts from weights that already fit the target's states; distillation closes the gap that the missing layers leave.
 """
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -4,8 +4,6 @@ Hooks on the layers drop them for single samples and keep the states of the exit
 forward is used as it is. The rotational curriculum with one exit a step costs one more head per step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Models for training: built from a shape, or loaded from a folder or the Hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Low-rank adapters (LoRA) by peft."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

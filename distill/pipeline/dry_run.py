@@ -6,8 +6,6 @@ Nothing is downloaded: models of the same families are made on the spot, and row
 files are word problems in their place.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import shutil

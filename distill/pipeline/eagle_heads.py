@@ -1,7 +1,5 @@
 """Feature heads as drafts: the initial head, and its training by EAGLE or by EAGLE + AdaSPEC."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from transformers import PreTrainedModel

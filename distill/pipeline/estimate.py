@@ -3,8 +3,6 @@
 Upper bounds where lengths are not known beforehand: every example is taken to be as long as it may be.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Stages that another run has made already from the same inputs, taken over instead of made again."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Collection, Iterable

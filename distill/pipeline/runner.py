@@ -1,7 +1,5 @@
 """The whole run: stages in order, each skipped if nothing it depends on has changed, then measurement and report."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping

@@ -1,7 +1,5 @@
 """What each stage is made from, as a fingerprint that is computed in moments: no data is parsed, no model loaded."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

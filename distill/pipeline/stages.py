@@ -5,8 +5,6 @@ puts the results in their folders. What differs between draft models and feature
 `distill.pipeline.draft_models` or `distill.pipeline.eagle_heads`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -83,22 +81,14 @@ class StageResult:
 
 @dataclass
 class Distillation:
-    """What differs between kinds of drafts: the module that trains one, the examples, and the trained draft.
+    """What differs between kinds of drafts: the module that trains one, the examples, and the trained draft."""
 
-    Attributes:
-        module: of the training.
-        train: examples with the signals of frozen models.
-        validation: the same, for comparing checkpoints.
-        parameters: of the draft.
-        trained: the draft to be saved, after the training.
-        own_texts: given the schedule, the texts that the draft writes itself; None: it writes none.
-    """
-
-    module: TrainingModule
-    train: TokenDataset
-    validation: TokenDataset
-    parameters: int
-    trained: Callable[[], PreTrainedModel | FeatureHead]
+    module: TrainingModule  # of the training
+    train: TokenDataset  # examples with the signals of frozen models
+    validation: TokenDataset  # the same, for comparing checkpoints
+    parameters: int  # of the draft
+    trained: Callable[[], PreTrainedModel | FeatureHead]  # the draft to be saved, after the training
+    # given the schedule, the texts that the draft writes itself; None: it writes none
     own_texts: Callable[[Schedule], OnPolicy | None] | None = None
 
 

@@ -4,8 +4,6 @@ The reference (DistillSpec) takes S steps of B examples. AdaSPEC learns from the
 "the same training" can mean three things; papers and scripts differ in it silently.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from distill.config.drafts import Iso

@@ -1,7 +1,5 @@
 """The plots of a distillation report, the AdaSPEC paper's analysis among them; what was not measured is left out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The HTML report of a distillation run: the answer first, then tables with formulas, plots, use, provenance."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

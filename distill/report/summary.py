@@ -1,7 +1,5 @@
 """What a report amounts to, in sentences: how much faster, whether identical, which draft, and what failed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

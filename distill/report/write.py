@@ -1,7 +1,5 @@
 """Writes a run's report: `report.json` for machines, `report.html` for people, and the tables for the console."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

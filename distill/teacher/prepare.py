@@ -1,7 +1,5 @@
 """What a distillation trains on: examples by whoever wrote their responses, and what frozen models say of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,23 +30,14 @@ Target = TypeVar("Target")
 
 @dataclass
 class DistillData(Generic[Target]):
-    """Examples with the signals of frozen models.
+    """Examples with the signals of frozen models."""
 
-    Attributes:
-        target: The target's distribution for label rows.
-        train: Examples for training, with cached signals; for texts of the draft, their prompts alone.
-        validation: Examples for comparing checkpoints, with cached signals.
-        ends: The target's end-of-text tokens.
-        add_signals: Puts the same signals into rows that were written just now.
-        share: Of the examples whose responses the draft writes itself.
-    """
-
-    target: Target
-    train: TokenDataset
-    validation: TokenDataset
-    ends: set[int]
-    add_signals: Callable[[TokenDataset], None]
-    share: float = 0.0
+    target: Target  # The target's distribution for label rows
+    train: TokenDataset  # Examples for training, with cached signals; for texts of the draft, their prompts alone
+    validation: TokenDataset  # Examples for comparing checkpoints, with cached signals
+    ends: set[int]  # The target's end-of-text tokens
+    add_signals: Callable[[TokenDataset], None]  # Puts the same signals into rows that were written just now
+    share: float = 0.0  # Of the examples whose responses the draft writes itself
 
     def on_policy(
         self, context: StageContext, write: Writer, schedule: Schedule, steps: int, seed: int

@@ -11,8 +11,6 @@ A file is written beside its place and renamed when complete. The description ne
 what it was made from and a checksum of its bytes; a file that does not agree with it is made again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -45,19 +43,12 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Kept:
-    """One array on disk.
+    """One array on disk."""
 
-    Attributes:
-        path: File to keep it in (``.npy``).
-        fingerprint: Of everything that the values depend on.
-        shape: Rows first.
-        dtype: Of the values.
-    """
-
-    path: Path
-    fingerprint: str
-    shape: tuple[int, ...]
-    dtype: str = "float32"
+    path: Path  # File to keep it in (``.npy``)
+    fingerprint: str  # Of everything that the values depend on
+    shape: tuple[int, ...]  # Rows first
+    dtype: str = "float32"  # Of the values
 
     @property
     def bytes(self) -> int:

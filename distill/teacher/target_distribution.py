@@ -102,22 +102,15 @@ class LogProbRows(_WholeRows):
 
 @dataclass(frozen=True)
 class TargetSignal:
-    """What is kept of the target for each label token.
+    """What is kept of the target for each label token."""
 
-    Attributes:
-        kind: ``recompute`` keeps nothing, ``hidden`` last hidden states, ``topk`` the k largest log-probabilities,
-            ``log_probs`` all of them.
-        bfloat16: Hidden states in bfloat16.
-        k: Of ``topk``.
-        vocab: Of both log-probabilities: ids that target and draft share; the softmax is over these.
-        temperature: Of both: divides the logits before the softmax.
-    """
-
+    # ``recompute`` keeps nothing, ``hidden`` last hidden states, ``topk`` the k largest log-probabilities,
+    # ``log_probs`` all of them
     kind: Signal = "recompute"
-    bfloat16: bool = False
-    k: int = 64
-    vocab: int = 0
-    temperature: float = 1.0
+    bfloat16: bool = False  # Hidden states in bfloat16
+    k: int = 64  # Of ``topk``
+    vocab: int = 0  # Of both log-probabilities: ids that target and draft share; the softmax is over these
+    temperature: float = 1.0  # Of both: divides the logits before the softmax
 
     @classmethod
     def of(cls, settings: DistillSettings, vocab: int) -> TargetSignal:

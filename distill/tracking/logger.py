@@ -5,8 +5,6 @@ Nothing is imported or started before the first number is logged, so a pipeline 
 pays nothing.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

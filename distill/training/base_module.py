@@ -1,7 +1,5 @@
 """What every kind of training shares, as a Lightning module: optimiser, seeds, logging, validation by sums."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal, cast
 

@@ -1,7 +1,5 @@
 """Next-token training as a Lightning module: targets, with LayerSkip's recipe if wanted, and initial drafts."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

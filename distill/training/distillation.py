@@ -1,7 +1,5 @@
 """Distillation as a Lightning module: DistillSpec and, with a selection of tokens, AdaSPEC."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """FSDP: a model's weights, gradients and optimiser state spread over the ranks, layer by layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy

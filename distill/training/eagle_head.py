@@ -1,7 +1,5 @@
 """Training of a feature head as a Lightning module: a distillation of several drafting steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from torch import Tensor

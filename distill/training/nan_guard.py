@@ -1,7 +1,5 @@
 """A training whose loss is no number: at which step, on which examples, and what the likely cause is."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import lightning as L

@@ -1,7 +1,5 @@
 """Progress of a stage: Lightning's bar on a terminal, a line now and then in a file."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -4,8 +4,6 @@ A training of S steps is one epoch of Lightning's. The loader carries its place,
 functions of the step, so a run that was killed and continued ends with the weights of an uninterrupted one.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import warnings

@@ -33,37 +33,22 @@ class TrigramDrafter(Drafter):
 
     Before each search every n-gram of the last ``recent`` tokens gains ``gain`` in weight, so the model moves
     towards what the target writes. What is learned stays for later texts; `reset` forgets it.
-
-    Attributes:
-        table: the corpus's n-grams.
-        method: ``mcts``, the paper's search, or ``best-first``, the exact best tree.
-        nodes: most nodes in the tree.
-        searches: Monte Carlo iterations.
-        depth: deepest node searched; null takes 3 for MCTS, whose sequences grow by one more token, and 8 for
-            best-first.
-        sequences: most visited sequences taken from MCTS, each then extended.
-        backup: ``sum`` scores a path with 1 + Σ w, ``log`` with Σ ln w (the paper's Eq. 8).
-        gain: weight added to a recent n-gram; 0 turns learning off.
-        ceiling: the weight that learning stops at.
-        recent: tokens of the text whose n-grams are learned each time.
-        memory: contexts whose learned weights are kept, those met last.
-        widest: successors that a context keeps while it learns; the lightest leaves first.
-        seed: of the search's own generator, which restarts with every text and never touches the decoder's.
     """
 
-    table: NgramTable
-    method: str = "mcts"
-    nodes: int = 64
-    searches: int = 150
+    table: NgramTable  # the corpus's n-grams
+    method: str = "mcts"  # ``mcts``, the paper's search, or ``best-first``, the exact best tree
+    nodes: int = 64  # most nodes in the tree
+    searches: int = 150  # Monte Carlo iterations
+    # deepest node searched; null takes 3 for MCTS, whose sequences grow by one more token, and 8 for best-first
     depth: int | None = None
-    sequences: int = 24
-    backup: str = "sum"
-    gain: float = 0.04
-    ceiling: float = 3.0
-    recent: int = 16
-    memory: int = 1 << 16
-    widest: int = 64
-    seed: int = 0
+    sequences: int = 24  # most visited sequences taken from MCTS, each then extended
+    backup: str = "sum"  # ``sum`` scores a path with 1 + Σ w, ``log`` with Σ ln w (the paper's Eq. 8).
+    gain: float = 0.04  # weight added to a recent n-gram; 0 turns learning off
+    ceiling: float = 3.0  # the weight that learning stops at
+    recent: int = 16  # tokens of the text whose n-grams are learned each time
+    memory: int = 1 << 16  # contexts whose learned weights are kept, those met last
+    widest: int = 64  # successors that a context keeps while it learns; the lightest leaves first
+    seed: int = 0  # of the search's own generator, which restarts with every text and never touches the decoder's
     _learned: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict, init=False, repr=False)
     _begin: dict[int, tuple[list[int], list[float]]] | None = field(default=None, init=False, repr=False)
     _random: Random = field(default_factory=Random, init=False, repr=False)

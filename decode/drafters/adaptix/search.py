@@ -3,8 +3,6 @@
 Both work on packed contexts (`NgramTable`): ``((context << bits) | token) & mask`` appends a token to one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from heapq import heappop, heappush

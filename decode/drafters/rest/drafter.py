@@ -22,23 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class RetrievalDrafter(Drafter):
-    """Drafts the heaviest continuations of the longest tail of the text that the corpus holds.
+    """Drafts the heaviest continuations of the longest tail of the text that the corpus holds."""
 
-    Attributes:
-        store: the corpus.
-        nodes: most nodes in the tree.
-        max_span: longest tail looked up; shorter ones follow, down to ``min_span``.
-        min_span: shortest tail looked up.
-        hits: most occurrences read.
-        length: tokens read after each occurrence.
-    """
-
-    store: Datastore
-    nodes: int = 64
-    max_span: int = 16
-    min_span: int = 2
-    hits: int = 5000
-    length: int = 10
+    store: Datastore  # the corpus
+    nodes: int = 64  # most nodes in the tree
+    max_span: int = 16  # longest tail looked up; shorter ones follow, down to ``min_span``
+    min_span: int = 2  # shortest tail looked up
+    hits: int = 5000  # most occurrences read
+    length: int = 10  # tokens read after each occurrence
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_span <= self.max_span or min(self.nodes, self.hits, self.length) < 1:

@@ -1,7 +1,5 @@
 """Feature heads as folders: config.json and model.safetensors, ours or published ones."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

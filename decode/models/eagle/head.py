@@ -6,8 +6,6 @@ turns states into logits. EAGLE-3 fuses a low, a middle and a high state, and ha
 reduced vocabulary. Parameters are named as in the published checkpoints, so a state dict is a file's content.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 

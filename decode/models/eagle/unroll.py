@@ -4,8 +4,6 @@ Step s at position t continues the text's true pairs up to t by s states of the 
 asked for are computed, packed one after the other; of the text before them the head reads keys and values alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

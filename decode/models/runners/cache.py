@@ -1,7 +1,5 @@
 """A transformers cache that never copies what it holds and rolls back in O(1)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Runners whose texts share a cache, each in a row of it, so that one forward reads all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Self
 

@@ -5,8 +5,6 @@ padding writes lies past the text, where it is overwritten before it is read. Ev
 early exits, hidden states of inner layers) takes the ordinary fast forward on the same cache.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Norms of the hand-written forward: a few operations each, equal to transformers' modules to rounding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +15,10 @@ WIDE = (torch.float32, torch.float64)
 
 @dataclass(eq=False)
 class RmsNorm:
-    """x/√(Σx²/d + ε)·w over the last axis, as x/hypot(‖x‖, √(dε))·(w√d): fewer operations, the same to rounding.
+    """x/√(Σx²/d + ε)·w over the last axis, as x/hypot(‖x‖, √(dε))·(w√d): fewer operations, the same to rounding."""
 
-    Attributes:
-        floor: √(dε).
-        scale: w√d; None where the projection behind it holds it.
-    """
-
-    floor: Tensor
-    scale: Tensor | None
+    floor: Tensor  # √(dε)
+    scale: Tensor | None  # w√d; None where the projection behind it holds it
 
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of ``x [.., d]``."""

@@ -7,8 +7,6 @@ one weight: a copy, or for models of more than `COPIED` bytes the model's own me
 views (they keep their values, and can be trained and saved).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,48 +30,28 @@ FAMILIES = (*LLAMA_LIKE, "phi", "gpt_neox")
 
 @dataclass(frozen=True)
 class Shape:
-    """Attention of a model.
+    """Attention of a model."""
 
-    Attributes:
-        heads: of queries.
-        kv_heads: of keys and of values.
-        width: of a head.
-        rotated: leading elements of a head that positions rotate.
-        interleaved: whether q, k and v stand together for each head (GPT-NeoX).
-        tuned: whether weights are copies for the CPU.
-        in_place: whether projections are fused in the model's own memory (see `fuse`).
-    """
-
-    heads: int
-    kv_heads: int
-    width: int
-    rotated: int
-    interleaved: bool = False
-    tuned: bool = False
-    in_place: bool = False
+    heads: int  # of queries
+    kv_heads: int  # of keys and of values
+    width: int  # of a head
+    rotated: int  # leading elements of a head that positions rotate
+    interleaved: bool = False  # whether q, k and v stand together for each head (GPT-NeoX)
+    tuned: bool = False  # whether weights are copies for the CPU
+    in_place: bool = False  # whether projections are fused in the model's own memory (see `fuse`)
 
 
 @dataclass
 class Layer:
-    """One decoder layer.
+    """One decoder layer."""
 
-    Attributes:
-        norm1: before attention.
-        norm2: before the MLP; None where it reads what attention reads.
-        qkv: to ``(heads + 2 kv_heads) · width``.
-        out: of attention, from ``heads · width``.
-        up: gate and up projections stacked where the block is gated, else up.
-        down: from the MLP's inner width.
-        qk_norm: norm of rotated heads ``[.., heads + kv_heads, n, width]``.
-    """
-
-    norm1: Function
-    norm2: Function | None
-    qkv: Linear
-    out: Linear
-    up: Linear
-    down: Linear
-    qk_norm: Function | None = None
+    norm1: Function  # before attention
+    norm2: Function | None  # before the MLP; None where it reads what attention reads
+    qkv: Linear  # to ``(heads + 2 kv_heads) · width``
+    out: Linear  # of attention, from ``heads · width``
+    up: Linear  # gate and up projections stacked where the block is gated, else up
+    down: Linear  # from the MLP's inner width
+    qk_norm: Function | None = None  # norm of rotated heads ``[.., heads + kv_heads, n, width]``
 
 
 def tunable(model: nn.Module) -> bool:
@@ -135,29 +113,17 @@ def _pairs(shape: Shape, heads: Tensor) -> Tensor:
 
 @dataclass
 class Weights:
-    """What the hand-written forward reads of a model.
+    """What the hand-written forward reads of a model."""
 
-    Attributes:
-        shape: of its attention.
-        layers: the decoder layers.
-        activation: of the MLP.
-        gated: whether the MLP multiplies the activated gate with a second projection.
-        parallel: whether attention and MLP read the same state.
-        window: tokens that attention sees, or None for all.
-        embedding: ``[vocab, hidden]``.
-        final_norm: before the output head.
-        head: the output head, to ``vocab``.
-    """
-
-    shape: Shape
-    layers: list[Layer]
-    activation: Function
-    gated: bool
-    parallel: bool
-    window: int | None
-    embedding: Tensor
-    final_norm: Function
-    head: Linear
+    shape: Shape  # of its attention
+    layers: list[Layer]  # the decoder layers
+    activation: Function  # of the MLP
+    gated: bool  # whether the MLP multiplies the activated gate with a second projection
+    parallel: bool  # whether attention and MLP read the same state
+    window: int | None  # tokens that attention sees, or None for all
+    embedding: Tensor  # ``[vocab, hidden]``
+    final_norm: Function  # before the output head
+    head: Linear  # the output head, to ``vocab``
 
 
 def model_weights(model: Any, rotated: int, make: Linears, *, tuned: bool) -> Weights:

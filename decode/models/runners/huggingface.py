@@ -1,7 +1,5 @@
 """Any Hugging Face causal language model through its own forward, over a cache that rolls back."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import nullcontext
 from typing import Any

@@ -17,17 +17,11 @@ from decode.core.errors import UserError
 
 @dataclass(frozen=True)
 class LayerSubset:
-    """The sub-layers that a self-speculative draft runs; ``LayerSubset(E)`` exits behind the first E layers.
+    """The sub-layers that a self-speculative draft runs; ``LayerSubset(E)`` exits behind the first E layers."""
 
-    Attributes:
-        shared: layers before the first skipped sub-layer; all of them run.
-        attention: layers from `shared` on whose attention runs.
-        mlp: layers from `shared` on whose MLP runs.
-    """
-
-    shared: int
-    attention: frozenset[int] = frozenset()
-    mlp: frozenset[int] = frozenset()
+    shared: int  # layers before the first skipped sub-layer; all of them run
+    attention: frozenset[int] = frozenset()  # layers from `shared` on whose attention runs
+    mlp: frozenset[int] = frozenset()  # layers from `shared` on whose MLP runs
 
     @classmethod
     def skipping(cls, layers: int, attention: Iterable[int], mlp: Iterable[int]) -> LayerSubset:

@@ -1,7 +1,5 @@
 """Products with the weights of a model, as the hand-written forward calls them."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

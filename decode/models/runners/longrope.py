@@ -5,8 +5,6 @@ factors, from there on with the long ones. Keys that were cached under the other
 boundary the text is read again, as `generate` does for Phi-3.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ A product of few rows takes as long as its weight takes to be read, if the kerne
 a weight is read with strides, or reordered in each call. Freezing in torch.compile packs weights by the same operators.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -23,21 +23,13 @@ PADDED = 32
 
 @dataclass
 class NewTokens:
-    """The new tokens of one text.
+    """The new tokens of one text."""
 
-    Attributes:
-        row: of the cache.
-        start: the cache slot of the first.
-        count: how many they are.
-        depths: where they are no chain: position of each in the text, less `start`.
-        seen: where they are no chain: bool ``[count, end]``, the slots that each sees.
-    """
-
-    row: int
-    start: int
-    count: int
-    depths: Sequence[int] | None = None
-    seen: Tensor | None = None
+    row: int  # of the cache
+    start: int  # the cache slot of the first
+    count: int  # how many they are
+    depths: Sequence[int] | None = None  # where they are no chain: position of each in the text, less `start`
+    seen: Tensor | None = None  # where they are no chain: bool ``[count, end]``, the slots that each sees
 
     @classmethod
     def of(cls, row: int, start: int, count: int, tree: Draft | None) -> NewTokens:

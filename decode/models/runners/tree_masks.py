@@ -6,8 +6,6 @@ the same function at the tree's positions (a node's depth, not its place in the 
 every layer gets the mask of its own kind, whatever the family.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
