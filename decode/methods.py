@@ -315,8 +315,7 @@ HEADED = {name for name, (drafter, _, _) in METHODS.items() if drafter in ("feat
 """Methods that only a feature head can draft for."""
 SELF_SPECULATIVE = {name for name, (drafter, _, _) in METHODS.items() if drafter in SELF_DRAFTERS}
 """Methods that draft with the target's own layers."""
-PROBED = {name for name, (_, stop, _) in METHODS.items() if stop in PROBE_STOPS}
-"""Methods that need a folder of probes."""
+PROBED = {name for name, (_, stop, _) in METHODS.items() if stop in PROBE_STOPS}  # methods that need a folder of probes
 
 
 def _find(kind: str, name: str, table: dict) -> object:
@@ -326,11 +325,7 @@ def _find(kind: str, name: str, table: dict) -> object:
 
 
 def check_method(method: str) -> None:
-    """Refuse an unknown method before any model is loaded.
-
-    Raises:
-        UserError: naming the nearest method.
-    """
+    """Refuse an unknown method before any model is loaded."""
     _find("method", method, METHODS)
 
 
@@ -341,12 +336,6 @@ def is_lossless(method: str, rule: str | None = None) -> bool:
 
 def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: str | None = None) -> System:
     """Put a method together.
-
-    Args:
-        method: a name of `METHODS`.
-        inputs: models, sampling settings, corpus files and options.
-        stop: another stop rule of `STOPS` in place of the method's own.
-        rule: another acceptance rule of `RULES` in place of the method's own.
 
     Raises:
         UserError: unknown names, a model or file that the method needs is missing, or a target that reads no trees.

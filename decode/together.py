@@ -20,8 +20,7 @@ from decode.core.trace import Trace
 from decode.loop import Output, System, Text, check_prompt, round_of
 from decode.models.free_memory import rows_that_fit
 
-Place = tuple[Runner, Drafter]
-"""Caches and drafter of one text at a time."""
+Place = tuple[Runner, Drafter]  # caches and drafter of one text at a time
 
 
 @torch.inference_mode()

@@ -31,16 +31,11 @@ DistillSpec of the same seed by offline alpha on the same texts. Target, initial
 run beside it where they are the same. Finished drafts are kept; the table grows with each new one. Without --config,
 configs/ablation.yaml."""
 
-FOREIGN = {"bench", "probes", "ablation"}
-"""Sections of a shared configuration that belong to the other commands."""
+FOREIGN = {"bench", "probes", "ablation"}  # sections of a shared configuration that belong to the other commands
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parses the arguments and runs.
-
-    Raises:
-        UserError: Anything in settings, data or models that cannot be used.
-    """
+    """Parses the arguments and runs."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["bench"]:
         return _bench(argv[1:])

@@ -20,11 +20,7 @@ EXAMPLES = """\
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parses the arguments and runs.
-
-    Raises:
-        UserError: anything in settings, data or models that cannot be used.
-    """
+    """Parses the arguments and runs."""
     from probes.settings import ProbesSettings
 
     argv = list(sys.argv[1:] if argv is None else argv)

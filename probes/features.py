@@ -16,8 +16,7 @@ from decode.models.structure import check_structure, final_norm
 from distill.models.lm_head import LMHead
 
 EXTRAS = len(FEATURES)
-BLOCK = 1 << 24
-"""Numbers in a block of logits: positions are judged a block at a time."""
+BLOCK = 1 << 24  # numbers in a block of logits: positions are judged a block at a time
 
 
 @dataclass
@@ -55,11 +54,7 @@ class Features:
 
 
 def exit_layers(model: PreTrainedModel, layers: Sequence[int] = ()) -> list[int]:
-    """The exits asked for, or all.
-
-    Raises:
-        UserError: a layer outside the model, or layers that cannot be reached.
-    """
+    """The exits asked for, or all."""
     check_structure(model)
     depth = int(model.config.get_text_config().num_hidden_layers)
     outside = [layer for layer in layers if not 1 <= layer < depth]

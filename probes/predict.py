@@ -24,8 +24,7 @@ STOPPED = {
 """Methods that stop by a confidence, and which."""
 PRODUCT = {"adaspeed", "adaspeed-probe", "confidence-probe"}
 """Those that multiply it over the draft: AdaSPEED and its variants."""
-METHODS = ("layerskip", *STOPPED)
-"""Methods among which the best setting is looked for."""
+METHODS = ("layerskip", *STOPPED)  # methods among which the best setting is looked for
 HINDSIGHT = "hindsight"
 """No method: the stop rule that knows of each token, once drafted, whether it is accepted. It bounds all of them."""
 
@@ -97,16 +96,7 @@ def predict(
     window: int,
     thresholds: Sequence[float],
 ) -> list[list[Choice]]:
-    """All settings of one exit layer, priced by each of several costs.
-
-    Args:
-        outcomes: acceptance at every position, by text.
-        confidences: the same for ``token`` and the kinds of probes.
-        exit_layer: which exit they are of.
-        costs: of this machine, and of others.
-        window: longest draft.
-        thresholds: confidence thresholds.
-    """
+    """All settings of one exit layer, priced by each of several costs."""
     settings: list[tuple[str, str, int, float | None]] = []
     for k in range(1, window + 1):
         settings += [("layerskip", "length", k, None), (HINDSIGHT, "length", k, 0.5)]

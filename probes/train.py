@@ -16,24 +16,16 @@ from decode.drafters.acceptance_probe import KINDS, AcceptanceProbe
 from probes.features import EXTRAS, Features
 from probes.settings import ProbeSettings
 
-CURVATURE_ROWS = 20
-"""Tokens that the curvature is taken from, per input."""
-STEPS = 1.0, 0.5, 0.25, 0.1, 0.02, 0.0
-"""Lengths of a Newton step that are tried; each probe takes the best."""
+CURVATURE_ROWS = 20  # tokens that the curvature is taken from, per input
+STEPS = 1.0, 0.5, 0.25, 0.1, 0.02, 0.0  # lengths of a Newton step that are tried; each probe takes the best
 EXTRA_PENALTY = 1e-4
 """Penalty on the extras, which is not part of the choice: a strong one on the state leaves them free to speak."""
-PROGRESS = 1e-4
-"""Smallest gain in the mean validation loss that counts as one."""
-LARGE = 1 << 28
-"""Numbers in the inputs from which a GPU is used where there is one."""
+PROGRESS = 1e-4  # smallest gain in the mean validation loss that counts as one
+LARGE = 1 << 28  # numbers in the inputs from which a GPU is used where there is one
 
 
 def check_labels(features: Features, label: str) -> None:
-    """Refuse labels of a single class.
-
-    Raises:
-        UserError: naming the exits and the class.
-    """
+    """Refuse labels of a single class."""
     for layer, rate in zip(features.exits, features.labels[label].mean(1).tolist()):
         if rate in (0.0, 1.0):
             what = "accepted" if rate else "rejected"
@@ -65,9 +57,6 @@ def train_probes(
 
     Returns:
         A probe for each exit and kind, with the penalty of the least validation loss.
-
-    Raises:
-        UserError: the labels of an exit are all the same.
     """
     options = options or ProbeSettings()
     check_labels(train, label)

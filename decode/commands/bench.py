@@ -77,11 +77,7 @@ def open_models(settings: BenchSettings) -> Models:
 
 
 def check(settings: BenchSettings) -> list[str]:
-    """The methods to be compared, after everything has been refused that can be before a model is loaded.
-
-    Raises:
-        UserError: something is unknown or missing.
-    """
+    """The methods to be compared, after everything has been refused that can be before a model is loaded."""
     check_models(settings)
     methods = choose_methods(settings)
     check_methods(settings, methods, has_draft=bool(settings.draft), has_corpus=bool(settings.corpus))

@@ -17,10 +17,8 @@ from decode.measure.transformers_baselines import TRANSFORMERS_BASELINES
 from decode.prompts.suites import Suite
 from decode.report.batch_report import batch_table, conclusions, write_batch_report
 
-METHODS = ("vanilla", "cost-optimal")
-"""What is compared with the loop without a draft where no method is asked for."""
-LENGTHS = (1, 2, 4, 8)
-"""Draft lengths where none are given."""
+METHODS = ("vanilla", "cost-optimal")  # what is compared with the loop without a draft where no method is asked for
+LENGTHS = (1, 2, 4, 8)  # draft lengths where none are given
 
 
 def with_defaults(settings: BenchSettings) -> BenchSettings:
@@ -43,11 +41,7 @@ def measure(
     entries: Sequence[BenchEntry],
     folder: Path | None,
 ) -> list[dict[str, Any]]:
-    """Measure; where there is a folder, print the tables and write the report, also after Ctrl-C.
-
-    Raises:
-        UserError: a draft is missing, no prompt fits, or a model decodes one text at a time only.
-    """
+    """Measure; where there is a folder, print the tables and write the report, also after Ctrl-C."""
     bench = BatchBenchmark(session)
     if folder is None:
         return bench.run(suites, entries, settings.batch_sizes, prompts=settings.limit)

@@ -36,16 +36,11 @@ CHAT = (
 )
 NARROWEST, WIDTHS = 2, {"target": 64, "draft": 32}
 
-RowMaker = Callable[[str, str, int], dict[str, Any]]
-"""A row from a question, its solution and a running number."""
+RowMaker = Callable[[str, str, int], dict[str, Any]]  # a row from a question, its solution and a running number
 
 
 def shrink(settings: BenchSettings, console: Console | None = None) -> BenchSettings:
-    """Settings of the same benchmark in miniature; what it needs is made under ``<output>-dry-run``.
-
-    Raises:
-        UserError: the settings are refused as they are.
-    """
+    """Settings of the same benchmark in miniature; what it needs is made under ``<output>-dry-run``."""
     console = console or Console()
     small = copy.deepcopy(settings)
     small.device, small.device_map, small.dtype, small.trust_remote_code = "cpu", None, "float32", False

@@ -39,11 +39,7 @@ def needs_draft(method: str) -> bool:
 def check_methods(
     settings: MethodSettings, methods: Sequence[str], *, has_draft: bool, has_corpus: bool = False
 ) -> None:
-    """Refuse unknown names and missing parts, before any model is loaded.
-
-    Raises:
-        UserError: naming the nearest name, or the option that is missing.
-    """
+    """Refuse unknown names and missing parts, before any model is loaded."""
     for spec in methods:
         method, own = split_spec(spec)
         _check_name("method", method, [*METHODS, *TRANSFORMERS_BASELINES])
@@ -122,11 +118,7 @@ def store_folders(settings: MethodSettings) -> tuple[Path | None, Path | None]:
 
 
 def open_suites(specs: Sequence[str], **options: Any) -> list[Suite]:
-    """Suites by their specs (`decode.prompts.suites.load_suite`), called by what stands before the path where that is unique.
-
-    Raises:
-        UserError: none was asked for, or one cannot be read.
-    """  # noqa: E501
+    """Suites by their specs (`decode.prompts.suites.load_suite`), called by what stands before the path where that is unique."""  # noqa: E501
     if not specs:
         raise UserError("no suite is given; --suite arithmetic needs no download")
     short = [Path(spec).stem if "=" not in spec and "/" in spec else spec.partition("=")[0] for spec in specs]
@@ -143,11 +135,7 @@ def open_pair(settings: LoadSettings, draft: str | None = None) -> Pair:
 
 
 def api_settings(settings_class: type[Settings], pair: Pair, **options: Any) -> Settings:
-    """Settings of a command for models that are open already.
-
-    Raises:
-        UserError: an unknown option, or a value out of range.
-    """
+    """Settings of a command for models that are open already."""
     known = [f.name for f in dataclasses.fields(settings_class) if f.name not in PLACED]
     for name in options:
         if name not in known:

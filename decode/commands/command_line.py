@@ -27,8 +27,7 @@ from decode.core.options import plain_message
 
 Settings = TypeVar("Settings")
 
-VERBATIM = {"stop", "input", "runs"}
-"""List options whose values are never cut at commas."""
+VERBATIM = {"stop", "input", "runs"}  # list options whose values are never cut at commas
 
 
 def parse(
@@ -90,12 +89,6 @@ def read_config(
     paths: Sequence[Path], foreign: Collection[str] = (), settings_class: type | None = None, section: str | None = None
 ) -> dict[str, Any]:
     """The content of configuration files, each above those that it builds on; the later one of two wins key by key.
-
-    Args:
-        paths: The files.
-        foreign: Top-level sections to leave out.
-        settings_class: What is checked for unknown keys.
-        section: The section to return; other sections are skipped, unless their name looks like it mistyped.
 
     Raises:
         UserError: A file that is missing, is not valid YAML, builds on itself, or has an unknown key.

@@ -24,8 +24,7 @@ from decode.methods import METHODS
 from decode.models.eagle.head import FeatureHead
 from decode.models.pair import Pair
 
-OTHER_ROWS = 8
-"""Rows of the terminal that are not text: frames, legend, result."""
+OTHER_ROWS = 8  # rows of the terminal that are not text: frames, legend, result
 
 
 @dataclass
@@ -113,11 +112,7 @@ def prompts(settings: DemoSettings, console: Console) -> Iterator[str]:
 
 
 def run(settings: DemoSettings) -> None:
-    """Open the models once, then write a pair of texts for every prompt.
-
-    Raises:
-        UserError: no draft, or models that do not fit each other.
-    """
+    """Open the models once, then write a pair of texts for every prompt."""
     console = Console(highlight=False)
     if settings.draft is None and METHODS.get(settings.method or "vanilla", ("model",))[0] == "model":
         raise UserError("demo compares decoding without and with a draft; give --draft D, or --method prompt-lookup")

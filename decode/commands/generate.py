@@ -83,11 +83,6 @@ def generate(
 def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> Generation:
     """Load everything and make ready to generate; nothing is generated before ``pieces`` is read.
 
-    Args:
-        settings: of the command.
-        prompt: the text to continue.
-        pair: the models of the settings, if they are open already.
-
     Raises:
         UserError: an unknown or incomplete method, models that do not fit, a prompt that cannot be decoded.
     """
@@ -183,11 +178,7 @@ def _note(generation: Generation, pieces: list[dict[str, str]]) -> list[dict[str
 
 
 def read_prompt(settings: GenerateSettings) -> str:
-    """The prompt of the settings, or else standard input.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The prompt of the settings, or else standard input."""
     if settings.prompt is not None:
         return settings.prompt
     if sys.stdin.isatty():

@@ -17,8 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from decode.core.trace import Round
 
-Raw = tuple[Tensor, Tensor]
-"""Unwarped logits of target and draft, ``[k, vocab]`` each."""
+Raw = tuple[Tensor, Tensor]  # unwarped logits of target and draft, ``[k, vocab]`` each
 
 
 def pick(rows: Tensor, tokens: Tensor) -> Tensor:

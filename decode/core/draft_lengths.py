@@ -15,14 +15,10 @@ from decode.core.round_costs import RoundCosts
 if TYPE_CHECKING:
     from decode.core.trace import Round
 
-EVERY = 16
-"""Rounds between two choices."""
-LOOK = 64
-"""Rounds with drafts between two whose limit is larger than the chosen one."""
-GAIN = 0.02
-"""Share by which a draft has to be faster than none: costs are known no better."""
-LOSS = 0.01
-"""Share of the time that rounds may lose that only find out whether drafting pays again."""
+EVERY = 16  # rounds between two choices
+LOOK = 64  # rounds with drafts between two whose limit is larger than the chosen one
+GAIN = 0.02  # share by which a draft has to be faster than none: costs are known no better
+LOSS = 0.01  # share of the time that rounds may lose that only find out whether drafting pays again
 FIRST, PRIOR, MEMORY = 0.7, 4.0, 512
 """Acceptance rate that the first position begins with (each other with the one before it), the observations that this
 counts for, and those after which all of a position's counts are halved."""

@@ -52,10 +52,6 @@ def write_section(path: Path, name: str, text: str) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse a path whose place a renamed file must not take.
-
-    Raises:
-        UserError: a folder or a device stands there.
-    """
+    """Refuse a path whose place a renamed file must not take."""
     if path.exists() and not path.is_file():
         raise UserError(f"{str(path)!r} is not a file that can be replaced but a folder or a device; give another path")

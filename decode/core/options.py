@@ -25,8 +25,7 @@ from jsonargparse.typing import (
 
 from decode.core.errors import UserError, unknown
 
-COLDEST = 1e-3
-"""The smallest temperature that is not 0 (greedy): below, logits divided by it leave float32's range."""
+COLDEST = 1e-3  # the smallest temperature that is not 0 (greedy): below, logits divided by it leave float32's range
 
 if TYPE_CHECKING:
     NgramOrder = int
@@ -54,11 +53,6 @@ class Checked:
 
 def check_numbers(settings: Any, where: str = "", *, nested: bool = False) -> None:
     """Checks the fields with a constrained type, and makes their values plain numbers.
-
-    Args:
-        settings: an instance of a dataclass.
-        where: put before the fields' names in errors.
-        nested: check the dataclasses in its fields too, under their dotted names.
 
     Raises:
         UserError: naming the field, its value and the values allowed.

@@ -21,8 +21,7 @@ from rich.text import Text
 
 Item = TypeVar("Item")
 
-EVERY = 20.0
-"""Seconds between two lines."""
+EVERY = 20.0  # seconds between two lines
 
 
 class Work:

@@ -30,8 +30,7 @@ class Rng(Protocol):
         ...
 
 
-BLOCK = 256
-"""Uniform numbers drawn at once on the CPU."""
+BLOCK = 256  # uniform numbers drawn at once on the CPU
 
 
 def inverse(weights: Tensor, u: Tensor) -> Tensor:

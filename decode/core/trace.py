@@ -14,8 +14,7 @@ from torch import Tensor
 from decode.core.proposal import Draft
 from decode.core.standard_error import clustered_ratio
 
-Values = Tensor | list[float]
-"""One number for each tested position."""
+Values = Tensor | list[float]  # one number for each tested position
 
 
 @dataclass

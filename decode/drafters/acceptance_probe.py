@@ -26,10 +26,8 @@ from decode.core.stopping import Step
 KINDS = ("probe", "confidence-probe")
 """`probe` sees the hidden state alone (AdaSPEED); `confidence-probe` also the exit's `confidence_features`."""
 FEATURES = ("log_probability", "entropy", "margin")
-LEAST = -30.0
-"""Smallest log-probability, and negative of the largest margin, that a feature can take."""
-SAMPLES = 4
-"""Values kept of each weight of the model that probes belong to."""
+LEAST = -30.0  # smallest log-probability, and negative of the largest margin, that a feature can take
+SAMPLES = 4  # values kept of each weight of the model that probes belong to
 
 
 def confidence_features(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -118,14 +116,7 @@ def same_weights(one: Any, other: Any) -> bool:
 def save_probes(
     folder: Path, model: PreTrainedModel, probes: Sequence[AcceptanceProbe], best: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a folder of probes; the description is replaced last, so that it never speaks of older weights.
-
-    Args:
-        folder: where to.
-        model: the model whose states they read.
-        probes: all of them.
-        best: for ``greedy`` and ``sampled`` the fastest `decode.methods.MethodOptions` of each method.
-    """
+    """Write a folder of probes; the description is replaced last, so that it never speaks of older weights."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for probe in probes:
@@ -171,13 +162,6 @@ def load_probe(
     folder: str | Path, model: PreTrainedModel, layer: int, kind: str, labels: Sequence[str]
 ) -> AcceptanceProbe:
     """The probe of a folder for one layer of one model.
-
-    Args:
-        folder: as written by `save_probes`.
-        model: the model that will draft.
-        layer: layers that run before the exit.
-        kind: one of `KINDS`.
-        labels: acceptable labels, the preferred one first.
 
     Raises:
         UserError: no probes there, probes of another model, or none for this layer, kind and label.

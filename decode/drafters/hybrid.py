@@ -25,12 +25,9 @@ if TYPE_CHECKING:
     from decode.core.trace import Round
     from decode.drafters.rest.datastore import Datastore
 
-LONGEST, SHORTEST = 8, 2
-"""Tokens of the text's end that are looked up."""
-OCCURRENCES = 256
-"""Most occurrences in the corpus whose continuations are read."""
-SUPPORT = 0.2
-"""Share of the occurrences that have to go on like the copy, for it to go on."""
+LONGEST, SHORTEST = 8, 2  # tokens of the text's end that are looked up
+OCCURRENCES = 256  # most occurrences in the corpus whose continuations are read
+SUPPORT = 0.2  # share of the occurrences that have to go on like the copy, for it to go on
 
 
 class HybridDrafter(Drafter):

@@ -16,10 +16,8 @@ from decode.core.sampling import Warp
 from decode.models.runners.fast_runner import FastRunner
 from decode.models.runners.layer_subset import LayerSubset
 
-Text = tuple[list[int], int]
-"""Token ids, and how many of them are the prompt."""
-Sublayer = tuple[str, int]
-"""``("attention", layer)`` or ``("mlp", layer)``."""
+Text = tuple[list[int], int]  # token ids, and how many of them are the prompt
+Sublayer = tuple[str, int]  # ``("attention", layer)`` or ``("mlp", layer)``
 Speedup = Callable[[Sequence[Sequence[float]], int, float, Callable[[int], float]], float]
 """Of texts with these acceptances, at a draft length, with draft cost c and verification cost v(n)."""
 

@@ -20,8 +20,7 @@ from decode.measure.acceptance_offline import OfflineAlpha
 from decode.measure.cost import CostModel, round_costs
 from decode.measure.predict import best_length, replay
 
-EVEN = 0.01
-"""Share of the speedup by which lengths may differ that count as equally fast."""
+EVEN = 0.01  # share of the speedup by which lengths may differ that count as equally fast
 Schedule = list[list[int]]
 """vLLM's ``num_speculative_tokens_per_batch_size``: entries [first batch size, last batch size, drafted tokens], which
 begin at 1, are sorted and do not overlap. Beyond the last entry vLLM drafts as in it."""
@@ -129,11 +128,7 @@ class BatchForecast:
         )
 
     def to_dict(self, longest: int | None = None) -> dict[str, Any]:
-        """For JSON: the rows, the schedule as vLLM takes it, the batch size from which drafting loses, and the costs.
-
-        Args:
-            longest: the schedule's longest draft: vLLM wants none above ``num_speculative_tokens``.
-        """
+        """For JSON: the rows, vLLM's schedule of drafts up to `longest`, where drafting begins to lose, and the costs."""
         return {
             "batches": self.rows(),
             "num_speculative_tokens_per_batch_size": self.schedule(longest),

@@ -28,12 +28,9 @@ from decode.measure.transformers_baselines import TRANSFORMERS_BASELINES, quiet
 from decode.prompts.suites import Suite
 from decode.together import decode_texts
 
-FILLED = 2
-"""Prompts for each place of the batch, at least."""
-LONGEST_LIMIT = 15
-"""Costs are measured for drafts of this length, or of the longest to come."""
-WARM = 8
-"""Most new tokens of the texts that warm a method up."""
+FILLED = 2  # prompts for each place of the batch, at least
+LONGEST_LIMIT = 15  # costs are measured for drafts of this length, or of the longest to come
+WARM = 8  # most new tokens of the texts that warm a method up
 MEASURED = (
     "tokens_per_second", "tokens_per_second_ci95", "speedup", "speedup_ci95", "speedup_vs_generate",
     "speedup_vs_generate_ci95", "predicted_speedup", "seconds_per_text", "seconds_per_text_ci95", "seconds_per_token",
@@ -60,9 +57,6 @@ class Written:
 
 class BatchBenchmark:
     """Measures entries at several batch sizes.
-
-    Args:
-        session: the models, and the options of the measurement.
 
     Attributes:
         rows: results so far, of every batch size that is complete.

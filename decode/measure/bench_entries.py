@@ -22,8 +22,7 @@ from decode.methods import DRAFTED, HEADED, METHODS, SELF_SPECULATIVE, MethodInp
 from decode.models.eagle.head import FeatureHead
 from decode.models.other_vocabulary import DraftModel
 
-REFERENCE = "generate"
-"""What `speedup_vs_generate` is measured against, and what greedy texts have to equal."""
+REFERENCE = "generate"  # what `speedup_vs_generate` is measured against, and what greedy texts have to equal
 
 
 @dataclass(frozen=True)
@@ -241,11 +240,7 @@ def opponents(run: EntryRun, runs: Sequence[EntryRun]) -> dict[str, Record]:
 
 
 def check_entries(session: Session, entries: Sequence[BenchEntry]) -> None:
-    """Refuse what is missing before anything is measured.
-
-    Raises:
-        UserError: a draft or a store is missing.
-    """
+    """Refuse what is missing before anything is measured."""
     for entry in entries:
         if entry.needs_draft and entry.draft not in session.drafts:
             missing = f"no draft named {entry.draft!r}" if entry.draft else "no draft"

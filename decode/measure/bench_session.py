@@ -26,12 +26,9 @@ from decode.models.other_vocabulary import DraftModel, ForeignDraft
 from decode.models.text import Detokenizer, Message, chat_ids, prompt_ids, user_says
 from decode.prompts.suites import Prompt, Suite
 
-BASELINE = "autoregressive"
-"""The loop without a drafter, which `speedup` is measured against."""
-ANSWERED_AT_ONCE = 16
-"""First turns of chats that the target answers in a batch."""
-WIDE = (24, 32, 48, 64, 96)
-"""More n of v(n), for methods that verify trees."""
+BASELINE = "autoregressive"  # the loop without a drafter, which `speedup` is measured against
+ANSWERED_AT_ONCE = 16  # first turns of chats that the target answers in a batch
+WIDE = (24, 32, 48, 64, 96)  # more n of v(n), for methods that verify trees
 
 
 @dataclass
@@ -72,12 +69,6 @@ class Item:
 
 class Session:
     """A target and its drafts, opened for measurement on this machine.
-
-    Args:
-        model: the target.
-        drafts: draft models and feature heads by name.
-        tokenizer: of the target.
-        options: see `BenchOptions`.
 
     Attributes:
         runner: the target's.
@@ -187,15 +178,7 @@ class Session:
     def measure_costs(
         self, items: Sequence[Item], drafts: Iterable[str], *, longest: int = 0, trees: bool = False, repeats: int = 21
     ) -> None:
-        """Fill `costs` for the target alone and for each draft, in the middle of a typical text.
-
-        Args:
-            items: prompts, whose median length counts.
-            drafts: names of the drafts in use.
-            longest: the longest draft to come.
-            trees: also measure the widths of draft trees.
-            repeats: most turns of measurements.
-        """
+        """Fill `costs` for the target alone and for each draft, in the middle of a typical text."""
         context = int(statistics.median(len(i.ids) for i in items)) + self.options.max_new_tokens // 2
         widths = [*range(1, LONGEST + 2), *range(20, longest + 5, 4), *(WIDE if trees else ())]
         pairs: dict[str | None, Runner | None] = {None: None} | {name: self.drafts[name] for name in drafts}

@@ -47,12 +47,9 @@ from decode.models.text import Detokenizer, marked
 from decode.prompts.suites import Suite
 
 TREES = {"rest", "adaptix", "adaptix-best-first", "lookahead", "eagle-tree"}
-TURN_SEED = 101
-"""Distance of the seeds of a chat's turns."""
-Chat = Sequence[Item]
-"""The turns of one prompt."""
-Progress = Callable[[int, int, str], None]
-"""Called with texts done, texts in all, and what is being done."""
+TURN_SEED = 101  # distance of the seeds of a chat's turns
+Chat = Sequence[Item]  # the turns of one prompt
+Progress = Callable[[int, int, str], None]  # called with texts done, texts in all, and what is being done
 
 
 def by_prompt_of(items: Iterable[Item]) -> list[Chat]:
@@ -76,9 +73,6 @@ class ResultBlock:
 
 class Benchmark:
     """Measures entries on suites.
-
-    Args:
-        session: the models, and the options of the measurement.
 
     Attributes:
         blocks: results so far; after an interrupt the last one holds the prompts that all methods had finished.

@@ -13,17 +13,7 @@ from decode.measure.statistics import Record, bootstrap, speeds
 def category_rows(
     record: Record, of: Mapping[str, Record], categories: Sequence[str], seed: int
 ) -> list[dict[str, Any]]:
-    """One row for each category: speeds, block efficiency and α with their bootstrap intervals over prompts.
-
-    Args:
-        record: a method's texts.
-        of: the records that it is compared with (`speeds`).
-        categories: of each prompt.
-        seed: of the bootstrap.
-
-    Returns:
-        None where all prompts are of one category.
-    """
+    """One row for each category: speeds, block efficiency and α with their bootstrap intervals over prompts."""
     names = list(dict.fromkeys(categories[: len(record.texts)]))
     if len(names) < 2:
         return []

@@ -16,10 +16,8 @@ from decode.core.runner import Runner
 from decode.core.synchronize import synchronize
 from decode.models.other_vocabulary import ForeignRunner
 
-LONGEST = 15
-"""Draft lengths are compared up to here: v is measured for 1 to 16 tokens."""
-BURST = 5
-"""Most draft forwards in a row before a target forward is timed."""
+LONGEST = 15  # draft lengths are compared up to here: v is measured for 1 to 16 tokens
+BURST = 5  # most draft forwards in a row before a target forward is timed
 SETTLE, STEADY = 0.03, 8
 """Seconds of one-token target forwards until the processor has settled, and how many are timed then."""
 
@@ -188,8 +186,7 @@ class CostMeter:
         return self.cost()
 
 
-Texts = Sequence[Runner]
-"""A runner of each text."""
+Texts = Sequence[Runner]  # a runner of each text
 
 
 @contextmanager

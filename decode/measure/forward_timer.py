@@ -73,5 +73,4 @@ def time_forwards(*runners: Runner) -> Iterator[ForwardTimer]:
                 vars(runner).pop(name, None)
 
 
-WAYS = ("read", "read_texts", "read_subset", "read_subset_of_texts", "read_level")
-"""Methods that are forwards."""
+WAYS = ("read", "read_texts", "read_subset", "read_subset_of_texts", "read_level")  # methods that are forwards

@@ -14,8 +14,7 @@ from decode.core.errors import UserError
 from decode.core.runner import Runner
 from decode.core.synchronize import synchronize
 
-SLOW = 0.05
-"""Seconds of a one-token forward above which more threads always pay, and measuring that would take long."""
+SLOW = 0.05  # seconds of a one-token forward above which more threads always pay, and measuring that would take long
 
 
 def describe(device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -78,9 +77,6 @@ def set_threads(runner: Runner, threads: int | None = None) -> tuple[int, str]:
 
     Returns:
         The count, and a sentence that says why.
-
-    Raises:
-        UserError: fewer than one thread.
     """
     if threads is not None:
         if threads < 1:

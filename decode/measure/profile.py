@@ -21,10 +21,8 @@ from decode.measure.predict import best_length, predict, verdict
 from decode.measure.statistics import plain
 from decode.together import decode_texts
 
-OVERHEAD_PROMPTS = 4
-"""Texts that bookkeeping is measured on, one after another."""
-OVERHEAD_TOKENS = 24
-"""Most new tokens of each of them where several are decoded at once."""
+OVERHEAD_PROMPTS = 4  # texts that bookkeeping is measured on, one after another
+OVERHEAD_TOKENS = 24  # most new tokens of each of them where several are decoded at once
 BATCH_WIDTHS = (2, 3, 4, 5, 6, 8, 11, 16, 24)
 """The n of v(n) for several texts at once; what is between them is interpolated."""
 
@@ -114,17 +112,7 @@ def batch_costs(
     longest: int,
     context: int,
 ) -> list[CostModel]:
-    """Costs of a pair with bookkeeping at several batch sizes.
-
-    Args:
-        session: target and drafts.
-        draft: the draft's name there.
-        items: prompts that bookkeeping is measured on.
-        warp: the decoding mode.
-        sizes: texts at once.
-        longest: longest draft to come.
-        context: tokens in the caches while measuring.
-    """
+    """Costs of a pair with bookkeeping at several batch sizes."""
     found: list[CostModel] = []
     widths = [n for n in BATCH_WIDTHS if n <= longest + 1]
     for size in sorted(set(sizes)):

@@ -18,12 +18,6 @@ def suite_alphas(session: Session, suite: str, items: Sequence[Item], temperatur
 
     The model's own repetition penalty and processors apply; top-k, top-p and min-p do not, whatever decoding uses.
 
-    Args:
-        session: target and drafts.
-        suite: its name.
-        items: its prompts; turns are texts of their own.
-        temperature: of both sides.
-
     Returns:
         Rows with ``suite``, ``temperature``, ``draft``, ``category`` ("" is all), ``alpha``, ``alpha_se``,
         ``alpha_ci95`` (over prompts), ``positions`` and ``prompts``.

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-GROWTH = 2.5
-"""Memory that caches take for a moment while they grow, in caches."""
+GROWTH = 2.5  # memory that caches take for a moment while they grow, in caches
 
 
 def rows_that_fit(

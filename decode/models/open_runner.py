@@ -23,8 +23,7 @@ from decode.models.runners.longrope import LongRopeRunner, longrope_boundary
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Differences of logits that rounding explains, in standard deviations; 0.1 in 16 bits."""
-NEAR = 64
-"""Largest attention window whose end the check reads past."""
+NEAR = 64  # largest attention window whose end the check reads past
 
 
 def open_runner(model: PreTrainedModel, *, fast: bool = True, compile: str = "none", pack: str = "off") -> Runner:
@@ -76,12 +75,7 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, compile: str = "no
 
 
 def fast_if_equal(model: PreTrainedModel, pack: str = "off") -> FastRunner | None:
-    """The hand-written forward of a model that it knows, once it has reproduced its logits; else None.
-
-    Args:
-        model: the model.
-        pack: see `open_runner`.
-    """
+    """The hand-written forward of a model that it knows, once it has reproduced its logits; else None."""
     if not supports(model):
         return None
     quick = fast_runner(model, pack=pack)
@@ -97,11 +91,7 @@ def fast_if_equal(model: PreTrainedModel, pack: str = "off") -> FastRunner | Non
 
 
 def refuse_unserved(model: PreTrainedModel) -> None:
-    """Refuse architectures whose state cannot be rolled back after a rejected draft.
-
-    Raises:
-        UserError: naming the model, the reason and what to use instead.
-    """
+    """Refuse architectures whose state cannot be rolled back after a rejected draft."""
     config: Any = model.config
     text = config.get_text_config()
     name = f"{type(model).__name__} ({config.model_type})"
@@ -124,14 +114,7 @@ def _unserved(name: str, reason: str) -> UserError:
 
 
 def open_draft_runner(draft: DraftModel, target: PreTrainedModel, compile: str = "none", pack: str = "off") -> Runner:
-    """The runner of a draft model, of one of another vocabulary, or of a feature head (never compiled) over its target.
-
-    Args:
-        draft: what drafts.
-        target: the model it drafts for.
-        compile: see `open_runner`.
-        pack: see `open_runner`.
-    """
+    """The runner of a draft model, of one of another vocabulary, or (never compiled) of a feature head."""
     if isinstance(draft, FeatureHead):
         return HeadRunner(draft, target, pack)
     if isinstance(draft, ForeignDraft):
@@ -181,9 +164,6 @@ def compare(model: PreTrainedModel, runner: Runner) -> RunnerCheck:
     """Read a text in pieces, roll back and read another, then a tree of which a path is kept: against fresh forwards.
 
     About ten forwards of a few tokens; past the end of the attention window where that is at most `NEAR`.
-
-    Raises:
-        UserError: logits that are not finite.
     """
     config: Any = model.config.get_text_config()
     windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size"))

@@ -31,18 +31,13 @@ class ForeignDraft:
         return self.model.generation_config
 
 
-DraftModel = PreTrainedModel | FeatureHead | ForeignDraft
-"""What can draft for a target, besides its own layers."""
+DraftModel = PreTrainedModel | FeatureHead | ForeignDraft  # what can draft for a target, besides its own layers
 
 
 class ForeignRunner(Runner):
     """Reads the target's ids and gives logits over them, while the cache holds the translated text.
 
     Drafters need not know: `length`, `truncate` and the ids are the target's throughout.
-
-    Args:
-        runner: the draft model's own.
-        vocabulary: the intersection with the target's.
 
     Attributes:
         limit: tokens of the target that fit if every one is a single token for the draft; `room` knows better.

@@ -13,10 +13,8 @@ from transformers import PreTrainedModel
 from decode.models.eagle.head import FeatureHead, output_head, rows_of_states
 from decode.models.other_vocabulary import DraftModel, ForeignDraft, foreign_logits
 
-Text = tuple[Sequence[int], int]
-"""Token ids, and how many of them are the prompt."""
-TOKENS, LOGITS = 4096, 1 << 25
-"""Most tokens and most logits of a forward, unless one text has more."""
+Text = tuple[Sequence[int], int]  # token ids, and how many of them are the prompt
+TOKENS, LOGITS = 4096, 1 << 25  # most tokens and most logits of a forward, unless one text has more
 
 
 @dataclass
@@ -35,12 +33,6 @@ def teacher_forced(
     target: PreTrainedModel, drafts: Mapping[str, DraftModel], texts: Sequence[Text], *, depth: int = 1
 ) -> Iterator[Forced]:
     """Read all texts that have a response with the target and with every draft, those of similar length together.
-
-    Args:
-        target: p.
-        drafts: q, by name.
-        texts: token ids, and how many of them are the prompt.
-        depth: drafted tokens that feature heads are asked about.
 
     Yields:
         The logits of each text, shortest text first.

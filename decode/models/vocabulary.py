@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
 
-LEAST = 100
-"""Fewest tokens an intersection may have: less does not even spell the letters, digits and signs of English."""
+LEAST = 100  # fewest tokens an intersection may have: less does not even spell the letters, digits and signs of English
 BOS, EOS = "<bos>", "<eos>"
 Token = bytes | str
 """A token whatever its tokenizer: the bytes of its text; `BOS`, `EOS` or the content of another special token."""
@@ -37,11 +36,6 @@ BYTES = {character: byte for byte, character in enumerate(CHARACTERS)}
 
 class Vocabulary:
     """The tokens of one tokenizer that its model knows.
-
-    Args:
-        tokenizer: a byte-level or a SentencePiece-like one.
-        size: ids that the model knows.
-        whose: for errors.
 
     Attributes:
         tokens: by id.

@@ -8,8 +8,7 @@ from decode.papers import Paper
 from decode.papers.claims import Claim, judge, ratio_text, speed_ratio
 from decode.papers.results import Block, PaperTable, Result, Results, number, published
 
-PUBLISHED = published("adasd")
-"""Tables 3 (GSM8K), 4 (HumanEval) and 5 (MMLU); tables 1 and 2 repeat parts of them."""
+PUBLISHED = published("adasd")  # tables 3 (GSM8K), 4 (HumanEval) and 5 (MMLU); tables 1 and 2 repeat parts of them
 COLUMNS = ("tks/sec", "JSDist", "#cand", "#match", "AccRate", "acc", "speedup")
 ROWS = {
     "Target": "autoregressive",

@@ -80,12 +80,7 @@ class Claim:
 def judge(
     runs: Mapping[str, Results], claims: Callable[[Results, Block], Iterable[Claim]] | Sequence[Claim]
 ) -> list[Ordering]:
-    """The claims on every block of every configuration, where both methods were measured.
-
-    Args:
-        runs: results by configuration.
-        claims: the same for all blocks, or those of a block.
-    """
+    """The claims on every block of every configuration, where both methods were measured."""
     return [
         ordering
         for results in runs.values()

@@ -13,8 +13,7 @@ from decode.measure.cost import CostModel
 from decode.report.tables import markdown_table, mode
 
 Row = Mapping[str, Any]
-Block = tuple[str, float]
-"""A suite and a temperature."""
+Block = tuple[str, float]  # a suite and a temperature
 
 
 def published(name: str) -> list[dict[str, str]]:

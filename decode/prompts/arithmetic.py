@@ -30,8 +30,7 @@ DERIVED = re.compile(r"(\w)=(\w+)([-+*/])(\w+)")
 
 
 T = TypeVar("T")
-Sum = tuple[str, str, str, str]
-"""Name of the result, left operand, operator, right operand."""
+Sum = tuple[str, str, str, str]  # name of the result, left operand, operator, right operand
 
 
 Range = tuple[int, int]
@@ -133,9 +132,6 @@ def problem(seed: int, split: str, index: int, difficulty: int = 1) -> Problem:
         index: position in the sequence, from 0.
         difficulty: 1 (one or two calculations, results below 100), 2 (two or three, below 1000) or
             3 (two to four, below 10000).
-
-    Raises:
-        UserError: unknown split or difficulty.
     """
     if split not in SPLITS:
         raise UserError(f"split {split!r} is unknown: choose train, validation or test")

@@ -107,5 +107,4 @@ def _presets() -> dict[str, Preset]:
     return found
 
 
-PRESETS = _presets()
-"""Every known data set by its name in ``data.source`` and ``--suite``."""
+PRESETS = _presets()  # every known data set by its name in ``data.source`` and ``--suite``

@@ -30,8 +30,7 @@ OPEN = Path(__file__).with_name("open.txt")
 """Open questions without a right answer, written for this project: long, free text to measure speed on."""
 RECOGNISED = ("humaneval", "mbpp", "mmlu", "spec_bench", "ultrachat", "cnn_dailymail", "xsum", "gsm8k", "alpaca")
 """Presets that a file is recognised as by its columns, the more particular ones first."""
-DEFAULT_LIMIT = 100
-"""Problems of the arithmetic suite, which has no end, where no limit is given."""
+DEFAULT_LIMIT = 100  # problems of the arithmetic suite, which has no end, where no limit is given
 
 T = TypeVar("T")
 Score = Callable[["Prompt", str], float]
@@ -135,11 +134,7 @@ def _parse(spec: str) -> tuple[str, str, str | None]:
 
 
 def _recognise(path: str) -> str:
-    """The preset whose columns a file has, or ``prompts``.
-
-    Raises:
-        UserError: the file cannot be read, or its columns are of neither kind.
-    """
+    """The preset whose columns a file has, or ``prompts``."""
     row = read_rows(path)[0]
     for name in RECOGNISED:
         if all(column in row for column in PRESETS[name].columns) and (name != "gsm8k" or "####" in str(row["answer"])):
@@ -234,8 +229,7 @@ def _prompt(identity: str, preset: Preset, row: Row) -> Prompt:
     return Prompt(identity, preset.prompt(row), reference, _category(preset, row), turns)
 
 
-OWN = ("prompt", "turns", "text", "question")
-"""Columns that a prompt of one's own is read from."""
+OWN = ("prompt", "turns", "text", "question")  # columns that a prompt of one's own is read from
 
 
 def _own_prompt(place: int, row: Row) -> Prompt:

@@ -33,10 +33,8 @@ FIGURE_BYTES, SAMPLE_BYTES = 400_000, 150_000
 """What plots and samples may take of the page; the rest stays on the runs' own pages, and the page says so."""
 LEFT_OUT = "The {} of {} older comparisons are on the pages of their runs."
 FIGURES = ("tv_spent", "accuracy", "predicted", "positions")
-OPEN = 12
-"""Answers that are open from the start."""
-SAMPLED = 4
-"""Methods whose texts are laid side by side."""
+OPEN = 12  # answers that are open from the start
+SAMPLED = 4  # methods whose texts are laid side by side
 COLUMNS = [
     COLUMN[key]
     for key in (
@@ -47,15 +45,7 @@ COLUMNS = [
 
 
 def write_all_runs(runs: Sequence[str] = (), output: str | None = None) -> None:
-    """Write the page of all runs, and print where.
-
-    Args:
-        runs: folders; none: ``runs``.
-        output: the page; None: index.html in the folder that holds the runs.
-
-    Raises:
-        UserError: no run, or no report in any of them.
-    """
+    """Write the page of all runs, and print where."""
     comparisons, notes = read_runs(find_reports(list(runs) or ["runs"]))
     first = Path((*runs, "runs")[0]).resolve()
     file = Path(output) if output else (first.parent if runs else first) / "index.html"

@@ -53,8 +53,7 @@ LENGTHS = {
     True: "The end-of-text token is ignored and all texts have the full length, so that speeds are comparable "
     "whatever was written; accuracy is then not a measure of anything.",
 }
-TESTED = 30
-"""Rounds that must have reached a position for its acceptance rate to be drawn."""
+TESTED = 30  # rounds that must have reached a position for its acceptance rate to be drawn
 QUALITIES = {
     "tv_spent": "TV spent: mean of a(x) − min(1, p(x)/q(x))",
     "accuracy": "accuracy: mean score of the suite's own scorer",

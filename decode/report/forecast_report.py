@@ -13,10 +13,8 @@ from decode.measure.statistics import plain
 from decode.report.page import Column
 from decode.report.tables import console_table
 
-FIELD = "num_speculative_tokens_per_batch_size"
-"""vLLM's name of the draft lengths by batch size."""
-WIDE = 8
-"""Most draft lengths in the terminal's table."""
+FIELD = "num_speculative_tokens_per_batch_size"  # vLLM's name of the draft lengths by batch size
+WIDE = 8  # most draft lengths in the terminal's table
 
 
 def forecast_tables(forecast: BatchForecast) -> Iterator[Table | str]:

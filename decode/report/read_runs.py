@@ -13,10 +13,8 @@ from decode.measure import machine
 from decode.report.tables import mode
 
 Row = dict[str, Any]
-DEPTH = 3
-"""How far below a given folder reports are looked for; `runs/papers/<paper>/<scale>` is found from `runs/*`."""
-NEEDED = {"name", "suite", "temperature"}
-"""What every row about a method carries."""
+DEPTH = 3  # how far below a given folder reports are looked for; `runs/papers/<paper>/<scale>` is found from `runs/*`
+NEEDED = {"name", "suite", "temperature"}  # what every row about a method carries
 DEFAULTS: Row = {"method": "", "peer": False, "lossless": False}
 
 
@@ -48,11 +46,7 @@ class Comparison:
 
 
 def find_reports(paths: Sequence[str]) -> list[Path]:
-    """The report.json files at or below the given folders; files of other names are passed over.
-
-    Raises:
-        UserError: a path does not exist, or there is no report at all.
-    """
+    """The report.json files at or below the given folders; files of other names are passed over."""
     found: dict[Path, None] = {}
     for name in paths:
         path = Path(name)

@@ -29,8 +29,7 @@ ALPHA_COLUMNS = [
 """Columns of offline α."""
 
 COLUMN = {column.key: column for column in COLUMNS}
-MOST_LINES = 40
-"""Longer tables by category are for the page."""
+MOST_LINES = 40  # longer tables by category are for the page
 SHORT = {
     "name": "method", "mark": "", "draft_length": "k", "tokens_per_second": "tokens/s", "speedup": "speedup",
     "speedup_vs_generate": "/generate", "predicted_speedup": "predicted", "block_efficiency": "block", "alpha": "α",

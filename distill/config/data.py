@@ -94,11 +94,7 @@ class DataSettings:
         return _unescaped(self.prompt_template), _unescaped(self.response_template)
 
     def validate(self) -> None:
-        """Checks every value that can be judged without reading data.
-
-        Raises:
-            UserError: naming the key, its value and what it may be.
-        """
+        """Checks every value that can be judged without reading data."""
         check_numbers(self, "data.")
         if self.train_limit is None and self.source == "arithmetic" and self.train_file is None:
             raise UserError(
@@ -118,11 +114,7 @@ class DataSettings:
             raise UserError("data.prompt_template and data.response_template go together: give both or neither")
 
     def _validate_prompts(self) -> None:
-        """What holds for prompts that the target writes.
-
-        Raises:
-            UserError: naming the key.
-        """
+        """What holds for prompts that the target writes."""
         self.prompts.validate()
         if self.train_limit is None:
             raise UserError(

@@ -4,5 +4,4 @@ from typing import Literal, get_args
 
 DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "kl_tv"]
 
-DIVERGENCES: tuple[str, ...] = get_args(DivergenceName)
-"""All of them."""
+DIVERGENCES: tuple[str, ...] = get_args(DivergenceName)  # all of them

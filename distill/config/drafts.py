@@ -16,8 +16,7 @@ Scope = Literal["microbatch", "sequence", "global"]
 Normalisation = Literal["paper", "response", "official"]
 SelectBy = Literal["delta", "acceptance_gain"]
 
-PLAIN = "adaspec"
-"""The name of AdaSPEC as published; a variation has to bear another one."""
+PLAIN = "adaspec"  # the name of AdaSPEC as published; a variation has to bear another one
 
 TAKEN = ("target", "initial", "reference", "draft", "undistilled", "distillspec", "untrained", "eagle", "eagle-adaspec")
 """Names of stages and of the other standard drafts in reports."""
@@ -127,11 +126,7 @@ class ComparisonSettings(AdaSpecSettings):
 
 
 def check_names(draft: AdaSpecSettings, comparisons: Sequence[ComparisonSettings]) -> None:
-    """Refuse names that would stand for two drafts, or for a folder that is something else.
-
-    Raises:
-        UserError: naming the key.
-    """
+    """Refuse names that would stand for two drafts, or for a folder that is something else."""
     if draft.name in TAKEN:
         raise UserError(f"draft.name is {draft.name!r}, which is taken: choose another, or {PLAIN} for AdaSPEC")
     names = [comparison.name for comparison in comparisons]

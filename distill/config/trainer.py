@@ -122,11 +122,7 @@ class TrainerSettings:
 
 
 def _instances(where: str, kind: Any, value: Any) -> Any:
-    """Objects from ``class_path`` and ``init_args``, as LightningCLI makes them.
-
-    Raises:
-        UserError: No such class, or arguments that it does not take.
-    """
+    """Objects from ``class_path`` and ``init_args``, as LightningCLI makes them."""
     from jsonargparse import ArgumentError, ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)

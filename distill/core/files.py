@@ -103,11 +103,7 @@ def fingerprint(*parts: object) -> str:
 
 @contextmanager
 def only_one(path: Path) -> Iterator[None]:
-    """Keeps a second process out of a run's folder. The lock ends with the process, however it ends.
-
-    Raises:
-        UserError: Another process holds it.
-    """
+    """Keeps a second process out of a run's folder. The lock ends with the process, however it ends."""
     try:
         import fcntl
     except ImportError:  # Windows has no such lock

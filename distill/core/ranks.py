@@ -17,8 +17,7 @@ from decode.core.errors import UserError
 
 Found = TypeVar("Found")
 
-EVERY = 0.2
-"""Seconds between two looks at the disk."""
+EVERY = 0.2  # seconds between two looks at the disk
 
 
 def rank() -> int:

@@ -19,8 +19,7 @@ FOLDERS = ("target", "initial", "reference", "draft")
 NAMES = {"initial": "undistilled", "reference": "distillspec", "draft": "adaspec"}
 """How reports call the drafts that the stages make."""
 
-HEAD_NAMES = {"initial": "untrained", "reference": "eagle", "draft": "eagle-adaspec"}
-"""How they call feature heads."""
+HEAD_NAMES = {"initial": "untrained", "reference": "eagle", "draft": "eagle-adaspec"}  # how they call feature heads
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ FEATURES, INSIDE = "features", "target_inside"
 """Names of the values: the captured states ``[tokens, feature width]``; and ``[label tokens, 2]``, how much probability
 the target gives to the head's ids together, and whether its most probable token is one of them."""
 
-SOME_ROWS = 256
-"""Rows whose logits over the whole vocabulary are in memory at a time."""
+SOME_ROWS = 256  # rows whose logits over the whole vocabulary are in memory at a time
 
 
 class FeatureSource:

@@ -38,8 +38,7 @@ from distill.core.run_dir import RunDir, account_of
 from distill.data import Corpus, prompt_part
 from distill.evaluation.analysis import Histograms, lifts
 
-Text = tuple[list[int], int]
-"""Token ids, and how many of them are the prompt."""
+Text = tuple[list[int], int]  # token ids, and how many of them are the prompt
 PROFILE_TURNS, COST_TURNS = 12, 8
 """Measurements of costs for the profile, and within a block of timed texts (one a prompt where there are more)."""
 

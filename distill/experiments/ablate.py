@@ -36,8 +36,7 @@ from distill.pipeline.runner import alone_in, run_of, run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 from distill.teacher.signal_cache import Array, cached
 
-MODES = {"sampled": 1.0, "greedy": 0.0}
-"""Decoding modes and their temperatures."""
+MODES = {"sampled": 1.0, "greedy": 0.0}  # decoding modes and their temperatures
 
 Text = tuple[list[int], int]
 
@@ -71,9 +70,6 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
 
     Returns:
         The folder of ``ablation.json`` and ``ablation.md``.
-
-    Raises:
-        UserError: Settings that cannot be used.
     """
     settings.validate()
     settings.ablation.validate()
@@ -119,12 +115,7 @@ def drafted(name: str, seed: int) -> str:
 
 
 class Meter:
-    """Measures drafts on texts that the target wrote once.
-
-    Args:
-        bench: Settings, data and folder.
-        batch_size: Prompts answered at a time.
-    """
+    """Measures drafts on texts that the target wrote once."""
 
     def __init__(self, bench: StageContext, batch_size: int) -> None:
         self.bench, self.folder = bench, bench.run.work / "ablation"

@@ -46,8 +46,7 @@ from distill.teacher.target_distribution import TargetSignal, TargetSource
 from distill.training.distillation import DistillModule
 from distill.training.trainer import fit
 
-WARM = 5
-"""Steps that are not timed."""
+WARM = 5  # steps that are not timed
 
 
 @dataclass
@@ -100,11 +99,7 @@ class TrainingCase:
 
 
 def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict[str, Any]:
-    """Measures, prints a table, writes the numbers.
-
-    Raises:
-        UserError: Settings that cannot be used.
-    """
+    """Measures, prints a table, writes the numbers."""
     settings.validate()
     settings.speed.validate()
     hf_logging.disable_progress_bar()

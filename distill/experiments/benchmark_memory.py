@@ -23,8 +23,7 @@ BUFFERS = 14
 """Copies of all rows times the vocabulary that the straightforward loss may have alive at once, for a guess of its
 needs; the figure reported is measured."""
 
-Size = tuple[int, int, int]
-"""Rows, vocabulary, width of the hidden states."""
+Size = tuple[int, int, int]  # rows, vocabulary, width of the hidden states
 
 
 def loss_memory(rows: int, vocab: int, width: int, threads: int) -> dict[str, Any]:

@@ -15,10 +15,8 @@ from decode.models.eagle.files import default_captured_layers
 from decode.models.eagle.head import FeatureHead
 
 HERE = Path(__file__).parent
-KINDS = {1: "eagle", 3: "eagle3"}
-"""Kinds of feature heads, by the version of EAGLE."""
-TOKEN_MAP = "token_map.pt"
-"""The ids that an EAGLE-1 head of a reduced vocabulary drafts, as SGLang reads them."""
+KINDS = {1: "eagle", 3: "eagle3"}  # kinds of feature heads, by the version of EAGLE
+TOKEN_MAP = "token_map.pt"  # the ids that an EAGLE-1 head of a reduced vocabulary drafts, as SGLang reads them
 ROWS = (
     ("offline_alpha", "acceptance rate α, offline", "mean of Σ min(p, q) over the target's own texts"),
     ("alpha", "acceptance rate α, while decoding", "mean of Σ min(p, q) over tested positions"),
@@ -35,10 +33,6 @@ ROWS = (
 
 def export_profile(report: Mapping[str, Any], draft: str = "adaspec") -> dict[str, Any]:
     """What a run's report says of one draft, as `distill.export.draft.export_draft` wants it.
-
-    Args:
-        report: as `distill.report.write.write_report` takes it.
-        draft: name of the exported draft in the report.
 
     Returns:
         The numbers of the draft at its fastest measured greedy length. `best_draft_length` is absent if greedy

@@ -122,9 +122,6 @@ def check_export_path(out_dir: str | Path) -> None:
     """Refuses a destination that vLLM would misread, or that holds something other than a model.
 
     Cheap: call it before training starts.
-
-    Raises:
-        UserError: naming the offending part of the path.
     """
     path = Path(out_dir).resolve()
     for name in SNIFFED_NAMES:
@@ -143,11 +140,7 @@ def check_export_path(out_dir: str | Path) -> None:
 
 
 def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Requires that ids mean the same tokens in both, and that probe texts are split alike.
-
-    Raises:
-        UserError: with the first id or piece that differs, and both strings.
-    """
+    """Requires that ids mean the same tokens in both, and that probe texts are split alike."""
     check_tokenizers(target, draft)
     for text in PROBE_TEXTS:
         a, b = target(text)["input_ids"], draft(text)["input_ids"]
@@ -238,11 +231,7 @@ def add_legacy_fields(path: Path) -> None:
 
 
 def draft_length(profile: Mapping[str, Any], settings: ExportSettings) -> int:
-    """The draft length set, or else the best measured one.
-
-    Raises:
-        UserError: neither is a length.
-    """
+    """The draft length set, or else the best measured one."""
     length = settings.draft_length if settings.draft_length is not None else profile.get("best_draft_length")
     if not isinstance(length, int) or length < 0 or (settings.draft_length == 0):
         raise UserError(

@@ -55,17 +55,6 @@ def export_head(
 ) -> Path:
     """Export a head; an earlier export in the same place is replaced once the new one is complete.
 
-    Args:
-        head_dir: the trained head.
-        target_dir: its target.
-        out_dir: destination.
-        profile: what was measured, as for `distill.export.draft.export_draft`.
-        settings: number format and draft length.
-        trust_remote_code: run the code that the target's folder brings.
-
-    Returns:
-        `out_dir`.
-
     Raises:
         UserError: a destination that holds something else, or a missing draft length.
     """
@@ -152,11 +141,7 @@ def check_files(folder: Path) -> None:
 
 
 def _check_version_3(config: Mapping[str, Any], tables: list[str]) -> None:
-    """Refuses what vLLM and SGLang do not load, or read otherwise.
-
-    Raises:
-        RuntimeError: naming it.
-    """
+    """Refuses what vLLM and SGLang do not load, or read otherwise."""
     if tables:
         raise RuntimeError(
             f"The exported head drafts every token of the target and holds {', '.join(tables)}, for which vLLM makes "
@@ -168,11 +153,7 @@ def _check_version_3(config: Mapping[str, Any], tables: list[str]) -> None:
 
 
 def check_head_path(out_dir: str | Path, version: int) -> None:
-    """Refuse a destination that vLLM would misread, or that holds something other than a model.
-
-    Raises:
-        UserError: naming the offending part.
-    """
+    """Refuse a destination that vLLM would misread, or that holds something other than a model."""
     path = Path(out_dir).resolve()
     if version == 1 and "eagle3" in str(path).lower():
         raise UserError(

@@ -39,8 +39,7 @@ class Writer(Protocol):
         ...
 
 
-Place = tuple[int, int]
-"""A step, and the place of an example in it."""
+Place = tuple[int, int]  # a step, and the place of an example in it
 
 
 @dataclass
@@ -84,11 +83,7 @@ class OnPolicy:
         return {"window": self._window, "texts": self._texts, "label_tokens": self.label_tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes it back.
-
-        Raises:
-            UserError: it was written by another number of processes.
-        """
+        """Takes it back."""
         if state["texts"] and len(state["texts"]) != ranks.world():
             raise UserError(
                 f"the checkpoint holds texts of {len(state['texts'])} processes and this run has {ranks.world()}: "

@@ -15,24 +15,14 @@ from decode.core.errors import UserError
 from distill.config.responses import ResponseSettings
 from distill.generation.response_store import Answer, Job, Response, encode_answer
 
-AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
-"""Answers that a later try may better."""
-LONGEST_WAIT = 30.0
-"""Seconds between two tries, at most."""
+AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}  # answers that a later try may better
+LONGEST_WAIT = 30.0  # seconds between two tries, at most
 
 
 def answered_by_server(
     settings: ResponseSettings, seed: int, tokenizer: PreTrainedTokenizerBase, ends: Collection[int], target: Path
 ) -> Answer:
-    """Answers by the server of ``settings.server``, each as soon as it comes.
-
-    Args:
-        settings: Sampling and server.
-        seed: Sent with every request, different for each; what servers make of it differs.
-        tokenizer: The target's; responses come as text.
-        ends: End-of-text tokens.
-        target: The target's folder, named in the advice where no server answers.
-    """
+    """Answers by the server of ``settings.server``, each as soon as it comes."""
     client = Client(settings, seed, tokenizer, ends, target)
 
     def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:

@@ -24,8 +24,7 @@ from distill.losses.head_gradients import HeadGradients, RowIndex, chunk_rows, r
 from distill.models.lm_head import LMHead
 from distill.models.precision import autocast_to_bfloat16, loss_precision
 
-KEPT = 1 << 26
-"""Bytes of row gradients that are kept between the passes at most; above, they are computed again."""
+KEPT = 1 << 26  # bytes of row gradients that are kept between the passes at most; above, they are computed again
 
 LATE = 1 << 22
 """Bytes of one model's log-probabilities up to which distributions are kept instead, and gradients computed for the

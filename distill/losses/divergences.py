@@ -19,8 +19,7 @@ from torch import Tensor
 
 from distill.config.divergences import DivergenceName
 
-HYBRID_DECAY = 3.0
-"""η of the hybrid's weight exp(-η·α), the value of its paper."""
+HYBRID_DECAY = 3.0  # η of the hybrid's weight exp(-η·α), the value of its paper
 
 
 class TokenDistributions:
@@ -112,8 +111,7 @@ class FoldedDistributions(TokenDistributions):
         return whole.scatter_(1, self.ids, gradient[:, :k])
 
 
-LEAST_TAIL = 1e-7
-"""The tail's probability at least: the accuracy of a float32 sum of 1."""
+LEAST_TAIL = 1e-7  # the tail's probability at least: the accuracy of a float32 sum of 1
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,12 @@ from distill.models.lm_head import LMHead
 CPU_CHUNK, CUDA_CHUNK = 1 << 21, 1 << 28
 """Bytes of one ``[chunk, vocab]`` float32 buffer: a few of them fit a CPU's cache, or keep a GPU busy."""
 
-FEWEST_ROWS = 64
-"""Rows of a chunk at least: the head's weights are read once a chunk."""
+FEWEST_ROWS = 64  # rows of a chunk at least: the head's weights are read once a chunk
 
 WAITING = 1 << 23
 """Bytes of gradients whose share of the weight's is added at once: all of that is read and written each time."""
 
-RowIndex = slice | Tensor
-"""Which rows: a range, or indices."""
+RowIndex = slice | Tensor  # which rows: a range, or indices
 
 
 def can_fuse(head: LMHead) -> bool:

@@ -70,13 +70,7 @@ def divergence_of(settings: DistillSettings, name: DivergenceName | None = None)
 
 
 def objective_of(draft: AdaSpecSettings, reference: DistillSettings, steps: int) -> Objective:
-    """The objective that a draft's settings describe.
-
-    Args:
-        draft: Its settings.
-        reference: Those of DistillSpec, whose divergence it has unless it names another.
-        steps: Optimiser steps in all.
-    """
+    """The objective that a draft's settings describe."""
     loss, warmup = divergence_of(reference, draft.divergence), round(draft.kl_first * steps)
     if isinstance(draft, ComparisonSettings) and draft.method == "distillspec":
         return Objective(loss, warmup=warmup)

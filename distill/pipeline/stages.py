@@ -51,8 +51,7 @@ from distill.training.causal_lm import CausalLMModule
 from distill.training.distillation import DistillModule, token_counts
 from distill.training.trainer import fit
 
-MOST_SELECTED = 100
-"""Entries of the list of tokens that AdaSPEC selects most."""
+MOST_SELECTED = 100  # entries of the list of tokens that AdaSPEC selects most
 
 
 @dataclass

@@ -7,8 +7,7 @@ from decode.report import plots
 from distill.report.summary import display, drafted, exported, fastest
 
 Row = Mapping[str, Any]
-Plot = tuple[str, str]
-"""SVG and caption."""
+Plot = tuple[str, str]  # SVG and caption
 
 COLOURS = {
     display(name): colour

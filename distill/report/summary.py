@@ -20,8 +20,7 @@ NAMES = {
     "generate": "model.generate",
     "generate-assistant": "generate(assistant_model)",
 }
-UNTRAINED = ("undistilled", "untrained")
-"""Drafts as they are before distillation."""
+UNTRAINED = ("undistilled", "untrained")  # drafts as they are before distillation
 
 
 @dataclass(frozen=True)

@@ -51,13 +51,7 @@ class DistillData(Generic[Target]):
 
 
 def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> DistillData[TargetSource]:
-    """The target as a source of logits, and examples with the cached values that the distillation needs.
-
-    Args:
-        context: Settings, data and folder.
-        objective: Of the draft.
-        share: Of the examples whose responses the draft will write itself.
-    """
+    """The target as a source of logits, and examples with the cached values that the distillation needs."""
     folder = context.run.work / "signals"
     wanted = context.settings.target
     model = load_model(context.run.target, device="cpu", dtype=wanted.dtype, trust_remote_code=wanted.trust_remote_code)
@@ -127,13 +121,6 @@ def _signal(context: StageContext, model: PreTrainedModel) -> TargetSignal:
 
 def announce(context: StageContext, what: str, size: int, tokens: int, seconds: float) -> None:
     """Tells the size of the target's values and the time they take, before they are made.
-
-    Args:
-        context: Settings and console.
-        what: What is kept.
-        size: Bytes on disk.
-        tokens: Label tokens.
-        seconds: Measured on a few examples.
 
     Raises:
         UserError: It is above the limit.

@@ -67,8 +67,7 @@ class Kept:
         return array if array.shape == self.shape and array.dtype == self.dtype else None
 
 
-Part = tuple[slice, Array]
-"""A range of rows and their values."""
+Part = tuple[slice, Array]  # a range of rows and their values
 
 
 def cached(
@@ -255,11 +254,7 @@ def _loss_parts(
 
 
 def check_finite(values: Tensor, what: str, examples: NDArray[np.int64]) -> None:
-    """Refuses values that are not numbers.
-
-    Raises:
-        UserError: naming the examples.
-    """
+    """Refuses values that are not numbers."""
     if not values.isfinite().all():
         raise UserError(
             f"the {what} are not finite in a batch of examples {sorted(examples.tolist())}: if target.dtype is "

@@ -165,8 +165,7 @@ class TargetSignal:
         return HiddenRows(values.view(torch.bfloat16) if values.dtype == torch.int16 else values, head)
 
 
-SOME_ROWS = 256
-"""Rows whose whole logits are in memory at a time while what is kept of them is taken."""
+SOME_ROWS = 256  # rows whose whole logits are in memory at a time while what is kept of them is taken
 
 
 class TargetSource:

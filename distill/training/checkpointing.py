@@ -106,13 +106,7 @@ class ResumeCheckpoint(_Movable):
 
 
 class BestWeights(_Movable):
-    """The weights of the best validation, as ``best-N.ckpt``.
-
-    Args:
-        folder: Where they go.
-        monitor: The logged metric that decides.
-        mode: Whether larger or smaller is better.
-    """
+    """The weights of the best validation, as ``best-N.ckpt``."""
 
     keep: Callable[[], Any] = staticmethod(tuple)
 
@@ -133,11 +127,7 @@ class BestWeights(_Movable):
             super()._remove_checkpoint(trainer, filepath)
 
     def restore(self, model: nn.Module) -> None:
-        """Loads them.
-
-        Raises:
-            UserError: There was no validation.
-        """
+        """Loads them."""
         if not self.best_model_path:
             raise UserError("the stage ended before its first validation, so there are no weights to keep")
         state = torch.load(self.best_model_path, map_location="cpu", weights_only=True)["state_dict"]
@@ -145,12 +135,7 @@ class BestWeights(_Movable):
 
 
 def newest_sound(folder: Path, note: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint to go on from that is sound and whose best weights are; others are removed.
-
-    Args:
-        folder: Of the checkpoints.
-        note: Shows a line about what was found.
-    """
+    """The newest checkpoint to go on from that is sound and whose best weights are; others are removed."""
     candidates = sorted(folder.glob("step-*.ckpt"), reverse=True)
     for path in candidates:
         if is_sound(path) and all(is_sound(folder / Path(best).name) for best in _best_named_in(path)):

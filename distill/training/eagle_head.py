@@ -23,11 +23,6 @@ class HeadModule(DistillModule):
 
     EAGLE-1 adds the feature regression, on all label tokens. The other losses are of those whose most probable token
     of the target the head can draft, and a selection ranks them by ΔL at each drafting step.
-
-    Args:
-        model: the head.
-        target: the target.
-        settings: drafting steps and the weights of their losses.
     """
 
     model: FeatureHead

@@ -10,8 +10,7 @@ from torch import Tensor
 from decode.core.errors import UserError
 from distill.config.trainer import TrainingSettings
 
-SHOWN = 16
-"""Examples named in the message at most."""
+SHOWN = 16  # examples named in the message at most
 
 
 class FirstBad:

@@ -22,12 +22,7 @@ class StageProgressBar(RichProgressBar):
 
 
 class ProgressLines(Callback):
-    """A line now and then: steps done, the values that a progress bar shows, and the time left.
-
-    Args:
-        console: Where they are printed.
-        name: Of the stage.
-    """
+    """A line now and then: steps done, the values that a progress bar shows, and the time left."""
 
     def __init__(self, console: Console, name: str) -> None:
         self.console, self.name = console, name

@@ -39,13 +39,6 @@ def build_trigram_table(
     P(w | context) = C(context, w) / C(context), over all successors of the context, of which the
     ``successors`` most frequent are kept (ties: the smaller id). N-grams never span two documents.
 
-    Args:
-        documents: token ids of each document.
-        path: the folder to write to.
-        fingerprint: of the tokenizer (`decode.drafters.corpus_files.tokenizer_fingerprint`).
-        order: 3 for tri-grams; 2 and 4 for comparison.
-        successors: how many successors a context keeps.
-
     Returns:
         The table's file.
 
@@ -122,11 +115,7 @@ class NgramTable:
 
     @classmethod
     def open(cls, path: str | Path, fingerprint: str, *, order: int = 3, verify: bool = True) -> NgramTable:
-        """Map the table of this order in the folder ``path``.
-
-        Raises:
-            UserError: missing, truncated, corrupt, or of another tokenizer.
-        """
+        """Map the table of this order in the folder ``path``."""
         file = table_file(path, order)
         _, arrays = map_arrays(file, kind=KIND, fingerprint=fingerprint, verify=verify)
         return cls(arrays, order)

@@ -53,11 +53,7 @@ class RetrievalDrafter(Drafter):
 
 
 def open_rest(folder: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> RetrievalDrafter:
-    """REST with the paper's settings over the datastore in ``folder``.
-
-    Raises:
-        UserError: no tokenizer, or a datastore that is missing, damaged, or of another tokenizer.
-    """
+    """REST with the paper's settings over the datastore in ``folder``."""
     from decode.drafters.rest.datastore import Datastore
 
     return RetrievalDrafter(Datastore.open(folder, require_fingerprint(tokenizer)))

@@ -17,8 +17,7 @@ from decode.models.eagle.head import VERSIONS, FeatureHead
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Fields of config.json by which heads of other projects differ from the published EAGLE-3."""
 
-SHARED = "embed_tokens.weight"
-"""The target's embedding, which files may repeat."""
+SHARED = "embed_tokens.weight"  # the target's embedding, which files may repeat
 
 
 def default_captured_layers(layers: int) -> tuple[int, int, int]:
@@ -47,15 +46,6 @@ def head_config(
     captured_layers: tuple[int, ...] | None = None,
 ) -> LlamaConfig:
     """The configuration of a head for a target; what is None is the target's.
-
-    Args:
-        target: the target's text configuration.
-        version: 1 or 3.
-        intermediate_size: width inside the MLP.
-        heads: attention heads.
-        kv_heads: key and value heads.
-        draft_vocab: tokens that the head can draft.
-        captured_layers: EAGLE-3's feature layers (see `FeatureHead`).
 
     Raises:
         UserError: sizes that do not fit.

@@ -18,8 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from decode.core.errors import UserError
 from decode.models.eagle.unroll import unroll
 
-VERSIONS = {"LlamaForCausalLMEagle": 1, "LlamaForCausalLMEagle3": 3}
-"""What config.json calls the two kinds."""
+VERSIONS = {"LlamaForCausalLMEagle": 1, "LlamaForCausalLMEagle3": 3}  # what config.json calls the two kinds
 
 
 class RMSNorm(nn.Module):

@@ -29,11 +29,6 @@ class HeadRunner(RowRunner):
     A token x(t + 1) is paired with the feature of x(t): with the target's where it is among `unread`, otherwise with
     the head's own latest state. `settle` takes what the head drafted back and queues the target's features instead.
 
-    Args:
-        head: the feature head.
-        target: the model whose embedding (and EAGLE-1's output head) it uses.
-        pack: see `decode.models.open_runner.open_runner`.
-
     Attributes:
         unread: features ``[n, feature width]`` of the target that wait for the token after theirs.
         hidden: states ``[n, hidden]`` of the latest read.

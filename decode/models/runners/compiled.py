@@ -21,18 +21,12 @@ from decode.models.runners.fast_forward import FastForward
 
 MODES = ("none", "default", "reduce-overhead")
 """``none``, or the mode of torch.compile; ``reduce-overhead`` replays CUDA graphs."""
-WIDTHS = (1, 2, 4, 8, 16, 32)
-"""Tokens of a compiled forward."""
-INITIAL_CAPACITY = 1024
-"""Positions that the cache begins with, unless the model's context is shorter."""
+WIDTHS = (1, 2, 4, 8, 16, 32)  # tokens of a compiled forward
+INITIAL_CAPACITY = 1024  # positions that the cache begins with, unless the model's context is shorter
 
 
 def check_compile(mode: str, device: str) -> None:
-    """Refuse a mode that cannot work here.
-
-    Raises:
-        UserError: an unknown mode, CUDA graphs without CUDA, or no compiler.
-    """
+    """Refuse a mode that cannot work here."""
     if mode not in MODES:
         raise UserError(f"compile is {mode!r}; choose one of {', '.join(MODES)}")
     if mode == "none":

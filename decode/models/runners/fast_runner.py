@@ -83,13 +83,6 @@ class FastRunner(RowRunner):
 
     Where weights are copied (see `decode.models.runners.fast_weights`), later changes to the model are not seen: open
     it anew.
-
-    Args:
-        forward: the layers and their cache.
-        name: of the model, for messages.
-        limit: positions of its context.
-        model: see `Runner`.
-        compile: mode of torch.compile for chains, or ``none``.
     """
 
     def __init__(
@@ -130,11 +123,7 @@ class FastRunner(RowRunner):
         return 0 if self.model is None else weight_bytes(self.model)
 
     def first_layers(self, exit_layer: int) -> FastRunner:
-        """The first layers as a draft model with a cache of its own, sharing the weights.
-
-        Raises:
-            UserError: an exit outside the model.
-        """
+        """The first layers as a draft model with a cache of its own, sharing the weights."""
         count = LayerSubset.early_exit(self.depth, exit_layer).shared
         return FastRunner(self.forward.first_layers(count), self.name, self.limit, compile=self.compile)
 

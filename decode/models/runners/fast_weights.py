@@ -20,12 +20,10 @@ from decode.models.runners.fast_norms import WIDE, Function, RmsNorm, norm, rms_
 from decode.models.runners.linear import Linear
 from decode.models.runners.packing import Linears
 
-COPIED = 1 << 30
-"""Most bytes of a model whose weights are copied."""
+COPIED = 1 << 30  # most bytes of a model whose weights are copied
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
-FAMILIES = (*LLAMA_LIKE, "phi", "gpt_neox")
-"""What the hand-written forward knows."""
+FAMILIES = (*LLAMA_LIKE, "phi", "gpt_neox")  # what the hand-written forward knows
 
 
 @dataclass(frozen=True)

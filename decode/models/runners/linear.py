@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-COLUMNS = 1 << 15
-"""Smallest weight (elements) that is laid out column by column."""
+COLUMNS = 1 << 15  # smallest weight (elements) that is laid out column by column
 
 
 class Linear:

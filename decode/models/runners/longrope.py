@@ -28,12 +28,7 @@ def longrope_boundary(config: PreTrainedConfig) -> int | None:
 
 
 class LongRopeRunner(Runner):
-    """A runner whose cache always holds keys of one rotation, that of the text's length.
-
-    Args:
-        inner: the model's ordinary runner.
-        boundary: see `longrope_boundary`.
-    """
+    """A runner whose cache always holds keys of one rotation, that of the text's length."""
 
     def __init__(self, inner: Runner, boundary: int) -> None:
         super().__init__(

@@ -14,16 +14,13 @@ from torch import Tensor
 from decode.core.errors import UserError
 from decode.models.runners.linear import Linear, by_columns
 
-MODES = ("auto", "on", "off")
-"""Packing: where it is measured to pay, wherever the kernels take it, nowhere."""
-ROWS = (1, 8)
-"""Rows of the products that are measured: a step, and a check of a draft."""
+MODES = ("auto", "on", "off")  # packing: where it is measured to pay, wherever the kernels take it, nowhere
+ROWS = (1, 8)  # rows of the products that are measured: a step, and a check of a draft
 MARGIN = 0.95
 """Packed products are taken where they need less than this part of the plain ones' time, summed over `ROWS`."""
 COLD = 1 << 25
 """Bytes of weights that a measurement reads in turn: a model's weights are read from memory, not from the cache."""
-TURNS = 5
-"""Measurements of each way, interleaved; the least one counts."""
+TURNS = 5  # measurements of each way, interleaved; the least one counts
 FEW = 4
 """Fewer rows are padded to this: the kernel for one to three rows takes up to 1.4 times as long as the one for four."""
 _BATCH = 8  # rows that oneDNN is told to expect; the order of the weight is the same for others
@@ -118,11 +115,7 @@ class Linears:
 
 
 def check_pack(mode: str) -> None:
-    """Refuse what is no mode.
-
-    Raises:
-        UserError: an unknown mode.
-    """
+    """Refuse what is no mode."""
     if mode not in MODES:
         raise UserError(f"pack is {mode!r}; choose one of {', '.join(MODES)}")
 
@@ -139,14 +132,7 @@ def packable(weight: Tensor) -> bool:
 def measure(
     plain: Callable[[Tensor], Linear], packed: Callable[[Tensor], Linear], weight: Tensor, layers: int
 ) -> list[list[float]]:
-    """Seconds of plain and of packed products, at each of `ROWS`.
-
-    Args:
-        plain: makes a plain product.
-        packed: makes a packed one.
-        weight: an example of the shape.
-        layers: weights of this shape that the model reads in turn.
-    """
+    """Seconds of plain and of packed products, at each of `ROWS`."""
     size = weight.numel() * weight.element_size()
     count = max(1, min(layers, COLD // size))
     ways = [[make(weight.detach().clone()) for _ in range(count)] for make in (plain, packed)]

@@ -17,8 +17,7 @@ from torch import Tensor
 from decode.core.proposal import Draft
 from decode.models.runners.tree_masks import tree_mask
 
-PADDED = 32
-"""Most tokens that a text may have in a forward to be padded with its neighbours; one of more attends alone."""
+PADDED = 32  # most tokens that a text may have in a forward to be padded with its neighbours; one of more attends alone
 
 
 @dataclass
@@ -116,15 +115,7 @@ def _runs_of(texts: Sequence[NewTokens]) -> list[list[NewTokens]]:
 
 
 class _Run:
-    """Texts in neighbouring rows of the cache that attend in one call.
-
-    Args:
-        texts: the texts.
-        token: the place of their first token in the forward.
-        groups: query heads of a key head.
-        window: see `TextsTogether`.
-        like: see `TextsTogether`.
-    """
+    """Texts in neighbouring rows of the cache that attend in one call."""
 
     def __init__(self, texts: Sequence[NewTokens], token: int, groups: int, window: int | None, like: Tensor) -> None:
         counts = [text.count for text in texts]

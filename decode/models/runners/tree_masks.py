@@ -17,8 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from decode.core.proposal import Draft
 
-IMPLEMENTATIONS = ("sdpa", "eager")
-"""Attention implementations that take any mask."""
+IMPLEMENTATIONS = ("sdpa", "eager")  # attention implementations that take any mask
 
 
 def tree_mask(tree: Draft, past: int) -> Tensor:
@@ -35,12 +34,6 @@ def masks_of_tree(tree: Draft, past: int, implementation: str, device: torch.dev
     """Within it, transformers makes the masks of a forward over the pending token and the tree, behind `past` tokens.
 
     Not for threads that call other models meanwhile.
-
-    Args:
-        tree: the tree.
-        past: tokens in the cache.
-        implementation: the model's attention implementation, of `IMPLEMENTATIONS`.
-        device: of the masks.
     """
     allowed = tree_mask(tree, past).to(device)[None, None]
     position = torch.cat([torch.arange(past), past + torch.tensor([0, *tree.depths()])]).to(device)
@@ -60,12 +53,7 @@ def masks_of_tree(tree: Draft, past: int, implementation: str, device: torch.dev
 
 
 def tree_refusal(config: PreTrainedConfig, arguments: set[str]) -> str:
-    """Why trees cannot be read, as far as the configuration says; empty if nothing speaks against it.
-
-    Args:
-        config: of the text model.
-        arguments: that its forward takes.
-    """
+    """Why trees cannot be read, as far as the configuration says; empty if nothing speaks against it."""
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in IMPLEMENTATIONS:
         return f"its attention implementation {implementation} takes no tree mask; load it with sdpa or eager"
