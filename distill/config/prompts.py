@@ -1,6 +1,6 @@
 """Prompts that the target writes for itself (``data.source: target``), and prompts from a file beside them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jsonargparse.typing import ClosedUnitInterval, PositiveInt
@@ -19,6 +19,11 @@ class PromptSettings:
     file_share: Share = 0.5
     """With a file: share of the examples of each split that come from it, as far as it goes. 1: the target writes no
     prompts."""
+    openings: list[str] = field(default_factory=list)
+    """First words of prompts, which the target continues, in turn: what it is asked for where it is used, such as
+    "Translate German to English: Der". Left alone, a small model hardly writes such prompts."""
+    openings_share: Share = 0.5
+    """With openings: share of the samples that begin with one."""
     temperature: Temperature = 1.0
     """Of the sampling of prompts."""
     top_p: Share = 0.95
@@ -31,13 +36,18 @@ class PromptSettings:
     ascii_letters: ClosedUnitInterval = 0.9
     """Least share of the letters of a prompt that are ASCII: a cheap rule for English. 0 keeps every language."""
     same_start: PositiveInt = 10
-    """Prompts whose first so many words agree count as near repeats, and so do ..."""
+    """Prompts whose first so many words (after the opening) agree count as near repeats, and so do ..."""
     overlap: Share = 0.6
     """... prompts of whose word triples this share is in one earlier prompt. 1 drops exact repetitions of them only."""
     tries: PositiveInt = 8
     """Samples at most for each prompt that is wanted; the run stops if too few of them can be used."""
     batch_size: PositiveInt = 64
     """Prompts written together."""
+
+    def opening(self, number: int) -> str:
+        """What the sample of this number begins with; the samples with an opening are spread evenly."""
+        before, after = (int(self.openings_share * n + 1e-9) for n in (number, number + 1))
+        return self.openings[before % len(self.openings)] if self.openings and after > before else ""
 
     @property
     def writes(self) -> bool:
@@ -49,6 +59,11 @@ class PromptSettings:
         if self.file is not None and not Path(self.file).is_file():
             raise UserError(
                 f"data.prompts.file: there is no file {self.file!r}; check the path (it is relative to {Path.cwd()})"
+            )
+        if any(not opening.strip() for opening in self.openings):
+            raise UserError(
+                f"data.prompts.openings holds an empty text, {self.openings!r}: leave it out, and lower openings_share "
+                "for more prompts without an opening"
             )
         if self.min_tokens > self.max_tokens:
             raise UserError(

@@ -67,6 +67,8 @@ class StageContext:
             "seed": self.settings.seed,
             **{key: getattr(settings, key) for key in ("temperature", "top_p", "max_tokens", "batch_size")},
         }
+        if settings.openings:
+            made_from |= {"openings": settings.openings, "share": settings.openings_share}
         file = ResponseFile(self.run.work / "prompts" / "samples.jsonl", made_from)
 
         def model() -> PreTrainedModel:

@@ -93,7 +93,9 @@ class FeatureSource:
         assert self.ids is not None
         ids, found = self.ids.to(hidden.device), []
         for rows in hidden.split(SOME_ROWS):
-            logits = self.whole(rows).float() / self.signal.temperature
+            with self.signal.forward_precision(rows.device):
+                logits = self.whole(rows)
+            logits = logits.float() / self.signal.temperature
             own = logits[:, ids]
             mass = (own.logsumexp(-1) - logits.logsumexp(-1)).exp()
             found.append(torch.stack([mass, (own.amax(-1) == logits.amax(-1)).float()], -1))
@@ -150,7 +152,8 @@ class FeatureSource:
         """The values of some examples, in the order of `layout`; the features padded, ``[batch, time, width]``."""
         batch = rows.batch(examples, 0)
         mask = label_mask(batch["labels"]).to(model.device)
-        features, last = self.compute(model, batch["input_ids"].to(model.device))
+        with self.signal.forward_precision(model.device):
+            features, last = self.compute(model, batch["input_ids"].to(model.device))
         check_finite(last, "target's hidden states", examples)
         states = features.bfloat16().view(torch.int16) if self.signal.bfloat16 else features.float()
         found, labelled = [states], last[mask]

@@ -226,7 +226,8 @@ def _target_parts(
     for examples in batches.indices():
         batch = rows.batch(examples, 0)
         mask = label_mask(batch["labels"])
-        hidden = last_hidden(target, batch["input_ids"].to(target.device), mask.to(target.device))
+        with signal.forward_precision(target.device):
+            hidden = last_hidden(target, batch["input_ids"].to(target.device), mask.to(target.device))
         check_finite(hidden, "target's hidden states", examples)
         yield from scatter(rows, examples, signal.encode(hidden, head).cpu().numpy())
 

@@ -111,12 +111,18 @@ class TargetSignal:
     k: int = 64  # Of ``topk``
     vocab: int = 0  # Of both log-probabilities: ids that target and draft share; the softmax is over these
     temperature: float = 1.0  # Of both: divides the logits before the softmax
+    autocast: bool = False  # The forward pass before it computes under bfloat16 autocast
 
     @classmethod
     def of(cls, settings: DistillSettings, vocab: int) -> TargetSignal:
         """What the settings want kept, of ids that target and draft share."""
         half = settings.signal_dtype == "bfloat16"
-        return cls(settings.signal, half, settings.signal_k, vocab, settings.temperature)
+        autocast = settings.signal_autocast
+        return cls(settings.signal, half, settings.signal_k, vocab, settings.temperature, autocast)
+
+    def forward_precision(self, device: torch.device) -> torch.autocast:
+        """Inside, a forward pass of the target computes as it does for the signal."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.autocast)
 
     @property
     def name(self) -> str:
@@ -126,9 +132,10 @@ class TargetSignal:
     @property
     def key(self) -> tuple[Any, ...]:
         """What the kept values depend on."""
+        computed = ("autocast",) if self.autocast else ()
         if self.kind == "hidden":
-            return self.kind, self.bfloat16
-        return self.kind, *((self.k,) if self.kind == "topk" else ()), self.vocab, self.temperature
+            return self.kind, self.bfloat16, *computed
+        return self.kind, *((self.k,) if self.kind == "topk" else ()), self.vocab, self.temperature, *computed
 
     def layout(self, head: LMHead) -> tuple[tuple[int, ...], str]:
         """Shape and numpy type of one label token's values. numpy has no bfloat16: its bits stand as int16."""

@@ -24,11 +24,13 @@ class Sample:
         text: Without the end token.
         tokens: Its length.
         ended: Whether it ended by itself.
+        opening: The given words before it.
     """
 
     text: str
     tokens: int
     ended: bool
+    opening: str = ""
 
 
 def prompt_rows(
@@ -86,7 +88,7 @@ def prompt_rows(
                 )
             sample, written = next(samples), written + 1
             if kept.written(sample.text, sample.tokens, ended=sample.ended):
-                message = {"role": "user", "content": sample.text.strip()}
+                message = {"role": "user", "content": (sample.opening + sample.text).strip()}
                 splits[split].append({"messages": [message], "number": written})
                 missing[split], accepted = missing[split] - 1, accepted + 1
     notes.append(

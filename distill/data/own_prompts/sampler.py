@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decode.core.progress import current
 from decode.core.sampling import Warp
 from decode.models.batched_generation import GROUP, uniform_draws, write_texts
+from decode.models.text import written_ids
 from distill.config.prompts import PromptSettings
 from distill.core import ranks
 from distill.data.own_prompts.prompt_rows import Sample
@@ -57,14 +58,15 @@ class PromptSampler:
                     self.told(f"{len(self.file.found)} prompts written ({speed:.0f} tokens/s)")
             else:
                 ranks.wait_for(lambda last=numbers[-1]: self.file.complete(last + 1) or None, "the target's prompts")  # type: ignore[misc]
-            yield from (self._sample(self.file.found[number].ids) for number in numbers)
+            yield from (self._sample(number) for number in numbers)
             chunk += 1
 
     def _written(self, model: PreTrainedModel, numbers: Collection[int]) -> Iterator[Response]:
         chosen = list(numbers)
+        openings = map(self.settings.opening, chosen)
         texts = write_texts(
             model,
-            [self.turn.before] * len(chosen),
+            [written_ids(self.tokenizer, self.turn.text + words) if words else self.turn.before for words in openings],
             Warp(self.settings.temperature, top_p=self.settings.top_p),
             budgets=self.settings.max_tokens + 1,
             stop_ids=self.turn.ends,
@@ -73,8 +75,9 @@ class PromptSampler:
         )
         return (Response(number, text) for number, text in zip(chosen, texts))
 
-    def _sample(self, ids: list[int]) -> Sample:
+    def _sample(self, number: int) -> Sample:
+        ids = self.file.found[number].ids
         ended = bool(ids) and ids[-1] in self.turn.ends
         words = ids[:-1] if ended else ids
         text = self.tokenizer.decode(words, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return Sample(str(text), len(words), ended)
+        return Sample(str(text), len(words), ended, self.settings.opening(number))

@@ -19,11 +19,13 @@ class UserTurn:
     """The user's turn of a chat template.
 
     Attributes:
-        before: Ids up to the place of the user's words.
+        text: The template up to the place of the user's words.
+        before: Its ids.
         ends: Tokens that end a prompt: the first special token that the template writes after it, and the model's.
         markers: Texts of the template and special tokens, which no prompt may contain.
     """
 
+    text: str
     before: list[int]
     ends: set[int]
     markers: frozenset[str]
@@ -72,6 +74,7 @@ def user_turn(chat: ChatFormat, ends: Collection[int]) -> UserTurn:
             "data.source is target, and neither the model nor its chat template has a token that ends a user's turn: "
             "set eos_token in its tokenizer_config.json"
         )
-    written = {before.rsplit("\n", 1)[-1].strip(), before.strip().rsplit("\n", 1)[-1].strip(), after.strip()}
-    markers = {*written, *(str(tokenizer.decode([token])).strip() for token in special)}
-    return UserTurn(written_ids(tokenizer, before), stops, frozenset(marker for marker in markers if len(marker) > 2))
+    texts = {before.rsplit("\n", 1)[-1].strip(), before.strip().rsplit("\n", 1)[-1].strip(), after.strip()}
+    texts |= {str(tokenizer.decode([token])).strip() for token in special}
+    markers = frozenset(text for text in texts if len(text) > 2)
+    return UserTurn(before, written_ids(tokenizer, before), stops, markers)

@@ -204,6 +204,22 @@ def test_rows_of_the_usual_shapes_hold_a_prompt(row: dict[str, object], prompt: 
     assert (None if found is None else found[-1]["content"]) == prompt
 
 
+def test_openings_are_taken_in_turn_by_the_share_of_samples_that_begin_with_one() -> None:
+    own = PromptSettings(openings=["Why", "List"], openings_share=0.4)
+    assert [own.opening(number) for number in range(10)] == ["", "", "Why", "", "List"] * 2
+    assert {PromptSettings().opening(number) for number in range(5)} == {""}
+    with pytest.raises(UserError, match=r"data\.prompts\.openings holds an empty text"):
+        PromptSettings(openings=["Why", " "]).validate()
+
+
+def test_an_opening_belongs_to_the_prompt_and_makes_no_two_of_them_alike() -> None:
+    opening = "Please answer the following question in ten words or in even fewer of them: Where"
+    made = (Sample(f" is the {i} of {i * i}?", 9, True, opening) for i in count())
+    splits, notes = prompt_rows(settings(), 0, made)
+    assert texts(splits["test"])[1] == f"{opening} is the 1 of 1?"
+    assert notes == ["prompts of the target: 19 written, 19 kept (100%); dropped: none"]
+
+
 def test_too_few_usable_samples_end_the_run_with_the_reasons() -> None:
     endless = (Sample("no", 1, True) for _ in count())
     with pytest.raises(UserError, match=r"of 152 prompts that it wrote 0 can be used of 19 wanted \(152 shorter than"):
@@ -284,6 +300,14 @@ def test_the_same_seed_gives_the_same_prompts_and_a_killed_run_goes_on_with_them
     monkeypatch.undo()
     made.seed = 1
     assert len(set(context(made, "third")[0].corpus.train["prompt"]) - set(prompts)) > 12
+
+
+def test_the_target_continues_the_openings(tmp_path: Path, tiny: Tiny) -> None:
+    one, _ = context(own_run(tmp_path, tiny, openings=["Why is"], openings_share=0.5))
+    words = [prompt.partition("<s>user\n")[2] for prompt in one.corpus.train["prompt"]]
+    assert 4 < sum(text.startswith("Why is") for text in words) < 12
+    other, _ = context(own_run(tmp_path, tiny, openings=["Why is"], openings_share=1), "all")
+    assert all("<s>user\nWhy is" in prompt for prompt in other.corpus.train["prompt"])
 
 
 def test_a_run_on_prompts_of_the_target_trains_every_stage_on_its_answers(tmp_path: Path, tiny: Tiny) -> None:

@@ -75,6 +75,19 @@ def test_hidden_states_in_bfloat16_take_half_the_room_and_are_exact_for_a_model_
     assert torch.equal(got, log_probs_of(model, wide, rows, tmp_path / "b.npy", log_q))
 
 
+def test_a_signal_under_autocast_is_that_of_the_forward_in_bfloat16_and_kept_apart_from_the_exact_one(
+    tiny: Tiny, rows: TokenDataset, tmp_path: Path
+) -> None:
+    model, half = tiny("llama", seed=3), TargetSignal("hidden", autocast=True)
+    exact = signals.target_signal(model, TargetSignal("hidden"), rows, tmp_path / "a.npy", "key", batch_size=3)
+    got = signals.target_signal(model, half, rows, tmp_path / "b.npy", "key", batch_size=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = one_by_one(model, rows)
+    assert np.allclose(got, plain, atol=0.02)
+    assert 1e-4 < np.abs(got - exact).max() < 0.2
+    assert half.key != TargetSignal("hidden").key
+
+
 @pytest.mark.parametrize("temperature", [1.0, 1.5])
 def test_top_log_probabilities_are_the_targets_own_and_the_tail_has_the_drafts_shape(
     tiny: Tiny, rows: TokenDataset, tmp_path: Path, temperature: float
