@@ -240,7 +240,7 @@ def round_of(texts: Sequence[Text]) -> list[tuple[Round, list[int]]]:
         lengths.observe((result, text.allowed(result, one)) for text, (result, _), one in zip(texts, verified, asked))
     added = []
     for text, (result, measured) in zip(texts, verified):
-        result.seconds = seconds
+        result.seconds, result.batch = seconds, len(texts)
         added.append((result, text.settle(result, measured)))
     spent = share * (time.perf_counter() - began)
     for text in texts:

@@ -28,6 +28,7 @@ class Round:
     logits: Tensor  # the same rows as `probs`, unwarped
     hidden: Tensor | None = None  # the target's last hidden states of those rows ``[n + 1, width]``
     seconds: tuple[float, float] = (0.0, 0.0)  # time spent drafting and verifying
+    batch: int = 1  # texts whose rounds were made together, this one included
 
     @cached_property
     def probs(self) -> Tensor:
@@ -72,6 +73,7 @@ class Trace:
         depth: longest path of each round's draft; its length on a chain.
         cut: whether the round's draft was shortened by the budget, the context or the text's end.
         text: the number of the text that the round belongs to; texts are the unit of standard errors.
+        batch: texts that each round was made together with, its own included.
         draft_seconds, verify_seconds: of each round.
         total_seconds: what the texts took; of what texts took together, each has its part.
         wall_seconds: from reading each text's prompt to its end, however many others were decoded meanwhile.
@@ -84,6 +86,7 @@ class Trace:
     depth: list[int] = field(default_factory=list)
     cut: list[bool] = field(default_factory=list)
     text: list[int] = field(default_factory=list)
+    batch: list[int] = field(default_factory=list)
     draft_seconds: list[float] = field(default_factory=list)
     verify_seconds: list[float] = field(default_factory=list)
     prefill_seconds: float = 0.0
@@ -112,6 +115,7 @@ class Trace:
         self.verify_seconds.append(round.seconds[1])
         self.cut.append(cut)
         self.text.append(0)
+        self.batch.append(round.batch)
         self.overlap.append(overlap)
         self.spent.append(spent)
         self.distance.append(distance)
@@ -120,7 +124,7 @@ class Trace:
         """Append the rounds of another trace, as those of text number `text`; without it, of texts not seen so far."""
         fresh = max(self.text, default=-1) + 1
         self.text += [fresh + own if text is None else text for own in other.text]
-        for name in ("drafted", "accepted", "tested", "depth", "cut", "draft_seconds", "verify_seconds"):
+        for name in ("drafted", "accepted", "tested", "depth", "cut", "batch", "draft_seconds", "verify_seconds"):
             getattr(self, name).extend(getattr(other, name))
         for name in ("overlap", "spent", "distance"):
             getattr(self, name).extend(getattr(other, name))

@@ -39,8 +39,8 @@ MEASURED = (
 )  # fmt: skip
 """Measured fields of a row; each has all of them, null where they do not apply. Times are of decoding with all of a
 batch: from reading a text's prompt to its end, and that by its tokens (medians over texts). `mean_batch` is how many
-texts were being decoded on the average, at which `predicted_speedup` takes the measured costs of the drafts as they
-were; `identical_share` is over greedy texts, against those without a draft at the smallest batch size."""
+texts were being decoded on the average; `predicted_speedup` takes the measured costs of the rounds as they were, and
+the prompts' reading; `identical_share` is over greedy texts, against those without a draft at the smallest size."""
 
 
 @dataclass
@@ -233,15 +233,13 @@ class BatchBenchmark:
             row |= {key: middle, f"{key}_ci95": [low, high]}
         row["mean_batch"] = sum(sum(out.latency) for out in written) / sum(out.wall for out in written)
         row |= {"tokens": sum(len(ids) for out in written for ids in out.texts), "texts": len(items) * self.repeats}
-        whole = Trace()
-        for out in written:
-            whole.extend(out.trace or Trace())
+        whole, plainly = _together(written), _together(opponents.get(BASELINE, []))
         if whole.rounds:
             metrics = whole.metrics()
             row |= {key: metrics[key] for key in MEASURED if key in metrics and row[key] is None}
         costs = self.session.round_costs.get(row["draft"])
-        if whole.rounds and costs is not None:
-            row["predicted_speedup"] = predicted(whole, costs, row["mean_batch"])
+        if whole.rounds and plainly.rounds and costs is not None:
+            row["predicted_speedup"] = predicted(whole, plainly, costs)
         if entry.temperature == 0 and entry.lossless:
             row["identical_share"] = statistics.fmean(
                 ids == self._reference[suite, tuple(item.ids)] for out in written for item, ids in zip(items, out.texts)
@@ -249,14 +247,26 @@ class BatchBenchmark:
         return row
 
 
-def predicted(trace: Trace, costs: RoundCosts, batch: float) -> float:
-    """The speedup that rounds should have over the same batch without a draft, by what their drafts' lengths cost."""
-    draft = costs.drafting(batch)
-    spent = sum(
-        count * (draft * k + costs.verifying(batch, k + 1) if k else costs.plain(batch))
-        for k, count in Counter(trace.drafted).items()
+def _together(written: Sequence[Written]) -> Trace:
+    whole = Trace()
+    for out in written:
+        whole.extend(out.trace or Trace())
+    return whole
+
+
+def predicted(trace: Trace, plain: Trace, costs: RoundCosts) -> float:
+    """The speedup that rounds should have over those without a draft, by what their drafts' lengths and batches cost.
+
+    Reading the prompts takes what it took; each round of a text is its part of the round of all texts.
+    """
+    return _seconds(plain, costs) / plain.tokens * trace.tokens / _seconds(trace, costs)
+
+
+def _seconds(trace: Trace, costs: RoundCosts) -> float:
+    return trace.prefill_seconds + sum(
+        count * (costs.drafting(b) * k + costs.verifying(b, k + 1) if k else costs.plain(b)) / b
+        for (b, k), count in Counter(zip(trace.batch, trace.drafted)).items()
     )
-    return trace.tokens * costs.plain(batch) / spent
 
 
 def cells(written: Sequence[Written], prompts: Sequence[int]) -> np.ndarray:

@@ -10,7 +10,9 @@ from pairs import make_pair, make_suite, make_tokenizer
 
 from decode.commands.bench import bench
 from decode.core.errors import UserError
-from decode.measure.batches import MEASURED, BatchBenchmark, Written, _interval, cells
+from decode.core.round_costs import RoundCosts
+from decode.core.trace import Trace
+from decode.measure.batches import MEASURED, BatchBenchmark, Written, _interval, cells, predicted
 from decode.measure.bench_entries import plan
 from decode.measure.bench_session import BenchOptions, Session
 from decode.measure.transformers_baselines import cut_at
@@ -86,6 +88,15 @@ def test_rates_are_over_all_texts_and_intervals_cover_prompts_and_repeats():
     found = _interval("rate", cells(slow, [0, 1]), 0)  # both prompts alike: only the repeats differ
     assert found == {"rate": pytest.approx(8 / 3), "rate_ci95": [2, 4]}
     assert cells(slow, [0, 0]).shape == (1, 2, 2)  # a prompt given twice is one observation
+
+
+def test_a_prediction_counts_each_round_at_its_own_batch_and_the_reading_of_the_prompts():
+    costs = RoundCosts({1: 1.0, 2: 1.5}, {1: 0.1, 2: 0.2}, {1: {1: 1.0, 3: 1.2}, 2: {1: 1.5, 3: 2.0}})
+    drafted = Trace(drafted=[2, 2, 0], batch=[2, 2, 1], tokens=8, prefill_seconds=0.5)
+    plain = Trace(drafted=[0] * 6, batch=[2, 2, 2, 2, 1, 1], tokens=6, prefill_seconds=0.4)
+    seconds = 0.5 + 2 * (2 * 0.2 + 2.0) / 2 + 1.0
+    without = 0.4 + 4 * 1.5 / 2 + 2 * 1.0
+    assert predicted(drafted, plain, costs) == pytest.approx(without / 6 * 8 / seconds)
 
 
 def test_a_generated_row_ends_behind_its_first_end_token():
