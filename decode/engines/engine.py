@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ VLLM_PYTHON = Path(".venv-vllm/bin/python")
 LLAMA_SERVER = Path(".engines/llama.cpp/build/bin/llama-server")
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Where `make engines` puts what it makes, besides the current folder."""
+OLDEST_VLLM = (0, 32)
 
 
 class Writer(Protocol):
@@ -84,6 +87,49 @@ def find(given: str | None, made: Path, option: str, what: str) -> str:
     raise UserError(f"{what} is not installed here; run `make engines`, or give its path with {option}")
 
 
+def answer_of(*command: str) -> str:
+    """What a program prints when it is asked about itself, errors included.
+
+    Raises:
+        UserError: it cannot be run, or is silent for two minutes.
+    """
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"{command[0]} cannot be run: {error}") from error
+    return done.stdout + done.stderr
+
+
+def check_vllm(python: str) -> None:
+    """Refuse an environment without vLLM, or with an older one than was tested.
+
+    Raises:
+        UserError: naming the version that was found.
+    """
+    asked = "import importlib.metadata as m; print('vLLM', m.version('vllm'))"
+    found = re.search(r"^vLLM (\d+)\.(\d+)\S*", answer_of(python, "-c", asked), re.MULTILINE)
+    if found is None:
+        raise UserError(f"{python} has no vLLM; give --python of an environment that has it, or run `make engines`")
+    if (int(found[1]), int(found[2])) < OLDEST_VLLM:
+        raise UserError(
+            f"{python} has {found[0]}; serve-check starts {'.'.join(map(str, OLDEST_VLLM))} or newer: run `make "
+            "engines`, or start the server yourself and give its --url"
+        )
+
+
+def check_llama(binary: str) -> None:
+    """Refuse a llama-server that lacks the options of drafting.
+
+    Raises:
+        UserError: naming the option.
+    """
+    wanted = "--spec-draft-sampling"
+    if wanted not in answer_of(binary, "--help"):
+        raise UserError(
+            f"{binary} has no option {wanted}: it is older than the llama.cpp of `make engines`, or another program"
+        )
+
+
 @contextmanager
 def opened(name: str, settings: EngineSettings, draft_length: int | None) -> Iterator[Server]:
     """A server of this engine, with a draft of this length or without one, until the block is left.
@@ -101,6 +147,7 @@ def opened(name: str, settings: EngineSettings, draft_length: int | None) -> Ite
         check_port(settings.port)
     port = settings.port or free_port()
     command, environment = COMMANDS[name](settings, draft_length, port)
+    CHECKS[name](command[0])
     server = Server(f"http://127.0.0.1:{port}", name, settings.request_seconds)
     with running(command, server.ready, name=name, seconds=settings.seconds, environment=environment):
         yield server
@@ -149,6 +196,7 @@ def _llama(settings: EngineSettings, draft_length: int | None, port: int) -> tup
 
 
 COMMANDS = {"vllm": _vllm, "llama.cpp": _llama}
+CHECKS = {"vllm": check_vllm, "llama.cpp": check_llama}
 ROUNDS = {
     "transformers": Rounds(first=0, whole_only=True),
     "vllm": Rounds(),

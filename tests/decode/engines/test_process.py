@@ -104,3 +104,18 @@ def test_what_is_not_installed_is_said_with_the_next_step(tmp_path, monkeypatch)
         opened("vllm", EngineSettings("t", "d", url="http://127.0.0.1:9"), 3),
     ):
         pass
+
+
+def test_a_program_of_another_version_is_said(tmp_path, monkeypatch) -> None:
+    def refused(name: str, sentence: str, **programs: str) -> None:
+        with pytest.raises(UserError, match=sentence), opened(name, EngineSettings("t", "d", **programs), 3):
+            pass
+
+    refused("vllm", "has no vLLM; give --python", python=sys.executable)
+    (tmp_path / "vllm-0.11.0.dist-info").mkdir()
+    (tmp_path / "vllm-0.11.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.11.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    refused("vllm", r"has vLLM 0\.11\.0; serve-check starts 0\.32 or newer", python=sys.executable)
+    (tmp_path / "llama-server").write_text("#!/bin/sh\necho usage: --model FILE\n")
+    (tmp_path / "llama-server").chmod(0o755)
+    refused("llama.cpp", "no option --spec-draft-sampling", binary=str(tmp_path / "llama-server"))
