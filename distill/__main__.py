@@ -20,6 +20,7 @@ EXAMPLES = """\
   python -m distill --config configs/quickstart.yaml --show-example
   python -m distill bench                                     how fast AdaSPEC trains here; own settings: --speed.*
   python -m distill ablate --config configs/ablation.yaml     variations of AdaSPEC over several seeds
+  python -m distill design --config configs/quickstart.yaml --budget 30m    which draft to train for this target
   wandb sweep configs/sweeps/distill.yaml                     grids of settings"""
 
 BENCH = """Measures AdaSPEC's training steps and the memory of its loss against a straightforward implementation over
@@ -31,7 +32,23 @@ DistillSpec of the same seed by offline alpha on the same texts. Target, initial
 run beside it where they are the same. Finished drafts are kept; the table grows with each new one. Without --config,
 configs/ablation.yaml."""
 
-FOREIGN = {"bench", "probes", "ablation"}  # sections of a shared configuration that belong to the other commands
+DESIGN = """Finds out which draft to train for a configuration's target on this machine: draft models by depth, width,
+MLP and head, layers cut from the target, EAGLE-1 and EAGLE-3 by draft vocabulary, beside early exits, prompt lookup and
+REST, which need no training. First every shape's cost is measured with random weights, which tells the acceptance it
+needs; those that cannot win are not trained. The others are trained by the configuration's own recipe, all of them
+briefly, then the better half twice as long, and so on, ranked by the speedup that their acceptance and cost predict for
+a full training. Results: runs/<name>/design/ with design.html, design.json, and winner.yaml for python -m distill. An
+interrupted design continues, a larger --budget continues a finished one. Without --config, configs/quickstart.yaml."""
+
+DESIGN_EXAMPLES = """\
+  python -m distill design --config configs/quickstart.yaml --budget 10m
+  python -m distill design --config configs/quickstart.yaml --costs-only      which acceptance each shape would need
+  python -m distill design --config configs/quickstart.yaml --budget 10m --verify    and hold it to account
+  python -m distill design --config configs/smollm2.yaml --budget 2h --batch-size 8    for eight texts at once
+  python -m distill design --design.layers 1 --design.widths 32,48,64 --design.heads [] --budget 5m
+  python -m distill --config runs/quickstart/design/winner.yaml                 train what was found"""
+
+FOREIGN = {"bench", "probes", "ablation", "design"}  # sections of a shared configuration of other commands
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -41,6 +58,8 @@ def main(argv: list[str] | None = None) -> None:
         return _bench(argv[1:])
     if argv[:1] == ["ablate"]:
         return _ablate(argv[1:])
+    if argv[:1] == ["design"]:
+        return _design(argv[1:])
     if not argv:
         raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")
     dry_run, show = take_flag(argv, "--dry-run"), take_flag(argv, "--show-example")
@@ -90,6 +109,24 @@ def _ablate(argv: list[str]) -> None:
     argv = _with_config(argv, "configs/ablation.yaml")
     foreign = FOREIGN - {"ablation"}
     ablate(parse(AblateSettings, argv, prog="python -m distill ablate", description=ABLATE, foreign=foreign))
+
+
+def _design(argv: list[str]) -> None:
+    from distill.experiments.design.command import design
+    from distill.experiments.design.settings import DesignRunSettings
+
+    keys = ("budget", "batch_size", "temperature", "costs", "costs_only", "verify")
+    design(
+        parse(
+            DesignRunSettings,
+            _with_config(argv, "configs/quickstart.yaml"),
+            prog="python -m distill design",
+            description=DESIGN,
+            examples=DESIGN_EXAMPLES,
+            foreign=FOREIGN - {"design"},
+            aliases={key: f"design.{key}" for key in keys},
+        )
+    )
 
 
 def _with_config(argv: list[str], default: str) -> list[str]:

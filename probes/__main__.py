@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m probes",
         description=ABOUT,
         examples=EXAMPLES,
-        foreign={"bench", "ablation"},
+        foreign={"bench", "ablation", "design"},
         aliases={"tracker": "tracker.kind"},
     )
     if dry_run:

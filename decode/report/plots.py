@@ -33,12 +33,13 @@ DASHED: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (4, 3))
 STYLE: Any = rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use_default_template=False)
 
 
-def _new(title: str, xlabel: str, ylabel: str = "", height: float = 3.2) -> Axes:
+def new_axes(title: str, xlabel: str, ylabel: str = "", height: float = 3.2) -> Axes:
+    """Axes of a figure of their own; width is the same for all."""
     figure = Figure(figsize=(5.0, height), layout="constrained")
     return figure.add_subplot(title=title, xlabel=xlabel, ylabel=ylabel)
 
 
-def _svg(axes: Axes, legend: bool = False) -> str:
+def as_svg(axes: Axes, legend: bool = False) -> str:
     """The figure as an SVG that scales with its container; the legend stands below, where it covers nothing."""
     figure = axes.get_figure(root=True)
     assert figure is not None
@@ -86,7 +87,7 @@ def bars(rows: Sequence[Row], title: str, xlabel: str) -> str:
         title: of the figure.
         xlabel: quantity and formula.
     """
-    axes = _new(title, xlabel, height=max(2.0, 0.95 + 0.27 * len(rows)))
+    axes = new_axes(title, xlabel, height=max(2.0, 0.95 + 0.27 * len(rows)))
     for y, row in enumerate(rows):
         low, high = row.get("interval") or (row["value"], row["value"])
         relaxed = not row.get("lossless", True)
@@ -106,7 +107,7 @@ def bars(rows: Sequence[Row], title: str, xlabel: str) -> str:
     if not all(row.get("lossless", True) for row in rows):
         axes.plot([], [], "s", color=BLUE, label="lossless")
         axes.plot([], [], "s", color=ORANGE, alpha=0.6, label="relaxed")
-    return _svg(axes, legend=True)
+    return as_svg(axes, legend=True)
 
 
 def speedup_bars(rows: Iterable[Row], title: str = "Speedup over no draft") -> str:
@@ -132,7 +133,7 @@ def points(rows: Sequence[Row], x: str, y: str, title: str, xlabel: str, ylabel:
         ylabel: quantity and formula.
         diagonal: draw the line on which both agree instead of the one at 1.
     """
-    axes = _new(title, xlabel, ylabel)
+    axes = new_axes(title, xlabel, ylabel)
     rows = [row for row in rows if finite(row.get(x)) and finite(row.get(y))]
     for i, row in enumerate(rows):
         exact = row.get("lossless", True)
@@ -145,7 +146,7 @@ def points(rows: Sequence[Row], x: str, y: str, title: str, xlabel: str, ylabel:
     else:
         axes.axhline(1, **DASHED)
     axes.margins(0.12)
-    return _svg(axes, legend=True)
+    return as_svg(axes, legend=True)
 
 
 def speed_against_quality(rows: Sequence[Row], quality: str, xlabel: str) -> str:
@@ -172,14 +173,14 @@ def lines(
     whole_x: bool = False,
 ) -> str:
     """Lines through (x, y) points, one a name; those not finite are left out; ``whole_x`` marks each point."""
-    axes, shades = _new(title, xlabel, ylabel), _colours(series, colours or {})
+    axes, shades = new_axes(title, xlabel, ylabel), _colours(series, colours or {})
     for i, (name, values) in enumerate(series.items()):
         kept = [(v[0], v[1]) for v in values if finite(v[0]) and finite(v[1])]
         marker = MARKERS[i % len(MARKERS)] if whole_x or len(kept) == 1 else ""
         axes.plot([x for x, _ in kept], [y for _, y in kept], marker=marker, color=shades[name], label=name)
     if whole_x:
         _whole_numbers(axes)
-    return _svg(axes, legend=len(series) > 1)
+    return as_svg(axes, legend=len(series) > 1)
 
 
 def acceptance_by_position(series: Mapping[str, Sequence[Row]], colours: Mapping[str, str] | None = None) -> str:
@@ -202,7 +203,7 @@ def verify_cost(series: Mapping[str, Sequence[float] | Mapping[Any, float]]) -> 
 @mpl.rc_context(STYLE)
 def draft_lengths(series: Mapping[str, Mapping[Any, int]]) -> str:
     """How long drafts were: for each name the rounds by number of drafted tokens, drawn as shares."""
-    axes = _new("Draft lengths", "drafted tokens in a round (k)", "share of rounds (%)")
+    axes = new_axes("Draft lengths", "drafted tokens in a round (k)", "share of rounds (%)")
     width = 0.8 / max(1, len(series))
     for i, (name, counts) in enumerate(series.items()):
         total = sum(counts.values()) or 1
@@ -210,13 +211,13 @@ def draft_lengths(series: Mapping[str, Mapping[Any, int]]) -> str:
         axes.bar(x, [100 * n / total for n in counts.values()], width * 0.92, color=COLOURS[i], alpha=0.85, label=name)
     axes.grid(axis="x", visible=False)
     _whole_numbers(axes)
-    return _svg(axes, legend=len(series) > 1)
+    return as_svg(axes, legend=len(series) > 1)
 
 
 @mpl.rc_context(STYLE)
 def speedup_by_length(predicted: Mapping[int, float], measured: Mapping[int, Row]) -> str:
     """Speedup by draft length: the prediction as a line, rows ``{speedup, speedup_ci95?}`` as points with intervals."""
-    axes = _new("Speedup by draft length", "draft length k (tokens)", "speedup (×)")
+    axes = new_axes("Speedup by draft length", "draft length k (tokens)", "speedup (×)")
     line = sorted((k, s) for k, s in predicted.items() if finite(s))
     axes.plot([k for k, _ in line], [s for _, s in line], color=BLUE, label="predicted")
     for i, (k, row) in enumerate(sorted(measured.items())):
@@ -225,13 +226,13 @@ def speedup_by_length(predicted: Mapping[int, float], measured: Mapping[int, Row
         axes.plot(k, row["speedup"], "o", color=ORANGE, label="" if i else "measured, 95 % interval")
     axes.axhline(1, **DASHED)
     _whole_numbers(axes)
-    return _svg(axes, legend=True)
+    return as_svg(axes, legend=True)
 
 
 @mpl.rc_context(STYLE)
 def calibration(series: Mapping[str, Sequence[Sequence[float]]], title: str) -> str:
     """Observed against predicted acceptance: for each name bins ``(mean probability, observed rate, count)``."""
-    axes = _new(title, "predicted acceptance probability (mean of the bin)", "accepted ÷ tested", height=3.6)
+    axes = new_axes(title, "predicted acceptance probability (mean of the bin)", "accepted ÷ tested", height=3.6)
     axes.axline((0, 0), slope=1, **DASHED)
     for i, (name, bins) in enumerate(series.items()):
         bins = [b for b in bins if finite(b[0]) and finite(b[1])]
@@ -239,7 +240,7 @@ def calibration(series: Mapping[str, Sequence[Sequence[float]]], title: str) -> 
         axes.plot(x, y, color=COLOURS[i], alpha=0.6, label=name)
         axes.scatter(x, y, s=[8 + 60 * b[2] / largest for b in bins], color=COLOURS[i], linewidth=0)
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
-    return _svg(axes, legend=True)
+    return as_svg(axes, legend=True)
 
 
 @mpl.rc_context(STYLE)
@@ -250,7 +251,7 @@ def histograms(
 
     ``log_y`` is for long tails.
     """
-    axes, shades = _new(title, xlabel, "share of tokens (%)"), _colours(series, colours)
+    axes, shades = new_axes(title, xlabel, "share of tokens (%)"), _colours(series, colours)
     for name, found in series.items():
         edges, counts = found["edges"], found["counts"]
         total = sum(counts) or 1
@@ -263,13 +264,15 @@ def histograms(
         _logarithmic(axes)
     elif any(found["edges"][0] < 0 for found in series.values()):
         axes.axvline(0, **DASHED)
-    return _svg(axes, legend=True)
+    return as_svg(axes, legend=True)
 
 
 @mpl.rc_context(STYLE)
 def speedup_by_batch(series: Mapping[str, Sequence[Row]]) -> str:
     """Speedup over the same batch without a draft: for each method rows ``{batch_size, speedup, speedup_ci95}``."""
-    axes = _new("Speedup by batch size", "texts at once (batch size)", "tokens/s ÷ tokens/s without a draft (×)", 3.6)
+    axes = new_axes(
+        "Speedup by batch size", "texts at once (batch size)", "tokens/s ÷ tokens/s without a draft (×)", 3.6
+    )
     for i, (name, rows) in enumerate(series.items()):
         kept = [row for row in rows if finite(row["speedup"])]
         x, y = [row["batch_size"] for row in kept], [row["speedup"] for row in kept]
@@ -281,20 +284,20 @@ def speedup_by_batch(series: Mapping[str, Sequence[Row]]) -> str:
     axes.axhline(1, **DASHED)
     axes.set_ylim(bottom=0)
     _batch_sizes(axes, series)
-    return _svg(axes, legend=True)
+    return as_svg(axes, legend=True)
 
 
 @mpl.rc_context(STYLE)
 def throughput_by_batch(series: Mapping[str, Sequence[Row]]) -> str:
     """Tokens per second of all texts: for each method rows ``{batch_size, tokens_per_second}``."""
-    axes = _new("Tokens per second by batch size", "texts at once (batch size)", "Σ tokens ÷ seconds", 3.6)
+    axes = new_axes("Tokens per second by batch size", "texts at once (batch size)", "Σ tokens ÷ seconds", 3.6)
     for i, (name, rows) in enumerate(series.items()):
         points = [(row["batch_size"], row["tokens_per_second"]) for row in rows if finite(row["tokens_per_second"])]
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
         axes.plot([x for x, _ in points], [y for _, y in points], marker=marker, color=colour, label=name)
     _logarithmic(axes)
     _batch_sizes(axes, series)
-    return _svg(axes, legend=True)
+    return as_svg(axes, legend=True)
 
 
 def _batch_sizes(axes: Axes, series: Mapping[str, Sequence[Row]]) -> None:

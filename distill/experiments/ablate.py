@@ -16,29 +16,24 @@ from rich.console import Console
 
 from decode.core.errors import UserError
 from decode.core.options import Seed
-from decode.core.progress import track
 from decode.measure.acceptance_offline import OfflineAlpha, offline_alpha, prompt_numbers
 from decode.models.eagle.files import load_head
 from decode.models.generation_config import own_warp
-from decode.models.open import load_model, stop_ids
+from decode.models.open import load_model
 from distill.config.drafts import ComparisonSettings
 from distill.config.responses import ResponseSettings
 from distill.config.settings import Settings
 from distill.core.files import fingerprint
 from distill.core.run_dir import account_of
-from distill.data.response_file import ResponseFile
 from distill.data.stage_context import StageContext
-from distill.data.token_dataset import TokenDataset
 from distill.experiments.ablation_table import Measured, write_table
-from distill.generation.response_store import answered_here, make_jobs
+from distill.experiments.target_texts import Text, target_texts
 from distill.pipeline.reuse import adopt, siblings
 from distill.pipeline.runner import alone_in, run_of, run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 from distill.teacher.signal_cache import Array, cached
 
 MODES = {"sampled": 1.0, "greedy": 0.0}  # decoding modes and their temperatures
-
-Text = tuple[list[int], int]
 
 
 @dataclass
@@ -132,22 +127,13 @@ class Meter:
 
     def _texts(self, mode: str, temperature: float, batch_size: int) -> list[Text]:
         """What the target answers to the test prompts."""
-        settings, corpus = self.bench.settings, self.bench.corpus
-        rows = TokenDataset.of(corpus.test, settings.evaluation.prompts)
-        length = settings.evaluation.max_new_tokens
-        how = ResponseSettings(temperature=temperature, max_new_tokens=length, batch_size=batch_size)
-        jobs = make_jobs(rows, corpus.test[: len(rows)], how, settings.data.max_length)
-        made_from: dict[str, Any] = {"target": self.keys["target"], "corpus": corpus.fingerprint, "how": asdict(how)}
-        made_from |= {"prompts": len(jobs), "seed": settings.seed}
-        file = ResponseFile(self.folder / f"{mode}.jsonl", made_from)
-        file.open()
-        writer = answered_here(self.target, how, settings.seed, stop_ids(self.target, corpus.tokenizer))
-        missing, console = {job.example for job in jobs} - file.found.keys(), self.bench.console
-        lines, left = file.fill(writer(jobs, missing), corpus.tokenizer), len(missing)
-        for _ in track(lines, f"texts of the target, {mode}", total=left, console=console):
-            pass
-        self.made_from[mode] = fingerprint(made_from)
-        return [([*job.ids, *file.found[job.example].ids], len(job.ids)) for job in jobs]
+        settings, corpus = self.bench.settings.evaluation, self.bench.corpus
+        how = ResponseSettings(temperature=temperature, max_new_tokens=settings.max_new_tokens, batch_size=batch_size)
+        made_from = {"target": self.keys["target"], "corpus": corpus.fingerprint}
+        texts, self.made_from[mode] = target_texts(
+            self.bench, self.target, corpus.test, settings.prompts, how, self.folder / f"{mode}.jsonl", made_from
+        )
+        return texts
 
     def measure(self, draft: str) -> dict[str, OfflineAlpha]:
         """Acceptance of a draft in every mode."""

@@ -192,7 +192,7 @@ def measure(context: StageContext) -> dict[str, Any]:
         **added,
         "commands": {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"},
     }
-    _dump(settings, run.folder / "settings.yaml")
+    write_settings(settings, run.folder / "settings.yaml")
     chosen = run.chosen(settings.export.choose)
     trust, profile = settings.target.trust_remote_code, export_profile(report, chosen)
     export = export_head if settings.eagle.enabled else export_draft
@@ -263,7 +263,7 @@ def _state(key: str, target: str, report: dict[str, Any], export: Path) -> dict[
     }
 
 
-def _dump(settings: Settings, path: Path) -> None:
+def write_settings(settings: Settings, path: Path) -> None:
     """Write all settings of the run as a configuration file."""
     values = json.loads(json.dumps(asdict(settings)))  # YAML knows no constrained types
     write_text(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))

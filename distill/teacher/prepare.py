@@ -50,15 +50,24 @@ class DistillData(Generic[Target]):
         return OnPolicy(write, self.train, schedule, steps, settings, seed, limit, self.ends, self.add_signals)
 
 
-def prepare(context: StageContext, objective: Objective, share: float = 0.0) -> DistillData[TargetSource]:
-    """The target as a source of logits, and examples with the cached values that the distillation needs."""
+def prepare(
+    context: StageContext, objective: Objective, share: float = 0.0, draft_vocab: int | None = None
+) -> DistillData[TargetSource]:
+    """The target as a source of logits, and examples with the cached values that the distillation needs.
+
+    Args:
+        context: settings, data and folder.
+        objective: of the draft.
+        share: of the examples whose responses the draft will write itself.
+        draft_vocab: ids of the draft; None: those of the run's initial draft.
+    """
     folder = context.run.work / "signals"
     wanted = context.settings.target
     model = load_model(context.run.target, device="cpu", dtype=wanted.dtype, trust_remote_code=wanted.trust_remote_code)
     check_head(model, LMHead(model))
     ends = stop_ids(model, context.corpus.tokenizer)
     train, validation, key = fixed_texts(context, model, ends)
-    signal = _signal(context, model)
+    signal = _signal(context, model, draft_vocab)
     all_own = share == 1
     if signal.kind != "recompute":
         model = model.to(context.device)
@@ -113,10 +122,11 @@ def _unchanged(_: TokenDataset) -> None:
     """No signals: no texts are written on the way."""
 
 
-def _signal(context: StageContext, model: PreTrainedModel) -> TargetSignal:
-    """What the settings want kept of the target."""
-    draft = AutoConfig.from_pretrained(context.run.path("initial")).get_text_config().vocab_size
-    return TargetSignal.of(context.settings.reference, min(int(draft), LMHead(model).vocab))
+def _signal(context: StageContext, model: PreTrainedModel, draft: int | None) -> TargetSignal:
+    """What the settings want kept of the target, of the ids that a draft of so many shares with it."""
+    if draft is None:
+        draft = int(AutoConfig.from_pretrained(context.run.path("initial")).get_text_config().vocab_size)
+    return TargetSignal.of(context.settings.reference, min(draft, LMHead(model).vocab))
 
 
 def announce(context: StageContext, what: str, size: int, tokens: int, seconds: float) -> None:

@@ -1,0 +1,272 @@
+"""What every shape costs, measured with random weights; from it the acceptance that each needs to win."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.core.errors import UserError
+from decode.core.files import read_json
+from decode.core.progress import track
+from decode.core.runner import Runner
+from decode.core.sampling import Warp
+from decode.measure import machine
+from decode.measure.bench_session import WIDE, BenchOptions, Item, Session
+from decode.measure.cost import SETTLE, STEADY, CostMeter, CostModel, measure_cost
+from decode.measure.predict import predicted_speedup
+from decode.measure.profile import add_overhead
+from decode.models.eagle.head import FeatureHead
+from decode.models.open_runner import open_draft_runner
+from decode.models.runners.fast_runner import FastRunner
+from decode.models.runners.layer_subset import LayerSubset
+from decode.prompts.suites import Prompt
+from distill.config.settings import Settings
+from distill.core.files import write_json
+from distill.experiments.design.space import Shape
+
+PRICED = (3, 6)
+"""Widths between which drafts are timed."""
+TURNS, SECONDS = 9, 0.8
+"""Most measurements of a shape, and seconds after which none begins."""
+BOOKED_PROMPTS, BOOKED_TOKENS = 4, 32
+"""Texts, and most tokens of each, on which the bookkeeping of a family of drafts is measured."""
+
+
+@dataclass
+class Price:
+    """Costs of a shape, in plain decoding steps of the target, bookkeeping included.
+
+    Attributes:
+        cost: as measured.
+        parameters: of the draft.
+    """
+
+    cost: CostModel
+    parameters: int = 0
+
+    @property
+    def unit(self) -> float:
+        """A plain step, in one-token target forwards."""
+        return 1 + self.cost.step_overhead
+
+    @property
+    def c(self) -> float:
+        """A drafted token."""
+        return (self.cost.cost_ratio + self.cost.draft_overhead) / self.unit
+
+    def v(self, n: float) -> float:
+        """A round's target forward over n tokens."""
+        return (self.cost.v(n) + self.cost.step_overhead + self.cost.overhead) / self.unit
+
+    def speedup(self, alpha: float, length: int) -> float:
+        """At an acceptance rate that is the same at every position."""
+        return predicted_speedup(alpha, length, self.c, self.v)
+
+    def best(self, alpha: float, longest: int) -> float:
+        """The same with the best draft length."""
+        return max(self.speedup(alpha, k) for k in range(1, longest + 1))
+
+    def needed(self, speedup: float, longest: int) -> float | None:
+        """The acceptance rate from which this speedup is reached with the best draft length; None if not even by 1."""
+        if self.best(1.0, longest) < speedup:
+            return None
+        low, high = 0.0, 1.0
+        while high - low > 1e-4:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.best(middle, longest) >= speedup else (middle, high)
+        return high
+
+    def row(self) -> dict[str, Any]:
+        """As data."""
+        return {"parameters": self.parameters, **self.cost.to_dict()}
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Price:
+        """From a `row`."""
+        return cls(CostModel.from_dict({k: v for k, v in row.items() if k != "parameters"}), row["parameters"])
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Inside, torch computes with so many threads; None: as it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Pricing:
+    """Measures shapes against one target.
+
+    Args:
+        target: the target.
+        tokenizer: its tokenizer.
+        prompts: token ids of some prompts.
+        full: the run's settings.
+        batch_size: texts at once.
+        longest: longest draft.
+        count: CPU threads; None: as it is.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[Sequence[int]],
+        full: Settings,
+        *,
+        batch_size: int,
+        longest: int,
+        count: int | None,
+    ) -> None:
+        self.target, self.full, self.batch = target, full, batch_size
+        options = BenchOptions(max_new_tokens=BOOKED_TOKENS, threads=count, costs=False)
+        self.session = Session(target, {}, tokenizer, options)
+        self.items = [Item(Prompt(str(i), "", None), list(ids)) for i, ids in enumerate(prompts[:BOOKED_PROMPTS])]
+        self.context = int(statistics.median(map(len, prompts))) + full.evaluation.max_new_tokens // 2
+        self.widths = [*range(1, longest + 2), *WIDE]
+        self.verify = measure_cost(self.session.runner, widths=self.widths, context=self.context, batch=batch_size)
+        self.booked: dict[str, CostModel] = {}
+
+    def price(self, shape: Shape) -> Price:
+        """What a shape costs."""
+        if shape.family in ("lookup", "rest"):
+            return Price(replace(self.verify))
+        runner = self.session.runner
+        if shape.family == "exit" and self.batch == 1:
+            if not isinstance(runner, FastRunner):
+                raise UserError(f"{runner.name} cannot draft with its own layers")
+            subset = LayerSubset.early_exit(runner.depth, shape.layers)
+            return Price(self._book(shape, None, exit_cost(runner, subset, self.context)))
+        draft = shape.random(self.full, self.target)
+        opened = open_draft_runner(draft, self.target, pack="auto")
+        meter = CostMeter(runner, opened, widths=PRICED, context=self.context, batch=self.batch)
+        found = meter.run(TURNS, SECONDS)
+        cost = replace(self.verify, cost_ratio=found.cost_ratio, draft_seconds=found.draft_seconds)
+        parameters = 0 if shape.family == "exit" else sum(p.numel() for p in draft.parameters())
+        return Price(self._book(shape, (draft, opened), cost), parameters)
+
+    def parameters(self, shape: Shape) -> int:
+        """Weights of a draft."""
+        return sum(p.numel() for p in shape.random(self.full, self.target).parameters())
+
+    def _book(self, shape: Shape, draft: tuple[Any, Runner] | None, cost: CostModel) -> CostModel:
+        """With the bookkeeping of the shape's family, measured on the first of it; an exit's is a draft model's."""
+        family = shape.family if shape.is_head else "model"
+        if family not in self.booked and draft is not None:
+            model, runner = draft
+            self.session.draft_models = {"draft": model}
+            self.session.drafts = {"draft": runner}
+            booked = replace(cost)
+            if not isinstance(model, FeatureHead) or self.batch == 1:
+                add_overhead(self.session, "draft", self.items, Warp(0.0), booked)
+            self.booked[family] = booked
+        known = self.booked.get(family, cost)
+        return replace(
+            cost,
+            overhead=known.overhead,
+            draft_overhead=known.draft_overhead,
+            step_overhead=known.step_overhead,
+        )
+
+
+@torch.inference_mode()
+def exit_cost(runner: FastRunner, subset: LayerSubset, context: int) -> CostModel:
+    """Costs of drafting with the target's first layers, whose work verification takes over."""
+    context = min(context, runner.limit - STEADY - 1)
+    longest = max(STEADY, min(16, runner.limit - context))
+    widths = [n for n in (2, 3, 5, 8, 12, 16) if n <= longest]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(runner.vocab_size, (context + longest,), generator=generator).to(runner.device)
+    runner.truncate(0)
+    runner.reserve(len(tokens))
+    runner.read(tokens[:context], head=0)
+    plain: list[float] = []
+    drafting: list[float] = []
+    verifying: dict[int, list[float]] = {n: [] for n in widths}
+
+    def timed(times: list[float], read: Callable[[], object]) -> None:
+        began = time.perf_counter()
+        read()
+        times.append(time.perf_counter() - began)
+
+    began = time.perf_counter()
+    for turn in range(TURNS):
+        if turn > 2 and time.perf_counter() - began > SECONDS:
+            break
+        settling: list[float] = []
+        while sum(settling) < SETTLE:
+            timed(settling, lambda: runner.read(tokens[context : context + 1], head=1))
+            runner.truncate(context)
+        for i in range(STEADY):
+            timed(plain, lambda i=i: runner.read(tokens[context + i : context + i + 1], head=1))  # type: ignore[misc]
+        runner.truncate(context)
+        for n in widths:
+            for i in range(n - 1):
+                at = tokens[context + i : context + i + 1]
+                timed(drafting, lambda at=at: runner.read_subset(at, subset))  # type: ignore[misc]
+            timed(verifying[n], lambda n=n: runner.read(tokens[context : context + n]))  # type: ignore[misc]
+            runner.truncate(context)
+    runner.truncate(0)
+    one, spent = statistics.median(plain), statistics.median(drafting)
+    verify = {1: 1.0} | {n: statistics.median(times) / one for n, times in verifying.items()}
+    return CostModel(spent / one, verify, target_seconds=one, draft_seconds=spent, context=context)
+
+
+@dataclass
+class Prices:
+    """The prices of shapes, and why others have none.
+
+    Attributes:
+        by_shape: what each costs.
+        refused: shapes that cannot be measured here, with the reason.
+    """
+
+    by_shape: dict[Shape, Price]
+    refused: dict[Shape, str]
+
+
+def price_all(
+    path: Path, made_from: str, shapes: Sequence[Shape], begin: Callable[[], Pricing], given: str | None = None
+) -> Prices:
+    """The prices of all shapes, kept in a file; what is there already is not measured again.
+
+    Args:
+        path: the file.
+        made_from: fingerprint of the target and of how is measured; another one begins anew.
+        shapes: which.
+        begin: opens the target for measuring, if anything has to be measured.
+        given: another machine's file, in place of measuring.
+
+    Raises:
+        UserError: the given file is none of this command's.
+    """
+    content = read_json(Path(given) if given else path)
+    known: dict[str, Any] = content.get("prices", {}) if given or content.get("made_from") == made_from else {}
+    if given and not known:
+        raise UserError(f"design.costs: {given} holds no costs; expected a costs.json that this command wrote")
+    pricing: Pricing | None = None
+    for shape in track([shape for shape in shapes if shape.name not in known], "costs of the shapes"):
+        if given:
+            known[shape.name] = {"refused": f"{given} has no costs of it"}
+            continue
+        pricing = pricing or begin()
+        try:
+            same = known.get(shape.costs_as.name)
+            made = pricing.price(shape) if same is None else Price.of({**same, "parameters": pricing.parameters(shape)})
+            known[shape.name] = made.row()
+        except UserError as error:
+            known[shape.name] = {"refused": str(error)}
+        write_json(path, {"made_from": made_from, "machine": machine.describe(), "prices": known})
+    found = {shape: Price.of(known[shape.name]) for shape in shapes if "refused" not in known[shape.name]}
+    return Prices(found, {shape: known[shape.name]["refused"] for shape in shapes if shape not in found})

@@ -1,0 +1,148 @@
+"""What is known of each shape, as rows of tables and of design.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from rich.table import Table
+
+from decode.report.page import Column
+from decode.report.tables import console_table
+from distill.experiments.design.costs import Price
+from distill.experiments.design.predict import Forecast
+from distill.experiments.design.space import Shape
+
+Status = Literal["", "no training", "pruned", "out", "left", "winner"]
+
+
+@dataclass
+class Entry:
+    """A shape, and what is known of it.
+
+    Attributes:
+        shape: which.
+        price: its costs; None: it cannot be run here.
+        needed: acceptance rate from which it gains; None: even 1 is not enough.
+        at_ceiling: speedup at the highest acceptance rate expected of any draft.
+        needed_for_best: acceptance rate from which it is faster than the best method known before training.
+        status: no training; pruned before or between the rounds; out of the race after a round; left; the winner.
+        reason: why it was pruned.
+        steps: of its longest training.
+        alpha: acceptance after it, as first drafted token.
+        alpha_se: its standard error over texts.
+        speedup: predicted from it, with the best draft length.
+        length: that draft length; of REST the mean size of its trees.
+        seconds: of the longest training.
+        step_seconds: of a training step.
+        full: carried on to the full length of the run's training.
+        history: (steps, α, speedup) of all its trainings.
+    """
+
+    shape: Shape
+    price: Price | None
+    needed: float | None = None
+    at_ceiling: float | None = None
+    needed_for_best: float | None = None
+    status: Status = ""
+    reason: str = ""
+    steps: int = 0
+    alpha: float | None = None
+    alpha_se: float | None = None
+    speedup: float | None = None
+    length: int | None = None
+    seconds: float = 0.0
+    step_seconds: float | None = None
+    full: Forecast | None = None
+    history: list[tuple[int, float, float]] = field(default_factory=list)
+
+    def prune(self, reason: str) -> None:
+        """Leave it out, and say why."""
+        self.status, self.reason = "pruned", reason
+
+    @property
+    def forecast(self) -> float:
+        """The speedup it is ranked by: after a full training, or as it is where nothing is trained."""
+        if self.full is not None:
+            return self.full.speedup
+        return self.speedup or 0.0
+
+    def row(self) -> dict[str, Any]:
+        """As data, and as a row of the tables."""
+        full = self.full
+        known = {
+            **self.shape.row(),
+            "status": self.status,
+            "reason": self.reason,
+            "parameters": self.price.parameters or None if self.price else None,
+            "c": self.price.c if self.price and self.price.cost.cost_ratio else None,
+            "needed_alpha": self.needed,
+            "needed_for_best": self.needed_for_best,
+            "speedup_at_ceiling": self.at_ceiling,
+            "steps": self.steps or None,
+            "alpha": self.alpha,
+            "alpha_se": self.alpha_se,
+            "speedup": self.speedup,
+            "draft_length": self.length,
+            "seconds": self.seconds or None,
+            "step_seconds": self.step_seconds,
+            "history": [list(point) for point in self.history],
+        }
+        if full is not None:
+            known |= {
+                "full_alpha": full.alpha,
+                "full_alpha_ci95": [full.low, full.high],
+                "full_speedup": full.speedup,
+                "full_speedup_ci95": [full.speedup_low, full.speedup_high],
+                "full_draft_length": full.length,
+            }
+        return known
+
+
+COLUMNS = [
+    Column("name", "draft"),
+    Column("status", "status"),
+    Column("parameters", "parameters", "weights of the draft", ",d"),
+    Column("c", "c", "a drafted token with its bookkeeping, in plain decoding steps of the target", ".3f"),
+    Column("needed_alpha", "gains from α", "acceptance rate from which it is faster than no draft", ".2f"),
+    Column(
+        "needed_for_best", "wins from α", "acceptance rate from which it is faster than what needs no training", ".2f"
+    ),
+    Column("speedup_at_ceiling", "most", "speedup at the highest acceptance rate expected of any draft", ".2f"),
+    Column("steps", "steps", "of its longest training", "d"),
+    Column("alpha", "α", "acceptance on the target's answers to validation prompts", ".3f", error="alpha_se"),
+    Column("speedup", "speedup", "predicted from it, at the best draft length", ".2f"),
+    Column("draft_length", "k", "that draft length", "d"),
+    Column("full_alpha", "α in full", "carried on to a full training", ".3f"),
+    Column("full_speedup", "in full", "predicted speedup after a full training", ".2f", "max", "full_speedup_ci95"),
+    Column("full_draft_length", "k in full", "its best draft length", "d"),
+]
+
+
+def ranked(entries: Sequence[Entry]) -> list[Entry]:
+    """The best first; what was pruned last."""
+    order = {"winner": 0, "left": 1, "no training": 1, "out": 1, "": 1, "pruned": 2}
+    return sorted(entries, key=lambda e: (order[e.status], -e.forecast, -(e.at_ceiling or 0.0)))
+
+
+SHORT = {"status": "", "c": "c", "needed_alpha": "gains at α", "steps": "steps", "alpha": "α", "full_alpha": "in full",
+         "full_speedup": "speedup", "full_draft_length": "k"}  # fmt: skip
+"""Columns of the terminal's table, and what it calls them."""
+
+
+def show(entries: Sequence[Entry], default: Shape) -> Table:
+    """The shapes for a terminal; the speedup of what needs no training is its own."""
+    rows = []
+    for entry in ranked(entries):
+        mark = " *" * (entry.shape == default)
+        style = "bold green" if entry.status == "winner" else "dim" if entry.status == "pruned" else ""
+        row = entry.row() | {"name": entry.shape.name + mark, "style": style}
+        if not entry.shape.trained:
+            row |= {"full_speedup": entry.speedup, "full_draft_length": entry.length}
+        rows.append(row)
+    by_key = {column.key: column for column in COLUMNS}
+    short = [replace(by_key[key], label=label, error="") for key, label in SHORT.items()]
+    grid = console_table("", [by_key["name"], *short], rows)
+    grid.caption = "* as configured.   in full, speedup, k: predicted for a full training"
+    return grid

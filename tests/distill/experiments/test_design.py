@@ -1,0 +1,243 @@
+"""The design command: costs and the acceptance they ask for, forecasts, rounds, and what is written."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console
+from tiny_run import run_tiny, tiny_settings
+from transformers import LlamaConfig
+
+from decode.commands.command_line import parse
+from decode.core.errors import UserError
+from decode.core.stopping import StopRule
+from decode.drafters.prompt_lookup import LookupDrafter
+from decode.measure.acceptance_offline import OfflineAlpha
+from decode.measure.cost import CostModel
+from decode.measure.predict import predicted_speedup, replayed_speedup
+from distill.config.settings import Settings
+from distill.experiments.design.command import design
+from distill.experiments.design.costs import Price
+from distill.experiments.design.predict import Slope, common_slope, forecast, own_slope, replayed, slope_of
+from distill.experiments.design.settings import DesignRunSettings, DesignSettings
+from distill.experiments.design.space import Shape, default_shape, space
+from distill.experiments.design.untrained import go_along
+from distill.experiments.design.verify import rank_correlation
+
+PRICE = Price(CostModel(0.1, {1: 1.0, 4: 1.2, 8: 1.6, 16: 2.4}, overhead=0.05, draft_overhead=0.02, step_overhead=0.1))
+
+
+def alpha_of(mean: float, se_of: int = 40) -> OfflineAlpha:
+    """Texts whose acceptances have this mean."""
+    generator = np.random.default_rng(0)
+    wiggle = generator.normal(0, 0.01, se_of)
+    return OfflineAlpha([[float(np.clip(mean + x - wiggle.mean(), 0, 1))] * 5 for x in wiggle])
+
+
+def test_bookkeeping_counts_in_the_plain_step_too() -> None:
+    """A speedup is over plain steps, which have bookkeeping of their own."""
+    assert PRICE.c == pytest.approx(0.12 / 1.1)
+    assert PRICE.v(4) == pytest.approx((1.2 + 0.1 + 0.05) / 1.1)
+    assert PRICE.speedup(0.8, 3) == pytest.approx(
+        predicted_speedup(0.8, 3, 0.12, lambda n: PRICE.cost.v(n) + 0.1, 0.05) * 1.1
+    )
+
+
+def test_the_acceptance_needed_is_where_the_best_length_reaches_the_speedup() -> None:
+    needed = PRICE.needed(1.5, 15)
+    assert needed is not None
+    assert PRICE.best(needed, 15) == pytest.approx(1.5, abs=2e-3)
+    assert PRICE.best(needed - 1e-3, 15) < 1.5
+    assert PRICE.needed(50.0, 15) is None
+
+
+def test_a_replay_with_one_depth_is_that_of_the_cost_model() -> None:
+    generator = np.random.default_rng(1)
+    texts = [generator.random(n).tolist() for n in (1, 2, 7, 23)]
+    plain = Price(CostModel(0.1, {1: 1.0, 4: 1.2, 8: 1.6, 16: 2.4}))
+    for length in (1, 3, 10):
+        wanted = replayed_speedup(texts, length, 0.1, plain.cost.v)
+        assert replayed([OfflineAlpha(texts)], length, plain) == pytest.approx(wanted)
+
+
+def test_deeper_tokens_have_their_own_acceptance() -> None:
+    """A head that never gets a second token right gains from drafts of one token alone."""
+    plain = Price(CostModel(0.0, {1: 1.0}))
+    first, never = OfflineAlpha([[1.0] * 12]), OfflineAlpha([[0.0] * 12])
+    assert replayed([first, never], 1, plain) == pytest.approx(2.0)
+    assert replayed([first, never], 5, plain) == pytest.approx(2.0)
+    assert replayed([first], 5, plain) == pytest.approx(6.0)
+
+
+def test_a_curve_that_follows_the_law_is_carried_on_exactly() -> None:
+    curves = [{n: alpha_of(1 - a * n**-0.5) for n in (100, 200)} for a in (2.0, 3.0, 4.0)]
+    common = common_slope(curves)
+    assert common.b == pytest.approx(0.5, abs=1e-6)
+    found = forecast([curves[0][200]], 200, 800, slope_of(curves[0], common), PRICE, 15)
+    assert found.alpha == pytest.approx(1 - 2.0 * 800**-0.5, abs=1e-3)
+    assert found.low < found.alpha < found.high
+    assert found.speedup_low < found.speedup < found.speedup_high
+    assert own_slope({100: alpha_of(0.5)}) is None
+
+
+def test_a_single_curve_leans_on_what_the_others_did() -> None:
+    noisy = {100: alpha_of(0.5), 200: alpha_of(0.9)}
+    alone = own_slope(noisy)
+    assert alone is not None
+    between = slope_of(noisy, Slope(0.3, 0.01))
+    assert 0.3 < between.b < alone.b
+    assert between.sd < 0.01
+
+
+def test_retrieval_goes_along_a_text_as_decoding_would() -> None:
+    text = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 9]
+    rounds = go_along(LookupDrafter(length=3), StopRule(10), [(text, 5)])
+    assert sum(rounds.accepted) + len(rounds.accepted) == len(text) - 5
+    assert rounds.drafted[0] == 3
+    assert rounds.accepted[0] == 3
+
+
+def test_the_space_has_the_configured_shape_first_and_thirty_more(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    config = LlamaConfig(hidden_size=128, num_hidden_layers=8, num_attention_heads=4, vocab_size=900)
+    found = space(settings, DesignSettings(), config)
+    assert found[0] == default_shape(settings, 8)
+    assert len(found) == len({shape.name for shape in found}) == len({shape.slug for shape in found}) > 30
+    assert {shape.family for shape in found} == {"model", "cut", "eagle", "eagle3", "exit", "lookup", "rest"}
+    with pytest.raises(UserError, match=r"design\.exits has 9 and the target 8 layers"):
+        space(settings, DesignSettings(exits=[9]), config)
+
+
+def test_a_shape_becomes_settings_that_build_it(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    own = Shape("model", 2, 48, 96, own=True).settings(settings)
+    assert own.initial.architecture.tie_embeddings is False
+    assert own.initial.architecture.heads == 6
+    cut = Shape("cut", kept=(0, 2)).settings(settings)
+    assert (cut.initial.kind, cut.initial.layers, cut.initial.trained) == ("cut", [0, 2], False)
+    head = Shape("eagle3", vocab=100).settings(settings)
+    assert (head.eagle.kind, head.eagle.draft_vocab) == ("eagle3", 100)
+
+
+@pytest.mark.parametrize("budget", ["30", "10 weeks", "m", "0m", "-3m"])
+def test_a_budget_needs_a_number_and_a_unit(budget: str) -> None:
+    with pytest.raises(UserError, match="expected a number and a unit: s, m or h"):
+        DesignSettings(budget=budget).validate()
+
+
+def test_a_budget_is_read_in_its_unit() -> None:
+    assert [DesignSettings(budget=text).seconds for text in ("90s", "1.5m", "2 h")] == [90, 90, 7200]
+
+
+def small(folder: Path, **changes: Any) -> DesignRunSettings:
+    """A design over a few shapes of a tiny run."""
+    settings = tiny_settings(folder, comparisons=[])
+    settings.evaluation.max_new_tokens, settings.evaluation.decode_prompts = 8, 2
+    settings.evaluation.temperatures = [0.0]
+    own = DesignSettings(
+        budget="30m", layers=[1], widths=[16], mlp=[2.0], first=[1], spread=[1], heads=["eagle3"],
+        draft_vocabs=[60], exits=[1], texts=4, least_steps=3, longest=4,
+    )  # fmt: skip
+    return DesignRunSettings(**vars(settings), design=replace(own, **changes))
+
+
+def run_design(settings: DesignRunSettings) -> tuple[dict[str, Any], str, Path]:
+    """design.json, what was printed, and the folder."""
+    text = io.StringIO()
+    folder = design(settings, Console(file=text, width=200))
+    return json.loads((folder / "design.json").read_text()), text.getvalue(), folder
+
+
+def given_costs(folder: Path, settings: DesignRunSettings) -> str:
+    """A file of costs, so that which shapes are trained does not hang on the machine's load."""
+    text = LlamaConfig(hidden_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=300)
+    prices = {
+        shape.name: Price(
+            replace(PRICE.cost, cost_ratio=0.5 if shape.family == "exit" else 0.02, target_seconds=1e-3), 1000
+        ).row()
+        for shape in space(settings, settings.design, text)
+    }
+    path = folder / "costs.json"
+    path.write_text(json.dumps({"prices": prices}))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def designed(tmp_path_factory: pytest.TempPathFactory) -> tuple[DesignRunSettings, dict[str, Any], Path]:
+    """A finished design whose shapes can all win."""
+    folder = tmp_path_factory.mktemp("design")
+    settings = small(folder, ceiling=0.9999, longest=15)
+    settings.design.costs = given_costs(folder, settings)
+    found, _, out = run_design(settings)
+    return settings, found, out
+
+
+Designed = tuple[DesignRunSettings, dict[str, Any], Path]
+
+
+def test_a_design_trains_the_better_ones_longer_and_writes_what_it_found(designed: Designed) -> None:
+    _, found, out = designed
+    assert {shape["family"] for shape in found["shapes"]} == {"model", "cut", "eagle3", "exit", "lookup", "rest"}
+    trained = {shape["name"]: shape for shape in found["shapes"] if shape["history"]}
+    assert {shape["family"] for shape in trained.values()} == {"model", "cut", "eagle3"}
+    once, longest = ([s for s in trained.values() if len(s["history"]) == n] for n in (1, len(found["rounds"])))
+    assert len(found["rounds"]) > 1
+    assert once
+    assert found["winner"] in trained
+    assert found["configured"] in {shape["name"] for shape in longest}
+    steps = [n for n, _, _ in trained[found["winner"]]["history"]]
+    assert all(b == min(2 * a, found["full_steps"]) for a, b in itertools.pairwise(steps))
+    page = (out / "design.html").read_text()
+    for words in ("Cost against acceptance", "Pareto front", "All shapes", found["configured"]):
+        assert words in page
+
+
+def test_the_winner_s_configuration_is_one_that_the_training_command_reads(designed: Designed) -> None:
+    _, _, out = designed
+    path = out / "winner.yaml"
+    settings = parse(Settings, ["--config", str(path)], prog="distill")
+    settings.validate()
+    assert settings.name == "tiny-designed"
+    assert "design" not in yaml.safe_load(path.read_text())
+    ran, run, printed = run_tiny(settings)
+    assert "draft" in ran
+    assert "the same one is in" in printed
+    assert run.record("draft") is not None
+
+
+def test_a_design_that_is_run_again_reads_what_is_there(designed: Designed) -> None:
+    settings, found, out = designed
+    files = {path: path.stat().st_mtime_ns for path in (out / "work" / "trials").iterdir()}
+    again, _, _ = run_design(settings)
+    assert [shape["history"] for shape in again["shapes"]] == [shape["history"] for shape in found["shapes"]]
+    assert again["winner"] == found["winner"]
+    assert {path: path.stat().st_mtime_ns for path in (out / "work" / "trials").iterdir()} == files
+
+
+def test_a_budget_too_small_for_one_round_names_the_time_that_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"design.budget is 1s, and one round needs about"):
+        run_design(small(tmp_path, budget="1s", ceiling=0.9999))
+
+
+def test_costs_alone_train_nothing_and_are_measured_for_every_shape(tmp_path: Path) -> None:
+    found, printed, out = run_design(small(tmp_path, costs_only=True))
+    assert not any(shape["history"] for shape in found["shapes"])
+    assert found["winner"] is None
+    assert "round 1" not in printed
+    prices = json.loads((out / "work" / "costs.json").read_text())["prices"]
+    assert {name: row["cost_ratio"] > 0 for name, row in prices.items() if "EAGLE" in name or "×" in name}
+    assert set(prices) == {shape["name"] for shape in found["shapes"]}
+
+
+def test_rank_correlation_is_of_ranks() -> None:
+    assert rank_correlation([1, 2, 3], [10, 20, 1000]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert rank_correlation([1, 2], [3, 2]) is None
