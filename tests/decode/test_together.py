@@ -262,6 +262,14 @@ def test_fewer_texts_are_decoded_at_once_where_memory_does_not_hold_them(
     assert [text.ids for text in texts] == [generate(model, p, 8) if p else [] for p in prompts]
 
 
+def test_every_round_knows_how_many_texts_were_decoded_with_it(tiny: Callable[..., PreTrainedModel]) -> None:
+    rngs = [TorchRng(0) for _ in range(3)]
+    system = System("plain", NoDrafter(), StopRule())
+    runner = open_runner(tiny("llama"))
+    texts = decode_texts(Target(runner), system, GREEDY, PROMPTS[:3], rngs=rngs, batch_size=2, max_new_tokens=4)
+    assert [text.trace.batch for text in texts] == [[2] * 4, [2] * 4, [1] * 4]
+
+
 def test_a_runner_that_serves_one_text_says_so() -> None:
     class Single(ScriptedRunner):
         fork = Runner.fork
