@@ -118,6 +118,33 @@ def cost_against_acceptance(
     return as_svg(axes, legend=True)
 
 
+@mpl.rc_context(STYLE)
+def trials(entries: Sequence[Entry], full_steps: int) -> str:
+    """Rejections after each trial, both axes logarithmic: the law is a straight line, dashed to the full training."""
+    axes = new_axes("Trials, carried on", "training steps n", "1 − α", 4.4)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for entry in sorted(entries, key=lambda entry: len(entry.history)):
+        _, colour, marker = FAMILIES[entry.shape.family]
+        x, y = [n for n, _, _ in entry.history], [max(1e-4, 1 - alpha) for _, alpha, _ in entry.history]
+        strong = entry.status in ("winner", "left")
+        axes.plot(x, y, marker, linestyle="-", color=colour, markersize=3.5, linewidth=1, alpha=0.9 if strong else 0.25)
+        if strong and entry.full is not None and x[-1] < full_steps:
+            axes.plot([x[-1], full_steps], [y[-1], max(1e-4, 1 - entry.full.alpha)], **DASHED | {"color": colour})
+            ends = max(1e-4, 1 - entry.full.low), max(1e-4, 1 - entry.full.high)
+            axes.plot([full_steps] * 2, ends, color=colour, linewidth=1, alpha=0.7)
+    ticks = sorted({n for entry in entries for n, _, _ in entry.history} | {full_steps})
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    for family in dict.fromkeys(entry.shape.family for entry in entries):
+        name, colour, marker = FAMILIES[family]
+        axes.plot([], [], marker, color=colour, label=name, linestyle="-")
+    return as_svg(axes, legend=True)
+
+
 def _effective(entry: Entry, speedup: float, longest: int) -> float:
     """The acceptance rate that would give this speedup if it were the same at every position."""
     assert entry.price is not None

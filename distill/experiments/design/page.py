@@ -8,9 +8,8 @@ from typing import Any
 
 from decode.core.progress import duration
 from decode.measure import machine
-from decode.report import plots
 from decode.report.page import Block, Code, Column, Facts, Figures, Heading, Page, Table, Text, Tile, Tiles
-from distill.experiments.design.figures import cost_against_acceptance, front, pareto
+from distill.experiments.design.figures import cost_against_acceptance, front, pareto, trials
 from distill.experiments.design.predict import Slope
 from distill.experiments.design.report import COLUMNS, Entry, ranked
 from distill.experiments.design.space import Shape
@@ -160,7 +159,8 @@ class Results:
         if self.verified:
             blocks += self._accounts()
         rows = [self._row(entry) for entry in ranked(self.entries) if entry not in pruned]
-        blocks += [Heading("All shapes"), Table(COLUMNS, rows)]
+        wide = {"parameters", "speedup_at_ceiling", "draft_length"}
+        blocks += [Heading("All shapes"), Table([c for c in COLUMNS if c.key not in wide], rows)]
         if pruned:
             keys = ("name", "parameters", "c", "needed_alpha", "speedup_at_ceiling", "steps", "alpha", "speedup")
             columns = [c for c in COLUMNS if c.key in keys] + [Column("reason", "why")]
@@ -203,16 +203,10 @@ class Results:
             "hard tokens come in runs have a higher one than their mean."
         )
         figures = [(lines, told), (pareto(self.entries, self.full_steps, self.winner), "")]
-        points: dict[str, list[tuple[float, float]]] = {}
-        for entry in ranked(self.entries)[:9]:
-            if len(entry.history) > 1:
-                curve = [(float(n), 1 - alpha) for n, alpha, _ in entry.history]
-                if entry.full is not None:
-                    curve.append((float(self.full_steps), 1 - entry.full.alpha))
-                points[entry.shape.name] = curve
-        if points:
-            svg = plots.lines(points, "Trials", "training steps n", "1 − α, the last point carried on", whole_x=True)
-            figures.append((svg, ""))
+        tried = [entry for entry in self.entries if entry.history]
+        if tried:
+            caption = "Each point is a training of its own; bold: the shapes left at the end, with 95 % intervals."
+            figures.append((trials(tried, self.full_steps), caption))
         return Figures(figures)
 
     def _accounts(self) -> list[Block]:

@@ -241,3 +241,20 @@ def test_rank_correlation_is_of_ranks() -> None:
     assert rank_correlation([1, 2, 3], [10, 20, 1000]) == pytest.approx(1)
     assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
     assert rank_correlation([1, 2], [3, 2]) is None
+
+
+def test_the_winner_and_losers_are_trained_in_full_and_measured_beside_the_prediction(designed: Designed) -> None:
+    settings, found, out = designed
+    again, printed, _ = run_design(replace(settings, design=replace(settings.design, verify=True)))
+    rows = again["verified"]
+    assert len(rows) == 3
+    assert rows[0]["name"] == found["winner"]
+    assert found["configured"] in {row["name"] for row in rows}
+    assert all(row["identical_to_target"] for row in rows)
+    assert all(row["speedup"] > 0 and row["predicted"] > 0 for row in rows)
+    known = {shape["name"]: shape for shape in found["shapes"]}
+    for row in rows:  # a trial of the full length is the full training
+        if known[row["name"]]["steps"] == found["full_steps"]:
+            assert row["alpha_measured"] == pytest.approx(known[row["name"]]["alpha"], abs=1e-4)
+    assert "Held to account" in (out / "design.html").read_text()
+    assert "Held to account" in printed
