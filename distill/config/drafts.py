@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from jsonargparse.typing import ClosedUnitInterval, PositiveFloat
+from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 
 from decode.core.errors import UserError
 from decode.core.options import Seed, Share
@@ -15,6 +15,7 @@ Iso = Literal["steps", "epochs", "teacher_tokens"]
 Scope = Literal["microbatch", "sequence", "global"]
 Normalisation = Literal["paper", "response", "official"]
 SelectBy = Literal["delta", "acceptance_gain"]
+WeighBy = Literal["none", "tested", "rounds"]
 
 PLAIN = "adaspec"  # the name of AdaSPEC as published; a variation has to bear another one
 
@@ -33,6 +34,8 @@ LATER: dict[str, Any] = {
     "k_ramp": 1.0,
     "on_policy": None,
     "seed": None,
+    "weigh_by": "none",
+    "block": 7,
 }
 """Settings that are not part of a draft's fingerprint while they have these values: folders made before there were
 such settings stay valid."""
@@ -43,8 +46,8 @@ class AdaSpecSettings:
     """AdaSPEC: distillation on the share k of tokens where the draft can still learn most; and variations of it."""
 
     name: str = PLAIN
-    """What reports call the draft. With any of select_by, divergence, kl_first, k_start and on_policy it is not AdaSPEC
-    as published any more and needs a name of its own."""
+    """What reports call the draft. With any of select_by, divergence, kl_first, k_start, on_policy and weigh_by it is
+    not AdaSPEC as published any more and needs a name of its own."""
     k: Share = 0.4
     """Share of response tokens selected by the largest loss difference to the reference; the paper's best is 0.2
     to 0.4. 1.0 selects all, which is DistillSpec."""
@@ -85,10 +88,18 @@ class AdaSpecSettings:
     seed: Seed | None = None
     """Seed of the order of examples; null: the run's. The weights that training starts from do not depend on it."""
 
+    weigh_by: WeighBy = "none"
+    """Weight of each token's loss, from the draft's own acceptances at that step and the rounds of decoding that follow
+    from them. none: all alike. tested: the chance that decoding tests a drafted token there. rounds: how many rounds
+    its acceptance would save; with divergence tv the loss has the gradient of the expected number of rounds, so what is
+    trained is the block efficiency itself. For draft models."""
+    block: PositiveInt = 7
+    """Of weigh_by: drafted tokens in a round."""
+
     @property
     def variations(self) -> list[str]:
         """The settings by which this is not AdaSPEC as published."""
-        own = ("select_by", "divergence", "kl_first", "k_start", "on_policy")
+        own = ("select_by", "divergence", "kl_first", "k_start", "on_policy", "weigh_by")
         return [name for name in own if getattr(self, name) != LATER[name]]
 
     def key(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from distill.config.distillation import DistillSettings
 from distill.config.divergences import DivergenceName
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
+from distill.losses.block_weights import BlockWeights
 from distill.losses.chunked_kl import LossRequest
 from distill.losses.divergences import Divergence
 from distill.losses.drafted import Drafted
@@ -24,6 +25,7 @@ class Objective:
     # The selection's share at the first step, from where it moves linearly to k; None: k throughout
     k_start: float | None = None
     steps: int = 1  # Steps over which it moves
+    weigh: BlockWeights | None = None  # Weights of the rows from their acceptances; None: all alike
 
     @property
     def ranking(self) -> Divergence:
@@ -72,8 +74,9 @@ def divergence_of(settings: DistillSettings, name: DivergenceName | None = None)
 def objective_of(draft: AdaSpecSettings, reference: DistillSettings, steps: int) -> Objective:
     """The objective that a draft's settings describe."""
     loss, warmup = divergence_of(reference, draft.divergence), round(draft.kl_first * steps)
+    weigh = None if draft.weigh_by == "none" else BlockWeights(draft.weigh_by, draft.block)
     if isinstance(draft, ComparisonSettings) and draft.method == "distillspec":
-        return Objective(loss, warmup=warmup)
+        return Objective(loss, warmup=warmup, weigh=weigh)
     return Objective(
         loss,
         Selection(draft.k, draft.scope, draft.normalisation),
@@ -81,4 +84,5 @@ def objective_of(draft: AdaSpecSettings, reference: DistillSettings, steps: int)
         warmup,
         draft.k_start,
         round(draft.k_ramp * steps),
+        weigh,
     )

@@ -14,6 +14,7 @@ from distill.config.trainer import TrainingSettings
 from distill.data.optimizer_step import OptimizerStep
 from distill.data.token_dataset import Batch
 from distill.eagle.features import FeatureSource
+from distill.losses.block_weights import BlockWeights
 from distill.losses.chunked_kl import LossRequest, LossRows, fused_loss, plain_loss
 from distill.losses.drafted import Drafted
 from distill.losses.head_gradients import can_fuse
@@ -82,6 +83,8 @@ class DistillModule(TrainingModule):
             )
             if step is not None and request.choose is not None and step.parts > 1:
                 request = self._choose_in_step(request, objective, drafted, step, number)
+            if objective.weigh is not None:
+                request = self._weighed(request, objective.weigh, drafted)
             found.append((drafted, self._loss(drafted, request)))
             if not training:
                 break
@@ -130,6 +133,14 @@ class DistillModule(TrainingModule):
     def _loss(self, drafted: Drafted, request: LossRequest) -> LossRows:
         compute = fused_loss if self.fused and can_fuse(drafted.head) else plain_loss
         return compute(drafted.hidden, drafted.head, drafted.target, request)
+
+    @torch.no_grad()
+    def _weighed(self, request: LossRequest, weigh: BlockWeights, drafted: Drafted) -> LossRequest:
+        """With the weights that follow from the acceptances of the weights as they are."""
+        now = self._loss(drafted, LossRequest(request.divergence, mass=drafted.mass))
+        assert now.alpha is not None
+        weights = weigh(now.alpha, drafted.sequence)
+        return replace(request, weights=weights if request.weights is None else request.weights * weights)
 
     def _choose_in_step(
         self, request: LossRequest, objective: Objective, drafted: Drafted, step: OptimizerStep, number: int

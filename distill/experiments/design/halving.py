@@ -11,7 +11,7 @@ from rich.console import Console
 
 from decode.core.errors import UserError
 from decode.core.files import read_json
-from decode.core.progress import duration
+from decode.core.progress import duration, working
 from distill.core.files import write_json
 from distill.experiments.design.clock import Clock
 from distill.experiments.design.predict import UNKNOWN, Slope, best_of, common_slope, forecast, slope_of
@@ -69,16 +69,18 @@ class Race:
             return
         self._time_steps(alive)
         steps, full = self._first_steps(alive), self.trials.full_steps
+        alive.sort(key=lambda entry: (entry.shape != self.default, -(entry.at_ceiling or 0.0)))
         while True:
             self.console.print(
                 f"[bold]round {len(self.rounds) + 1}[/bold]: {len(alive)} shapes, {steps} steps each of {full}; "
                 f"{self.clock}", highlight=False,
             )  # fmt: skip
             complete = self._round(alive, steps)
+            self._prune(alive)
             self._rank()
+            alive = [entry for entry in alive if not entry.status]
             over = "" if complete else ", of which the last were not reached: the budget is spent"
             self.rounds.append(f"{len(alive)} shapes for {steps} steps{over}")
-            alive = self._prune(alive)
             if not complete or steps >= full:
                 break
             kept = max(LEFT, math.ceil(self.settings.keep * len(alive)))
@@ -90,7 +92,7 @@ class Race:
             self._forget(alive)
             steps = min(2 * steps, full)
         for entry in alive:
-            entry.status = entry.status or "left"
+            entry.status = entry.status or ("left" if entry.history else "not reached")
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -102,7 +104,7 @@ class Race:
         for entry in alive:
             name = entry.shape.name
             if name not in known:
-                with self.clock.counting():
+                with self.clock.counting(), working(self.console, f"signals, and the time of training steps: {name}"):
                     known[name] = self.trials.step_seconds(entry.shape)
                 write_json(path, {"of": self.clock.made_from, "seconds": known})
             entry.step_seconds = known[name]
@@ -154,6 +156,9 @@ class Race:
     def _round(self, alive: Sequence[Entry], steps: int) -> bool:
         """Train and measure every shape; False where the budget ends it."""
         for number, entry in enumerate(alive, 1):
+            self._prune(alive)
+            if entry.status:
+                continue
             trial = self.trials.find(entry.shape, steps)
             if trial is None:
                 if self.seconds(entry, steps) > self.clock.left:
@@ -184,16 +189,17 @@ class Race:
                 slope = slope_of(curves[entry.shape], self.common)
                 entry.full = forecast(alphas, steps, self.trials.full_steps, slope, entry.price, self.longest)
 
-    def _prune(self, alive: Sequence[Entry]) -> list[Entry]:
+    def _prune(self, alive: Sequence[Entry]) -> None:
         """Leave out what could not beat the best, as it is now, even at the ceiling."""
-        best = max((e for e in self.entries if e.speedup), key=lambda e: e.speedup or 0.0)
+        best = max((e for e in self.entries if e.speedup), key=lambda e: e.speedup or 0.0, default=None)
         for entry in alive:
-            if entry is not best and entry.shape != self.default and (entry.at_ceiling or 0.0) < (best.speedup or 0.0):
+            if best is None or entry is best or entry.status or entry.shape == self.default:
+                continue
+            if (entry.at_ceiling or 0.0) < (best.speedup or 0.0):
                 entry.prune(
                     f"at α = {self.settings.ceiling:g} its speedup would be {entry.at_ceiling:.2f}; after {best.steps} "
                     f"steps {best.shape.name} has {best.speedup:.2f}"
                 )
-        return [entry for entry in alive if not entry.status]
 
     def _forget(self, alive: Sequence[Entry]) -> None:
         """Remove the signals of kinds of drafts of which none is left."""

@@ -14,7 +14,7 @@ from distill.experiments.design.costs import Price
 from distill.experiments.design.predict import Forecast
 from distill.experiments.design.space import Shape
 
-Status = Literal["", "no training", "pruned", "out", "left", "winner"]
+Status = Literal["", "no training", "pruned", "out", "left", "not reached", "winner"]
 
 
 @dataclass
@@ -122,7 +122,7 @@ COLUMNS = [
 
 def ranked(entries: Sequence[Entry]) -> list[Entry]:
     """The best first; what was pruned last."""
-    order = {"winner": 0, "left": 1, "no training": 1, "out": 1, "": 1, "pruned": 2}
+    order = {"winner": 0, "left": 1, "no training": 1, "out": 1, "": 1, "not reached": 1, "pruned": 2}
     return sorted(entries, key=lambda e: (order[e.status], -e.forecast, -(e.at_ceiling or 0.0)))
 
 

@@ -183,3 +183,15 @@ def test_texts_of_one_prompt_are_one_observation() -> None:
     assert [a.se for a in twice] == pytest.approx([a.se for a in once])
     assert paired(*twice)["se"] == pytest.approx(paired(*once)["se"])
     assert prompt_numbers([([1, 2, 3], 2), ([1, 3, 3], 2), ([1, 2, 4], 2)]) == [0, 1, 0]
+
+
+def test_weights_by_rounds_train_another_draft_and_are_not_for_heads(tmp_path: Path) -> None:
+    plain = ComparisonSettings(name="plain", method="distillspec", k=1.0, iso="epochs", divergence="kl_tv")
+    settings = tiny_settings(tmp_path, comparisons=[plain, replace(plain, name="rounds", weigh_by="rounds")])
+    assert "weigh_by" not in plain.key()
+    _, run, _ = run_tiny(settings)
+    weights = {name: (run.path(name) / "model.safetensors").read_bytes() for name in ("plain", "rounds")}
+    assert weights["plain"] != weights["rounds"]
+    settings.eagle.kind = "eagle3"
+    with pytest.raises(UserError, match="weigh_by of rounds is set, which is for draft models"):
+        settings.validate()
