@@ -118,6 +118,21 @@ def test_training_sees_what_decoding_will_draft(run) -> None:
         torch.testing.assert_close(found.alpha, torch.stack(seen), rtol=1e-4, atol=1e-5)
 
 
+def test_features_and_signal_under_autocast_are_those_of_the_target_in_bfloat16(run) -> None:
+    settings, folder = run
+    rows, source, target = rows_and_source(settings, folder, load_head(folder.path("reference")))
+    kept = {}
+    for name, autocast in (("exact", False), ("half", True)):
+        source.signal = TargetSignal("topk", k=8, vocab=source.target.head.vocab, autocast=autocast)
+        source.keep_now(target, rows)
+        kept[name] = rows.tokens["features"].copy()
+    ids = torch.tensor(rows.ids[rows.offsets[0] : rows.offsets[1]])[None].long()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        plain = source.compute(target, ids)[0][0].float().numpy()
+    assert np.allclose(kept["half"][: len(plain)], plain, atol=0.05)
+    assert 1e-4 < abs(kept["half"] - kept["exact"]).max() < 0.3
+
+
 def test_the_ablation_measures_heads_seed_by_seed(run) -> None:
     again = copy.deepcopy(run[0])
     again.name, again.comparisons = "ablation", []
