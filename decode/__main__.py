@@ -12,7 +12,7 @@ import yaml
 from decode.commands.command_line import parse, take_flag
 from decode.commands.exit_status import run_main
 from decode.commands.settings import bench_settings
-from decode.core.errors import UserError, unknown
+from decode.core.errors import choose
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,7 @@ def _run(argv: list[str]) -> None:
         name, rest = f"{name} {rest[0] if has_verb else 'build'}", rest[1:] if has_verb else rest
     if name == "methods":
         return _list_methods()
-    if name not in COMMANDS:
-        raise UserError(unknown("command", name, [*COMMANDS, "methods"]))
-    command = COMMANDS[name]
+    command = choose("command", name, COMMANDS | {"methods": COMMANDS["bench"]})
     examples = indent(command.examples, "  ")
     if name == "bench":
         dry_run = take_flag(rest, "--dry-run")

@@ -112,7 +112,6 @@ class Text:
 
     Attributes:
         ids: prompt and generated tokens.
-        done: whether the text has ended.
 
     Raises:
         UserError: a bad prompt.
@@ -140,7 +139,7 @@ class Text:
         self.compare_tokens = warp.greedy and system.rule.exact and system.rule.neutral
         # the last generated token is never read, so the text may be one longer than the context
         self.begin, self.end = len(prompt), min(len(prompt) + max_new_tokens, target.runner.limit + 1)
-        self.done = False
+        self.done = False  # whether the text has ended
 
     @property
     def room(self) -> int:
@@ -304,16 +303,7 @@ def decode(
     annotate: bool = False,
     **options: object,
 ) -> Output:
-    """Decode one prompt to its end; see `rounds` for the options.
-
-    Args:
-        target: the model to decode from.
-        system: the method.
-        warp: logits to probabilities.
-        prompt: token ids.
-        annotate: also record who wrote each token and what was rejected there.
-        options: passed to `rounds`.
-    """
+    """Decode one prompt to its end (see `rounds`); `annotate` records who wrote each token and what was rejected."""
     out = Output(list(prompt), len(prompt), Trace())
     for result, new in rounds(target, system, warp, prompt, trace=out.trace, **options):
         out.ids += new

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from decode.core.acceptance import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical
 from decode.core.draft_lengths import DraftLengths
 from decode.core.drafter import Drafter, NoDrafter
-from decode.core.errors import UserError, unknown
+from decode.core.errors import UserError, choose
 from decode.core.options import MethodOptions
 from decode.core.round_costs import RoundCosts
 from decode.core.runner import Runner
@@ -318,17 +318,6 @@ SELF_SPECULATIVE = {name for name, (drafter, _, _) in METHODS.items() if drafter
 PROBED = {name for name, (_, stop, _) in METHODS.items() if stop in PROBE_STOPS}  # methods that need a folder of probes
 
 
-def _find(kind: str, name: str, table: dict) -> object:
-    if name not in table:
-        raise UserError(unknown(kind, name, table))
-    return table[name]
-
-
-def check_method(method: str) -> None:
-    """Refuse an unknown method before any model is loaded."""
-    _find("method", method, METHODS)
-
-
 def is_lossless(method: str, rule: str | None = None) -> bool:
     """Whether the method's output is distributed as the target's."""
     return (rule or METHODS[method][2]) == "exact"
@@ -340,11 +329,10 @@ def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: s
     Raises:
         UserError: unknown names, a model or file that the method needs is missing, or a target that reads no trees.
     """
-    check_method(method)
-    drafter_name, stop_name, rule_name = METHODS[method]
+    drafter_name, stop_name, rule_name = choose("method", method, METHODS)
     inputs = _advised(method, inputs)
-    stop_rule = _find("stop rule", stop or stop_name, STOPS | PROBE_STOPS)(inputs)  # type: ignore[operator]
-    acceptance = _find("acceptance rule", rule or rule_name, RULES)(inputs)  # type: ignore[operator]
+    stop_rule = choose("stop rule", stop or stop_name, STOPS | PROBE_STOPS)(inputs)
+    acceptance = choose("acceptance rule", rule or rule_name, RULES)(inputs)
     if drafter_name in TREE_DRAFTERS and not inputs.target.supports_trees:
         raise tree_error(inputs.target)
     drafter = DRAFTERS[drafter_name](inputs)

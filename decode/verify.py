@@ -44,7 +44,7 @@ def _overlap_of_tree(draft: Draft, p: Tensor, path: list[int]) -> Tensor | None:
     rows = [0, *(node + 1 for node in path)]
     if draft.is_chain:
         return pick(p, draft.tokens[: len(rows)].to(p.device)) if len(draft) else None
-    children = draft.children()
+    children = draft.children
     masses = [p[r, list(children[r])].sum() for r in rows if children[r]]
     return torch.stack(masses) if masses else None
 
@@ -97,7 +97,7 @@ def verify_tree(draft: Draft, p: Tensor, rng: Rng) -> tuple[list[int], int]:
     Returns:
         The accepted path and the token after it.
     """
-    children = draft.children()
+    children = draft.children
     draws = rng.draw_rows(p)
     path: list[int] = []
     row = 0
@@ -120,7 +120,7 @@ def verify_tree_relaxed(
     Returns:
         The accepted path, the token after it, and the total variation spent at each tried child.
     """
-    children = draft.children()
+    children = draft.children
     path: list[int] = []
     spent: list[Tensor] = []
     row = 0

@@ -19,8 +19,8 @@ from decode.models.open_runner import open_runner
 from decode.models.runners.fast_runner import FastRunner
 from distill.core.files import write_json
 from distill.data.stage_context import StageContext
-from distill.pipeline.runner import alone_in, run_of, run_stages
-from distill.tracking.logger import finish, for_stage, make_logger, where
+from distill.pipeline.runner import alone_in, run_of, run_stages, say_end
+from distill.tracking.logger import finish, for_stage, make_logger
 from probes.context import Mode, ProbeContext
 from probes.exit_search import advise, find_subset, predict_speedups, run_best
 from probes.features import Features, exit_layers
@@ -59,8 +59,7 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
     finally:
         torch.set_num_threads(threads)
     console.print(console_tables(added))
-    console.print(f"\nreport  {run.folder / 'probes.html'}\nprobes  {run.folder / 'probes'}", highlight=False)
-    console.print(f"track   {where(logger)}\ntime    {time.monotonic() - began:.0f} s", highlight=False)
+    say_end(console, began, logger, report=run.folder / "probes.html", probes=run.folder / "probes")
     return added
 
 

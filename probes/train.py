@@ -47,13 +47,7 @@ def train_probes(
 ) -> list[AcceptanceProbe]:
     """Fit sigmoid(w·x + b) for every exit, kind and penalty: binary cross-entropy on hard or soft labels.
 
-    Args:
-        train: what to learn from.
-        validation: held-out prompts, for early stopping and the choice of the penalty.
-        label: a name in `Features.labels`.
-        options: ``l2``, ``max_epochs`` and ``patience`` are read.
-        logger: gets the validation loss.
-        early_stopping: keep the weights that were best on validation; without, those of the optimum on the data.
+    Without early stopping the weights are those of the optimum on the data, not the best on the validation texts.
 
     Returns:
         A probe for each exit and kind, with the penalty of the least validation loss.

@@ -4,7 +4,6 @@ import dataclasses
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from decode.commands.checks import (
     check_methods,
     check_models,
     make_warp,
+    measure_options,
     method_options,
     needs_draft,
     open_pair,
@@ -49,31 +49,14 @@ from decode.report.bench_report import write_report
 from decode.report.tables import ALPHA_COLUMNS, by_block, category_table, console_table, mode, ratios, table
 
 
-@dataclass
-class Models:
-    """What a benchmark opens: the target with its tokenizer, and the drafts by name."""
-
-    target: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    drafts: dict[str, DraftModel]
-
-
-def open_models(settings: BenchSettings) -> Models:
-    """Load them; the target's tokenizer first, since it alone can refuse the settings."""
+def open_models(settings: BenchSettings) -> tuple[Pair, dict[str, DraftModel]]:
+    """The target with its tokenizer, which alone can refuse the settings and is read first; and the drafts by name."""
     use_chat(settings, load_tokenizer(str(settings.target), trust_remote_code=settings.trust_remote_code))
-    pair = open_pair(settings)
-    named = draft_names(settings.draft)
-    drafts = {
-        name: open_draft(
-            path,
-            pair.target,
-            pair.tokenizer,
-            vocabulary=settings.draft_vocabulary,
-            trust_remote_code=settings.trust_remote_code,
-        )
-        for name, path in named.items()
+    pair, how = open_pair(settings), {"trust_remote_code": settings.trust_remote_code}
+    return pair, {
+        name: open_draft(path, pair.target, pair.tokenizer, vocabulary=settings.draft_vocabulary, **how)
+        for name, path in draft_names(settings.draft).items()
     }
-    return Models(pair.target, pair.tokenizer, drafts)
 
 
 def check(settings: BenchSettings) -> list[str]:
@@ -143,15 +126,15 @@ def run(settings: BenchSettings) -> None:
     settings = with_defaults(settings) if settings.batch_sizes else settings
     methods, suites = check(settings), _suites(settings)
     folder = check_writable(settings.output or "runs/bench")
-    models = open_models(settings)
-    entries = plan_entries(settings, methods, models.drafts)
-    options = bench_options(settings, methods, models.target, models.tokenizer, folder)
-    console.print(f"{settings.target} {placement(models.target)}", soft_wrap=True)
-    if followed := described(models.target, options.warp):
+    pair, drafts = open_models(settings)
+    entries = plan_entries(settings, methods, drafts)
+    options = bench_options(settings, methods, pair.target, pair.tokenizer, folder)
+    console.print(f"{settings.target} {placement(pair.target)}", soft_wrap=True)
+    if followed := described(pair.target, options.warp):
         console.print(followed, soft_wrap=True)
     if told := told_chat(settings, options.chat):
         console.print(told, soft_wrap=True)
-    session = Session(models.target, models.drafts, models.tokenizer, options)
+    session = Session(pair.target, drafts, pair.tokenizer, options)
     benchmark = Benchmark(session)
     console.print(
         f"{session.threads}. {len(entries)} entries, {sum(len(s.prompts) for s in suites)} prompts", soft_wrap=True
@@ -164,15 +147,9 @@ def run(settings: BenchSettings) -> None:
     work = Checkpoint(folder / "work" / "bench.json", settings)
     alphas: list[dict[str, Any]] = []
     try:
-        with working(console, "costs of forwards") as shown:
-            benchmark.run(
-                suites,
-                entries,
-                lambda done, total, label: shown.update(done=done, total=total, name=label),
-                finished=work.read(),
-                on_block=work.add,
-            )
-            names = [s.name for s in suites] if models.drafts else []
+        with working(console, "costs of forwards"):
+            benchmark.run(suites, entries, finished=work.read(), on_block=work.add)
+            names = [s.name for s in suites] if drafts else []
             for name, temperature in [(n, t) for n in names for t in settings.alpha_temperatures]:
                 alphas += suite_alphas(session, name, benchmark.items[name], temperature)
         work.clear()
@@ -277,19 +254,5 @@ def bench_options(
             whole = texts is None and "datastore" in missing
             write_stores(read, smaller_store(built, texts), tokenizer, datastore=whole, orders=orders)
         datastore, trigrams = datastore or built, trigrams or built
-    return BenchOptions(
-        max_new_tokens=settings.max_new_tokens,
-        repeats=settings.repeats,
-        seed=settings.seed,
-        ignore_eos=settings.ignore_eos,
-        chat=use_chat(settings, tokenizer),
-        system=settings.system,
-        warp=make_warp(settings, target),
-        threads=settings.threads,
-        compile=settings.compile,
-        pack=settings.pack,
-        datastore=datastore,
-        trigrams=trigrams,
-        samples=settings.samples,
-        cost_turns=settings.cost_turns,
-    )
+    chat, warp = use_chat(settings, tokenizer), make_warp(settings, target)
+    return measure_options(settings, chat=chat, warp=warp, datastore=datastore, trigrams=trigrams)

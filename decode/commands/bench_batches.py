@@ -51,14 +51,8 @@ def measure(
     if left_out:
         console.print(f"{', '.join(sorted(left_out))}: transformers decodes one text at a time with these; left out")
     try:
-        with working(console, "texts together") as shown:
-            bench.run(
-                suites,
-                entries,
-                settings.batch_sizes,
-                lambda done, total, label: shown.update(done=done, total=total, name=label),
-                prompts=settings.limit,
-            )
+        with working(console, "texts together"):
+            bench.run(suites, entries, settings.batch_sizes, prompts=settings.limit)
     finally:
         if bench.rows:
             files = write_batch_report(bench.rows, session, dataclasses.asdict(settings), folder)

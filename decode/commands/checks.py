@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.commands.settings import ChatSettings, LoadSettings, MethodSettings, SamplingSettings, required
-from decode.core.errors import UserError, unknown
+from decode.core.errors import UserError, choose
 from decode.core.files import read_json
 from decode.core.options import MethodOptions, split_spec
 from decode.core.round_costs import RoundCosts
 from decode.core.sampling import Warp
+from decode.measure.bench_session import BenchOptions
 from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS
 from decode.models.generation_config import NEUTRAL, own_warp
@@ -42,7 +43,7 @@ def check_methods(
     """Refuse unknown names and missing parts, before any model is loaded."""
     for spec in methods:
         method, own = split_spec(spec)
-        _check_name("method", method, [*METHODS, *TRANSFORMERS_BASELINES])
+        choose("method", method, dict.fromkeys([*METHODS, *TRANSFORMERS_BASELINES]))
         if needs_draft(method) and not has_draft:
             raise UserError(f"{method} drafts with a model; give one with --draft (a folder or hub name)")
         if method in PROBED and own.get("probes", settings.probes) is None:
@@ -54,14 +55,9 @@ def check_methods(
                 f"with --{store} DIR"
             )
     if settings.stop_rule is not None:
-        _check_name("stop rule", settings.stop_rule, [*STOPS, *PROBE_STOPS])
+        choose("stop rule", settings.stop_rule, STOPS | PROBE_STOPS)
     if settings.rule is not None:
-        _check_name("acceptance rule", settings.rule, list(RULES))
-
-
-def _check_name(kind: str, name: str, known: list[str]) -> None:
-    if name not in known:
-        raise UserError(unknown(kind, name, known))
+        choose("acceptance rule", settings.rule, RULES)
 
 
 def check_models(settings: LoadSettings) -> None:
@@ -136,11 +132,16 @@ def open_pair(settings: LoadSettings, draft: str | None = None) -> Pair:
 
 def api_settings(settings_class: type[Settings], pair: Pair, **options: Any) -> Settings:
     """Settings of a command for models that are open already."""
-    known = [f.name for f in dataclasses.fields(settings_class) if f.name not in PLACED]
+    known = {f.name: f for f in dataclasses.fields(settings_class) if f.name not in PLACED}
     for name in options:
-        if name not in known:
-            raise UserError(unknown("option", name, known))
+        choose("option", name, known)
     return settings_class(target=pair.target_name or "the given model", compile=pair.compile, pack=pair.pack, **options)
+
+
+def measure_options(settings: LoadSettings, **more: Any) -> BenchOptions:
+    """How to measure: the settings that `BenchOptions` has too, and what is given besides."""
+    shared = {f.name for f in dataclasses.fields(BenchOptions)} & vars(settings).keys()
+    return BenchOptions(**{name: getattr(settings, name) for name in shared} | more)
 
 
 def recorded_costs(draft: str | None) -> RoundCosts | None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from decode.commands.settings import StoreSettings, required
 from decode.core.errors import UserError
 from decode.drafters.adaptix.ngrams import save_ngram_table
 from decode.drafters.corpus_files import join_documents, tokenize_files, tokenizer_fingerprint
-from decode.drafters.rest.datastore import build
+from decode.drafters.rest.datastore import save_datastore
 from decode.models.open import load_tokenizer
 from decode.prompts.files import READERS
 from decode.prompts.suites import load_suite
@@ -40,17 +41,8 @@ def read_corpus(
         yield from tokenize_files(files, tokenizer)
 
 
-def build_datastore(settings: StoreSettings) -> None:
-    """Build the datastore, and beside it the tri-gram table, from the same texts."""
-    _build(settings, datastore=True)
-
-
-def build_trigrams(settings: StoreSettings) -> None:
-    """Build the n-gram table alone."""
-    _build(settings, datastore=False)
-
-
-def _build(settings: StoreSettings, datastore: bool) -> None:
+def build_datastore(settings: StoreSettings, datastore: bool = True) -> None:
+    """Build the datastore, and beside it the tri-gram table, from the same texts; or the table alone."""
     required(settings, "tokenizer", "input", "output")
     tokenizer = load_tokenizer(str(settings.tokenizer), trust_remote_code=settings.trust_remote_code)
     folder, began = Path(str(settings.output)), time.perf_counter()
@@ -60,6 +52,9 @@ def _build(settings: StoreSettings, datastore: bool) -> None:
     print(f"{documents:,} documents, {len(text) - documents:,} tokens, {time.perf_counter() - began:.1f} s")
     for file in files:
         print(f"wrote {file} ({file.stat().st_size / 1e6:.1f} MB)")
+
+
+build_trigrams = partial(build_datastore, datastore=False)
 
 
 def write_stores(
@@ -75,13 +70,6 @@ def write_stores(
     files = []
     with Console(stderr=True).status(f"sorting {len(text):,} tokens"):
         if datastore:
-            files.append(build(_documents(text), folder, fingerprint))
+            files.append(save_datastore(text, folder, fingerprint))
         files += [save_ngram_table(text, folder, fingerprint, order=order) for order in sorted(orders)]
     return files
-
-
-def _documents(text: np.ndarray) -> Iterator[np.ndarray]:
-    start = 0
-    for end in np.flatnonzero(text == 0).tolist():
-        yield text[start:end].astype(np.int64) - 1
-        start = end + 1

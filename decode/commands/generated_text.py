@@ -94,37 +94,24 @@ def show_statistics(generation: Generation, console: Console) -> None:
     table.add_column("", justify="right")
     table.add_column("formula", style="dim")
     metrics = generation.trace.metrics()
-    names = (
-        "tokens",
-        "rounds",
-        "tokens_per_second",
-        "block_efficiency",
-        "drafted_per_round",
-        "alpha",
-        "accepted_per_tested",
-        "accepted_per_drafted",
-        "tv_spent",
-        "js_distance",
-        "prefill_seconds",
-        "draft_seconds",
-        "verify_seconds",
-        "total_seconds",
-    )
-    for name in names:
+    for name, formula in STATISTICS.items():
         value = metrics[name]
         if value == value:
             number = f"{value:d}" if isinstance(value, int) else f"{value:.3f}"
-            table.add_row(name, number, FORMULAS.get(name, EXTRA_FORMULAS.get(name, "")))
+            table.add_row(name, number, formula or FORMULAS[name])
     console.print(table)
 
 
-EXTRA_FORMULAS = {
+STATISTICS = {
     "tokens": "generated, the end-of-text token included",
     "rounds": "target forwards after the prompt was read",
     "tokens_per_second": "tokens / total_seconds, the prompt's reading included",
+    "block_efficiency": "",
     "drafted_per_round": "Σk / rounds",
+    **dict.fromkeys(("alpha", "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance"), ""),
     "prefill_seconds": "reading the prompt, by target and draft",
     "draft_seconds": "proposing",
     "verify_seconds": "the target's forwards, verification and bookkeeping",
     "total_seconds": "wall time",
 }
+"""What ``--show`` prints of the rounds, with the formulas that `FORMULAS` does not have."""

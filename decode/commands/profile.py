@@ -9,15 +9,25 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from decode.commands.checks import api_settings, check_models, make_warp, open_pair, open_suites, told_chat, use_chat
+from decode.commands.checks import (
+    api_settings,
+    check_models,
+    make_warp,
+    measure_options,
+    open_pair,
+    open_suites,
+    told_chat,
+    use_chat,
+)
 from decode.commands.settings import ProfileSettings, required
 from decode.core.progress import working
 from decode.core.trace import FORMULAS
 from decode.measure import machine
-from decode.measure.bench_session import BenchOptions, Session
+from decode.measure.bench_session import Session
 from decode.measure.profile import PairProfile, profile_pair
 from decode.models.pair import Pair
 from decode.report.forecast_report import forecast_tables, record_forecast
+from decode.report.tables import TABLES, console_table
 
 
 def profile(pair: Pair, suite: Sequence[str] = ("arithmetic",), **options: Any) -> PairProfile:
@@ -46,17 +56,7 @@ def _profile(settings: ProfileSettings, pair: Pair | None = None) -> tuple[PairP
         print(told, file=sys.stderr)
     assert pair.draft is not None
     warp = make_warp(settings, pair.target, settings.temperature)
-    options = BenchOptions(
-        max_new_tokens=settings.max_new_tokens,
-        repeats=1,
-        seed=settings.seed,
-        chat=chat,
-        system=settings.system,
-        warp=make_warp(settings, pair.target),
-        threads=settings.threads,
-        compile=settings.compile,
-        pack=settings.pack,
-    )
+    options = measure_options(settings, repeats=1, chat=chat, warp=make_warp(settings, pair.target))
     session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, options)
     with working(Console(stderr=True), "measuring forwards and acceptance"):
         items = [item for suite in suites for item in session.items(suite)]
@@ -97,15 +97,8 @@ def show(found: PairProfile, threads: str, packing: Sequence[str] = ()) -> None:
     console.print(facts)
     told = "  ".join(f"v({n}) {v:.2f}" for n, v in sorted(cost.verify_cost.items()))
     console.print(f"[dim]{FORMULAS['verify_cost']}[/]\n{told}\n", soft_wrap=True)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in ("k", "round cost", "break-even α", "predicted", "replayed", "with o"):
-        table.add_column(head, justify="right")
-    for row in found.lengths:
-        need = row["break_even_alpha"]
-        cells = [str(row["draft_length"]), f"{row['round_cost']:.2f}", "none" if need is None else f"{need:.3f}"]
-        cells += [f"{row[key]:.2f}" for key in ("predicted_speedup", "replayed_speedup", "with_bookkeeping")]
-        table.add_row(*cells, style="bold green" if row["draft_length"] == found.best else "")
-    console.print(table)
+    best = ({"style": "bold green"} if row["draft_length"] == found.best else {} for row in found.lengths)
+    console.print(console_table("", TABLES["lengths"], [row | style for row, style in zip(found.lengths, best)]))
     for line in (
         "round cost: c·k + v(k+1). predicted: (1 − α^(k+1)) / ((1 − α)·round cost), the same α at every position.",
         "replayed: tokens / Σ round costs over the texts themselves, whose easy and hard tokens come in runs.",

@@ -6,16 +6,12 @@ With a(x) >= min(1, p/q) and the usual residual, the total variation between wha
 in acceptance, so a(x) − min(1, p(x)/q(x)) at the drafted token is an unbiased estimate of it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from decode.core.trace import Round
+from decode.core.trace import Round
 
 Raw = tuple[Tensor, Tensor]  # unwarped logits of target and draft, ``[k, vocab]`` each
 

@@ -5,15 +5,10 @@ pays nothing is drafted but for a round now and then that finds out whether that
 finished rounds alone, so that exact rules stay exact; but a sampled text then depends on the texts decoded with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from decode.core.round_costs import RoundCosts
-
-if TYPE_CHECKING:
-    from decode.core.trace import Round
+from decode.core.trace import Round
 
 EVERY = 16  # rounds between two choices
 LOOK = 64  # rounds with drafts between two whose limit is larger than the chosen one
@@ -101,19 +96,16 @@ class _Costs:
     """`RoundCosts` of one batch size, as lists that are quick to read.
 
     Attributes:
-        plain: a round without a draft.
-        drafting: a draft forward for 1, 2, ... texts.
         verifying: the rest of a round after 0, 1, ... drafted tokens of every text.
-        token: see `DraftLengths.token_cost`.
     """
 
     def __init__(self, costs: RoundCosts, batch: int, window: int) -> None:
-        self.plain = costs.plain(batch)
-        self.drafting = [costs.drafting(texts) for texts in range(1, batch + 1)]
+        self.plain = costs.plain(batch)  # a round without a draft
+        self.drafting = [costs.drafting(texts) for texts in range(1, batch + 1)]  # a draft forward for 1, 2, ... texts.
         self.verifying = [costs.verifying(batch, n) for n in range(1, window + 2)]
         reach = min(8, window)
         growth = (self.verifying[reach] - self.verifying[0]) / reach
-        self.token = (self.drafting[-1] + max(0.0, growth)) / self.plain
+        self.token = (self.drafting[-1] + max(0.0, growth)) / self.plain  # see `DraftLengths.token_cost`
 
 
 def _at(values: list[float], place: float) -> float:

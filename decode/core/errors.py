@@ -1,7 +1,10 @@
 """The one error type for mistakes that a user can mend."""
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import TypeVar
+
+Entry = TypeVar("Entry")
 
 
 class UserError(ValueError):
@@ -16,3 +19,10 @@ def unknown(kind: str, name: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"unknown {kind} {name!r}; {hint}choose one of {', '.join(known)}"
+
+
+def choose(kind: str, name: str, known: Mapping[str, Entry]) -> Entry:
+    """The entry of a name; a `UserError` with the nearest one where there is none."""
+    if name not in known:
+        raise UserError(unknown(kind, name, known))
+    return known[name]

@@ -10,7 +10,7 @@ import re
 import typing
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jsonargparse import ArgumentError, ArgumentParser
 from jsonargparse.typing import (
@@ -52,7 +52,7 @@ class Checked:
 
 
 def check_numbers(settings: Any, where: str = "", *, nested: bool = False) -> None:
-    """Checks the fields with a constrained type, and makes their values plain numbers.
+    """Checks the fields of a constrained number type, whose values become plain numbers, and those of a few values.
 
     Raises:
         UserError: naming the field, its value and the values allowed.
@@ -72,7 +72,11 @@ def check_numbers(settings: Any, where: str = "", *, nested: bool = False) -> No
 
 
 def _number(name: str, value: Any, number: Any) -> Any:
-    """The value as a plain int or float, if its constrained type takes it."""
+    """The value, if its type takes it; of a constrained number as a plain int or float."""
+    if typing.get_origin(number) is Literal:
+        if value not in typing.get_args(number):
+            raise UserError(f"{name} is {value!r}, expected {' or '.join(map(str, typing.get_args(number)))}")
+        return value
     try:
         return number._type(number(value))
     except (ValueError, TypeError, OverflowError):
@@ -87,11 +91,13 @@ def describe_type(number: Any) -> str:
 
 @cache
 def _constrained(settings_class: type) -> dict[str, tuple[Any, bool]]:
-    """The fields with a constrained number type: that type, and whether the field is a list of them."""
+    """The fields of a constrained number type or a `Literal`: that type, and whether the field is a list of them."""
     found = {}
     for name, hint in typing.get_type_hints(settings_class).items():
-        for kind in (hint, *typing.get_args(hint)):
-            if hasattr(kind, "_restrictions"):
+        kinds = [hint] if typing.get_origin(hint) is Literal else [hint, *typing.get_args(hint)]
+        for kind in kinds:
+            alone = len(set(kinds[1:]) - {kind, type(None)}) == 0
+            if hasattr(kind, "_restrictions") or (typing.get_origin(kind) is Literal and alone):
                 found[name] = (kind, typing.get_origin(hint) is list)
     return found
 

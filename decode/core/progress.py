@@ -148,13 +148,18 @@ def working(
     console: Console | None, name: str, total: float | None = None, done: float = 0, *, bars: bool = True
 ) -> Iterator[Work]:
     """Shows one piece of work while it lasts; without bars in lines only, for work whose parts draw their own."""
-    with Progress(console, transient=True, bars=bars) as progress:
-        work = progress.add(name, total, done)
-        token = _current.set(work)
-        try:
-            yield work
-        finally:
-            _current.reset(token)
+    with Progress(console, transient=True, bars=bars) as progress, as_current(progress.add(name, total, done)) as work:
+        yield work
+
+
+@contextmanager
+def as_current(work: Work) -> Iterator[Work]:
+    """Within it, a piece of work is `current`."""
+    token = _current.set(work)
+    try:
+        yield work
+    finally:
+        _current.reset(token)
 
 
 def track(

@@ -60,12 +60,9 @@ class Draft:
             depths.append(1 if p < 0 else depths[p] + 1)
         return depths
 
-    def children(self) -> list[dict[int, int]]:
-        """``children()[i + 1][token]`` is the child of node i with that token (index 0: the pending token)."""
-        return self._children
-
     @cached_property
-    def _children(self) -> list[dict[int, int]]:
+    def children(self) -> list[dict[int, int]]:
+        """``children[i + 1][token]`` is the child of node i with that token (index 0: the pending token)."""
         table: list[dict[int, int]] = [{} for _ in range(len(self) + 1)]
         for node, (token, parent) in enumerate(zip(self.ids, self.parents)):
             table[parent + 1].setdefault(token, node)

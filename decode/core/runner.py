@@ -145,3 +145,46 @@ class Runner(ABC):
     def weight_bytes(self) -> int:
         """Bytes of weights that reading one token takes; 0 where that is unknown."""
         return 0
+
+
+class WrappedRunner(Runner):
+    """A runner that reads chains through another one, whose cache it has; as long as that one unless it says otherwise.
+
+    Args:
+        inner: the other one.
+        tree_refusal: why it reads no trees.
+        vocab_size: columns of its logits; None: those of the other one.
+    """
+
+    def __init__(self, inner: Runner, tree_refusal: str, vocab_size: int | None = None) -> None:
+        places = {"device": inner.device, "dtype": inner.dtype}
+        size = vocab_size or inner.vocab_size
+        super().__init__(inner.name, **places, vocab_size=size, limit=inner.limit, model=inner.model)  # type: ignore
+        self.inner, self.packing, self.tree_refusal = inner, inner.packing, tree_refusal
+
+    @property
+    def length(self) -> int:
+        """See `Runner.length`."""
+        return self.inner.length
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `Runner.weight_bytes`."""
+        return self.inner.weight_bytes
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """See `Runner.cache_bytes_per_token`; a token of another vocabulary may be several of the inner one's."""
+        return self.inner.cache_bytes_per_token
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+        self.inner.close()
+
+    def reserve(self, capacity: int) -> None:
+        """See `Runner.reserve`."""
+        self.inner.reserve(capacity)
+
+    def truncate(self, length: int) -> None:
+        """See `Runner.truncate`."""
+        self.inner.truncate(length)

@@ -28,18 +28,13 @@ class Warp:
     At temperature 0 the result is one-hot at the argmax, so that greedy decoding is no special case anywhere.
     """
 
-    temperature: float = 0.0
-    """0 is greedy; otherwise logits are divided by it."""
-    top_k: int = 0
-    """Keep the k most probable tokens; 0 keeps all (transformers' own default is 50)."""
-    top_p: float = 1.0
-    """Keep the smallest set of tokens whose probability reaches this."""
-    min_p: float = 0.0
-    """Keep tokens at least this fraction as probable as the most probable one."""
-    repetition_penalty: float = 1.0
-    """Divide (multiply, if negative) the logits of tokens seen in the prefix; 1 changes nothing."""
+    temperature: float = 0.0  # 0 is greedy; otherwise logits are divided by it
+    top_k: int = 0  # keep the k most probable tokens; 0 keeps all (transformers' own default is 50)
+    top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches this
+    min_p: float = 0.0  # keep tokens at least this fraction as probable as the most probable one
+    repetition_penalty: float = 1.0  # divide (multiply, if negative) the logits of tokens in the prefix; 1: no change
+    # more processors that look at the prefix; they run before temperature, on drafted prefixes too
     processors: list[LogitsProcessor] = field(default_factory=list)
-    """More processors that look at the prefix; they run before temperature, on drafted prefixes too."""
 
     def __post_init__(self) -> None:
         limits = {

@@ -4,19 +4,14 @@ A stop rule that reads the sampled token keeps that token in the draft; dropping
 reads only the distribution may refuse to draft at all (`refuse=True`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from decode.core.acceptance import entropy
 from decode.core.thresholds import Fixed, Threshold
-
-if TYPE_CHECKING:
-    from decode.core.trace import Round
+from decode.core.trace import Round
 
 
 @dataclass

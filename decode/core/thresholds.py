@@ -1,13 +1,9 @@
 """What drafting confidence is held against: a constant, or a controller that learns from verified rounds."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from decode.core.trace import Round
+from decode.core.trace import Round
 
 
 class Threshold:

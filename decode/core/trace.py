@@ -66,33 +66,22 @@ class Round:
 
 @dataclass
 class Trace:
-    """Per-round records of one or more texts; tensors stay on the device until a metric is asked for.
+    """Per-round records of one or more texts; tensors stay on the device until a metric is asked for."""
 
-    Attributes:
-        drafted, accepted, tested: k, m and t of each round.
-        depth: longest path of each round's draft; its length on a chain.
-        cut: whether the round's draft was shortened by the budget, the context or the text's end.
-        text: the number of the text that the round belongs to; texts are the unit of standard errors.
-        batch: texts that each round was made together with, its own included.
-        draft_seconds, verify_seconds: of each round.
-        total_seconds: what the texts took; of what texts took together, each has its part.
-        wall_seconds: from reading each text's prompt to its end, however many others were decoded meanwhile.
-        overlap, spent, distance: one value for each tested position of each round; None where nothing was measured.
-    """
-
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    tested: list[int] = field(default_factory=list)
-    depth: list[int] = field(default_factory=list)
-    cut: list[bool] = field(default_factory=list)
-    text: list[int] = field(default_factory=list)
-    batch: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)  # k of each round
+    accepted: list[int] = field(default_factory=list)  # m of each round
+    tested: list[int] = field(default_factory=list)  # t of each round
+    depth: list[int] = field(default_factory=list)  # longest path of each round's draft; its length on a chain
+    cut: list[bool] = field(default_factory=list)  # the draft was shortened by budget, context or the text's end
+    text: list[int] = field(default_factory=list)  # whose round it is; texts are the unit of standard errors
+    batch: list[int] = field(default_factory=list)  # texts that the round was made together with, its own included
     draft_seconds: list[float] = field(default_factory=list)
     verify_seconds: list[float] = field(default_factory=list)
     prefill_seconds: float = 0.0
-    total_seconds: float = 0.0
-    wall_seconds: float = 0.0
+    total_seconds: float = 0.0  # what the texts took; of what texts took together, each has its part
+    wall_seconds: float = 0.0  # from reading each text's prompt to its end, however many others were decoded meanwhile
     tokens: int = 0
+    # one value for each tested position of each round; None where nothing was measured
     overlap: list[Values | None] = field(default_factory=list)
     spent: list[Values | None] = field(default_factory=list)
     distance: list[Values | None] = field(default_factory=list)
@@ -124,14 +113,9 @@ class Trace:
         """Append the rounds of another trace, as those of text number `text`; without it, of texts not seen so far."""
         fresh = max(self.text, default=-1) + 1
         self.text += [fresh + own if text is None else text for own in other.text]
-        for name in ("drafted", "accepted", "tested", "depth", "cut", "batch", "draft_seconds", "verify_seconds"):
-            getattr(self, name).extend(getattr(other, name))
-        for name in ("overlap", "spent", "distance"):
-            getattr(self, name).extend(getattr(other, name))
-        self.prefill_seconds += other.prefill_seconds
-        self.total_seconds += other.total_seconds
-        self.wall_seconds += other.wall_seconds
-        self.tokens += other.tokens
+        for name, value in vars(other).items():
+            if name != "text":
+                setattr(self, name, getattr(self, name) + value)
 
     @property
     def rounds(self) -> int:

@@ -8,7 +8,6 @@ that were fastest.
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
+from decode.core.files import write_safely, write_text
 from decode.core.stopping import Step
 
 KINDS = ("probe", "confidence-probe")
@@ -117,7 +117,6 @@ def save_probes(
     folder: Path, model: PreTrainedModel, probes: Sequence[AcceptanceProbe], best: Mapping[str, Any] | None = None
 ) -> None:
     """Write a folder of probes; the description is replaced last, so that it never speaks of older weights."""
-    folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for probe in probes:
         tensors[f"{probe.name}/weight"] = probe.weight.contiguous().clone()
@@ -129,16 +128,8 @@ def save_probes(
     ]
     note: dict[str, Any] = {"model": weight_sample(model), "class": type(model).__name__, "features": FEATURES}
     note |= {"best": dict(best or {}), "probes": described}
-    temporary = folder / f".tmp-{os.getpid()}"
-    for name, write in (
-        ("probes.safetensors", lambda path: save_file(tensors, path)),
-        ("probes.json", lambda path: path.write_text(json.dumps(note, indent=1) + "\n")),
-    ):
-        try:
-            write(temporary)
-            os.replace(temporary, folder / name)
-        finally:
-            temporary.unlink(missing_ok=True)
+    write_safely(folder / "probes.safetensors", lambda path: save_file(tensors, path))
+    write_text(folder / "probes.json", json.dumps(note, indent=1) + "\n")
 
 
 def describe_probes(folder: str | Path) -> dict[str, Any]:

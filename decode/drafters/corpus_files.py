@@ -1,25 +1,20 @@
 """What drafters built from a corpus share: documents as one array, tokenizer fingerprints, mapped files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import mmap
-import os
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors.numpy import save_file
+from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
+from decode.core.files import write_safely
 from decode.core.progress import Progress
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 FORMAT = "1"
 BATCH_CHARACTERS = 1 << 20
@@ -116,20 +111,14 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 def save_arrays(path: Path, arrays: dict[str, np.ndarray], *, kind: str, fingerprint: str, **facts: int) -> None:
     """Write arrays and their manifest as one safetensors file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     checksum = 0
     for name in sorted(arrays):
         arrays[name] = np.ascontiguousarray(arrays[name])
         checksum = zlib.crc32(arrays[name].data, checksum)
     manifest = {"kind": kind, "format": FORMAT, "tokenizer": fingerprint, "crc32": str(checksum)}
     manifest |= {name: str(value) for name, value in facts.items()}
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        # one entry, since safetensors writes several in random order and equal stores should be equal files
-        save_file(arrays, partial, metadata={"manifest": json.dumps(manifest)})
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    # one entry, since safetensors writes several in random order and equal stores should be equal files
+    write_safely(path, lambda file: save_file(arrays, file, metadata={"manifest": json.dumps(manifest)}))
 
 
 def map_arrays(

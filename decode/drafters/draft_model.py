@@ -24,11 +24,8 @@ class ModelDrafter(Drafter):
     """Draws from q, warped exactly as the target is, until the stop rule or the window ends the draft.
 
     Attributes:
-        runner: the draft model over its own cache.
-        warp: the same object that warps the target.
         vocab: the target's vocabulary size. Padded vocabularies of one family differ behind the ids they share: a
             longer draft row is cut, a shorter one filled with probability 0, which the residual makes up for.
-        keep_logits: give the draft its unwarped logits, for rules that look at them.
         keep_probs: give greedy drafts their one-hot probabilities; without, they are deterministic drafts, which exact
             rules treat the same.
 
@@ -36,11 +33,11 @@ class ModelDrafter(Drafter):
     """
 
     def __init__(self, runner: Runner, warp: Warp, vocab: int, *, keep_logits: bool = False) -> None:
-        self.runner = runner
-        self.warp = warp
+        self.runner = runner  # the draft model over its own cache
+        self.warp = warp  # the same object that warps the target
         self.vocab = vocab
         self.padded = vocab != runner.vocab_size
-        self.keep_logits = keep_logits
+        self.keep_logits = keep_logits  # give the draft its unwarped logits, for rules that look at them
         self.keep_probs = True
 
     def start(self, ids: list[int]) -> None:

@@ -34,16 +34,13 @@ class FeatureDrafter(ModelDrafter):
 
     The loop has the target keep the hidden states named by `captured_layers`; after every round the pairs that were
     drafted on the head's own states are replaced by pairs with the target's.
-
-    Attributes:
-        target: the target's runner, whose `features` are read.
     """
 
     runner: HeadRunner
 
     def __init__(self, runner: HeadRunner, target: Runner, warp: Warp, *, keep_logits: bool = False) -> None:
         super().__init__(runner, warp, target.vocab_size, keep_logits=keep_logits)
-        self.target = target
+        self.target = target  # the target's runner, whose `features` are read
 
     @property
     def captured_layers(self) -> tuple[int, ...]:  # type: ignore[override]

@@ -69,14 +69,11 @@ class EarlyExitDrafter(ModelDrafter):
 
     The target has to use the same runner: what the draft computed in the shared layers is taken up by verification,
     and the target's own rollback is the draft's. Stop rules see the hidden state that the head saw at the exit.
-
-    Attributes:
-        subset: the sub-layers that run; `LayerSubset(E)` exits after layer E.
     """
 
     def __init__(self, runner: FastRunner, warp: Warp, subset: LayerSubset, *, keep_logits: bool = False) -> None:
         super().__init__(LayerSubsetRunner(runner, subset), warp, runner.vocab_size, keep_logits=keep_logits)
-        self.subset = subset
+        self.subset = subset  # the sub-layers that run; `LayerSubset(E)` exits after layer E
 
     def fork(self, targets: Sequence[Runner]) -> list[Drafter]:
         """See `Drafter.fork`: each on its own text's target."""

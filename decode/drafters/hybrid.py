@@ -3,27 +3,22 @@
 After enough matching tokens a copy is accepted more often than what a small head drafts, and costs no forward.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from decode.core.drafter import Asked, Drafter
 from decode.core.proposal import Draft
+from decode.core.rng import Rng
+from decode.core.runner import Runner
+from decode.core.stopping import StopRule
+from decode.core.trace import Round
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
-
-if TYPE_CHECKING:
-    from decode.core.rng import Rng
-    from decode.core.runner import Runner
-    from decode.core.stopping import StopRule
-    from decode.core.trace import Round
-    from decode.drafters.rest.datastore import Datastore
+from decode.drafters.rest.datastore import Datastore
 
 LONGEST, SHORTEST = 8, 2  # tokens of the text's end that are looked up
 OCCURRENCES = 256  # most occurrences in the corpus whose continuations are read

@@ -7,21 +7,16 @@ levels is an n-gram for the pool. The window and the pool's candidates form one 
 exact verification may accept any part of it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING
 
 from decode.core.drafter import Drafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
+from decode.core.rng import Rng
+from decode.core.stopping import StopRule
+from decode.core.trace import Round
 from decode.drafters.token_tree import Trie
-
-if TYPE_CHECKING:
-    from decode.core.rng import Rng
-    from decode.core.stopping import StopRule
-    from decode.core.trace import Round
 
 
 @dataclass

@@ -1,19 +1,14 @@
 """Prompt lookup: what followed the same n-gram earlier in this text (Saxena, 2023)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from decode.core.drafter import Drafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
-
-if TYPE_CHECKING:
-    from decode.core.rng import Rng
-    from decode.core.stopping import StopRule
+from decode.core.rng import Rng
+from decode.core.stopping import StopRule
 
 
 @dataclass

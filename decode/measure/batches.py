@@ -8,12 +8,13 @@ same batch without a draft; transformers' ``generate`` gets the same prompts in 
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from decode.core.progress import current
 from decode.core.rng import TorchRng
 from decode.core.round_costs import RoundCosts
 from decode.core.target import Target
@@ -56,15 +57,11 @@ class Written:
 
 
 class BatchBenchmark:
-    """Measures entries at several batch sizes.
-
-    Attributes:
-        rows: results so far, of every batch size that is complete.
-    """
+    """Measures entries at several batch sizes."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = []  # results so far, of every batch size that is complete
         self._reference: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
     def run(
@@ -72,18 +69,10 @@ class BatchBenchmark:
         suites: Iterable[Suite],
         entries: Iterable[BenchEntry],
         batch_sizes: Iterable[int],
-        progress: Callable[[int, int, str], None] | None = None,
         *,
         prompts: int | None = None,
     ) -> list[dict[str, Any]]:
         """Measure all entries on all suites at all batch sizes; the baselines are added.
-
-        Args:
-            suites: what the prompts are taken from, again from the start where they run out.
-            entries: in the order of the table; of transformers' methods only ``generate`` decodes batches.
-            batch_sizes: texts at once.
-            progress: called with the runs done, the runs in all, and what is being done.
-            prompts: so many of each suite where the batch needs no more; None: all.
 
         Returns:
             The rows: ``suite``, ``temperature``, ``batch_size``, those that say what was measured, and `MEASURED`.
@@ -100,19 +89,12 @@ class BatchBenchmark:
         items, sizes, repeats = {s.name: self.session.items(s) for s in suites}, sorted(set(batch_sizes)), self.repeats
         self._measure_costs([item for some in items.values() for item in some], tables, sizes)
         blocks = [(name, table, size) for name in items for table in tables for size in sizes]
-        done, total = 0, (1 + repeats) * sum(len(table) for _, table, _ in blocks)
-
-        def count(label: str) -> None:
-            nonlocal done
-            if progress is not None:
-                progress(done, total, label)
-            done += 1
-
+        current().update(done=0, total=(1 + repeats) * sum(len(table) for _, table, _ in blocks))
         for name, table, size in blocks:
             some = items[name]
             needed = max(len(some) if prompts is None else prompts, FILLED * size)
             chosen = [some[i % len(some)] for i in range(needed)]
-            self.rows += self._block(name, table, size, chosen, count)
+            self.rows += self._block(name, table, size, chosen)
         return self.rows
 
     def _measure_costs(self, items: Sequence[Item], tables: Sequence[list[BenchEntry]], sizes: Sequence[int]) -> None:
@@ -134,9 +116,7 @@ class BatchBenchmark:
         """Times that each method decodes the prompts at each batch size."""
         return self.session.options.repeats
 
-    def _block(
-        self, suite: str, table: Sequence[BenchEntry], size: int, items: Sequence[Item], count: Callable[[str], None]
-    ) -> list[dict[str, Any]]:
+    def _block(self, suite: str, table: Sequence[BenchEntry], size: int, items: Sequence[Item]) -> list[dict[str, Any]]:
         """All entries at one batch size: each warms up, then all decode the prompts in turn, repeat after repeat."""
         runs = [EntryRun(self.session, entry) for entry in table]
         written: list[list[Written]] = [[] for _ in runs]
@@ -145,8 +125,9 @@ class BatchBenchmark:
                 for place in range(len(runs)):
                     i = (place + max(0, repeat)) % len(runs)
                     label = f"{suite} T={table[i].temperature:g} batch {size} {table[i].label}"
-                    count(label if repeat >= 0 else f"{label}, warming up")
+                    current().update(name=label if repeat >= 0 else f"{label}, warming up")
                     out = self._write(runs[i], items if repeat >= 0 else items[:size], size, repeat)
+                    current().advance()
                     written[i] += [out] if repeat >= 0 else []
         opponents = {run.entry.method: some for run, some in reversed(list(zip(runs, written)))}
         if table[0].temperature == 0:
@@ -186,7 +167,7 @@ class BatchBenchmark:
         out = Written([[] for _ in prompts], [0.0] * len(prompts), 0.0, [0.0] * len(prompts))
         for at in range(0, len(order), size):
             chosen = order[at : at + size]
-            texts, seconds = run.peer.run_together([prompts[i] for i in chosen], budget, self.session.options.seed)
+            texts, seconds, _ = run.peer.run([prompts[i] for i in chosen], budget, self.session.options.seed)
             for i, text in zip(chosen, texts):
                 out.texts[i], out.share[i], out.latency[i] = text, seconds / len(chosen), seconds
             out.wall += seconds

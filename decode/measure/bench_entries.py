@@ -136,22 +136,16 @@ def exported_length(draft: DraftModel) -> int | None:
 
 
 class EntryRun:
-    """A entry put together: one system for each repeat, so that no repeat has learned from another.
-
-    Attributes:
-        record: its timed texts.
-        samples: annotated outputs of the first prompts.
-        note: why it could not run, if so.
-    """
+    """An entry put together: one system for each repeat, so that no repeat has learned from another."""
 
     def __init__(self, session: Session, entry: BenchEntry) -> None:
         self.entry = entry
         self.session = session
-        self.samples: list[Output] = []
-        self.note = ""
+        self.samples: list[Output] = []  # annotated outputs of the first prompts
+        self.note = ""  # why it could not run, if so
         self.warp = replace(session.options.warp, temperature=entry.temperature)
         self.draft = session.drafts[entry.draft] if entry.draft is not None else None
-        self.record = Record(greedy=self.warp.greedy)
+        self.record = Record(greedy=self.warp.greedy)  # its timed texts
         self.peer: TransformersBaseline | None = None
         self.systems: list[System] = []
         if entry.method in TRANSFORMERS_BASELINES:
@@ -204,7 +198,7 @@ class EntryRun:
         """Write one text; repeat -1 warms up."""
         runner = self.session.runner
         if self.peer is not None:
-            new, seconds, forwards = self.peer.run(ids, min(budget, runner.limit + 1 - len(ids)), seed)
+            (new,), seconds, forwards = self.peer.run([ids], min(budget, runner.limit + 1 - len(ids)), seed)
             return TimedText(new, seconds, forwards=forwards)
         with ExitStack() as stack:
             timer = None

@@ -71,14 +71,9 @@ class Session:
     """A target and its drafts, opened for measurement on this machine.
 
     Attributes:
-        runner: the target's.
         drafts: the drafts' runners by name.
-        threads: why this many threads are used.
         packing: how the weights of the target and of each draft were laid out, in sentences.
-        costs: `CostModel` by draft name; None stands for the target alone.
         round_costs: by draft name, where the costs of several batch sizes were measured.
-        left_out: by suite, how many of its prompts were too long.
-        vocabularies: by suite, what drafts of another vocabulary can draft of it.
     """
 
     def __init__(
@@ -95,17 +90,17 @@ class Session:
         if (self.options.threads or 0) > 0:  # the layout of weights is chosen by measurement
             torch.set_num_threads(self.options.threads or 1)
         how: dict[str, Any] = {"compile": self.options.compile, "pack": self.options.pack}
-        self.runner = open_runner(model, **how)
+        self.runner = open_runner(model, **how)  # the target's
         self.drafts = {name: open_draft_runner(draft, model, **how) for name, draft in self.draft_models.items()}
         opened = {"target": self.runner} | self.drafts
         self.packing = [f"{name}: {runner.packing}" for name, runner in opened.items() if runner.packing]
-        self.threads = machine.set_threads(self.runner, self.options.threads)[1]
+        self.threads = machine.set_threads(self.runner, self.options.threads)[1]  # why this many threads are used
         self.stop_ids: Collection[int] = set() if self.options.ignore_eos else stop_ids(model, tokenizer)
-        self.costs: dict[str | None, CostModel] = {}
+        self.costs: dict[str | None, CostModel] = {}  # `CostModel` by draft name; None stands for the target alone
         self.meters: dict[str | None, CostMeter] = {}
         self.round_costs: dict[str | None, RoundCosts] = {}
-        self.left_out: dict[str, str] = {}
-        self.vocabularies: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}  # by suite, how many of its prompts were too long
+        self.vocabularies: dict[str, str] = {}  # by suite, what drafts of another vocabulary can draft of it
 
     def items(self, suite: Suite) -> list[Item]:
         """All prompts, and in chats all turns, that fit the contexts together with their answers."""

@@ -14,17 +14,17 @@ What is compared with what, and why it is fair:
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
+from decode.core.progress import current
 from decode.measure.bench_entries import REFERENCE, BenchEntry, EntryRun, check_entries, opponents, with_baselines
-from decode.measure.bench_session import BenchOptions, Item, Session
+from decode.measure.bench_session import Item, Session
 from decode.measure.categories import acceptance, category_rows
 from decode.measure.cost import round_costs
 from decode.measure.profile import add_overhead
@@ -42,14 +42,12 @@ from decode.measure.statistics import (
 )
 from decode.measure.transformers_baselines import quiet
 from decode.methods import METHODS
-from decode.models.other_vocabulary import DraftModel
 from decode.models.text import Detokenizer, marked
 from decode.prompts.suites import Suite
 
 TREES = {"rest", "adaptix", "adaptix-best-first", "lookahead", "eagle-tree"}
 TURN_SEED = 101  # distance of the seeds of a chat's turns
 Chat = Sequence[Item]  # the turns of one prompt
-Progress = Callable[[int, int, str], None]  # called with texts done, texts in all, and what is being done
 
 
 def by_prompt_of(items: Iterable[Item]) -> list[Chat]:
@@ -76,14 +74,13 @@ class Benchmark:
 
     Attributes:
         blocks: results so far; after an interrupt the last one holds the prompts that all methods had finished.
-        items: the prompts of each suite that fit the contexts.
         records: the timed texts of what was measured here, by suite, temperature and label.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.blocks: list[ResultBlock] = []
-        self.items: dict[str, list[Item]] = {}
+        self.items: dict[str, list[Item]] = {}  # the prompts of each suite that fit the contexts
         self.records: dict[tuple[str, float, str], Record] = {}
         self._scores: dict[tuple[int, str], float] = {}
 
@@ -93,19 +90,11 @@ class Benchmark:
         self,
         suites: Iterable[Suite],
         entries: Iterable[BenchEntry],
-        progress: Progress | None = None,
         *,
         finished: Iterable[ResultBlock] = (),
         on_block: Callable[[ResultBlock], None] | None = None,
     ) -> list[dict[str, Any]]:
         """Measure all entries on all suites; the baselines are added at every temperature.
-
-        Args:
-            suites: prompts with their scorers.
-            entries: in the order of the table.
-            progress: called after every text.
-            finished: blocks of an earlier run that need not be measured again.
-            on_block: called with every block that is complete.
 
         Returns:
             The rows of all blocks.
@@ -137,20 +126,12 @@ class Benchmark:
                 add_overhead(session, name, [item for some in items.values() for item in some], options.warp, cost)
                 session.round_costs[name] = round_costs([cost])
         jobs = [(s, t) for s in suites for t in temperatures if (s.name, t) not in done]
-        total = sum(len(chats[s.name]) * len(table[t]) for s, t in jobs) * options.repeats
-        count = 0
-
-        def count_text(label: str) -> None:
-            nonlocal count
-            count += 1
-            if progress is not None:
-                progress(count, total, label)
-
+        current().update(done=0, total=sum(len(chats[s.name]) * len(table[t]) for s, t in jobs) * options.repeats)
         for suite, temperature in jobs:
             runs = [EntryRun(session, entry) for entry in table[temperature]]
             try:
                 with quiet():
-                    self._block(chats[suite.name], runs, count_text, suite.name)
+                    self._block(chats[suite.name], runs, suite.name)
             except KeyboardInterrupt:
                 if any(run.record.texts for run in runs):
                     self.blocks.append(self._report(suite, chats[suite.name], runs, complete=False))
@@ -172,10 +153,8 @@ class Benchmark:
 
     # -- measurement -----------------------------------------------------------------------------------------------
 
-    def _block(
-        self, chats: Sequence[Chat], runs: list[EntryRun], count_text: Callable[[str], None], suite: str
-    ) -> None:
-        options = self.session.options
+    def _block(self, chats: Sequence[Chat], runs: list[EntryRun], suite: str) -> None:
+        options, work = self.session.options, current()
         for run in runs:
             self._warm_up(run, chats[0][0].ids)
         running = [e for e in runs if not e.note]
@@ -191,7 +170,7 @@ class Benchmark:
                         for turn, item in enumerate(chat)
                     ]
                     texts[id(run)].append(TimedText.joined(turns))
-                    count_text(f"{suite} T={run.entry.temperature:g} {run.entry.label}")
+                    work.update(name=f"{suite} T={run.entry.temperature:g} {run.entry.label}", done=work.done + 1)
             for run in running:
                 run.record.texts.append(texts[id(run)])
             for meter in self.session.meters.values():  # costs too, under the load that the methods meet
@@ -289,18 +268,3 @@ class Benchmark:
             }
             for item, out in zip((item for chat in chats for item in chat), run.samples)
         ]
-
-
-def run_benchmark(
-    target: PreTrainedModel,
-    drafts: Mapping[str, DraftModel] | None,
-    tokenizer: PreTrainedTokenizerBase,
-    suites: Iterable[Suite],
-    entries: Iterable[BenchEntry],
-    options: BenchOptions | None = None,
-    progress: Progress | None = None,
-) -> Benchmark:
-    """Open a session and measure once; the result has ``rows`` and ``analysis`` (see `Benchmark`)."""
-    benchmark = Benchmark(Session(target, drafts, tokenizer, options))
-    benchmark.run(suites, entries, progress)
-    return benchmark

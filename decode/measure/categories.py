@@ -1,13 +1,11 @@
 """The categories of a suite: what a benchmark measured, for each of them apart."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from decode.core.trace import Trace
-from decode.measure.statistics import Record, bootstrap, speeds
+from decode.measure.statistics import Record, ratio_interval, speeds, sums_by
 
 
 def category_rows(
@@ -38,27 +36,16 @@ def acceptance(record: Record, seed: int) -> dict[str, Any]:
         return _ratio("block_efficiency", pairs, seed)
     trace = record.trace()
     rounds = [1.0] * trace.rounds
-    found = _ratio("block_efficiency", _by_text(trace, [m + 1 for m in trace.accepted], rounds), seed)
+    found = _ratio("block_efficiency", sums_by(trace.text, [m + 1 for m in trace.accepted], rounds), seed)
     distinct = record.trace(distinct=True)
     measured = [None if part is None else torch.as_tensor(part).double() for part in distinct.overlap]
     if any(part is not None and part.numel() for part in measured):
         sums = [0.0 if part is None else part.sum().item() for part in measured]
         counts = [0.0 if part is None else float(part.numel()) for part in measured]
-        found |= _ratio("alpha", _by_text(distinct, sums, counts), seed)
+        found |= _ratio("alpha", sums_by(distinct.text, sums, counts), seed)
     return found
 
 
-def _by_text(trace: Trace, above: Sequence[float], below: Sequence[float]) -> list[tuple[float, float]]:
-    """Sums of the rounds' numerators and denominators in each text."""
-    sums: dict[int, tuple[float, float]] = {}
-    for text, a, b in zip(trace.text, above, below):
-        x, y = sums.get(text, (0.0, 0.0))
-        sums[text] = x + a, y + b
-    return list(sums.values())
-
-
-def _ratio(name: str, pairs: Sequence[tuple[float, float]], seed: int) -> dict[str, Any]:
-    values = np.array(pairs, dtype=np.float64)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        middle, low, high = bootstrap(values, lambda drawn: drawn[..., 0].sum(1) / drawn[..., 1].sum(1), seed=seed)
+def _ratio(name: str, pairs: Iterable[tuple[float, float]], seed: int) -> dict[str, Any]:
+    middle, low, high = ratio_interval(pairs, seed)
     return {name: middle, f"{name}_ci95": [low, high]}

@@ -17,11 +17,10 @@ class ForwardTimer:
     Attributes:
         seconds: of all forwards.
         prompt_seconds: of those of them that gave no logits.
-        forwards: of the first runner that gave logits; one over several texts counts once.
     """
 
     seconds = prompt_seconds = 0.0
-    forwards = 0
+    forwards = 0  # of the first runner that gave logits; one over several texts counts once
     inside = False
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,6 +128,22 @@ def bootstrap(
     drawn = statistic(values[picks])
     low, high = np.quantile(drawn[np.isfinite(drawn)], [(1 - level) / 2, (1 + level) / 2])
     return float(statistic(values[None])[0]), float(low), float(high)
+
+
+def ratio_interval(pairs: Iterable[tuple[float, float]], seed: int) -> tuple[float, float, float]:
+    """Σ a / Σ b of pairs (a, b), each an independent observation, and its percentile bootstrap interval."""
+    values = np.array(list(pairs), dtype=np.float64).reshape(-1, 2)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return bootstrap(values, lambda drawn: drawn[..., 0].sum(1) / drawn[..., 1].sum(1), seed=seed)
+
+
+def sums_by(groups: Sequence[int], a: Sequence[float], b: Sequence[float]) -> Iterable[tuple[float, float]]:
+    """Σ a and Σ b of each group."""
+    sums: dict[int, tuple[float, float]] = {}
+    for group, x, y in zip(groups, a, b):
+        known = sums.get(group, (0.0, 0.0))
+        sums[group] = known[0] + x, known[1] + y
+    return sums.values()
 
 
 def median_interval(values: Sequence[float], *, seed: int = 0, level: float = 0.95) -> tuple[float, float, float]:

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from decode.core.progress import current
 from decode.measure.acceptance_offline import OfflineAlpha, offline_alpha
 from decode.measure.bench_session import ANSWERED_AT_ONCE, Item, Session
-from decode.measure.statistics import bootstrap, plain
+from decode.measure.statistics import plain, ratio_interval, sums_by
 from decode.models.batched_generation import draws_of_loop, write_texts
 
 
@@ -50,16 +48,9 @@ def suite_alphas(session: Session, suite: str, items: Sequence[Item], temperatur
             prompts = [id(kept[i][0].prompt) for i in places]
             numbers = [prompts.index(prompt) for prompt in prompts]
             part = OfflineAlpha([alpha.texts[i] for i in places], numbers)
-            ends = _interval(part, numbers, session.options.seed)
+            pairs = (pair for pair in sums_by(numbers, part.sums, part.counts) if pair[1])
+            ends = list(ratio_interval(pairs, session.options.seed)[1:])
             row = {"suite": suite, "temperature": temperature, "draft": name, "category": category}
             row |= {"alpha": part.mean, "alpha_se": part.se, "alpha_ci95": ends}
             rows.append(plain(row | {"positions": sum(part.counts), "prompts": len(set(numbers))}))
     return rows
-
-
-def _interval(alpha: OfflineAlpha, prompts: Sequence[int], seed: int) -> list[float]:
-    values = np.zeros((max(prompts, default=-1) + 1, 2))
-    for prompt, total, count in zip(prompts, alpha.sums, alpha.counts):
-        values[prompt] += total, count
-    values = values[values[:, 1] > 0]
-    return list(bootstrap(values, lambda drawn: drawn[..., 0].sum(1) / drawn[..., 1].sum(1), seed=seed)[1:])

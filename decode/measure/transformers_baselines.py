@@ -36,15 +36,17 @@ class TransformersBaseline:
     stop_ids: Collection[int] = ()  # tokens that end a text; none generates to the full length
     draft_length: int | None = None  # tokens drafted a round (assistant at a fixed length) or looked up
 
-    def run(self, prompt: list[int], max_new_tokens: int, seed: int) -> tuple[list[int], float, int]:
-        """Generate once.
+    def run(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> tuple[list[list[int]], float, int]:
+        """Generate for several prompts in one call, shorter ones padded on the left; for several plainly only.
 
         Returns:
-            The new tokens, the seconds it took (prompt included), and the number of target forwards.
+            The new tokens of each up to its end, the seconds it took (prompts included), and the target's forwards.
         """
         model: Any = self.target
         device = model.get_input_embeddings().weight.device
-        ids = torch.tensor([prompt], device=device)
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
         extra: dict[str, Any] = {}
         with ExitStack() as stack:
             stack.enter_context(using_config(model, self._config(max_new_tokens)))
@@ -58,32 +60,10 @@ class TransformersBaseline:
             torch.manual_seed(seed)
             synchronize(device)
             began = time.perf_counter()
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), **extra)
+            out = model.generate(ids, attention_mask=mask, **extra)
             synchronize(device)
             seconds = time.perf_counter() - began
-        return out[0, len(prompt) :].tolist(), seconds, forwards[0]
-
-    def run_together(
-        self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
-    ) -> tuple[list[list[int]], float]:
-        """Generate for several prompts in one call, shorter ones padded on the left; plain ``generate`` only.
-
-        Returns:
-            The new tokens of each up to its end, and the seconds it took.
-        """
-        model: Any = self.target
-        device = model.get_input_embeddings().weight.device
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
-        with using_config(model, self._config(max_new_tokens)):
-            torch.manual_seed(seed)
-            synchronize(device)
-            began = time.perf_counter()
-            out = model.generate(ids, attention_mask=mask)
-            synchronize(device)
-            seconds = time.perf_counter() - began
-        return [cut_at(row, self.stop_ids) for row in out[:, longest:].tolist()], seconds
+        return [cut_at(row, self.stop_ids) for row in out[:, longest:].tolist()], seconds, forwards[0]
 
     def _config(self, max_new_tokens: int) -> GenerationConfig:
         """The model's own generation config, which stays but for what the benchmark sets for all methods."""

@@ -21,27 +21,14 @@ from decode.core.sampling import Warp
 NEUTRAL: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sampling settings that change nothing."""
 
-OTHERS: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "typical_p": (1.0,),
-    "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,),
-    "top_h": (1.0,),
-    "penalty_alpha": (0.0,),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "encoder_repetition_penalty": (1.0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "exponential_decay_length_penalty": (),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "begin_suppress_tokens": (),
-    "sequence_bias": (),
-    "guidance_scale": (1.0,),
-    "watermarking_config": (),
-    "stop_strings": (),
-}
-"""Fields that change what `generate` writes and are not followed here, with their neutral values (None always is)."""
+OTHERS: dict[Any, tuple[str, ...]] = {
+    1: ("num_beams", "typical_p", "top_h", "encoder_repetition_penalty", "guidance_scale"),
+    0: ("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "min_length", "min_new_tokens",
+        "encoder_no_repeat_ngram_size"),
+    None: ("exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens",
+           "sequence_bias", "watermarking_config", "stop_strings"),
+}  # fmt: skip
+"""By neutral value (None always is one) the fields that change what `generate` writes and are not followed here."""
 
 
 def own_sampling(model: PreTrainedModel) -> dict[str, Any]:
@@ -67,13 +54,7 @@ def own_processors(model: PreTrainedModel) -> list[LogitsProcessor]:
 
 
 def own_warp(model: PreTrainedModel, temperature: float, given: Mapping[str, Any]) -> Warp:
-    """The sampling of a target: what is given, else what its ``generation_config`` says, else nothing.
-
-    Args:
-        model: the target.
-        temperature: 0 is greedy.
-        given: of `NEUTRAL`'s settings those that a user has set; None leaves one to the model.
-    """
+    """The sampling of a target: what is given, else what its ``generation_config`` says, else nothing."""
     settings = NEUTRAL | own_sampling(model) | {name: value for name, value in given.items() if value is not None}
     return Warp(temperature, **settings, processors=own_processors(model))
 
@@ -91,7 +72,8 @@ def described(model: PreTrainedModel, warp: Warp) -> str:
     ]
     if getattr(config, "do_sample", False) and warp.temperature != (own := getattr(config, "temperature", None) or 1.0):
         changed.append(f"temperature {warp.temperature:g} for {own:g}")
-    missing = [n for n, neutral in OTHERS.items() if (v := getattr(config, n, None)) is not None and v not in neutral]
+    others = ((name, neutral) for neutral, names in OTHERS.items() for name in names)
+    missing = [name for name, neutral in others if getattr(config, name, None) not in (None, neutral)]
     parts += [f"follows {', '.join(followed)}"] if followed else []
     parts += [f"takes {', '.join(changed)}"] if changed else []
     parts += [f"does not follow {', '.join(missing)}, so texts differ from the model's own generate"] if missing else []

@@ -177,20 +177,6 @@ def load_config(name: str | os.PathLike[str], *, trust_remote_code: bool = False
         raise unreadable(str(name), "model", error, packed) from error
 
 
-def open_target(
-    name: str | os.PathLike[str],
-    *,
-    device: str | torch.device,
-    dtype: str,
-    device_map: str | None = None,
-    trust_remote_code: bool = False,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target and its tokenizer; arguments as of `load_model`."""
-    tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-    model = load_model(name, device=device, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
-    return model, tokenizer
-
-
 def open_draft(
     name: str | os.PathLike[str],
     target: PreTrainedModel,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from decode.core.proposal import Draft
-from decode.core.runner import Runner
+from decode.core.runner import Runner, WrappedRunner
 from decode.models.eagle.head import FeatureHead
 from decode.models.vocabulary import Intersection
 
@@ -34,7 +34,7 @@ class ForeignDraft:
 DraftModel = PreTrainedModel | FeatureHead | ForeignDraft  # what can draft for a target, besides its own layers
 
 
-class ForeignRunner(Runner):
+class ForeignRunner(WrappedRunner):
     """Reads the target's ids and gives logits over them, while the cache holds the translated text.
 
     Drafters need not know: `length`, `truncate` and the ids are the target's throughout.
@@ -44,29 +44,9 @@ class ForeignRunner(Runner):
     """
 
     def __init__(self, runner: Runner, vocabulary: Intersection) -> None:
-        size = vocabulary.target.size
-        super().__init__(
-            runner.name,
-            device=runner.device,
-            dtype=runner.dtype,
-            vocab_size=size,
-            limit=runner.limit,
-            model=runner.model,
-        )
-        self.inner, self.vocabulary = runner, vocabulary
-        self.packing = runner.packing
-        self.tree_refusal = "a draft of another vocabulary reads chains only"
+        super().__init__(runner, "a draft of another vocabulary reads chains only", vocabulary.target.size)
+        self.vocabulary = vocabulary
         self._ends: list[int] = []  # positions of the cache that the text takes up to each token
-
-    @property
-    def weight_bytes(self) -> int:
-        """See `Runner.weight_bytes`."""
-        return self.inner.weight_bytes
-
-    @property
-    def cache_bytes_per_token(self) -> int:
-        """See `Runner.cache_bytes_per_token`; a token of the target may be several of its own."""
-        return self.inner.cache_bytes_per_token
 
     @property
     def length(self) -> int:
@@ -76,14 +56,6 @@ class ForeignRunner(Runner):
     def fork(self, count: int) -> list[Runner]:
         """See `Runner.fork`."""
         return [ForeignRunner(inner, self.vocabulary) for inner in self.inner.fork(count)]
-
-    def close(self) -> None:
-        """See `Runner.close`."""
-        self.inner.close()
-
-    def reserve(self, capacity: int) -> None:
-        """See `Runner.reserve`."""
-        self.inner.reserve(capacity)
 
     def room(self, ids: Sequence[int]) -> int:
         """See `Runner.room`; each token to come is one that the vocabularies share."""

@@ -7,7 +7,7 @@ from functools import cached_property
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.runner import Runner
-from decode.models.open import open_draft, open_target
+from decode.models.open import load_model, load_tokenizer, open_draft
 from decode.models.open_runner import open_draft_runner, open_runner
 from decode.models.other_vocabulary import DraftModel
 
@@ -63,9 +63,8 @@ def load(
     Raises:
         UserError: a model that cannot be read, or two that do not fit each other.
     """
-    model, tokenizer = open_target(
-        target, device=device, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
-    )
+    tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
+    model = load_model(target, device=device, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
     pair = Pair(model, tokenizer, target_name=str(target), compile=compile, pack=pack)
     if draft is not None:
         pair.draft_name = str(draft)

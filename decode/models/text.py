@@ -62,11 +62,6 @@ def chat_ids(
 
     They are those of transformers' ``apply_chat_template``.
 
-    Args:
-        tokenizer: of the target, with a chat template.
-        messages: the turns so far.
-        template_args: further variables of the template, such as ``enable_thinking``.
-
     Raises:
         UserError: the tokenizer has no chat template, or the template refuses the messages.
     """

@@ -97,9 +97,6 @@ class Vocabulary:
 class Intersection:
     """The tokens that the vocabularies of a target and of a draft have in common, one id to one id.
 
-    Attributes:
-        shared: the target's ids of them.
-
     Raises:
         UserError: they have fewer than `LEAST` in common.
     """
@@ -113,7 +110,7 @@ class Intersection:
                 f"{len(draft.ids)} the draft's; at least {LEAST} are needed; use a draft of the same model family"
             )
         self._pairs = torch.tensor(pairs).T
-        self.shared: Collection[int] = {i for i, _ in pairs}
+        self.shared: Collection[int] = {i for i, _ in pairs}  # the target's ids of them
         self._spelt: dict[int, list[int]] = {}
 
     @property

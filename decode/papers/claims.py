@@ -63,18 +63,16 @@ class Claim:
     """Method ``a`` before method ``b`` in one block.
 
     Attributes:
-        text: what the paper says.
         a, b: names of rows; one that holds options has to be there with exactly these.
         by: speed (the ratio has to exceed 1), length (tokens a target forward) or score (the difference has to exceed
             `bound`).
-        bound: of the difference.
     """
 
-    text: str
+    text: str  # what the paper says
     a: str
     b: str
     by: Literal["speed", "length", "score"] = "speed"
-    bound: float = 0.0
+    bound: float = 0.0  # of the difference
 
 
 def judge(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from decode.commands import bench as compare
 from decode.commands.bench_checkpoint import draft_names, fingerprint
 from decode.commands.bench_dry_run import shrink
 from decode.commands.settings import BenchSettings, PaperSettings, bench_settings
-from decode.core.errors import UserError, unknown
+from decode.core.errors import UserError, choose
 from decode.core.files import write_text
 from decode.methods import PROBED
 from decode.papers import Paper, papers
@@ -35,8 +34,8 @@ def run(settings: PaperSettings) -> None:
     """
     if not settings.paper:
         raise UserError(f"no paper is named; give one of {', '.join(papers())}: python -m decode paper adasd")
-    name, paper = str(settings.paper), _choose("paper", str(settings.paper), papers())
-    _choose("scale", settings.scale, dict.fromkeys(SCALES))
+    name, paper = str(settings.paper), choose("paper", str(settings.paper), papers())
+    choose("scale", settings.scale, dict.fromkeys(SCALES))
     console = Console()
     console = console if console.is_terminal else Console(width=200)
     if settings.scale == "gpu-small" and not settings.dry_run and not torch.cuda.is_available():
@@ -54,12 +53,6 @@ def run(settings: PaperSettings) -> None:
         console.print(f"wrote {file}", highlight=False)
 
 
-def _choose(kind: str, name: str, known: Mapping[str, Any]) -> Any:
-    if name not in known:
-        raise UserError(unknown(kind, name, known))
-    return known[name]
-
-
 def _configurations(name: str, settings: PaperSettings) -> list[Path]:
     """The files of a paper at a scale."""
     folder = Path(settings.configs) / name
@@ -69,9 +62,9 @@ def _configurations(name: str, settings: PaperSettings) -> list[Path]:
             f"there are no configurations in {folder}; run this where the repository lies, or --configs DIR"
         )
     if settings.scale != "full":
-        return [_choose("configuration", settings.scale, found)]
+        return [choose("configuration", settings.scale, found)]
     chosen = settings.only or [stem for stem in found if stem not in SCALES]
-    return [_choose("configuration", stem, found) for stem in chosen]
+    return [choose("configuration", stem, found) for stem in chosen]
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------

@@ -53,18 +53,12 @@ class Result:
 
 
 class Results:
-    """The report of one configuration (`decode.report.bench_report.write_report`, or a report of ``distill``).
-
-    Attributes:
-        report: the whole report.
-        alone: the draft's own results, where they were measured.
-        stores: bytes of the files that retrieval drafts from, by name.
-    """
+    """The report of one configuration (`decode.report.bench_report.write_report`, or a report of ``distill``)."""
 
     def __init__(self, report: Row, alone: Results | None = None, stores: Mapping[str, int] | None = None) -> None:
-        self.report = report
-        self.alone = alone
-        self.stores = dict(stores or {})
+        self.report = report  # the whole report
+        self.alone = alone  # the draft's own results, where they were measured
+        self.stores = dict(stores or {})  # bytes of the files that retrieval drafts from, by name
         self.rows: list[Row] = report.get("methods") or []
 
     @property

@@ -10,40 +10,16 @@ from typing import Any
 from rich.table import Table as Grid
 
 from decode.core.files import read_json, write_text
-from decode.core.trace import FORMULAS
 from decode.measure import machine
 from decode.measure.bench_session import Session
 from decode.report import plots
-from decode.report.page import Block, Column, Facts, Figures, Heading, Page, Table, Text
-from decode.report.tables import by_block, console_table, mode, shown
+from decode.report.page import Block, Facts, Figures, Heading, Page, Table, Text
+from decode.report.tables import TABLES, by_block, console_table, mode, shown
 
 Row = Mapping[str, Any]
 
-COLUMNS = [
-    Column("name", "method"),
-    Column("draft_length", "k", "draft length, or the window of an adaptive stop rule", "d"),
-    Column(
-        "tokens_per_second", "tokens/s", "Σ tokens / Σ seconds of all texts", ".0f", "max", "tokens_per_second_ci95"
-    ),
-    Column(
-        "speedup", "speedup", "tokens/s over the same batch without a draft", ".2f", "max", "speedup_ci95", bar=True
-    ),
-    Column(
-        "speedup_vs_generate", "vs generate", "tokens/s over transformers' generate on the same batch", ".2f",
-        error="speedup_vs_generate_ci95",
-    ),
-    Column(
-        "seconds_per_text", "s a text", "from a text's prompt to its end, median", ".3f", error="seconds_per_text_ci95"
-    ),
-    Column("ms_per_token", "ms a token", "that over the text's tokens, median", ".2f", error="ms_per_token_ci95"),
-    Column("predicted_speedup", "predicted", "Σ tokens / Σ (k·c(B) + v((k + 1)·B) + bookkeeping)", ".2f"),
-    Column("mean_batch", "texts", "texts being decoded at a time, on the average", ".1f"),
-    Column("block_efficiency", "block eff.", FORMULAS["block_efficiency"], ".2f"),
-    Column("alpha", "α", FORMULAS["alpha"], ".3f"),
-    Column("identical_share", "identical", "greedy texts equal to those without a draft at the smallest batch", ".0%"),
-]  # fmt: skip
-SHORT = [column for column in COLUMNS if column.key not in ("seconds_per_text", "alpha")]
-"""Columns of the terminal's table."""
+COLUMNS = TABLES["batch"]
+SHORT = [column for column in COLUMNS if column.key not in ("seconds_per_text", "alpha")]  # for a terminal
 FAIRNESS = (
     "At batch size B a method decodes B texts at once; a finished text's place is taken by a waiting one. All methods "
     "decode the same prompts in turn, in an order that turns from repeat to repeat. transformers' generate gets "

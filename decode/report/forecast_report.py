@@ -11,7 +11,7 @@ from decode.core.files import read_json, write_section, write_text
 from decode.measure.batch_forecast import BatchForecast
 from decode.measure.statistics import plain
 from decode.report.page import Column
-from decode.report.tables import console_table
+from decode.report.tables import TABLES, console_table
 
 FIELD = "num_speculative_tokens_per_batch_size"  # vLLM's name of the draft lengths by batch size
 WIDE = 8  # most draft lengths in the terminal's table
@@ -20,26 +20,20 @@ WIDE = 8  # most draft lengths in the terminal's table
 def forecast_tables(forecast: BatchForecast) -> Iterator[Table | str]:
     """Costs and best lengths by batch size, speedups by draft length, the verdict, and what vLLM takes."""
     rows = forecast.rows()
-    columns = [
-        Column("batch_size", "batch", format="d"),
-        Column("ms", "t(B) ms", format=".3f"),
-        Column("cost_ratio", "c(B)", format=".3f"),
-        Column("v2", "v(2B)", format=".2f"),
-        Column("v5", "v(5B)", format=".2f"),
-        Column("overhead", "o", format=".3f"),
-        Column("step_overhead", "b", format=".3f"),
-        Column("goodput_without_draft", "tokens/s without", format=".0f"),
-        Column("best_draft_length", "best k", format="d"),
-        Column("best_speedup", "speedup", format=".2f"),
-        Column("best_goodput", "tokens/s", format=".0f"),
-    ]
     more = [
         row | {"ms": 1e3 * row["target_seconds"], "v2": cost.v(2), "v5": cost.v(5)}
         for row, cost in zip(rows, forecast.costs)
     ]
-    yield console_table("\nby batch size", columns, more)
+    yield console_table("\nby batch size", TABLES["forecast"], more)
     lengths = [row["draft_length"] for row in rows[0]["draft_lengths"]]
-    chosen = sorted({*lengths[: WIDE // 2], *lengths[:: max(1, len(lengths) // (WIDE // 2))], *forecast_lengths(rows)})
+    chosen = sorted(
+        {
+            *lengths[: WIDE // 2],
+            *lengths[:: max(1, len(lengths) // (WIDE // 2))],
+            *(row["best_draft_length"] for row in rows),
+        }
+        - {0}
+    )
     yield console_table(
         "\npredicted speedup by draft length",
         [Column("batch_size", "batch", format="d"), *(Column(str(k), f"k = {k}", format=".2f") for k in chosen)],
@@ -58,18 +52,10 @@ def forecast_tables(forecast: BatchForecast) -> Iterator[Table | str]:
     yield f'vLLM: "{FIELD}": {json.dumps(forecast.schedule())}'.replace("[", r"\[")
 
 
-def forecast_lengths(rows: list[dict[str, Any]]) -> set[int]:
-    """The best draft lengths that occur."""
-    return {row["best_draft_length"] for row in rows} - {0}
-
-
 def record_forecast(forecast: BatchForecast, draft: Path, machine: Mapping[str, Any]) -> list[Path]:
     """Write the forecast into the draft's speculation_profile.json and model card, where there are any.
 
     Draft lengths above the profile's ``num_speculative_tokens`` are none that vLLM takes, and are not written.
-
-    Returns:
-        The files written.
     """
     path, card = draft / "speculation_profile.json", draft / "README.md"
     content = read_json(path)

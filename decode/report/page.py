@@ -47,27 +47,16 @@ LOSSLESS, RELAXED = Badge("lossless", "good"), Badge("relaxed", "warn")
 
 @dataclass(frozen=True)
 class Column:
-    """A table column.
+    """A table column."""
 
-    Args:
-        key: key of the row.
-        label: heading.
-        formula: definition, shown as a tooltip of the heading and in the list below the table.
-        format: format specification (`.2f`) or function for values that are not None.
-        best: mark the largest or the smallest value of the column.
-        error: key of the value's standard error, or of its interval ``[low, high]``, shown beside it.
-        numeric: align to the right even if the values are text.
-        bar: draw a bar under the value, as long as its share of the largest.
-    """
-
-    key: str
-    label: str
-    formula: str = ""
-    format: str | Callable[[Any], str] = ""
-    best: Literal["max", "min"] | None = None
-    error: str = ""
-    numeric: bool = False
-    bar: bool = False
+    key: str  # key of the row
+    label: str  # heading
+    formula: str = ""  # definition, shown as a tooltip of the heading and in the list below the table
+    format: str | Callable[[Any], str] = ""  # format specification (`.2f`) or function for values that are not None
+    best: Literal["max", "min"] | None = None  # mark the largest or the smallest value of the column
+    error: str = ""  # key of the value's standard error, or of its interval ``[low, high]``, shown beside it
+    numeric: bool = False  # align to the right even if the values are text
+    bar: bool = False  # draw a bar under the value, as long as its share of the largest
 
     def text(self, row: Row) -> str:
         """The row's value as it is shown; a dash where there is none."""
@@ -116,11 +105,10 @@ class Block:
     """Something that a page shows.
 
     Args:
-        folded: if given, the block hides behind this line until it is clicked.
         tags: values by which the filters of a page show or hide the block.
     """
 
-    folded: str = ""
+    folded: str = ""  # if given, the block hides behind this line until it is clicked
     tags: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -166,21 +154,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Table(Block):
-    """A table; columns that are empty in every row are left out.
+    """A table; columns that are empty in every row are left out."""
 
-    Args:
-        columns: what to show, in order.
-        rows: values by column key, or groups of them.
-        caption: line above the table.
-        legend: list the formulas below.
-        name: class of the table; `all-runs` can be sorted by clicking a heading.
-    """
-
-    columns: Sequence[Column]
-    rows: Sequence[Row | Group]
-    caption: str = ""
-    legend: bool = True
-    name: str = ""
+    columns: Sequence[Column]  # what to show, in order
+    rows: Sequence[Row | Group]  # values by column key, or groups of them
+    caption: str = ""  # line above the table
+    legend: bool = True  # list the formulas below
+    name: str = ""  # class of the table; `all-runs` can be sorted by clicking a heading
 
     @property
     def groups(self) -> list[Group]:
@@ -253,17 +233,13 @@ class Page:
     """A page.
 
     Args:
-        title: heading and window title.
-        headline: the sentence that gives the answer.
-        kicker: short line above the title (project, kind of report).
-        blocks: what follows, in order.
         filters: names of tags to their values and what these are called; with them the page has a filter and a script.
     """
 
-    title: str
-    headline: str
-    kicker: str
-    blocks: Sequence[Block]
+    title: str  # heading and window title
+    headline: str  # the sentence that gives the answer
+    kicker: str  # short line above the title (project, kind of report)
+    blocks: Sequence[Block]  # what follows, in order
     filters: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def html(self) -> str:

@@ -122,17 +122,7 @@ def speedup_bars(rows: Iterable[Row], title: str = "Speedup over no draft") -> s
 
 @mpl.rc_context(STYLE)
 def points(rows: Sequence[Row], x: str, y: str, title: str, xlabel: str, ylabel: str, diagonal: bool = False) -> str:
-    """One named point a method; relaxed methods are hollow.
-
-    Args:
-        rows: ``{name, lossless?: bool, <x>, <y>}``.
-        x: key of the horizontal axis.
-        y: key of the vertical axis.
-        title: of the figure.
-        xlabel: quantity and formula.
-        ylabel: quantity and formula.
-        diagonal: draw the line on which both agree instead of the one at 1.
-    """
+    """One named point a method; relaxed methods are hollow."""
     axes = new_axes(title, xlabel, ylabel)
     rows = [row for row in rows if finite(row.get(x)) and finite(row.get(y))]
     for i, row in enumerate(rows):
@@ -268,40 +258,34 @@ def histograms(
 
 
 @mpl.rc_context(STYLE)
-def speedup_by_batch(series: Mapping[str, Sequence[Row]]) -> str:
-    """Speedup over the same batch without a draft: for each method rows ``{batch_size, speedup, speedup_ci95}``."""
-    axes = new_axes(
-        "Speedup by batch size", "texts at once (batch size)", "tokens/s ÷ tokens/s without a draft (×)", 3.6
-    )
+def by_batch(series: Mapping[str, Sequence[Row]], key: str, title: str, ylabel: str, *, log_y: bool = False) -> str:
+    """A quantity by batch size: for each method rows ``{batch_size, <key>, <key>_ci95?}``, the intervals as bars."""
+    axes = new_axes(title, "texts at once (batch size)", ylabel, 3.6)
     for i, (name, rows) in enumerate(series.items()):
-        kept = [row for row in rows if finite(row["speedup"])]
-        x, y = [row["batch_size"] for row in kept], [row["speedup"] for row in kept]
-        colour = COLOURS[i % len(COLOURS)]
+        kept, colour = [row for row in rows if finite(row[key])], COLOURS[i % len(COLOURS)]
+        x, y = [row["batch_size"] for row in kept], [row[key] for row in kept]
         axes.plot(x, y, marker=MARKERS[i % len(MARKERS)], color=colour, label=name)
-        for row in kept:
-            low, high = row.get("speedup_ci95") or (row["speedup"],) * 2
+        for row in kept if not log_y else ():
+            low, high = row.get(f"{key}_ci95") or (row[key],) * 2
             axes.plot([row["batch_size"]] * 2, [low, high], color=colour, linewidth=1.1, alpha=0.6)
-    axes.axhline(1, **DASHED)
-    axes.set_ylim(bottom=0)
-    _batch_sizes(axes, series)
-    return as_svg(axes, legend=True)
-
-
-@mpl.rc_context(STYLE)
-def throughput_by_batch(series: Mapping[str, Sequence[Row]]) -> str:
-    """Tokens per second of all texts: for each method rows ``{batch_size, tokens_per_second}``."""
-    axes = new_axes("Tokens per second by batch size", "texts at once (batch size)", "Σ tokens ÷ seconds", 3.6)
-    for i, (name, rows) in enumerate(series.items()):
-        points = [(row["batch_size"], row["tokens_per_second"]) for row in rows if finite(row["tokens_per_second"])]
-        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-        axes.plot([x for x, _ in points], [y for _, y in points], marker=marker, color=colour, label=name)
-    _logarithmic(axes)
-    _batch_sizes(axes, series)
-    return as_svg(axes, legend=True)
-
-
-def _batch_sizes(axes: Axes, series: Mapping[str, Sequence[Row]]) -> None:
+    if log_y:
+        _logarithmic(axes)
+    else:
+        axes.axhline(1, **DASHED)
+        axes.set_ylim(bottom=0)
     sizes = sorted({row["batch_size"] for rows in series.values() for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
+    return as_svg(axes, legend=True)
+
+
+def speedup_by_batch(series: Mapping[str, Sequence[Row]]) -> str:
+    """Speedup over the same batch without a draft."""
+    return by_batch(series, "speedup", "Speedup by batch size", "tokens/s ÷ tokens/s without a draft (×)")
+
+
+def throughput_by_batch(series: Mapping[str, Sequence[Row]]) -> str:
+    """Tokens per second of all texts."""
+    title = "Tokens per second by batch size"
+    return by_batch(series, "tokens_per_second", title, "Σ tokens ÷ seconds", log_y=True)

@@ -8,7 +8,6 @@ from typing import Any
 from rich.box import Box
 from rich.table import Table
 
-from decode.core.trace import FORMULAS
 from decode.measure.benchmark import ResultBlock
 from decode.measure.statistics import differing, fastest_lossless
 from decode.report.page import LOSSLESS, RELAXED, Badge, Column, present, read_columns
@@ -19,15 +18,7 @@ TABLES = read_columns(Path(__file__).with_name("columns.csv"))
 COLUMNS = TABLES["bench"]
 CATEGORY_COLUMNS = TABLES["category"]
 """Columns of the results by category; all intervals are 95 % bootstrap intervals over prompts."""
-ALPHA_COLUMNS = [
-    Column("draft", "draft"),
-    Column("category", "category", format=lambda name: name or "all"),
-    Column("prompts", "prompts", format="d"),
-    Column("positions", "positions", format="d"),
-    Column("alpha", "α", FORMULAS["offline_alpha"], ".3f", error="alpha_ci95"),
-]
-"""Columns of offline α."""
-
+ALPHA_COLUMNS = TABLES["alpha"]  # of offline α
 COLUMN = {column.key: column for column in COLUMNS}
 MOST_LINES = 40  # longer tables by category are for the page
 SHORT = {
@@ -122,7 +113,7 @@ def category_table(block: ResultBlock, width: int = 130, most: int = 3) -> Table
 def console_table(title: str, columns: Iterable[Column], rows: Sequence[Row]) -> Table:
     """Rows for a terminal, in the columns of the page that hold anything; ``style`` of a row is its style."""
     columns = [column for column in columns if any(present(row.get(column.key)) for row in rows)]
-    grid = Table(title=title, title_justify="left", caption_justify="left", box=None, pad_edge=False)
+    grid = Table(title=title or None, title_justify="left", caption_justify="left", box=None, pad_edge=False)
     for column in columns:
         texts = all(isinstance(row.get(column.key), str | Badge | None) for row in rows)
         grid.add_column(

@@ -5,12 +5,12 @@ from typing import Literal
 
 from jsonargparse.typing import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt
 
-from decode.core.errors import UserError
-from distill.config.divergences import DIVERGENCES, DivergenceName
 from distill.config.models import LoraSettings
 from distill.config.responses import ResponseSettings
 from distill.config.trainer import TrainingSettings
 
+DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "kl_tv"]
+"""Losses per token; `distill.losses.divergences` holds what they compute."""
 Signal = Literal["hidden", "topk", "log_probs", "recompute"]
 
 
@@ -61,8 +61,6 @@ class DistillSettings:
     """Length, batches and optimiser of the reference; AdaSPEC's follow from them and draft.iso."""
 
     def validate(self) -> None:
-        """Check the divergence, the training and the responses."""
+        """Check the training and the responses."""
         self.training.validate("reference.training")
         self.responses.validate("reference.responses")
-        if self.divergence not in DIVERGENCES:
-            raise UserError(f"reference.divergence is {self.divergence!r}; known are {', '.join(DIVERGENCES)}")

@@ -8,7 +8,7 @@ from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 
 from decode.core.errors import UserError
 from decode.core.options import Seed, Share
-from distill.config.divergences import DIVERGENCES, DivergenceName
+from distill.config.distillation import DivergenceName
 from distill.config.ranges import ShareBelowOne
 
 Iso = Literal["steps", "epochs", "teacher_tokens"]
@@ -107,11 +107,9 @@ class AdaSpecSettings:
         return {n: value for n, value in asdict(self).items() if n not in LATER or value != LATER[n]}
 
     def validate(self, where: str) -> None:
-        """Check the name, the divergence and the variations."""
+        """Check the name and the variations."""
         if not self.name or not self.name.replace("-", "").replace("_", "").isalnum():
             raise UserError(f"{where}.name is {self.name!r}, wanted letters, digits, '-' and '_'")
-        if self.divergence is not None and self.divergence not in DIVERGENCES:
-            raise UserError(f"{where}.divergence is {self.divergence!r}; known are {', '.join(DIVERGENCES)}")
         if self.name == PLAIN and self.variations:
             raise UserError(
                 f"{where}.name is {self.name!r}, but with {', '.join(self.variations)} set this is not AdaSPEC as "

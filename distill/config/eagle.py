@@ -1,7 +1,7 @@
 """Settings of feature heads."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -69,6 +69,11 @@ class EagleSettings:
     def steps(self) -> int:
         """Drafting steps trained at once."""
         return self.unroll or (7 if self.kind == "eagle3" else 1)
+
+    def shape(self) -> dict[str, Any]:
+        """What `decode.models.eagle.files.head_config` takes."""
+        names = ("intermediate_size", "heads", "kv_heads", "draft_vocab")
+        return {name: getattr(self, name) for name in names} | {"captured_layers": tuple(self.layers) or None}
 
     def check_reference(self, reference: DistillSettings) -> None:
         """Refuse the one thing that draft models can be trained with and heads cannot."""

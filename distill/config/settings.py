@@ -12,34 +12,9 @@ from distill.config.distillation import DistillSettings
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings, check_names
 from distill.config.eagle import EagleSettings
 from distill.config.export import ExportSettings
-from distill.config.models import (
-    Architecture,
-    InitialDraftSettings,
-    LoraSettings,
-    ModelSettings,
-    TargetSettings,
-)
-from distill.config.responses import ResponseSettings, ServerSettings
+from distill.config.models import InitialDraftSettings, TargetSettings
 from distill.config.tracker import TrackerSettings
-from distill.config.trainer import TrainerSettings, TrainingSettings
-
-__all__ = [
-    "AdaSpecSettings",
-    "Architecture",
-    "ComparisonSettings",
-    "DistillSettings",
-    "EagleSettings",
-    "EvaluationSettings",
-    "InitialDraftSettings",
-    "LoraSettings",
-    "ModelSettings",
-    "ResponseSettings",
-    "ServerSettings",
-    "Settings",
-    "TargetSettings",
-    "TrainerSettings",
-    "TrainingSettings",
-]
+from distill.config.trainer import TrainerSettings
 
 
 @dataclass

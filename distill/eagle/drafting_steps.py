@@ -15,7 +15,7 @@ from distill.losses.divergences import Divergence
 from distill.losses.drafted import Drafted
 from distill.models.lm_head import LMHead
 from distill.models.precision import forward_precision
-from distill.teacher.signal_cache import Array, Part, cached, collected, scatter
+from distill.teacher.signal_cache import Array, Part, cached, scatter
 from distill.teacher.target_distribution import HiddenRows, LogProbRows
 
 WHOLE = 1 << 28
@@ -94,35 +94,23 @@ def computed(target: TargetRows, temperature: float) -> TargetRows:
     return LogProbRows(target.log_probs(slice(None), shape, temperature))
 
 
-def keep_reference(
+def reference_loss(
     head: FeatureHead,
     source: FeatureSource,
     rows: TokenDataset,
     steps: int,
-    path: Path,
-    fingerprint: str,
     divergence: Divergence,
     precision: str = "32-true",
+    path: Path | None = None,
+    fingerprint: str = "",
 ) -> Array:
-    """The reference head's divergences at every label token and drafting step, ``[label tokens, steps]``, on disk.
+    """The reference head's divergences at every label token and drafting step, ``[label tokens, steps]``.
 
-    ``precision`` is the trainer's: the other head's side of ΔL is computed in it, so the reference's has to be.
+    ``precision`` is the trainer's: the other head's side of ΔL is computed in it, so the reference's has to be. Without
+    a path they are kept in memory.
     """
     parts = _reference_parts(head, source, rows, steps, divergence, precision)
     return cached(path, fingerprint, (rows.label_count, steps), parts)
-
-
-def reference_now(
-    head: FeatureHead,
-    source: FeatureSource,
-    rows: TokenDataset,
-    steps: int,
-    divergence: Divergence,
-    precision: str = "32-true",
-) -> Array:
-    """The same in memory."""
-    parts = _reference_parts(head, source, rows, steps, divergence, precision)
-    return collected((rows.label_count, steps), parts)
 
 
 @torch.inference_mode()

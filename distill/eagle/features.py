@@ -18,7 +18,7 @@ from distill.data.batch_schedule import EvalBatches
 from distill.data.token_dataset import Batch, Ints, TokenDataset, label_mask
 from distill.losses.chunked_kl import TargetRows
 from distill.models.lm_head import LMHead
-from distill.teacher.signal_cache import Array, Kept, Part, cached_together, check_finite, scatter
+from distill.teacher.signal_cache import Array, Kept, Part, cached_together, check_finite, fill, scatter
 from distill.teacher.target_distribution import HiddenRows, TargetSignal, TargetSource
 
 FEATURES, INSIDE = "features", "target_inside"
@@ -33,20 +33,14 @@ class FeatureSource:
 
     Not an ``nn.Module`` on purpose: the target is in no checkpoint and no optimiser.
 
-    Args:
-        model: the target. With a signal that is kept only its embedding and its head stay referenced.
-        head: tells which states are its feature, and which ids it drafts.
-        signal: what batches carry; ``recompute``: nothing.
-
     Attributes:
-        target: distributions over the head's ids, renormalised to them.
         ids: these ids; None: all.
     """
 
     def __init__(self, model: PreTrainedModel, head: FeatureHead, signal: TargetSignal) -> None:
         self.signal, self.ids, self.version = signal, head.draft_ids(), head.version
         kept = replace(signal, kind="hidden", bfloat16=False) if signal.kind == "recompute" else signal
-        self.target = TargetSource(model, kept, self.ids)
+        self.target = TargetSource(model, kept, self.ids)  # distributions over the head's ids, renormalised to them
         self.embedding, self.whole = model.get_input_embeddings(), LMHead(model)
         self.captured_layers, self.width = head.captured_layers, head.feature_width
         self.model = model if signal.kind == "recompute" else None
@@ -131,9 +125,7 @@ class FeatureSource:
     def keep_now(self, model: PreTrainedModel, rows: TokenDataset) -> None:
         """The same in memory: for texts that are used for a while only."""
         arrays = [np.empty(shape, dtype) for shape, dtype in self.layout(rows).values()]
-        for values in self._parts(model, rows):
-            for array, (place, value) in zip(arrays, values, strict=True):
-                array[place] = value
+        fill(arrays, self._parts(model, rows))
         self._put(rows, arrays)
 
     def _put(self, rows: TokenDataset, arrays: Sequence[Array]) -> None:

@@ -20,10 +20,6 @@ def start_from_target(head: FeatureHead, target: PreTrainedModel) -> list[str]:
     ``fc`` passes the last captured state through. EAGLE-3's attention reads that state with the target's weights and
     the embedding with its own random ones; its norm is the target's final one, and its output rows are the target's.
 
-    Args:
-        head: with its vocabulary set.
-        target: the model it drafts for.
-
     Returns:
         Names of the layer's weights that are not the target's: of other shapes, or of a family built otherwise.
     """

@@ -9,7 +9,7 @@ from decode.models.open import load_model, stop_ids
 from distill.core.files import fingerprint
 from distill.data.stage_context import StageContext
 from distill.data.token_dataset import TokenDataset
-from distill.eagle.drafting_steps import keep_reference, reference_now
+from distill.eagle.drafting_steps import reference_loss
 from distill.eagle.features import FeatureSource
 from distill.losses.objective import Objective
 from distill.models.lm_head import LMHead, check_head
@@ -51,16 +51,13 @@ def prepare_head(
             made_from: Any = [key, record.fingerprint, source.signal.key, about[0], vars(objective.ranking), about[2]]
             path = folder / f"reference_{objective.ranking.name}.npy"
             with working(context.console, "the reference's losses"):
-                steps, ranking, precision = about
-                train.signals["reference_loss"] = keep_reference(
-                    reference, source, train, steps, path, fingerprint(*made_from), ranking, precision
-                )
+                made = reference_loss(reference, source, train, *about, path, fingerprint(*made_from))
+                train.signals["reference_loss"] = made
 
     def add_signals(rows: TokenDataset) -> None:
         if signal.kind != "recompute":
             source.keep_now(model, rows)
         if reference is not None:
-            steps, ranking, precision = about
-            rows.signals["reference_loss"] = reference_now(reference, source, rows, steps, ranking, precision)
+            rows.signals["reference_loss"] = reference_loss(reference, source, rows, *about)
 
     return DistillData(source, train, validation, ends, add_signals, share)

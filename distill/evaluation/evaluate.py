@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.options import MethodOptions
-from decode.core.progress import Progress
+from decode.core.progress import Progress, as_current
 from decode.core.sampling import Warp
 from decode.measure import machine
 from decode.measure.acceptance_offline import OfflineAlpha, offline_alphas, paired
@@ -53,15 +53,6 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure a run's drafts on the corpus's test prompts.
 
-    Args:
-        run: the folder with the target and the drafts; ``distillspec`` is what the others are compared with, in
-            pairs, and ``adaspec`` is the one to be exported.
-        settings: `evaluation` says how much is measured, `data.source` how answers are scored.
-        corpus: gives the test prompts.
-        device: where everything is measured, in the number format `evaluation.dtype`.
-        evaluation: how drafts of another kind are measured.
-        console: where progress is shown.
-
     Returns:
         The report but for its name and settings: ``target``, ``drafts``, ``paired``, ``decoding``, ``profile``,
         ``analysis``, ``samples``, ``machine``, ``created``.
@@ -90,11 +81,10 @@ class Evaluation:
     """The measurements of a run whose drafts are language models.
 
     Attributes:
-        depths: drafted tokens whose offline acceptance is measured at temperature 1, of drafts that are feature heads.
         shown: drafts whose margins and divergences from the target are.
     """
 
-    depths = 1
+    depths = 1  # drafted tokens whose offline acceptance is measured at temperature 1, of drafts that are feature heads
 
     def __init__(
         self, run: RunDir, full: Settings, corpus: Corpus, device: torch.device, console: Console | None = None
@@ -320,15 +310,10 @@ class Evaluation:
         return row
 
     def _decoding(self, profile: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        work = self.bar.add("decoding: costs of forwards")
-
-        def progress(done: int, total: int, label: str) -> None:
-            work.update(done=done, total=total, name=f"decoding: {label}")
-
-        self.session.options.costs = True
-        self.benchmark = Benchmark(self.session)
-        rows = [self._named(row) for row in self.benchmark.run([self.suite], self._entries(profile), progress)]
-        drafted = {(e["name"], e["temperature"]): e.get("draft_lengths") for e in self.benchmark.analysis}
+        benchmark = Benchmark(self.session)
+        with as_current(self.bar.add("decoding: costs of forwards")):
+            rows = [self._named(row) for row in benchmark.run([self.suite], self._entries(profile))]
+        drafted = {(e["name"], e["temperature"]): e.get("draft_lengths") for e in benchmark.analysis}
         decoding = [
             row
             | {"draft": row["draft"] or row["name"], "draft_lengths": drafted.get((row["name"], row["temperature"]))}
@@ -339,13 +324,13 @@ class Evaluation:
             draft: max((r for r in greedy if r["draft"] == draft), key=lambda r: r["speedup"])["name"]
             for draft in dict.fromkeys(row["draft"] for row in greedy)
         }
-        details = {e["name"]: e for e in self.benchmark.analysis if e["temperature"] == 0}
+        details = {e["name"]: e for e in benchmark.analysis if e["temperature"] == 0}
         positions = {draft: details[name]["acceptance_by_position"] for draft, name in fastest.items()}
         samples = details[fastest[self.best]]["samples"] if self.best in fastest else []
         if greedy:
             best = max((r for r in greedy if r["draft"] == self.best), key=lambda r: r["speedup"])
             profile["measured_best_draft_length"] = best["draft_length"]
-        costs = [{"suite": b.suite, "temperature": b.temperature, "costs": b.costs} for b in self.benchmark.blocks]
+        costs = [{"suite": b.suite, "temperature": b.temperature, "costs": b.costs} for b in benchmark.blocks]
         return decoding, {"analysis": {"acceptance_by_position": positions, "costs": costs}, "samples": samples}
 
     # -- what the drafts learned -----------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ from decode.measure import machine
 from decode.models.open import load_model
 from decode.report.tables import plain_table
 from distill.config.drafts import AdaSpecSettings
-from distill.config.settings import Settings, TrainerSettings, TrainingSettings
+from distill.config.settings import Settings
+from distill.config.trainer import TrainerSettings, TrainingSettings
 from distill.core.files import write_json
 from distill.core.run_dir import RunDir
 from distill.data import load_corpus

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from decode.measure import machine
@@ -27,32 +27,17 @@ from distill.losses.token_selection import share
 from distill.models.optim import make_optimizer, make_schedule
 
 
-class Examples(Dataset[dict[str, list[int]]]):
+def examples(rows: TokenDataset, schedule: Schedule, steps: int) -> list[dict[str, list[int]]]:
     """The examples of a schedule's steps, one after the other."""
-
-    def __init__(self, rows: TokenDataset, schedule: Schedule, steps: int) -> None:
-        self.rows = rows
-        self.order = [int(i) for step in range(steps) for i in schedule.batch(step)]
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, place: int) -> dict[str, list[int]]:
-        example = self.order[place]
-        span = slice(int(self.rows.offsets[example]), int(self.rows.offsets[example + 1]))
-        return {"input_ids": self.rows.ids[span].tolist(), "labels": self.rows.labels[span].tolist()}
+    found = []
+    for i in (int(i) for step in range(steps) for i in schedule.batch(step)):
+        span = slice(int(rows.offsets[i]), int(rows.offsets[i + 1]))
+        found.append({"input_ids": rows.ids[span].tolist(), "labels": rows.labels[span].tolist()})
+    return found
 
 
 def selective_loss(draft: Tensor, target: Tensor, reference: Tensor, k: float, *, mean: bool) -> Tensor:
-    """AdaSPEC's loss from whole logits of label positions, ``[rows, vocab]`` of each model.
-
-    Args:
-        draft: Logits that carry the gradient.
-        target: Of the frozen target.
-        reference: Of the frozen reference.
-        k: Share of the rows that is selected.
-        mean: Divide by the selected rows instead of by all.
-    """
+    """AdaSPEC's loss from whole logits of label positions, ``[rows, vocab]`` each; their mean, or over all rows."""
     p = functional.softmax(target.float(), dim=-1)
     kl = torch.nn.KLDivLoss(reduction="none")
     actual = kl(functional.log_softmax(draft.float(), dim=-1), p).sum(-1)
@@ -73,12 +58,7 @@ class _TrainerClock(TrainerCallback):
 
 
 class ThreeModels(Trainer):
-    """Hugging Face's trainer with the loss of three forward passes.
-
-    Attributes:
-        losses: Every step's loss.
-        ends: When each step ended, in seconds.
-    """
+    """Hugging Face's trainer with the loss of three forward passes."""
 
     def __init__(
         self, *, target: PreTrainedModel, reference: PreTrainedModel, k: float, mean: bool, **options: Any
@@ -86,8 +66,8 @@ class ThreeModels(Trainer):
         super().__init__(**options)
         self.target, self.reference = (m.eval().to(self.args.device) for m in (target, reference))
         self.k, self.mean = k, mean
-        self.losses: list[Tensor] = []
-        self.ends: list[float] = []
+        self.losses: list[Tensor] = []  # Every step's loss
+        self.ends: list[float] = []  # When each step ended, in seconds
         self.add_callback(_TrainerClock(self.ends, self.args.device))
 
     def compute_loss(
@@ -146,7 +126,7 @@ def trainer(
             remove_unused_columns=False,
             dataloader_pin_memory=not cpu,
         ),
-        train_dataset=Examples(rows, schedule, steps),
+        train_dataset=examples(rows, schedule, steps),
         data_collator=partial(collate, pad_id=0),
         optimizers=(optimizer, make_schedule(optimizer, training, steps)),
     )

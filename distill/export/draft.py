@@ -7,7 +7,7 @@ place, so a folder of that name is always complete.
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,19 +53,6 @@ def export_draft(
     trust_remote_code: bool = False,
 ) -> Path:
     """Exports the draft for use with transformers, vLLM and SGLang.
-
-    Args:
-        draft_dir: the trained draft (Hugging Face folder).
-        target_dir: its target (folder or hub name); only configuration and tokenizer are read.
-        out_dir: destination; an earlier export there is replaced once the new one is complete. It may be
-            `draft_dir` itself.
-        profile: what was measured. `best_draft_length` is required unless `settings.draft_length` is set;
-            `distill.export.card.speculation_profile` and `model_card` list the optional keys.
-        settings: number format, draft length, confidence threshold.
-        trust_remote_code: allow model code that comes with the folders.
-
-    Returns:
-        `out_dir`.
 
     Raises:
         UserError: a path that vLLM would read as another method, a folder that is no earlier export, different
@@ -118,17 +105,19 @@ def write_beside(folder: Path, profile: Mapping[str, Any], card: str) -> None:
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def check_export_path(out_dir: str | Path) -> None:
+def check_export_path(
+    out_dir: str | Path, sniffed: Sequence[str] = SNIFFED_NAMES, kind: str = "a plain draft model"
+) -> None:
     """Refuses a destination that vLLM would misread, or that holds something other than a model.
 
     Cheap: call it before training starts.
     """
     path = Path(out_dir).resolve()
-    for name in SNIFFED_NAMES:
+    for name in sniffed:
         if name in str(path).lower():
             raise UserError(
-                f"The export folder {path} contains '{name}', from which vLLM concludes that this is not a plain "
-                "draft model but another method. Give the run or the folder a name without it."
+                f"The export folder {path} contains '{name}', from which vLLM concludes that this is not {kind} but "
+                "another method. Give the run or the folder a name without it."
             )
     if path.exists() and not path.is_dir():
         raise UserError(f"The export folder {path} is a file. Choose another folder.")

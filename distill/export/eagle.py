@@ -14,14 +14,13 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
-from decode.core.errors import UserError
 from decode.models.eagle.files import load_head, save_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import load_model, load_tokenizer
 from distill.config.export import ExportSettings
 from distill.core.files import save_tokenizer
 from distill.export.card import KINDS, TOKEN_MAP, head_card, speculation_profile
-from distill.export.draft import add_legacy_fields, draft_length, engine_note, replaced, write_beside
+from distill.export.draft import add_legacy_fields, check_export_path, draft_length, engine_note, replaced, write_beside
 
 LAYER = (
     "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight",
@@ -153,12 +152,5 @@ def _check_version_3(config: Mapping[str, Any], tables: list[str]) -> None:
 
 
 def check_head_path(out_dir: str | Path, version: int) -> None:
-    """Refuse a destination that vLLM would misread, or that holds something other than a model."""
-    path = Path(out_dir).resolve()
-    if version == 1 and "eagle3" in str(path).lower():
-        raise UserError(
-            f"the export folder {path} contains 'eagle3', from which vLLM concludes that the EAGLE-1 head in it is an "
-            "EAGLE-3 head; choose another name"
-        )
-    if path.exists() and (not path.is_dir() or (any(path.iterdir()) and not (path / "config.json").exists())):
-        raise UserError(f"the export folder {path} holds something else; choose another one, or remove it")
+    """See `distill.export.draft.check_export_path`; below a path with ``eagle3`` vLLM takes any head for EAGLE-3."""
+    check_export_path(out_dir, ("eagle3",) if version == 1 else (), "an EAGLE-1 head")

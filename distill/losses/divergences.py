@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from distill.config.divergences import DivergenceName
+from distill.config.distillation import DivergenceName
 
 HYBRID_DECAY = 3.0  # η of the hybrid's weight exp(-η·α), the value of its paper
 
@@ -181,13 +181,7 @@ def kl_tv(pair: TokenDistributions, of: Divergence) -> Tensor:
 
 
 LOSSES: dict[str, Callable[[TokenDistributions, Divergence], Tensor]] = {
-    "forward_kl": forward_kl,
-    "reverse_kl": reverse_kl,
-    "jsd": jsd,
-    "tv": tv,
-    "neg_log_alpha": neg_log_alpha,
-    "lk_hybrid": lk_hybrid,
-    "kl_tv": kl_tv,
+    loss.__name__: loss for loss in (forward_kl, reverse_kl, jsd, tv, neg_log_alpha, lk_hybrid, kl_tv)
 }
 """Loss per token by name."""
 
@@ -227,14 +221,12 @@ def _kl_tv_gradient(pair: TokenDistributions, of: Divergence) -> Tensor:
 
 
 GRADIENTS: dict[str, Callable[[TokenDistributions, Divergence], Tensor]] = {
-    "forward_kl": _forward_kl_gradient,
-    "reverse_kl": _reverse_kl_gradient,
-    "jsd": _jsd_gradient,
-    "tv": _tv_gradient,
-    "neg_log_alpha": _neg_log_alpha_gradient,
-    "lk_hybrid": _lk_hybrid_gradient,
-    "kl_tv": _kl_tv_gradient,
-}
+    gradient.__name__[1:].removesuffix("_gradient"): gradient
+    for gradient in (
+        _forward_kl_gradient, _reverse_kl_gradient, _jsd_gradient, _tv_gradient, _neg_log_alpha_gradient,
+        _lk_hybrid_gradient, _kl_tv_gradient,
+    )
+}  # fmt: skip
 """Gradient of each loss with respect to the draft's logits."""
 
 

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from distill.config.distillation import DistillSettings
-from distill.config.divergences import DivergenceName
+from distill.config.distillation import DistillSettings, DivergenceName
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
 from distill.losses.block_weights import BlockWeights
 from distill.losses.chunked_kl import LossRequest
@@ -44,14 +43,7 @@ class Objective:
         return replace(self.selection, k=self.k_start + share * (self.selection.k - self.k_start))
 
     def request(self, step: int, drafted: Drafted, responses: int | None = None, *, metrics: bool) -> LossRequest:
-        """What to compute of the rows of a drafting step.
-
-        Args:
-            step: Which optimiser step.
-            drafted: The rows, with the reference's losses where there is a selection.
-            responses: Examples with labels in the whole optimiser step; None: those of the batch.
-            metrics: Whether alpha and agreement are wanted.
-        """
+        """What to compute of the rows of a drafting step."""
         loss, selection = self.divergence_at(step), self.selection_at(step)
         if selection is None:
             return LossRequest(loss, metrics=metrics, mass=drafted.mass)

@@ -14,7 +14,7 @@ from transformers import (
 from decode.core.errors import UserError
 from decode.models.config_from_shape import config_for
 from decode.models.open import load_config, load_model
-from distill.config.settings import Architecture, ModelSettings
+from distill.config.models import Architecture, ModelSettings
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 """What a model and its tokenizer need of a Hub repository."""

@@ -6,9 +6,9 @@ from transformers import PreTrainedModel
 
 from decode.models.batched_generation import write_texts
 from decode.models.open import load_model
-from distill.config.settings import AdaSpecSettings, TrainingSettings
+from distill.config.trainer import TrainingSettings
 from distill.data.stage_context import StageContext
-from distill.losses.objective import Objective, divergence_of, objective_of
+from distill.losses.objective import Objective
 from distill.models.lm_head import LMHead, check_head
 from distill.models.loading import ready_to_save
 from distill.models.lora import add_adapter
@@ -18,28 +18,19 @@ from distill.training.distillation import DistillModule
 
 
 def begin(
-    context: StageContext, adaspec: AdaSpecSettings | None, training: TrainingSettings, steps: int, seed: int
+    context: StageContext, objective: Objective, share: float, training: TrainingSettings, steps: int, seed: int
 ) -> Distillation:
     """The training of a draft model that starts from the initial draft (see `distill.pipeline.stages.Begin`)."""
     full, settings = context.settings, context.settings.reference
-    objective = Objective(divergence_of(settings)) if adaspec is None else objective_of(adaspec, settings, steps)
     trust = full.initial.trust_remote_code
     model = load_model(context.run.path("initial"), device="cpu", dtype="float32", trust_remote_code=trust).train()
     check_head(model, LMHead(model))
     parameters = model.num_parameters()
     adapted = add_adapter(model, settings.lora, full.seed) if settings.lora is not None else None
-    share = settings.responses.from_draft if adaspec is None or adaspec.on_policy is None else adaspec.on_policy
     data = prepare(context, objective, share)
     say_size(context, model, parameters)
-    module = DistillModule(
-        model,
-        training,
-        steps,
-        target=data.target,
-        objective=objective,
-        fused=full.trainer.fused_loss,
-        seed=seed,
-    )
+    fused = full.trainer.fused_loss
+    module = DistillModule(model, training, steps, target=data.target, objective=objective, fused=fused, seed=seed)
 
     def trained() -> PreTrainedModel:
         return ready_to_save(module.model if adapted is None else adapted.merge_and_unload(), context.corpus.tokenizer)

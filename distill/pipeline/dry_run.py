@@ -21,8 +21,10 @@ from decode.commands.bench_dry_run import row_with, write_rows
 from decode.core.errors import UserError
 from decode.models.config_from_shape import family_of
 from decode.prompts.presets import PRESETS
+from distill.config.models import Architecture, ModelSettings
 from distill.config.responses import ResponseSettings
-from distill.config.settings import Architecture, ModelSettings, Settings, TrainingSettings
+from distill.config.settings import Settings
+from distill.config.trainer import TrainingSettings
 from distill.core.files import save_tokenizer
 from distill.data import DataSettings, load_corpus
 from distill.models.loading import build_model
@@ -39,13 +41,7 @@ PLAIN_CHAT = (
 
 
 def shrink(settings: Settings, console: Console | None = None, *, untie: bool = False) -> Settings:
-    """Settings of the same run in miniature, with the models and rows it needs made under ``<name>-dry-run``.
-
-    Args:
-        settings: of the run.
-        console: told what stands for what.
-        untie: give the target a head of its own; random models with a tied one repeat the last token at every layer.
-    """
+    """Settings of the same run in miniature, with the models and rows it needs made under ``<name>-dry-run``."""
     settings.validate()
     console = console or Console()
     small = copy.deepcopy(settings)

@@ -1,5 +1,7 @@
 """Feature heads as drafts: the initial head, and its training by EAGLE or by EAGLE + AdaSPEC."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -8,14 +10,14 @@ from decode.core.errors import UserError
 from decode.models.eagle.files import head_config, load_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import load_model, stop_ids
-from distill.config.settings import AdaSpecSettings, TrainingSettings
+from distill.config.trainer import TrainingSettings
 from distill.core.run_dir import StageRecord
 from distill.data.stage_context import StageContext
 from distill.data.token_dataset import TokenDataset
 from distill.eagle.initial_head import start_from_target
 from distill.eagle.prepare import prepare_head
 from distill.generation.head_texts import HeadTexts
-from distill.losses.objective import Objective, divergence_of, objective_of
+from distill.losses.objective import Objective
 from distill.pipeline.stages import Distillation, StageResult
 from distill.teacher.prepare import fixed_texts
 from distill.training.eagle_head import HeadModule
@@ -27,15 +29,7 @@ def initial(context: StageContext, key: str) -> StageResult:
     """A head for the target, its vocabulary chosen; its weights random, or the target's as far as they fit."""
     settings, console = context.settings.eagle, context.console
     target = _target(context)
-    config = head_config(
-        target.config.get_text_config(),
-        settings.version,
-        intermediate_size=settings.intermediate_size,
-        heads=settings.heads,
-        kv_heads=settings.kv_heads,
-        draft_vocab=settings.draft_vocab,
-        captured_layers=tuple(settings.layers) or None,
-    )
+    config = head_config(target.config.get_text_config(), settings.version, **settings.shape())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(context.settings.seed)
         head = FeatureHead(config)
@@ -75,24 +69,19 @@ def frequent(rows: TokenDataset, count: int, vocab: int) -> tuple[torch.Tensor, 
 
 
 def begin(
-    context: StageContext, adaspec: AdaSpecSettings | None, training: TrainingSettings, steps: int, seed: int
+    context: StageContext, objective: Objective, share: float, training: TrainingSettings, steps: int, seed: int
 ) -> Distillation:
     """The training of a head that starts from the initial one (see `distill.pipeline.stages.Begin`)."""
-    full, settings = context.settings, context.settings.reference
-    objective = Objective(divergence_of(settings)) if adaspec is None else objective_of(adaspec, settings, steps)
-    share = settings.responses.from_draft if adaspec is None or adaspec.on_policy is None else adaspec.on_policy
+    full = context.settings
     head = load_head(context.run.path("initial")).train()
     data = prepare_head(context, head, objective, share)
-    module = HeadModule(
-        head,
-        training,
-        steps,
-        target=data.target,
-        settings=full.eagle,
-        objective=objective,
-        fused=full.trainer.fused_loss,
-        seed=seed,
-    )
+    how: dict[str, Any] = {
+        "target": data.target,
+        "settings": full.eagle,
+        "objective": objective,
+        "fused": full.trainer.fused_loss,
+    }
+    module = HeadModule(head, training, steps, **how, seed=seed)
     parameters = sum(p.numel() for p in head.parameters())
     writer = None if not share else HeadTexts(head, _target(context).to(context.device), full.eagle.steps)
     return Distillation(

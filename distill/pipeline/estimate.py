@@ -15,7 +15,8 @@ from decode.core.progress import duration
 from decode.models.eagle.files import head_config
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import load_config
-from distill.config.settings import ModelSettings, Settings
+from distill.config.models import ModelSettings
+from distill.config.settings import Settings
 from distill.models.layer_pruning import kept_layers
 from distill.models.loading import build_config
 from distill.pipeline.training_budget import plan_draft, plan_reference
@@ -142,10 +143,7 @@ def _draft(settings: Settings, config: PretrainedConfig, target: int, vocab: int
     bytes = {"hidden": hidden, "topk": 8 * reference.signal_k, "log_probs": 4 * text.vocab_size, "recompute": 0}
     if settings.eagle.enabled:
         own = settings.eagle
-        made = head_config(
-            text, own.version, intermediate_size=own.intermediate_size, heads=own.heads, kv_heads=own.kv_heads,
-            draft_vocab=own.draft_vocab, captured_layers=tuple(own.layers) or None,
-        )  # fmt: skip
+        made = head_config(text, own.version, **own.shape())
         with torch.device("meta"):
             parameters = sum(p.numel() for p in FeatureHead(made).parameters())
         kept = 1 if own.version == 1 else 4 if reference.signal == "hidden" else 3

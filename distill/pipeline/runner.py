@@ -18,8 +18,8 @@ from decode.core.errors import UserError
 from decode.core.files import read_json, write_text
 from decode.core.progress import working
 from distill import data
-from distill.config.drafts import PLAIN
-from distill.config.settings import AdaSpecSettings, Settings
+from distill.config.drafts import PLAIN, AdaSpecSettings
+from distill.config.settings import Settings
 from distill.core import ranks
 from distill.core.files import (
     checksum,
@@ -109,9 +109,14 @@ def _run(settings: Settings, run: RunDir, console: Console) -> RunDir:
         finish(logger)
     console.print()
     console.print(console_tables(report))
-    console.print(f"\nreport  {run.folder / 'report.html'}\ndraft   {run.export}", highlight=False)
-    console.print(f"track   {where(logger)}\ntime    {time.monotonic() - started:.0f} s", highlight=False)
+    say_end(console, started, logger, report=run.folder / "report.html", draft=run.export)
     return run
+
+
+def say_end(console: Console, started: float, logger: Any, **paths: Path) -> None:
+    """Prints where everything is, and how long it took."""
+    facts = {**paths, "track": where(logger), "time": f"{time.monotonic() - started:.0f} s"}
+    console.print("\n" + "\n".join(f"{name:<7} {value}" for name, value in facts.items()), highlight=False)
 
 
 def run_of(settings: Settings) -> RunDir:

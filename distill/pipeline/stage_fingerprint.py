@@ -4,7 +4,8 @@ from dataclasses import asdict
 from typing import Any
 
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
-from distill.config.settings import ModelSettings, Settings
+from distill.config.models import ModelSettings
+from distill.config.settings import Settings
 from distill.core import ranks
 from distill.core.files import files_state, fingerprint
 

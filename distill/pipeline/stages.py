@@ -17,13 +17,9 @@ from decode.models.eagle.files import save_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.gguf import gguf_file
 from decode.models.open import check_tokenizers, load_model, load_tokenizer
-from distill.config.settings import (
-    AdaSpecSettings,
-    InitialDraftSettings,
-    ModelSettings,
-    TargetSettings,
-    TrainingSettings,
-)
+from distill.config.drafts import AdaSpecSettings
+from distill.config.models import InitialDraftSettings, ModelSettings, TargetSettings
+from distill.config.trainer import TrainingSettings
 from distill.core.files import save_tokenizer
 from distill.core.run_dir import StageRecord, account_of
 from distill.data.batch_schedule import Schedule
@@ -31,6 +27,7 @@ from distill.data.datamodule import DistillDataModule
 from distill.data.stage_context import StageContext
 from distill.data.token_dataset import TokenDataset
 from distill.generation.on_policy import OnPolicy
+from distill.losses.objective import Objective, divergence_of, objective_of
 from distill.models.layer_pruning import cut, kept_layers
 from distill.models.layerskip import LayerSkip
 from distill.models.lm_head import LMHead, check_head
@@ -91,8 +88,9 @@ class Distillation:
     own_texts: Callable[[Schedule], OnPolicy | None] | None = None
 
 
-Begin = Callable[[StageContext, AdaSpecSettings | None, TrainingSettings, int, int], Distillation]
-"""Makes the `Distillation` of a draft from its settings (None: the reference's), its training, steps and seed."""
+Begin = Callable[[StageContext, Objective, float, TrainingSettings, int, int], Distillation]
+"""Makes the `Distillation` of a draft that starts from the initial one: of its objective, the share of the examples
+that it writes itself, its training, steps and seed."""
 
 
 def check_inputs(context: StageContext) -> None:
@@ -215,7 +213,10 @@ def distil(
     started = time.monotonic()
     training, plan = _plan(context, adaspec)
     seed = context.settings.seed if adaspec is None or adaspec.seed is None else adaspec.seed
-    draft = begin(context, adaspec, training, plan.steps, seed)
+    settings = context.settings.reference
+    objective = Objective(divergence_of(settings)) if adaspec is None else objective_of(adaspec, settings, plan.steps)
+    share = settings.responses.from_draft if adaspec is None or adaspec.on_policy is None else adaspec.on_policy
+    draft = begin(context, objective, share, training, plan.steps, seed)
     schedule = Schedule(draft.train.lengths, plan.batch_size, training.length_bucket, seed * 10 + 2)
     own = draft.own_texts(schedule) if draft.own_texts is not None else None
     prepared = time.monotonic() - started

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from transformers import AutoConfig, PreTrainedModel
 
 from decode.core.errors import UserError
-from decode.core.progress import working
+from decode.core.progress import duration, working
 from decode.models.open import load_model, stop_ids
 from distill.core import ranks
 from distill.core.files import files_state, fingerprint
@@ -109,10 +109,10 @@ def prepare(
 
     def add_signals(rows: TokenDataset) -> None:
         if signal.kind != "recompute":
-            rows.signals[signal.name] = signals.target_signal_now(model, signal, rows)
+            rows.signals[signal.name] = signals.target_signal(model, signal, rows)
         if reference is not None:
-            rows.signals["reference_loss"] = signals.reference_loss_now(
-                reference, target, rows, ranking, precision=precision
+            rows.signals["reference_loss"] = signals.reference_loss(
+                reference, target, rows, divergence=ranking, precision=precision
             )
 
     return DistillData(target, train, validation, ends, add_signals, share)
@@ -148,11 +148,8 @@ def announce(context: StageContext, what: str, size: int, tokens: int, seconds: 
             f"reference.signal_limit_gb is {settings.signal_limit_gb:g}: raise it, use fewer reference.examples, or "
             f"set reference.signal to {smaller} or to recompute"
         )
-    lasts = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else ""
-    lasts = lasts or f"{seconds / 3600:.1f} h"
-    context.console.print(
-        f"  the target's {what}: {told} for {tokens:,} label tokens, about {lasts} to compute", highlight=False
-    )
+    sentence = f"  the target's {what}: {told} for {tokens:,} label tokens, about {duration(seconds)} to compute"
+    context.console.print(sentence, highlight=False)
 
 
 def fixed_texts(

@@ -71,9 +71,13 @@ Part = tuple[slice, Array]  # a range of rows and their values
 
 
 def cached(
-    path: Path, fingerprint: str, shape: tuple[int, ...], parts: Iterator[Part], dtype: str = "float32"
+    path: Path | None, fingerprint: str, shape: tuple[int, ...], parts: Iterator[Part], dtype: str = "float32"
 ) -> Array:
-    """An array on disk; see `cached_together`."""
+    """An array on disk (see `cached_together`), without a path in memory."""
+    if path is None:
+        values = np.empty(shape, dtype=dtype)
+        fill([values], ((part,) for part in parts))
+        return values
     (array,) = cached_together([Kept(path, fingerprint, shape, dtype)], ((part,) for part in parts))
     return array
 
@@ -115,10 +119,7 @@ def cached_together(wanted: Sequence[Kept], parts: Iterable[Sequence[Part]]) -> 
             for path, kept in zip(temporary, wanted)
         ]
         current().update(total=wanted[0].shape[0])
-        for values in parts:
-            for array, (place, value) in zip(arrays, values, strict=True):
-                array[place] = value
-            current().advance(len(values[0][1]))
+        fill(arrays, parts)
         for array in arrays:
             array.flush()
         del array, arrays
@@ -130,6 +131,14 @@ def cached_together(wanted: Sequence[Kept], parts: Iterable[Sequence[Part]]) -> 
         for path in temporary:
             path.unlink(missing_ok=True)
     return [np.load(kept.path, mmap_mode="r") for kept in wanted]
+
+
+def fill(arrays: Sequence[Array], parts: Iterable[Sequence[Part]]) -> None:
+    """Put row ranges and values, one for each array, into the arrays."""
+    for values in parts:
+        for array, (place, value) in zip(arrays, values, strict=True):
+            array[place] = value
+        current().advance(len(values[0][1]))
 
 
 def signal_bytes(target: PreTrainedModel, signal: TargetSignal, tokens: int) -> int:
@@ -154,11 +163,14 @@ def target_signal(
     target: PreTrainedModel,
     signal: TargetSignal,
     rows: TokenDataset,
-    path: Path,
-    fingerprint: str,
+    path: Path | None = None,
+    fingerprint: str = "",
     batch_size: int = 16,
 ) -> Array:
-    """What is kept of the target where a label is predicted, ``[label tokens, ...]`` as `TargetSignal.layout` says."""
+    """What is kept of the target where a label is predicted, ``[label tokens, ...]`` as `TargetSignal.layout` says.
+
+    Without a path it is kept in memory: for texts that are used for a while only.
+    """
     shape, dtype = signal.layout(LMHead(target))
     parts = _target_parts(target, signal, rows, batch_size)
     return cached(path, fingerprint, (rows.label_count, *shape), parts, dtype)
@@ -177,44 +189,19 @@ def reference_loss(
     reference: PreTrainedModel,
     target: TargetSource,
     rows: TokenDataset,
-    path: Path,
-    fingerprint: str,
+    path: Path | None = None,
+    fingerprint: str = "",
     divergence: Divergence | None = None,
     batch_size: int = 16,
     precision: str = "32-true",
 ) -> Array:
     """D(p, r) of the reference r at every label token, ``[label tokens]`` in float32; D is forward KL by default.
 
-    ``precision`` is the trainer's: the draft's side of ΔL is computed in it, so the reference's has to be.
+    ``precision`` is the trainer's: the draft's side of ΔL is computed in it, so the reference's has to be. Without a
+    path the losses are kept in memory; the target's signal is taken from the rows where it is kept.
     """
     parts = _loss_parts(reference, target, rows, divergence or Divergence(), batch_size, precision)
     return cached(path, fingerprint, (rows.label_count,), parts)
-
-
-def target_signal_now(target: PreTrainedModel, signal: TargetSignal, rows: TokenDataset, batch_size: int = 16) -> Array:
-    """As `target_signal`, in memory: for texts that are used for a while only."""
-    shape, dtype = signal.layout(LMHead(target))
-    return collected((rows.label_count, *shape), _target_parts(target, signal, rows, batch_size), dtype)
-
-
-def reference_loss_now(
-    reference: PreTrainedModel,
-    target: TargetSource,
-    rows: TokenDataset,
-    divergence: Divergence,
-    batch_size: int = 16,
-    precision: str = "32-true",
-) -> Array:
-    """As `reference_loss`, in memory; the target's signal is taken from the rows where it is kept."""
-    return collected((rows.label_count,), _loss_parts(reference, target, rows, divergence, batch_size, precision))
-
-
-def collected(shape: tuple[int, ...], parts: Iterator[Part], dtype: str = "float32") -> Array:
-    """As `cached`, in memory."""
-    values = np.empty(shape, dtype=dtype)
-    for place, part in parts:
-        values[place] = part
-    return values
 
 
 @torch.inference_mode()

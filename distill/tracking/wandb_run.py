@@ -3,8 +3,6 @@
 Lightning's `WandbLogger` starts a run per logger; here the stages share one, each with its name before its metrics.
 """
 
-from __future__ import annotations
-
 import contextlib
 import netrc
 import os
@@ -14,7 +12,7 @@ import threading
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
@@ -23,10 +21,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from decode.core.errors import UserError
 from decode.core.files import read_json
+from distill.config.tracker import TrackerSettings
 from distill.core.files import fingerprint, write_json
-
-if TYPE_CHECKING:
-    from distill.config.tracker import TrackerSettings
 
 Mode = Literal["online", "offline", "disabled"]
 REACH_SECONDS = 2.0

@@ -33,14 +33,11 @@ class TrainingModule(L.LightningModule):
         seed: All randomness of step i is drawn from (seed, i, rank), so a resumed run needs no saved state of it.
 
     Attributes:
-        monitor: The logged metric by which checkpoints are compared, and ``mode`` which way is better.
-        history: Every validation's metrics with its step.
-        last_loss: The latest training loss, on the device.
         selected: How often each token id was selected, ``[vocab]``; None without a selection. During training by
             this rank, afterwards by all.
     """
 
-    monitor = "validation_loss"
+    monitor = "validation_loss"  # The logged metric by which checkpoints are compared, and ``mode`` which way is better
     mode: Literal["min", "max"] = "min"
 
     model: Any
@@ -51,8 +48,8 @@ class TrainingModule(L.LightningModule):
     ) -> None:
         super().__init__()
         self.model, self.training_settings, self.steps, self.seed = model, training, steps, seed
-        self.history: list[dict[str, float]] = []
-        self.last_loss: Tensor | None = None
+        self.history: list[dict[str, float]] = []  # Every validation's metrics with its step
+        self.last_loss: Tensor | None = None  # The latest training loss, on the device
         # in a list: its weights are the model's, not to be counted twice
         self._head = [LMHead(model)] if isinstance(model, PreTrainedModel) else []
         self._sums: Tensor | None = None

@@ -47,11 +47,6 @@ class ResumeCheckpoint(_Movable):
     """Everything needed to go on, every so many steps and at the end; the two newest are kept.
 
     Where a validation follows a step, the checkpoint follows the validation: a continued run has its result.
-
-    Args:
-        folder: Where they go, as ``step-N.ckpt``.
-        every: Steps between them.
-        best: Keeps the best weights; files of it that a checkpoint here names are left until it is removed.
     """
 
     def __init__(self, folder: Path, every: int, best: BestWeights) -> None:

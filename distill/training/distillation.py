@@ -28,12 +28,6 @@ class DistillModule(TrainingModule):
     """DistillSpec; with a selection, AdaSPEC. The best checkpoint has the largest validation alpha.
 
     A draft model drafts in one step; what has several, as feature heads do, defines `drafted`, and `weight` of each.
-
-    Args:
-        model: The draft.
-        target: Where the target's distributions come from.
-        objective: The loss per token and which tokens count. With a selection batches carry ``reference_loss``.
-        fused: Compute the loss in chunks, without the logits of all rows (see `distill.losses.chunked_kl`).
     """
 
     monitor = "validation_alpha"
@@ -117,7 +111,8 @@ class DistillModule(TrainingModule):
         if step is not None:
             parts, rows = step.parts, step.tokens
             chosen = rows if selection is None else selection.count(step.counts)
-        return found.total / (_divisor(selection, chosen, rows) / parts)
+        divisor = max(1, rows) if selection is None else selection.divisor(chosen, rows)
+        return found.total / (divisor / parts)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds up divergence, alpha and top-1 agreement over all label tokens, whatever the selection."""
@@ -172,11 +167,6 @@ class DistillModule(TrainingModule):
             found = self._loss(drafted, LossRequest(objective.ranking, metrics=False))
             deltas.append((drafted.gap(found.losses), drafted.sequence))
         return deltas
-
-
-def _divisor(selection: Selection | None, chosen: int, rows: int) -> int:
-    """What a summed loss is divided by."""
-    return max(1, rows) if selection is None else selection.divisor(chosen, rows)
 
 
 def token_counts(selected: Tensor) -> list[tuple[int, int]]:

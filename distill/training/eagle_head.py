@@ -1,6 +1,7 @@
 """Training of a feature head as a Lightning module: a distillation of several drafting steps."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +14,6 @@ from distill.eagle.drafting_steps import drafting_steps
 from distill.eagle.features import FeatureSource
 from distill.losses.chunked_kl import LossRows
 from distill.losses.drafted import Drafted
-from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
 from distill.training.distillation import DistillModule
 
@@ -29,18 +29,9 @@ class HeadModule(DistillModule):
     target: FeatureSource
 
     def __init__(
-        self,
-        model: FeatureHead,
-        training: TrainingSettings,
-        steps: int,
-        *,
-        target: FeatureSource,
-        settings: EagleSettings,
-        objective: Objective | None = None,
-        fused: bool = True,
-        seed: int = 0,
+        self, model: FeatureHead, training: TrainingSettings, steps: int, *, settings: EagleSettings, **options: Any
     ) -> None:
-        super().__init__(model, training, steps, target=target, objective=objective, fused=fused, seed=seed)
+        super().__init__(model, training, steps, **options)
         self.settings = settings
 
     def drafted(self, batch: Batch, *, training: bool) -> Iterator[Drafted]:

@@ -154,7 +154,7 @@ def test_a_whole_run_in_bf16_mixed(tmp_path: Path) -> None:
 
 
 def test_a_whole_run_with_layerskip_lora_and_texts_of_the_target_and_the_draft(tmp_path: Path) -> None:
-    from distill.config.settings import LoraSettings
+    from distill.config.models import LoraSettings
 
     settings = settings_in(tmp_path)
     settings.target.layerskip.enabled = True

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from tiny_run import tiny_settings
 
-from distill.config.drafts import Scope
+from distill.config.drafts import ComparisonSettings, Scope
+from distill.config.models import InitialDraftSettings, TargetSettings
 from distill.config.responses import ResponseSettings
-from distill.config.settings import ComparisonSettings, InitialDraftSettings, Settings, TargetSettings
+from distill.config.settings import Settings
 
 
 @dataclass

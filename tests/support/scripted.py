@@ -7,16 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stores import build_datastore, build_trigram_table
+
 from decode.core.drafter import Drafter, NoDrafter
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
 from decode.core.stopping import StopRule
 from decode.drafters.adaptix.drafter import TrigramDrafter
-from decode.drafters.adaptix.ngrams import NgramTable, build_trigram_table
+from decode.drafters.adaptix.ngrams import NgramTable
 from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
 from decode.drafters.rest.datastore import Datastore
-from decode.drafters.rest.datastore import build as build_datastore
 from decode.drafters.rest.drafter import RetrievalDrafter
 
 

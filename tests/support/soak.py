@@ -33,7 +33,8 @@ from rich.table import Table
 from tiny_run import tiny_settings
 
 import distill.evaluation.eagle  # noqa: F401  (the pipeline loads it late; here it is loaded once, before all starts)
-from distill.config.settings import ComparisonSettings, Settings
+from distill.config.drafts import ComparisonSettings
+from distill.config.settings import Settings
 from distill.core.run_dir import RunDir
 from distill.pipeline import runner as pipeline
 from distill.training.progress import ProgressLines

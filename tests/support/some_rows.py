@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from distill.config.settings import TrainingSettings
+from distill.config.trainer import TrainingSettings
 from distill.data.token_dataset import TokenDataset
 from distill.data.tokenize import IGNORE
 

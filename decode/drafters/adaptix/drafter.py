@@ -1,28 +1,22 @@
 """Adaptix: a corpus's n-gram model that learns from the text, searched for the draft tree (AAAI 2025)."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from decode.core.drafter import Drafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
+from decode.core.rng import Rng
+from decode.core.runner import Runner
+from decode.core.stopping import StopRule
 from decode.drafters.adaptix.ngrams import NgramTable
 from decode.drafters.adaptix.search import BACKUPS, best_tree, most_visited, search
 from decode.drafters.corpus_files import require_fingerprint
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from decode.core.rng import Rng
-    from decode.core.runner import Runner
-    from decode.core.stopping import StopRule
-
 
 DEPTHS = {"mcts": 3, "best-first": 8}
 

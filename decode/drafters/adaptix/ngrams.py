@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from decode.core.errors import UserError
-from decode.drafters.corpus_files import join_documents, map_arrays, save_arrays
+from decode.drafters.corpus_files import map_arrays, save_arrays
 
 KIND = "n-gram table"
 SUCCESSORS = 12
@@ -26,33 +26,17 @@ def bits_per_token(order: int) -> int:
     return min(31, 64 // order)
 
 
-def build_trigram_table(
-    documents: Iterable[Sequence[int] | np.ndarray],
-    path: str | Path,
-    fingerprint: str,
-    *,
-    order: int = 3,
-    successors: int = SUCCESSORS,
+def save_ngram_table(
+    text: np.ndarray, path: Path, fingerprint: str, *, order: int = 3, successors: int = SUCCESSORS
 ) -> Path:
-    """Count the n-grams of a corpus and write the table to the folder ``path``.
+    """Count the n-grams of a corpus (as `join_documents` returns it), and write the table to the folder ``path``.
 
     P(w | context) = C(context, w) / C(context), over all successors of the context, of which the
     ``successors`` most frequent are kept (ties: the smaller id). N-grams never span two documents.
 
-    Returns:
-        The table's file.
-
     Raises:
-        UserError: no tokens, an order outside 2 to 4, or ids too large for the order (order 4 takes ids below
-            65,536).
+        UserError: an order outside 2 to 4, or ids too large for the order (order 4 takes ids below 65,536).
     """
-    return save_ngram_table(join_documents(documents), Path(path), fingerprint, order=order, successors=successors)
-
-
-def save_ngram_table(
-    text: np.ndarray, path: Path, fingerprint: str, *, order: int = 3, successors: int = SUCCESSORS
-) -> Path:
-    """`build_trigram_table` for a text in the form that `join_documents` returns."""
     if not 2 <= order <= 4:
         raise UserError(f"n-gram order {order} is not supported: give 2, 3 or 4")
     bits = bits_per_token(order)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from decode.core.errors import UserError
-from decode.drafters.corpus_files import join_documents, map_arrays, save_arrays
+from decode.drafters.corpus_files import map_arrays, save_arrays
 
 KIND = "datastore"
 FILE = "datastore.safetensors"
@@ -81,53 +81,35 @@ def _refine(order: np.ndarray, rank: np.ndarray, first: np.ndarray, known: int) 
     return bool(len(tied))
 
 
-def build(
-    documents: Iterable[Sequence[int] | np.ndarray], path: str | Path, fingerprint: str, *, depth: int = DEPTH
-) -> Path:
-    """Build a datastore in the folder ``path`` and return its file.
+def save_datastore(text: np.ndarray, path: Path, fingerprint: str, *, depth: int = DEPTH) -> Path:
+    """Build a datastore of a corpus (as `join_documents` returns it) in the folder ``path``, and return its file.
 
     Args:
-        documents: token ids of each document; continuations never run from one into the next.
+        text: unsigned ``[n]``; continuations never run from one document into the next.
         path: the folder to write to.
         fingerprint: of the tokenizer (`tokenizer_fingerprint`); opening with another one is refused.
         depth: how many tokens order the suffixes: the longest span plus continuation that can be asked for.
 
     Raises:
-        UserError: no tokens, negative ids, or more than 2^31 tokens.
+        UserError: more than 2^31 tokens.
     """
-    return save_datastore(join_documents(documents), Path(path), fingerprint, depth=depth)
-
-
-def save_datastore(text: np.ndarray, path: Path, fingerprint: str, *, depth: int = DEPTH) -> Path:
-    """`build` for a text in the form that `join_documents` returns."""
     if len(text) >= 2**31:
         raise UserError(f"the corpus has {len(text):,} tokens, the most is {2**31 - 1:,}: split it")
     file = path / FILE
     # Big-endian, so that comparing bytes compares token sequences.
     stored = text.astype(text.dtype.newbyteorder(">")).view(np.uint8)
     arrays = {"suffixes": suffix_array(text, depth), "text": stored}
-    save_arrays(
-        file,
-        arrays,
-        kind=KIND,
-        fingerprint=fingerprint,
-        tokens=len(text),
-        width=text.dtype.itemsize,
-        depth=depth,
-    )
+    facts = {"tokens": len(text), "width": text.dtype.itemsize, "depth": depth}
+    save_arrays(file, arrays, kind=KIND, fingerprint=fingerprint, **facts)
     return file
 
 
 class Datastore:
-    """A corpus in suffix order, memory-mapped.
-
-    Attributes:
-        depth: the longest span plus continuation that queries may ask for.
-    """
+    """A corpus in suffix order, memory-mapped."""
 
     def __init__(self, text: memoryview, suffixes: memoryview, width: int, depth: int) -> None:
         """Wrap the mapped bytes; use `open`."""
-        self.depth = depth
+        self.depth = depth  # the longest span plus continuation that queries may ask for
         self._width = width
         self._bytes = text
         self._text = np.frombuffer(text, dtype=f">u{width}")

@@ -1,23 +1,18 @@
 """REST: what followed this context in a corpus, as a tree of continuations (He et al., NAACL 2024)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from decode.core.drafter import Drafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
+from decode.core.rng import Rng
+from decode.core.stopping import StopRule
 from decode.drafters.corpus_files import require_fingerprint
+from decode.drafters.rest.datastore import Datastore
 from decode.drafters.token_tree import heaviest_tree
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from decode.core.rng import Rng
-    from decode.core.stopping import StopRule
-    from decode.drafters.rest.datastore import Datastore
 
 
 @dataclass
@@ -54,6 +49,4 @@ class RetrievalDrafter(Drafter):
 
 def open_rest(folder: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> RetrievalDrafter:
     """REST with the paper's settings over the datastore in ``folder``."""
-    from decode.drafters.rest.datastore import Datastore
-
     return RetrievalDrafter(Datastore.open(folder, require_fingerprint(tokenizer)))

@@ -57,14 +57,9 @@ class HeadLayer(nn.Module):
 class FeatureHead(nn.Module):
     """An EAGLE-1 or EAGLE-3 head; what it shares with the target (embedding, EAGLE-1's output head) is not in it.
 
-    Args:
-        config: shape, `version` and `captured_layers` (see `head_config`).
-
     Attributes:
-        version: 1 or 3.
         captured_layers: indices into the target's hidden states whose concatenation is the feature: i is the state
             that enters layer i, and the number of layers stands for the last one, after the final norm.
-        embed_tokens: an embedding of the head's own, where its file brought one.
     """
 
     d2t: Tensor
@@ -73,9 +68,9 @@ class FeatureHead(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.version = VERSIONS[config.architectures[0]]
+        self.version = VERSIONS[config.architectures[0]]  # 1 or 3
         self.captured_layers: tuple[int, ...] = tuple(config.captured_layers)
-        self.embed_tokens: nn.Embedding | None = None
+        self.embed_tokens: nn.Embedding | None = None  # an embedding of the head's own, where its file brought one
         width = config.hidden_size
         self.rotary = LlamaRotaryEmbedding(config)
         if self.version == 1:

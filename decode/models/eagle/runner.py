@@ -30,11 +30,10 @@ class HeadRunner(RowRunner):
     the head's own latest state. `settle` takes what the head drafted back and queues the target's features instead.
 
     Attributes:
-        unread: features ``[n, feature width]`` of the target that wait for the token after theirs.
         hidden: states ``[n, hidden]`` of the latest read.
     """
 
-    unread: Tensor
+    unread: Tensor  # features ``[n, feature width]`` of the target that wait for the token after theirs
     settled: int
 
     def __init__(self, head: FeatureHead, target: PreTrainedModel, pack: str = "off") -> None:

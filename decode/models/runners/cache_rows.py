@@ -10,13 +10,9 @@ from decode.models.runners.fast_forward import FastForward
 
 
 class RowRunner(Runner):
-    """A runner over a row of a `FastForward`'s cache.
+    """A runner over a row of a `FastForward`'s cache."""
 
-    Attributes:
-        forward: the layers and their cache.
-    """
-
-    forward: FastForward
+    forward: FastForward  # the layers and their cache
     _row = 0
     _texts: list[Self]
     """By row, once the cache is shared."""

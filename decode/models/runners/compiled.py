@@ -56,17 +56,9 @@ class CompiledChain:
     """Reads short chains with `FastForward`'s layers and cache by graphs of fixed shapes.
 
     A width is compiled when it is first read, again once the cache has grown.
-
-    Args:
-        forward: layers and cache; it shall grow to powers of two, since every capacity is compiled for.
-        mode: of torch.compile.
-        limit: positions of the model's context.
-
-    Attributes:
-        widest: longest chain it reads.
     """
 
-    widest = WIDTHS[-1]
+    widest = WIDTHS[-1]  # longest chain it reads
 
     def __init__(self, forward: FastForward, mode: str, limit: int) -> None:
         self.forward, self.device, self.dtype = forward, forward.device, forward.dtype

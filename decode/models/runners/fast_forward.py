@@ -31,11 +31,6 @@ Mask = Tensor | TextsTogether | None
 class FastForward:
     """Decoder layers over a cache of their own. States are ``[n, hidden]``, n the tokens of one text or of several.
 
-    Args:
-        weights: of the model.
-        rotary: the model's own module that gives cos and sin of positions.
-        powers_of_two: let the cache grow to powers of two only.
-
     Attributes:
         cache: ``[layers, rows, 2 kv_heads, capacity, width]``, keys before values; a row is one text's.
         capacity: positions of a row.

@@ -59,13 +59,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def fast_runner(model: PreTrainedModel, *, compile: str = "none", pack: str = "off") -> FastRunner:
-    """A runner of a model that `supports` knows.
-
-    Args:
-        model: the model.
-        compile: mode of torch.compile for chains, or ``none``.
-        pack: of `decode.models.runners.packing.MODES`; large models (`COPIED`) are packed by ``on`` only.
-    """
+    """A runner of a model that `supports` knows."""
     facts, rotary = facts_of(model), model.base_model.rotary_emb
     rotated = cos_and_sin(rotary, 1, facts["dtype"], facts["device"])[0].shape[-1]
     # a compiler has no complex numbers, and lays weights out itself

@@ -22,6 +22,8 @@ from decode.models.runners.packing import Linears
 
 COPIED = 1 << 30  # most bytes of a model whose weights are copied
 
+WeightAndBias = tuple[Tensor, Tensor | None]
+Products = tuple[Linear, Linear, Linear, Linear]
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 FAMILIES = (*LLAMA_LIKE, "phi", "gpt_neox")  # what the hand-written forward knows
 
@@ -125,14 +127,7 @@ class Weights:
 
 
 def model_weights(model: Any, rotated: int, make: Linears, *, tuned: bool) -> Weights:
-    """The weights of a causal language model of one of `FAMILIES`.
-
-    Args:
-        model: the model.
-        rotated: leading elements of a head that positions rotate.
-        make: makes the products.
-        tuned: copy them into the layout for CPUs.
-    """
+    """The weights of a causal language model of one of `FAMILIES`."""
     config, base = model.config.get_text_config(), model.base_model
     kind, heads = config.model_type, config.num_attention_heads
     kv_heads = heads if kind == "gpt_neox" else getattr(config, "num_key_value_heads", None) or heads
@@ -184,45 +179,27 @@ def llama_layer(attention: Any, mlp: Any, norm1: Any, norm2: Any, shape: Shape, 
         scale = torch.cat([q.weight.detach().expand(shape.heads, -1), k.weight.detach().expand(shape.kv_heads, -1)])
         scale = _pairs(shape, scale) if shape.tuned else scale
         qk_norm = rms_norm(scale[:, None].contiguous(), q.variance_epsilon)
-    out, down = attention.o_proj, mlp.down_proj
-    return Layer(
-        first,
-        second,
-        make(qkv, qkv_bias),
-        make(out.weight, out.bias),
-        make(up, up_bias),
-        make(down.weight, down.bias),
-        qk_norm,
-    )
+    products = _products(make, (qkv, qkv_bias), attention.o_proj, (up, up_bias), mlp.down_proj)
+    return Layer(first, second, *products, qk_norm)
+
+
+def _products(make: Linears, qkv: WeightAndBias, out: Any, up: WeightAndBias, down: Any) -> Products:
+    """`Layer.qkv` to `Layer.down`."""
+    return make(*qkv), make(out.weight, out.bias), make(*up), make(down.weight, down.bias)
 
 
 def neox_layer(block: Any, shape: Shape, make: Linears) -> Layer:
     """A layer of GPT-NeoX."""
     attention, mlp = block.attention, block.mlp
-    qkv, qkv_bias = _sorted_rows(shape, attention.query_key_value.weight, attention.query_key_value.bias)
-    out, up, down = attention.dense, mlp.dense_h_to_4h, mlp.dense_4h_to_h
-    return Layer(
-        norm(block.input_layernorm),
-        norm(block.post_attention_layernorm),
-        make(qkv, qkv_bias),
-        make(out.weight, out.bias),
-        make(up.weight, up.bias),
-        make(down.weight, down.bias),
-    )
+    qkv = _sorted_rows(shape, attention.query_key_value.weight, attention.query_key_value.bias)
+    up = mlp.dense_h_to_4h
+    products = _products(make, qkv, attention.dense, (up.weight, up.bias), mlp.dense_4h_to_h)
+    return Layer(norm(block.input_layernorm), norm(block.post_attention_layernorm), *products)
 
 
 def phi_layer(block: Any, shape: Shape, make: Linears) -> Layer:
     """A layer of Phi, whose attention and MLP read the same."""
     attention, mlp = block.self_attn, block.mlp
-    qkv, qkv_bias = _sorted_rows(
-        shape, *fuse([attention.q_proj, attention.k_proj, attention.v_proj], in_place=shape.in_place)
-    )
-    out, up, down = attention.dense, mlp.fc1, mlp.fc2
-    return Layer(
-        norm(block.input_layernorm),
-        None,
-        make(qkv, qkv_bias),
-        make(out.weight, out.bias),
-        make(up.weight, up.bias),
-        make(down.weight, down.bias),
-    )
+    qkv = _sorted_rows(shape, *fuse([attention.q_proj, attention.k_proj, attention.v_proj], in_place=shape.in_place))
+    products = _products(make, qkv, attention.dense, (mlp.fc1.weight, mlp.fc1.bias), mlp.fc2)
+    return Layer(norm(block.input_layernorm), None, *products)

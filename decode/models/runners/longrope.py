@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from decode.core.proposal import Draft
-from decode.core.runner import Runner
+from decode.core.runner import Runner, WrappedRunner
 
 
 def longrope_boundary(config: PreTrainedConfig) -> int | None:
@@ -27,44 +27,18 @@ def longrope_boundary(config: PreTrainedConfig) -> int | None:
     return None
 
 
-class LongRopeRunner(Runner):
+class LongRopeRunner(WrappedRunner):
     """A runner whose cache always holds keys of one rotation, that of the text's length."""
 
     def __init__(self, inner: Runner, boundary: int) -> None:
-        super().__init__(
-            inner.name,
-            device=inner.device,
-            dtype=inner.dtype,
-            vocab_size=inner.vocab_size,
-            limit=inner.limit,
-            model=inner.model,
-        )
-        self.inner, self.boundary = inner, boundary
-        self.tree_refusal = f"its rotation changes at {boundary} tokens (longrope)"
+        super().__init__(inner, f"its rotation changes at {boundary} tokens (longrope)")
+        self.boundary = boundary
         self._ids = torch.empty(0, dtype=torch.long, device=inner.device)  # with room to grow
         self._long = False
-
-    @property
-    def length(self) -> int:
-        """See `Runner.length`."""
-        return self.inner.length
-
-    @property
-    def weight_bytes(self) -> int:
-        """See `Runner.weight_bytes`."""
-        return self.inner.weight_bytes
-
-    def reserve(self, capacity: int) -> None:
-        """See `Runner.reserve`."""
-        self.inner.reserve(capacity)
 
     def fork(self, count: int) -> list[Runner]:
         """See `Runner.fork`."""
         return [LongRopeRunner(inner, self.boundary) for inner in self.inner.fork(count)]
-
-    def truncate(self, length: int) -> None:
-        """See `Runner.truncate`."""
-        self.inner.truncate(length)
 
     def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
         """See `Runner.read`; rows on both sides of the boundary each get the logits of their own rotation."""

@@ -57,7 +57,6 @@ class TextsTogether:
 
     Attributes:
         positions: of all tokens in their texts, long ``[tokens]``.
-        last: the place of each text's last token.
     """
 
     def __init__(self, texts: Sequence[NewTokens], groups: int, window: int | None, like: Tensor) -> None:
@@ -72,7 +71,7 @@ class TextsTogether:
             self._runs.append(_Run(run, token, groups, window, like))
             token += self._runs[-1].count
         counts = torch.tensor([text.count for text in texts], device=device)
-        self.last = counts.cumsum(0) - 1
+        self.last = counts.cumsum(0) - 1  # the place of each text's last token
 
     def slots(self, views: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[_Slots, Tensor, Tensor]]:
         """Of each layer, given its whole cache ``[rows, 2 kv_heads, capacity, width]``, all keys and all values."""

@@ -4,12 +4,13 @@ import random
 from collections import Counter, defaultdict
 
 import pytest
+from stores import build_trigram_table
 
 from decode.core.errors import UserError
 from decode.core.rng import TorchRng
 from decode.core.stopping import StopRule
 from decode.drafters.adaptix.drafter import TrigramDrafter
-from decode.drafters.adaptix.ngrams import NgramTable, build_trigram_table
+from decode.drafters.adaptix.ngrams import NgramTable
 from decode.drafters.adaptix.search import C1, C2, most_visited, search
 from decode.loop import System
 

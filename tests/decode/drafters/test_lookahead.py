@@ -20,7 +20,7 @@ def answered(draft, ids, target):
     """The round in which a deterministic target verified ``draft``: its answers, the path it agrees with."""
     rows = [target(draft.text_before(ids, node)) for node in range(-1, len(draft))]
     logits = torch.nn.functional.one_hot(torch.tensor(rows), VOCAB).float()
-    table, path, row = draft.children(), [], 0
+    table, path, row = draft.children, [], 0
     while rows[row] in table[row]:
         path.append(table[row][rows[row]])
         row = path[-1] + 1

@@ -3,6 +3,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from stores import build_datastore
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -10,7 +11,7 @@ from decode.core.errors import UserError
 from decode.core.rng import TorchRng
 from decode.core.stopping import StopRule
 from decode.drafters.corpus_files import tokenizer_fingerprint
-from decode.drafters.rest.datastore import Datastore, build
+from decode.drafters.rest.datastore import Datastore
 from decode.drafters.rest.drafter import RetrievalDrafter, open_rest
 from decode.drafters.token_tree import Trie, heaviest_tree
 
@@ -18,7 +19,7 @@ RNG, STOP = TorchRng(seed=0), StopRule()
 
 
 def opened(tmp_path, documents):
-    build(documents, tmp_path, "tok")
+    build_datastore(documents, tmp_path, "tok")
     return Datastore.open(tmp_path, "tok")
 
 
@@ -98,7 +99,7 @@ def test_settings_that_the_store_cannot_answer_are_refused(tmp_path):
 def test_rest_opens_only_with_the_tokenizer_it_was_built_with(tmp_path):
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-    build([[0, 1, 0]], tmp_path, tokenizer_fingerprint(tokenizer))
+    build_datastore([[0, 1, 0]], tmp_path, tokenizer_fingerprint(tokenizer))
     assert open_rest(tmp_path, tokenizer).propose([0, 1], STOP, 5, RNG).tokens.tolist() == [0]
     other = Tokenizer(models.WordLevel({"b": 0, "a": 1}, unk_token="a"))
     with pytest.raises(UserError, match="another tokenizer"):

@@ -3,14 +3,14 @@ import random
 
 import numpy as np
 import pytest
+from stores import build_datastore
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from decode.core.errors import UserError
-from decode.drafters import corpus_files as corpus
 from decode.drafters.corpus_files import join_documents, read_texts, tokenize_files, tokenizer_fingerprint
 from decode.drafters.rest import datastore
-from decode.drafters.rest.datastore import FILE, Datastore, build, save_datastore, suffix_array
+from decode.drafters.rest.datastore import FILE, Datastore, save_datastore, suffix_array
 
 
 def random_documents(source, vocabulary, count=8, longest=60):
@@ -42,7 +42,7 @@ def word_tokenizer(words):
 
 @pytest.fixture
 def store(tmp_path):
-    build([[1, 2, 3, 4], [2, 3, 5], [2, 3, 4, 6]], tmp_path, "tok")
+    build_datastore([[1, 2, 3, 4], [2, 3, 5], [2, 3, 4, 6]], tmp_path, "tok")
     return Datastore.open(tmp_path, "tok")
 
 
@@ -66,7 +66,7 @@ def test_find_counts_what_a_scan_counts(tmp_path):
     for trial in range(20):
         documents = random_documents(source, vocabulary=source.choice([1, 2, 4]))
         documents.append([0, 1, 0])
-        build(documents, tmp_path / str(trial), "tok")
+        build_datastore(documents, tmp_path / str(trial), "tok")
         store = Datastore.open(tmp_path / str(trial), "tok")
         for _ in range(40):
             pattern = [source.randrange(4) for _ in range(source.randrange(1, 7))]
@@ -78,7 +78,7 @@ def test_longest_tail_and_its_continuations_equal_a_scan(tmp_path):
     source = random.Random(2)
     for trial in range(20):
         documents = [*random_documents(source, vocabulary=3), [1, 2, 3]]
-        build(documents, tmp_path / str(trial), "tok")
+        build_datastore(documents, tmp_path / str(trial), "tok")
         store = Datastore.open(tmp_path / str(trial), "tok")
         for _ in range(30):
             ids = [source.randrange(3) for _ in range(source.randrange(12))]
@@ -95,7 +95,7 @@ def test_continuations_stop_at_the_end_of_their_document(store):
 
 
 def test_too_many_hits_are_thinned_evenly(tmp_path):
-    build([[200, 200, i] for i in range(100)], tmp_path, "tok")
+    build_datastore([[200, 200, i] for i in range(100)], tmp_path, "tok")
     rows = Datastore.open(tmp_path, "tok").continuations([200, 200], length=1, limit=10)
     assert rows[:, 0].tolist() == list(range(0, 100, 10))
 
@@ -109,7 +109,7 @@ def test_no_hits_give_no_rows(store):
 @pytest.mark.parametrize("top", [65_534, 65_535, 150_000])
 def test_ids_of_large_vocabularies_fit(tmp_path, top):
     documents = [[top, 1, 2], [3, top, 1, top]]
-    build(documents, tmp_path, "tok")
+    build_datastore(documents, tmp_path, "tok")
     store = Datastore.open(tmp_path, "tok")
     assert store.continuations([top, 1], length=2).tolist() == [[2, -1], [top, -1]]
 
@@ -150,9 +150,9 @@ def test_a_failed_build_leaves_the_old_store_and_no_partial_file(tmp_path, store
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(corpus.os, "replace", fail)
+    monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        build([[1, 2]], tmp_path, "tok")
+        build_datastore([[1, 2]], tmp_path, "tok")
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     assert (tmp_path / FILE).read_bytes() == before
 
@@ -178,7 +178,7 @@ def test_text_files_become_documents(tmp_path):
 
 def test_joined_text_builds_the_same_file_as_its_documents(tmp_path):
     documents = [[1, 2, 3], [4, 1, 2]]
-    one = build(documents, tmp_path / "one", "tok")
+    one = build_datastore(documents, tmp_path / "one", "tok")
     two = save_datastore(join_documents(documents), tmp_path / "two", "tok")
     assert one.read_bytes() == two.read_bytes()
 

@@ -10,6 +10,7 @@ from pairs import make_pair, make_suite, make_tokenizer
 
 from decode.commands.bench import bench
 from decode.core.errors import UserError
+from decode.core.progress import Work, as_current
 from decode.core.round_costs import RoundCosts
 from decode.core.trace import Trace
 from decode.measure.batches import MEASURED, BatchBenchmark, Written, _interval, cells, predicted
@@ -29,18 +30,17 @@ def measured(tiny):
     bench = BatchBenchmark(session)
     methods = ["vanilla", "cost-optimal", "generate-assistant"]
     entries = plan(methods, session.draft_models, draft_lengths=[1, 3])
-    seen = []
-    bench.run([make_suite()], entries, SIZES, lambda done, total, label: seen.append((done, total)), prompts=2)
-    return session, bench.rows, seen
+    with as_current(Work()) as work:
+        bench.run([make_suite()], entries, SIZES, prompts=2)
+    return session, bench.rows, work
 
 
 def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(measured):
-    _, rows, seen = measured
+    _, rows, work = measured
     names = ["autoregressive", "generate", "vanilla k=1", "vanilla k=3", "cost-optimal"]
     assert [(row["batch_size"], row["name"]) for row in rows] == [(size, name) for size in SIZES for name in names]
     assert all(row["identical_share"] == 1 for row in rows)
-    assert [done for done, _ in seen] == list(range(len(rows) * 3))
-    assert {total for _, total in seen} == {len(rows) * 3}
+    assert work.done == work.total == len(rows) * 3
 
 
 def test_a_batch_gets_twice_the_prompts_that_it_holds_and_stays_filled(measured):

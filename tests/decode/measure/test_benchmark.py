@@ -11,6 +11,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
+from benchmarks import Watched, run_benchmark
 from pairs import make_pair, make_suite, make_tokenizer
 from rich.console import Console
 
@@ -20,9 +21,10 @@ from decode.commands.checks import open_suites
 from decode.commands.settings import BenchSettings
 from decode.core.errors import UserError
 from decode.core.options import MethodOptions
+from decode.core.progress import as_current
 from decode.measure.bench_entries import BenchEntry, EntryRun, plan
 from decode.measure.bench_session import BenchOptions, Session
-from decode.measure.benchmark import Benchmark, run_benchmark
+from decode.measure.benchmark import Benchmark
 from decode.measure.cost import CostModel
 from decode.measure.statistics import (
     COLUMNS,
@@ -269,8 +271,8 @@ def test_an_interrupt_keeps_the_prompts_that_all_methods_finished(models):
         if done == 8:  # in the middle of the third prompt
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        bench.run([make_suite(4)], [BenchEntry("prompt-lookup")], progress)
+    with pytest.raises(KeyboardInterrupt), as_current(Watched(progress)):
+        bench.run([make_suite(4)], [BenchEntry("prompt-lookup")])
     assert not bench.blocks[-1].complete
     assert [row["prompts"] for row in bench.rows] == [2, 2, 2]
 
@@ -287,15 +289,16 @@ def test_finished_blocks_are_not_measured_again(models, tmp_path):
             raise KeyboardInterrupt
 
     first = Benchmark(Session(target, None, make_tokenizer(), BenchOptions(8, 1, costs=False)))
-    with pytest.raises(KeyboardInterrupt):
-        first.run([make_suite(2)], entries, stop_at_sampling, on_block=work.add)
+    with pytest.raises(KeyboardInterrupt), as_current(Watched(stop_at_sampling)):
+        first.run([make_suite(2)], entries, on_block=work.add)
 
     again = Checkpoint(tmp_path / "bench.json", settings)
     told = []
     second = Benchmark(Session(target, None, make_tokenizer(), BenchOptions(8, 1, costs=False)))
-    second.run([make_suite(2)], entries, lambda *args: told.append(args[2]), finished=again.read())
-    assert told
-    assert all("T=1" in label for label in told)
+    with as_current(Watched(lambda *args: told.append(args[2]))):
+        second.run([make_suite(2)], entries, finished=again.read())
+    assert any(told)
+    assert all("T=1" in label for label in told if label)
     assert second.rows[:3] == first.rows[:3]
     assert {row["temperature"] for row in second.rows} == {0.0, 1.0}
 
@@ -344,8 +347,9 @@ def test_prompts_that_cannot_fit_are_refused_with_the_numbers(models):
 
 def test_a_missing_draft_is_refused_before_anything_is_measured(models):
     bench = Benchmark(Session(models[0], None, make_tokenizer(), BenchOptions(8, 1)))
-    with pytest.raises(UserError, match="there is no draft"):
-        bench.run([make_suite(1)], [BenchEntry("vanilla")], lambda *args: pytest.fail("measured"))
+    watched = Watched(lambda *args: pytest.fail("measured"))
+    with pytest.raises(UserError, match="there is no draft"), as_current(watched):
+        bench.run([make_suite(1)], [BenchEntry("vanilla")])
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------

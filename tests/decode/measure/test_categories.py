@@ -6,12 +6,12 @@ import io
 import json
 
 import pytest
+from benchmarks import run_benchmark
 from pairs import make_pair, make_suite, make_tokenizer
 from rich.console import Console
 
 from decode.measure.bench_entries import plan
 from decode.measure.bench_session import BenchOptions
-from decode.measure.benchmark import run_benchmark
 from decode.measure.suite_alpha import suite_alphas
 from decode.prompts.suites import Prompt, Suite
 from decode.report.bench_report import write_report

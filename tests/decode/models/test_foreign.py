@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from benchmarks import run_benchmark
 from enumeration import Clock, Experiment, ScriptedRunner, random_table
 from pairs import TEXT, make_pair, make_suite, make_tokenizer
 from plain_logits import draft_logits
@@ -27,7 +28,6 @@ from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode
 from decode.measure.bench_entries import plan
 from decode.measure.bench_session import BenchOptions
-from decode.measure.benchmark import run_benchmark
 from decode.methods import STOPS, MethodInputs
 from decode.models import vocabulary
 from decode.models.open import open_draft

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import run_benchmark
 from pairs import make_pair, make_suite, make_tokenizer, save_pair
 
 from decode.commands.generate import start
 from decode.commands.settings import GenerateSettings
 from decode.measure.bench_entries import plan
 from decode.measure.bench_session import BenchOptions
-from decode.measure.benchmark import run_benchmark
 from decode.models.generation_config import described, own_warp
 from decode.models.open import load_model
 from decode.models.text import prompt_ids

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.__main__ import main
 from decode.core.errors import UserError
-from decode.models.open import load_config, load_model, load_tokenizer, open_draft, open_target
+from decode.models.open import load_config, load_model, load_tokenizer, open_draft
 
 CPU = {"device": "cpu", "dtype": "float32"}
 
@@ -40,7 +40,7 @@ def test_logits_are_those_of_the_unpacked_weights(kind: str, model: PreTrainedMo
         for weight in model.parameters():
             if weight.ndim == 2:
                 weight.copy_(unpacked(weight, kind))
-    found, tokenizer = open_target(path, **CPU)
+    found, tokenizer = load_model(path, **CPU), load_tokenizer(path)
     ids = torch.tensor([tokenizer("Tom has 3 apples")["input_ids"]])
     assert torch.equal(ids, torch.tensor([make_tokenizer()("Tom has 3 apples")["input_ids"]]))
     with torch.no_grad():
@@ -48,7 +48,7 @@ def test_logits_are_those_of_the_unpacked_weights(kind: str, model: PreTrainedMo
 
 
 def test_a_folder_with_one_file_is_that_file_and_its_tokenizer_is_read(file: Path, model: PreTrainedModel) -> None:
-    target, tokenizer = open_target(file.parent, **CPU)
+    target, tokenizer = load_model(file.parent, **CPU), load_tokenizer(file.parent)
     assert tokenizer.eos_token_id == 0
     assert "[assistant]" in tokenizer.chat_template
     assert load_config(file.parent).num_hidden_layers == 2

@@ -220,7 +220,7 @@ def test_the_tree_mask_shows_the_past_the_pending_token_and_the_ancestors() -> N
 def test_a_tree_knows_its_depths_children_and_texts() -> None:
     tree = Draft.tree([5, 6, 7, 5], [-1, 0, -1, -1])
     assert tree.depths() == [1, 2, 1, 1]
-    assert tree.children() == [{5: 0, 7: 2}, {6: 1}, {}, {}, {}]  # of equal siblings the first counts
+    assert tree.children == [{5: 0, 7: 2}, {6: 1}, {}, {}, {}]  # of equal siblings the first counts
     assert tree.text_before([1, 2], 1) == [1, 2, 5, 6]
     assert tree.text_before([1, 2], -1) == [1, 2]
     assert Draft.chain(torch.tensor([4, 4])).is_chain

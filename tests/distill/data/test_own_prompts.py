@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from distill.config.data import DataSettings
+from distill.config.models import TargetSettings
 from distill.config.prompts import PromptSettings
-from distill.config.settings import Settings, TargetSettings
+from distill.config.settings import Settings
 from distill.core.run_dir import RunDir
 from distill.data.chats import ChatFormat
 from distill.data.own_prompts import sampler as sampler_module

@@ -32,16 +32,12 @@ from decode.models.eagle.runner import HeadRunner
 from decode.models.open import load_model
 from decode.models.open_runner import open_runner
 from distill.__main__ import FOREIGN
+from distill.config.drafts import AdaSpecSettings, ComparisonSettings
 from distill.config.eagle import EagleSettings
 from distill.config.export import ExportSettings
-from distill.config.settings import (
-    AdaSpecSettings,
-    ComparisonSettings,
-    LoraSettings,
-    Settings,
-    TargetSettings,
-    TrainingSettings,
-)
+from distill.config.models import LoraSettings, TargetSettings
+from distill.config.settings import Settings
+from distill.config.trainer import TrainingSettings
 from distill.core.run_dir import RunDir
 from distill.data.token_dataset import TokenDataset, label_mask
 from distill.eagle.drafting_steps import drafting_steps
@@ -271,7 +267,7 @@ def test_paths_that_engines_or_people_would_misread_are_refused(tmp_path: Path) 
     with pytest.raises(UserError, match="eagle3"):
         check_head_path(tmp_path / "my-eagle3" / "head", 1)
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="something else"):
+    with pytest.raises(UserError, match="no earlier export"):
         check_head_path(tmp_path, 3)
 
 

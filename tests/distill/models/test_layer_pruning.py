@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from decode.commands.command_line import parse
 from decode.core.errors import UserError
 from decode.models.structure import decoder_layers, final_norm, state_of
-from distill.config.settings import InitialDraftSettings, LoraSettings, Settings, TrainingSettings
+from distill.config.models import InitialDraftSettings, LoraSettings
+from distill.config.settings import Settings
+from distill.config.trainer import TrainingSettings
 from distill.models.layer_pruning import cut, kept_layers
 from distill.models.lm_head import LMHead, check_head
 

@@ -14,7 +14,8 @@ from decode.core.errors import UserError
 from decode.core.options import check_numbers
 from decode.models.structure import check_structure, decoder_layers, final_norm
 from distill.config.models import LayerSkipSettings
-from distill.config.settings import Settings, TrainingSettings
+from distill.config.settings import Settings
+from distill.config.trainer import TrainingSettings
 from distill.data.token_dataset import label_mask
 from distill.losses.next_token import next_token_loss
 from distill.models.layerskip import LayerSkip, dropout_rates, exit_weights, exits_on

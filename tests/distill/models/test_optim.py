@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from distill.config.settings import TrainingSettings
+from distill.config.trainer import TrainingSettings
 from distill.models.optim import MuonAdamW, make_optimizer, orthogonalise
 
 LR = 0.1

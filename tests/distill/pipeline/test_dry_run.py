@@ -9,7 +9,9 @@ from decode.commands.command_line import parse
 from decode.models.config_from_shape import FAMILIES
 from decode.prompts.presets import PRESETS
 from distill.__main__ import FOREIGN
-from distill.config.settings import InitialDraftSettings, Settings, TargetSettings, TrainingSettings
+from distill.config.models import InitialDraftSettings, TargetSettings
+from distill.config.settings import Settings
+from distill.config.trainer import TrainingSettings
 from distill.core.run_dir import RunDir
 from distill.data import DataSettings
 from distill.data.stage_context import StageContext

@@ -13,8 +13,10 @@ from rich.console import Console
 from tiny_run import tiny_settings
 from transformers import PreTrainedModel
 
+from distill.config.eagle import EagleSettings
+from distill.config.models import TargetSettings
 from distill.config.package import PackageSettings
-from distill.config.settings import EagleSettings, Settings, TargetSettings
+from distill.config.settings import Settings
 from distill.models.package import package_path
 from distill.pipeline.dry_run import tell_size
 from distill.pipeline.estimate import Machine, estimate, measure_machine

@@ -14,7 +14,7 @@ from tiny_run import run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from decode.models.open import load_model
-from distill.config.settings import TargetSettings
+from distill.config.models import TargetSettings
 
 
 @pytest.fixture

@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.models.open import load_model
-from distill.config.settings import ComparisonSettings, Settings, TargetSettings
+from distill.config.drafts import ComparisonSettings
+from distill.config.models import TargetSettings
+from distill.config.settings import Settings
 from distill.core.files import only_one
 from distill.core.run_dir import RunDir, StageRecord
 from distill.losses.objective import Objective
@@ -230,7 +232,7 @@ def test_a_model_taken_as_it_is_becomes_a_link_and_may_be_shared(finished: tuple
         (setting("target.kind", "finetune"), r"target.model is None: wanted a folder, a Hub name or a GGUF file"),
         (setting("initial.model", "somewhere"), r"initial.model is 'somewhere': wanted no model"),
         (setting("initial.architecture.heads", 3), r"hidden_size is 16, which 3 heads do not divide"),
-        (setting("reference.divergence", "reverse"), r"reference.divergence is 'reverse'; known are forward_kl"),
+        (setting("reference.divergence", "reverse"), r"reference.divergence is 'reverse', expected forward_kl"),
         (setting("reference.examples", 0), r"reference.examples is 0"),
         (setting("comparisons", [ComparisonSettings(name="adaspec")]), r"names a standard draft"),
         (setting("comparisons", [ComparisonSettings()]), r"comparisons\[0\].name is ''"),

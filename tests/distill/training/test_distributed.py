@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from tiny_run import run_tiny, tiny_settings
 
 from decode.core.errors import UserError
-from distill.config.settings import LoraSettings, TrainingSettings
+from distill.config.models import LoraSettings
+from distill.config.trainer import TrainingSettings
 from distill.core import ranks
 from distill.core.run_dir import RunDir
 from distill.data.batch_schedule import Schedule

@@ -14,7 +14,7 @@ from some_rows import TRAINING, some_rows
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
-from distill.config.settings import TrainerSettings
+from distill.config.trainer import TrainerSettings
 from distill.data.batch_schedule import Schedule
 from distill.data.datamodule import DistillDataModule
 from distill.data.token_dataset import TokenDataset

@@ -1,0 +1,38 @@
+"""A benchmark run once, and a look at how far one is."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.core.progress import Work
+from decode.measure.bench_entries import BenchEntry
+from decode.measure.bench_session import BenchOptions, Session
+from decode.measure.benchmark import Benchmark
+from decode.models.other_vocabulary import DraftModel
+from decode.prompts.suites import Suite
+
+
+def run_benchmark(
+    target: PreTrainedModel,
+    drafts: Mapping[str, DraftModel] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    suites: Iterable[Suite],
+    entries: Iterable[BenchEntry],
+    options: BenchOptions | None = None,
+) -> Benchmark:
+    benchmark = Benchmark(Session(target, drafts, tokenizer, options))
+    benchmark.run(suites, entries)
+    return benchmark
+
+
+class Watched(Work):
+    """A piece of work that tells a function how far it is: done, total, name."""
+
+    def __init__(self, tell: Callable[[float, float | None, str], object]) -> None:
+        super().__init__()
+        self.tell = tell
+
+    def update(self, **what: Any) -> None:
+        super().update(**what)
+        self.tell(self.done, self.total, self.name)
