@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import Watched
 from pairs import save_pair
 
 from decode.__main__ import COMMANDS, main
 from decode.commands.command_line import parse
 from decode.commands.settings import GenerateSettings, bench_settings, default_suites
+from decode.core.progress import as_current
 
 ROOT = Path(__file__).parents[3]
 
@@ -208,16 +210,14 @@ def test_stores_are_built_from_files_and_suites_and_serve_the_bench(folder, tmp_
 def test_an_interrupted_bench_writes_what_it_measured(folder, tmp_path, capsys, monkeypatch):
     from decode.commands import bench as compare
 
-    measured = []
+    def stop(done, total, label):
+        if done == 5:
+            raise KeyboardInterrupt
 
     class Interrupted(compare.Benchmark):
-        def run(self, suites, entries, progress=None, **extra):
-            def stop(done, total, label):
-                measured.append(label)
-                if done == 5:
-                    raise KeyboardInterrupt
-
-            return super().run(suites, entries, stop, **extra)
+        def run(self, *args, **extra):
+            with as_current(Watched(stop)):
+                return super().run(*args, **extra)
 
     monkeypatch.setattr(compare, "Benchmark", Interrupted)
     argv = [
