@@ -14,7 +14,8 @@ from decode.core.errors import UserError
 from decode.models.eagle.files import head_config
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import load_model
-from distill.config.settings import Architecture, Settings
+from distill.config.models import Architecture
+from distill.config.settings import Settings
 from distill.experiments.design.settings import DesignSettings
 from distill.models.layer_pruning import cut, kept_layers
 from distill.models.loading import build_model

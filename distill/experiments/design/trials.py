@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from decode.core.sampling import Warp
 from decode.measure.acceptance_offline import OfflineAlpha, offline_alphas
 from decode.models.eagle.head import FeatureHead
-from distill.config.settings import AdaSpecSettings, Settings, TrainingSettings
+from distill.config.settings import Settings
+from distill.config.trainer import TrainingSettings
 from distill.core.files import fingerprint, read_sealed, remove, sealed, write_json
 from distill.core.run_dir import RunDir
 from distill.data.batch_schedule import Schedule
@@ -150,7 +151,7 @@ class Trials:
         initial = self._initial(context, shape, key)
 
         def begin(
-            context: StageContext, adaspec: AdaSpecSettings | None, training: TrainingSettings, steps: int, seed: int
+            context: StageContext, objective: Objective, share: float, training: TrainingSettings, steps: int, seed: int
         ) -> Distillation:
             module = self._module(context, initial, training, steps, seed, data)
             parameters = sum(p.numel() for p in initial.parameters())

@@ -21,11 +21,10 @@ from decode.core.rng import TorchRng
 from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule
-from decode.drafters.corpus_files import tokenizer_fingerprint
-from decode.drafters.rest.datastore import build
+from decode.drafters.corpus_files import join_documents, tokenizer_fingerprint
+from decode.drafters.rest.datastore import save_datastore
 from decode.measure.predict import speedup_of_rounds
-from decode.methods import MethodInputs
-from decode.methods import build as method
+from decode.methods import MethodInputs, build
 from distill.data.token_dataset import TokenDataset
 from distill.experiments.design.costs import Price
 from distill.experiments.target_texts import Text
@@ -73,7 +72,7 @@ def go_along(drafter: Drafter, stop: StopRule, texts: Sequence[Text]) -> Rounds:
             stop.begin()
             draft = drafter.propose(ids[:at], stop, len(ids) - at - 1, rng) if at + 1 < len(ids) else Draft.empty()
             found.seconds.append(time.perf_counter() - began)
-            accepted, node, children = 0, -1, draft.children()
+            accepted, node, children = 0, -1, draft.children
             while at + accepted < len(ids) - 1 and (child := children[node + 1].get(ids[at + accepted])) is not None:
                 accepted, node = accepted + 1, child
             found.drafted.append(len(draft))
@@ -87,7 +86,7 @@ def lookup(target: Runner, warp: Warp, texts: Sequence[Text], price: Price) -> t
     """Prompt lookup's speedup at its best draft length, that length, and the share of tested tokens accepted."""
     best = (0.0, 0, 0.0)
     for length in LENGTHS:
-        system = method("prompt-lookup", MethodInputs(target, warp, options=MethodOptions(draft_length=length)))
+        system = build("prompt-lookup", MethodInputs(target, warp, options=MethodOptions(draft_length=length)))
         rounds = go_along(system.drafter, system.stop, texts)
         best = max(best, (rounds.speedup(price), length, rounds.alpha))
     return best
@@ -104,7 +103,7 @@ def rest(
 ) -> tuple[float, int, float]:
     """REST's speedup over the training texts, the mean size of its trees, and the share of tested tokens accepted."""
     documents = [rows.ids[a:b] for a, b in zip(rows.offsets[:-1], rows.offsets[1:])]
-    build(documents, work / "datastore", tokenizer_fingerprint(tokenizer))
-    system = method("rest", MethodInputs(target, warp, tokenizer=tokenizer, datastore=work / "datastore"))
+    save_datastore(join_documents(documents), work / "datastore", tokenizer_fingerprint(tokenizer))
+    system = build("rest", MethodInputs(target, warp, tokenizer=tokenizer, datastore=work / "datastore"))
     rounds = go_along(system.drafter, system.stop, texts)
     return rounds.speedup(price), round(statistics.fmean(rounds.drafted)), rounds.alpha
