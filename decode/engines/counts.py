@@ -13,16 +13,11 @@ from decode.core.standard_error import clustered_ratio
 
 @dataclass
 class Drafts:
-    """Drafts that were verified, as engines count them; expected numbers where they are predicted.
+    """Drafts that were verified, as engines count them; expected numbers where they are predicted."""
 
-    Attributes:
-        rounds: target forwards that checked a draft.
-        drafted: tokens drafted in all.
-        accepted: for each draft position, how many rounds accepted at least so many tokens.
-    """
-
-    rounds: float = 0
-    drafted: float = 0
+    rounds: float = 0  # target forwards that checked a draft
+    drafted: float = 0  # tokens drafted in all
+    # for each draft position, how many rounds accepted at least so many tokens
     accepted: list[float] = field(default_factory=list)
 
     def __sub__(self, earlier: Drafts) -> Drafts:
@@ -36,19 +31,13 @@ class Drafts:
 
 @dataclass
 class ServedText:
-    """One text as an engine wrote it.
+    """One text as an engine wrote it."""
 
-    Attributes:
-        ids: the new tokens, the ending token among them where there is one.
-        seconds: wall time of the request.
-        decode_seconds: time after the first token, by the engine's own clock; None where it does not tell.
-        drafts: what was drafted for this text.
-    """
-
-    ids: list[int]
-    seconds: float
+    ids: list[int]  # the new tokens, the ending token among them where there is one
+    seconds: float  # wall time of the request
+    # time after the first token, by the engine's own clock; None where it does not tell
     decode_seconds: float | None = None
-    drafts: Drafts = field(default_factory=Drafts)
+    drafts: Drafts = field(default_factory=Drafts)  # what was drafted for this text
 
 
 def rates(texts: Sequence[Drafts], length: int) -> list[dict[str, Any]]:

@@ -1,7 +1,5 @@
 """What a running server accepts beside what a draft's profile says that it should."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +8,7 @@ from decode.core.errors import UserError
 from decode.engines.counts import Drafts
 from decode.engines.metrics_text import Metrics
 
-FEW = 50
-"""Rounds below which nothing is said."""
+FEW = 50  # rounds below which nothing is said
 
 
 def drift(now: Metrics, before: Metrics | None, profile: Mapping[str, Any]) -> dict[str, Any]:

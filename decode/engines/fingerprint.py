@@ -1,7 +1,5 @@
 """Fingerprints of the weights in a folder, by which a measurement knows the weights that it was made on."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +10,7 @@ from torch import Tensor
 
 from decode.core.errors import UserError
 
-ROWS_OF_TOKENS = ("embed", "wte", "lm_head")
-"""Parts of the names of tensors that have a row for each token."""
+ROWS_OF_TOKENS = ("embed", "wte", "lm_head")  # parts of the names of tensors that have a row for each token
 
 
 def weight_fingerprints(folder: str | Path) -> dict[str, str]:

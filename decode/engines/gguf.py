@@ -1,7 +1,5 @@
 """Models as GGUF files, by llama.cpp's own converter, which `make engines` brings."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -13,8 +11,7 @@ from decode.core.errors import UserError
 from decode.engines.engine import CHECKOUT
 
 CONVERTER = Path(".engines/llama.cpp/src/convert_hf_to_gguf.py")
-TYPES = ("f32", "f16", "bf16", "q8_0")
-"""Number formats that the converter writes."""
+TYPES = ("f32", "f16", "bf16", "q8_0")  # number formats that the converter writes
 
 
 WITH_SPLIT = """

@@ -1,7 +1,5 @@
 """Drafts in the metrics that engines publish: Prometheus text of vLLM, SGLang and llama.cpp's server."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
@@ -17,24 +15,17 @@ PREFIXES = {"vllm": "vllm:", "sglang": "sglang:", "llama.cpp": "llamacpp:"}
 
 @dataclass
 class Metrics:
-    """What one reading of an engine's metrics says of its drafts.
+    """What one reading of an engine's metrics says of its drafts."""
 
-    Attributes:
-        engine: a key of `PREFIXES`.
-        drafts: counted since the engine started.
-        decode_seconds: time after the first tokens of all requests; None where the engine does not publish it.
-        mean_length: mean accepted length, the target's own token included, where the engine publishes only that: of its
-            last rounds, 0 before the first ones.
-        steps: tokens drafted a round, where the engine publishes them; 0 where not.
-        tokens: written since the engine started; infinite where it does not publish them.
-    """
-
-    engine: str
-    drafts: Drafts
+    engine: str  # a key of `PREFIXES`
+    drafts: Drafts  # counted since the engine started
+    # time after the first tokens of all requests; None where the engine does not publish it
     decode_seconds: float | None = None
+    # mean accepted length, the target's own token included, where the engine publishes only that: of its last rounds, 0
+    # before the first ones
     mean_length: float | None = None
-    steps: int = 0
-    tokens: float = math.inf
+    steps: int = 0  # tokens drafted a round, where the engine publishes them; 0 where not
+    tokens: float = math.inf  # written since the engine started; infinite where it does not publish them
 
 
 def parse_metrics(text: str) -> Metrics:

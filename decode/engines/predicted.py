@@ -6,8 +6,6 @@ p(x) in all. Drafting greedily is q one-hot, and greedy decoding p one-hot; one 
 follow one another as the engine runs them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,38 +25,25 @@ from decode.models.teacher_forcing import teacher_forced
 
 @dataclass(frozen=True)
 class Rounds:
-    """How an engine arranges its rounds.
+    """How an engine arranges its rounds."""
 
-    Attributes:
-        first: tokens that are written before the first draft: 1 where reading the prompt gives a token.
-        past_end: tokens accepted behind the one that ends the text are counted.
-        to_budget: drafts are no longer than the tokens still wanted, less one.
-        whole_only: rounds whose draft was cut by the budget or the text's end are left out of the counts.
-    """
-
-    first: int = 1
-    past_end: bool = True
-    to_budget: bool = False
-    whole_only: bool = False
+    first: int = 1  # tokens that are written before the first draft: 1 where reading the prompt gives a token
+    past_end: bool = True  # tokens accepted behind the one that ends the text are counted
+    to_budget: bool = False  # drafts are no longer than the tokens still wanted, less one
+    whole_only: bool = False  # rounds whose draft was cut by the budget or the text's end are left out of the counts
 
 
 @dataclass
 class Acceptance:
-    """A draft's acceptance on texts of the target.
+    """A draft's acceptance on texts of the target."""
 
-    Attributes:
-        texts: for each text, by depth in the draft (the last holds for all deeper ones), the acceptance of every token,
-            and of those behind its end, as far as a draft can reach. Depth matters to feature heads only: their first
-            token is drafted from the target's states, the next ones from their own.
-        lengths: tokens of each text.
-        agreement: share of the texts' tokens that are the target's own argmax; 1 for greedy texts of this target.
-        logprob: mean log q(y) of the texts' tokens under the draft at temperature 1.
-    """
-
+    # for each text, by depth in the draft (the last holds for all deeper ones), the acceptance of every token, and of
+    # those behind its end, as far as a draft can reach. Depth matters to feature heads only: their first token is
+    # drafted from the target's states, the next ones from their own.
     texts: list[list[list[float]]]
-    lengths: list[int]
-    agreement: float
-    logprob: float
+    lengths: list[int]  # tokens of each text
+    agreement: float  # share of the texts' tokens that are the target's own argmax; 1 for greedy texts of this target
+    logprob: float  # mean log q(y) of the texts' tokens under the draft at temperature 1
 
 
 @torch.inference_mode()

@@ -1,7 +1,5 @@
 """Engines as processes: started in a group of their own, given a time limit, and ended with all their children."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -17,8 +15,7 @@ from pathlib import Path
 from decode.core.errors import UserError
 
 PR_SET_PDEATHSIG = 1
-LAST_LINES = 15
-"""Lines of a failed engine that are shown."""
+LAST_LINES = 15  # lines of a failed engine that are shown
 
 
 def free_port() -> int:

@@ -1,7 +1,5 @@
 """Where the results of a check are kept: speculation_profile.json, the model card, and a run's report.json."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Transformers' assisted generation as an engine, in this process."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,17 +15,11 @@ from decode.measure.transformers_baselines import using_config
 
 @dataclass
 class AssistedGeneration:
-    """``target.generate(assistant_model=draft)`` at a fixed draft length.
+    """``target.generate(assistant_model=draft)`` at a fixed draft length."""
 
-    Attributes:
-        target: the target.
-        draft: the draft; None generates without one.
-        draft_length: tokens drafted a round.
-    """
-
-    target: PreTrainedModel
-    draft: PreTrainedModel | None = None
-    draft_length: int = 5
+    target: PreTrainedModel  # the target
+    draft: PreTrainedModel | None = None  # the draft; None generates without one
+    draft_length: int = 5  # tokens drafted a round
 
     def write(
         self, ids: Sequence[int], *, temperature: float, seed: int, max_new_tokens: int, stop_ids: Sequence[int] = ()

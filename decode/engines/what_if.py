@@ -1,7 +1,5 @@
 """A draft that is not trained yet, timed in vLLM: random weights of its shape, and supposed acceptances."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial

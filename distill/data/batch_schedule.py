@@ -4,8 +4,6 @@ Batch number ``step`` is a pure function of (seed, step): nothing has to be save
 where it was, and every rank of a distributed run can name its own share.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,18 +20,12 @@ class Schedule:
 
     Epoch after epoch the examples are shuffled into one endless stream; ``bucket`` batches' worth of it is sorted by
     length, cut into batches and their order shuffled. Every example is seen equally often, up to one.
-
-    Attributes:
-        lengths: Tokens of each example, ``[examples]``.
-        batch_size: Examples a step, over all ranks.
-        bucket: Batches that are cut from one sorted list; 1 leaves batches random.
-        seed: Chooses the order.
     """
 
-    lengths: Ints
-    batch_size: int
-    bucket: int = 1
-    seed: int = 0
+    lengths: Ints  # Tokens of each example, ``[examples]``
+    batch_size: int  # Examples a step, over all ranks
+    bucket: int = 1  # Batches that are cut from one sorted list; 1 leaves batches random
+    seed: int = 0  # Chooses the order
     _chunks: dict[int, Ints] = field(default_factory=dict, repr=False, compare=False)
 
     def batch(self, step: int) -> Ints:

@@ -3,8 +3,6 @@
 A row that cannot be used raises `UnusableRow`; the corpus leaves it out and counts it, as it does overlong rows.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,24 +16,18 @@ from decode.core.errors import UserError
 from decode.models.text import continuation_ids, end_token, render_chat, written_ids
 from distill.data.tokenize import IGNORE, Example, UnusableRow
 
-SHAREGPT = {"human": "user", "gpt": "assistant"}
-"""ShareGPT's roles in the usual words."""
+SHAREGPT = {"human": "user", "gpt": "assistant"}  # shareGPT's roles in the usual words
 MARK = "\ue000answer\ue001"
 """Stands for an answer while its place in a rendered chat is looked for; no text contains these characters."""
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How chats become text.
+    """How chats become text."""
 
-    Attributes:
-        tokenizer: with a chat template.
-        system: a system message for chats that have none.
-        template_args: further variables of the template, such as ``enable_thinking``.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    system: str | None = None
+    tokenizer: PreTrainedTokenizerBase  # with a chat template
+    system: str | None = None  # a system message for chats that have none
+    # further variables of the template, such as ``enable_thinking``
     template_args: Mapping[str, Any] = field(default_factory=dict)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, ask: bool = False, tools: Any = None) -> str:

@@ -4,8 +4,6 @@ A step's examples are dealt out to ranks, and each rank's to its micro-batches. 
 the numbers of label tokens are known everywhere without asking; only ΔL has to be exchanged to select among all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-LONGEST = 1 << 24
-"""Label tokens of an example, at most."""
+LONGEST = 1 << 24  # label tokens of an example, at most
 
 
 class OptimizerStep:

@@ -1,7 +1,5 @@
 """Label masks made visible: refuses masks that teach nothing or everything, and prints an example in colour."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

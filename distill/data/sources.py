@@ -6,8 +6,6 @@ Splits that a source lacks are split off its training rows by a hash of the prom
 seed and of the order, and equal prompts stay together.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,8 +31,7 @@ TEMPLATES = (
     ("{input}\n", "{output}"),
 )
 """Prompt and response of rows with these columns, where no other template is given."""
-PASSAGE = 2000
-"""Characters of a plain text file that go to one split together, at least (whole paragraphs)."""
+PASSAGE = 2000  # characters of a plain text file that go to one split together, at least (whole paragraphs)
 
 
 @dataclass
@@ -222,8 +219,7 @@ def _has_columns_missing(preset: Preset, row: Row) -> list[str]:
     return [column for column in preset.columns if column not in row]
 
 
-Shape = Callable[[Row], Row]
-"""Brings a row of a source into its plain shape."""
+Shape = Callable[[Row], Row]  # brings a row of a source into its plain shape
 
 
 def _first_shape(settings: DataSettings, preset: Preset | None, rows: Sequence[Row]) -> tuple[str, Shape]:

@@ -4,8 +4,6 @@ A prompt and its response are tokenised apart and then joined, so that the promp
 in generation, where the response is not yet there to merge with its last token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from decode.core.errors import UserError
 from decode.models.text import batch_prompt_ids, continuation_ids, end_token, plain_ids, start_ids
 
-IGNORE = -100
-"""Label of a position that no loss is taken on."""
+IGNORE = -100  # label of a position that no loss is taken on
 
 
 class UnusableRow(UserError):
@@ -34,16 +31,13 @@ class UnusableRow(UserError):
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids with labels of the same length (not shifted), and the texts they stand for.
-
-    Attributes:
-        messages: of a chat, the turns before the response, as a server's chat endpoint takes them.
-    """
+    """Token ids with labels of the same length (not shifted), and the texts they stand for."""
 
     input_ids: list[int]
     labels: list[int]
     prompt: str
     response: str
+    # of a chat, the turns before the response, as a server's chat endpoint takes them
     messages: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -1,7 +1,5 @@
 """A small byte-level BPE tokenizer, trained in seconds: for models that are trained from scratch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -11,8 +9,7 @@ from decode.core.errors import UserError
 
 EOS = "<|endoftext|>"
 PAD = "<|pad|>"
-SMALLEST = 256 + 2
-"""Every byte and the two special tokens."""
+SMALLEST = 256 + 2  # every byte and the two special tokens
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -1,7 +1,5 @@
 """``python -m decode served``: drift of a running server's acceptance from a draft's profile, as JSON lines."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

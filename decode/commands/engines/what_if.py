@@ -1,7 +1,5 @@
 """``python -m decode what-if``: what a draft of a shape would bring in an engine, before it is trained."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Which prompts are kept: rules that look at one, and a memory of those before it."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Rows of prompts without answers: those that the target writes and those of a file, in three splits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
@@ -18,19 +16,12 @@ ORDER = ("test", "validation", "train")
 
 @dataclass(frozen=True)
 class Sample:
-    """What the target wrote where the user speaks.
+    """What the target wrote where the user speaks."""
 
-    Attributes:
-        text: Without the end token.
-        tokens: Its length.
-        ended: Whether it ended by itself.
-        opening: The given words before it.
-    """
-
-    text: str
-    tokens: int
-    ended: bool
-    opening: str = ""
+    text: str  # Without the end token
+    tokens: int  # Its length
+    ended: bool  # Whether it ended by itself
+    opening: str = ""  # The given words before it
 
 
 def prompt_rows(

@@ -1,7 +1,5 @@
 """The target writes prompts: sample after sample, each kept on disk, the same whenever it is asked."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -21,25 +19,15 @@ from distill.data.response_file import Response, ResponseFile
 
 @dataclass
 class PromptSampler:
-    """Samples number 0, 1, 2, ...; which ones they are depends on the seed and the number alone.
+    """Samples number 0, 1, 2, ...; which ones they are depends on the seed and the number alone."""
 
-    Attributes:
-        tokenizer: The target's.
-        turn: Where the user speaks.
-        settings: Sampling.
-        seed: Of the samples.
-        file: Where they are kept.
-        model: Loads the target; asked once, when a sample is missing.
-        told: Called with a line of progress after every batch.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    turn: UserTurn
-    settings: PromptSettings
-    seed: int
-    file: ResponseFile
-    model: Callable[[], PreTrainedModel]
-    told: Callable[[str], None]
+    tokenizer: PreTrainedTokenizerBase  # The target's
+    turn: UserTurn  # Where the user speaks
+    settings: PromptSettings  # Sampling
+    seed: int  # Of the samples
+    file: ResponseFile  # Where they are kept
+    model: Callable[[], PreTrainedModel]  # Loads the target; asked once, when a sample is missing
+    told: Callable[[str], None]  # Called with a line of progress after every batch
 
     def __iter__(self) -> Iterator[Sample]:
         """All samples, those on disk first; the target writes further ones as long as there is a next."""

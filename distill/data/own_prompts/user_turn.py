@@ -1,7 +1,5 @@
 """Where a chat template lets the user speak: what stands before the words, and what ends them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -16,19 +14,13 @@ PROBE = "\ue000prompt\ue001"
 
 @dataclass(frozen=True)
 class UserTurn:
-    """The user's turn of a chat template.
+    """The user's turn of a chat template."""
 
-    Attributes:
-        text: The template up to the place of the user's words.
-        before: Its ids.
-        ends: Tokens that end a prompt: the first special token that the template writes after it, and the model's.
-        markers: Texts of the template and special tokens, which no prompt may contain.
-    """
-
-    text: str
-    before: list[int]
+    text: str  # The template up to the place of the user's words
+    before: list[int]  # Its ids
+    # Tokens that end a prompt: the first special token that the template writes after it, and the model's
     ends: set[int]
-    markers: frozenset[str]
+    markers: frozenset[str]  # Texts of the template and special tokens, which no prompt may contain
 
 
 def user_turn(chat: ChatFormat, ends: Collection[int]) -> UserTurn:

@@ -1,7 +1,5 @@
 """The budget: seconds spent on a design, those of interrupted runs included."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

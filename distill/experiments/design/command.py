@@ -1,7 +1,5 @@
 """``python -m distill design``: costs, then methods without training, then rounds of training, then the page."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -65,15 +63,10 @@ def design(settings: DesignRunSettings, console: Console | None = None) -> Path:
 
 @dataclass
 class Design:
-    """One design: the target's run, the settings, and what is found out.
+    """One design: the target's run, the settings, and what is found out."""
 
-    Attributes:
-        context: settings, data and folder of the run whose target is designed for.
-        settings: the design's.
-    """
-
-    context: StageContext
-    settings: DesignRunSettings
+    context: StageContext  # settings, data and folder of the run whose target is designed for
+    settings: DesignRunSettings  # the design's
     entries: list[Entry] = field(default_factory=list)
 
     def __post_init__(self) -> None:

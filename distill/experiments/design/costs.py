@@ -32,25 +32,18 @@ from distill.config.settings import Settings
 from distill.core.files import write_json
 from distill.experiments.design.space import Shape
 
-PRICED = (3, 6)
-"""Widths between which drafts are timed."""
-TURNS, SECONDS = 9, 0.8
-"""Most measurements of a shape, and seconds after which none begins."""
+PRICED = (3, 6)  # widths between which drafts are timed
+TURNS, SECONDS = 9, 0.8  # most measurements of a shape, and seconds after which none begins
 BOOKED_PROMPTS, BOOKED_TOKENS = 4, 32
 """Texts, and most tokens of each, on which the bookkeeping of a family of drafts is measured."""
 
 
 @dataclass
 class Price:
-    """Costs of a shape, in plain decoding steps of the target, bookkeeping included.
+    """Costs of a shape, in plain decoding steps of the target, bookkeeping included."""
 
-    Attributes:
-        cost: as measured.
-        parameters: of the draft.
-    """
-
-    cost: CostModel
-    parameters: int = 0
+    cost: CostModel  # as measured
+    parameters: int = 0  # of the draft
 
     @property
     def unit(self) -> float:
@@ -225,15 +218,10 @@ def exit_cost(runner: FastRunner, subset: LayerSubset, context: int) -> CostMode
 
 @dataclass
 class Prices:
-    """The prices of shapes, and why others have none.
+    """The prices of shapes, and why others have none."""
 
-    Attributes:
-        by_shape: what each costs.
-        refused: shapes that cannot be measured here, with the reason.
-    """
-
-    by_shape: dict[Shape, Price]
-    refused: dict[Shape, str]
+    by_shape: dict[Shape, Price]  # what each costs
+    refused: dict[Shape, str]  # shapes that cannot be measured here, with the reason
 
 
 def price_all(

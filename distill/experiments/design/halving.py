@@ -1,7 +1,5 @@
 """Successive halving: all shapes few steps, the better ones twice as many, until one is left or time is over."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,43 +18,25 @@ from distill.experiments.design.settings import DesignSettings
 from distill.experiments.design.space import Shape
 from distill.experiments.design.trials import Trial, Trials
 
-LEFT = 2
-"""Shapes, beside the configuration's own, that are trained to the full length if there is time."""
-FIXED = 3.0
-"""Seconds of a trial beside its steps, before one is known."""
+LEFT = 2  # shapes, beside the configuration's own, that are trained to the full length if there is time
+FIXED = 3.0  # seconds of a trial beside its steps, before one is known
 
 
 @dataclass
 class Race:
-    """The rounds of a design.
+    """The rounds of a design."""
 
-    Args:
-        trials: trains and measures.
-        entries: the shapes to be trained, with their prices.
-        default: the configuration's own shape, which takes part in every round.
-        settings: of the design.
-        longest: longest draft.
-        clock: the budget.
-        folder: keeps the plan and the times of steps.
-        console: where progress is shown.
-
-    Attributes:
-        found: by shape its trials by steps.
-        rounds: what happened in each round, in sentences.
-        common: exponent of all shapes' curves.
-    """
-
-    trials: Trials
-    entries: Sequence[Entry]
-    default: Shape
-    settings: DesignSettings
-    longest: int
-    clock: Clock
-    folder: Path
-    console: Console
-    found: dict[Shape, dict[int, Trial]] = field(default_factory=dict)
-    rounds: list[str] = field(default_factory=list)
-    common: Slope = field(default_factory=lambda: Slope(*UNKNOWN))
+    trials: Trials  # trains and measures
+    entries: Sequence[Entry]  # the shapes to be trained, with their prices
+    default: Shape  # the configuration's own shape, which takes part in every round
+    settings: DesignSettings  # of the design
+    longest: int  # longest draft
+    clock: Clock  # the budget
+    folder: Path  # keeps the plan and the times of steps
+    console: Console  # where progress is shown
+    found: dict[Shape, dict[int, Trial]] = field(default_factory=dict)  # by shape its trials by steps
+    rounds: list[str] = field(default_factory=list)  # what happened in each round, in sentences
+    common: Slope = field(default_factory=lambda: Slope(*UNKNOWN))  # exponent of all shapes' curves
 
     def run(self) -> None:
         """All rounds that there is time for; the entries then know their results.

@@ -5,8 +5,6 @@ between its longest trainings and of those of all shapes, weighted by their cert
 points are noisy, and shapes of one family learn alike. The curve goes through the shape's longest training.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -19,10 +17,8 @@ from distill.experiments.design.costs import Price
 
 UNKNOWN = (0.3, 0.3)
 """Exponent and its standard deviation where nothing is known: halving rejections takes ten times the steps."""
-LEAST_SPREAD = 0.05
-"""Smallest standard deviation of the exponent among shapes."""
-LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 19, 23, 31)
-"""Draft lengths compared."""
+LEAST_SPREAD = 0.05  # smallest standard deviation of the exponent among shapes
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 19, 23, 31)  # draft lengths compared
 
 
 def replayed(alphas: Sequence[OfflineAlpha], length: int, price: Price, rejected: float = 1.0) -> float:
@@ -74,25 +70,15 @@ class Slope:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a longer training would reach.
+    """What a longer training would reach."""
 
-    Attributes:
-        alpha: acceptance as first drafted token.
-        low: lower end of its 95 % interval.
-        high: upper end.
-        speedup: with the best draft length.
-        speedup_low: its lower end.
-        speedup_high: its upper end.
-        length: best draft length.
-    """
-
-    alpha: float
-    low: float
-    high: float
-    speedup: float
-    speedup_low: float
-    speedup_high: float
-    length: int
+    alpha: float  # acceptance as first drafted token
+    low: float  # lower end of its 95 % interval
+    high: float  # upper end
+    speedup: float  # with the best draft length
+    speedup_low: float  # its lower end
+    speedup_high: float  # its upper end
+    length: int  # best draft length
 
 
 def own_slope(points: Mapping[int, OfflineAlpha]) -> Slope | None:

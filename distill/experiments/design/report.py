@@ -1,7 +1,5 @@
 """What is known of each shape, as rows of tables and of design.json."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -19,43 +17,26 @@ Status = Literal["", "no training", "pruned", "out", "left", "not reached", "win
 
 @dataclass
 class Entry:
-    """A shape, and what is known of it.
+    """A shape, and what is known of it."""
 
-    Attributes:
-        shape: which.
-        price: its costs; None: it cannot be run here.
-        needed: acceptance rate from which it gains; None: even 1 is not enough.
-        at_ceiling: speedup at the highest acceptance rate expected of any draft.
-        needed_for_best: acceptance rate from which it is faster than the best method known before training.
-        status: no training; pruned before or between the rounds; out of the race after a round; left; the winner.
-        reason: why it was pruned.
-        steps: of its longest training.
-        alpha: acceptance after it, as first drafted token.
-        alpha_se: its standard error over texts.
-        speedup: predicted from it, with the best draft length.
-        length: that draft length; of REST the mean size of its trees.
-        seconds: of the longest training.
-        step_seconds: of a training step.
-        full: carried on to the full length of the run's training.
-        history: (steps, α, speedup) of all its trainings.
-    """
-
-    shape: Shape
-    price: Price | None
-    needed: float | None = None
-    at_ceiling: float | None = None
+    shape: Shape  # which
+    price: Price | None  # its costs; None: it cannot be run here
+    needed: float | None = None  # acceptance rate from which it gains; None: even 1 is not enough
+    at_ceiling: float | None = None  # speedup at the highest acceptance rate expected of any draft
+    # acceptance rate from which it is faster than the best method known before training
     needed_for_best: float | None = None
+    # no training; pruned before or between the rounds; out of the race after a round; left; the winner
     status: Status = ""
-    reason: str = ""
-    steps: int = 0
-    alpha: float | None = None
-    alpha_se: float | None = None
-    speedup: float | None = None
-    length: int | None = None
-    seconds: float = 0.0
-    step_seconds: float | None = None
-    full: Forecast | None = None
-    history: list[tuple[int, float, float]] = field(default_factory=list)
+    reason: str = ""  # why it was pruned
+    steps: int = 0  # of its longest training
+    alpha: float | None = None  # acceptance after it, as first drafted token
+    alpha_se: float | None = None  # its standard error over texts
+    speedup: float | None = None  # predicted from it, with the best draft length
+    length: int | None = None  # that draft length; of REST the mean size of its trees
+    seconds: float = 0.0  # of the longest training
+    step_seconds: float | None = None  # of a training step
+    full: Forecast | None = None  # carried on to the full length of the run's training
+    history: list[tuple[int, float, float]] = field(default_factory=list)  # (steps, α, speedup) of all its trainings
 
     def prune(self, reason: str) -> None:
         """Leave it out, and say why."""

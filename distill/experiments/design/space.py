@@ -24,31 +24,20 @@ Family = Literal["model", "cut", "eagle", "eagle3", "given", "exit", "lookup", "
 
 HEADS = ("eagle", "eagle3")
 UNTRAINED = ("exit", "lookup", "rest")
-LARGE = 32_768
-"""A vocabulary of which a head drafts a fixed number of ids rather than a share."""
+LARGE = 32_768  # A vocabulary of which a head drafts a fixed number of ids rather than a share
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A draft that could be trained, or a method that needs no training; fields of other families are left alone.
+    """A draft that could be trained, or a method that needs no training; fields of other families are left alone."""
 
-    Attributes:
-        family: what it is.
-        layers: of a draft model; of an exit the layer.
-        width: of a draft model.
-        inner: width inside its MLP.
-        own: it has an output head of its own.
-        kept: the target's layers that a draft is cut from, counted from 0.
-        vocab: ids that a head drafts; None: all.
-    """
-
-    family: Family
-    layers: int = 0
-    width: int = 0
-    inner: int = 0
-    own: bool = False
-    kept: tuple[int, ...] = ()
-    vocab: int | None = None
+    family: Family  # what it is
+    layers: int = 0  # of a draft model; of an exit the layer
+    width: int = 0  # of a draft model
+    inner: int = 0  # width inside its MLP
+    own: bool = False  # it has an output head of its own
+    kept: tuple[int, ...] = ()  # the target's layers that a draft is cut from, counted from 0
+    vocab: int | None = None  # ids that a head drafts; None: all
 
     @property
     def name(self) -> str:

@@ -43,34 +43,22 @@ from distill.teacher.prepare import DistillData, prepare
 from distill.training.distillation import DistillModule
 from distill.training.eagle_head import HeadModule
 
-DEPTH = 5
-"""Drafted tokens of a head whose acceptance is measured; deeper ones are taken to be as the last."""
-TIMED = 4
-"""Training steps that are timed."""
+DEPTH = 5  # drafted tokens of a head whose acceptance is measured; deeper ones are taken to be as the last
+TIMED = 4  # training steps that are timed
 Model: TypeAlias = "PreTrainedModel | FeatureHead"
 
 
 @dataclass
 class Trial:
-    """A shape's training, and what came of it.
+    """A shape's training, and what came of it."""
 
-    Attributes:
-        shape: its name.
-        steps: of distillation.
-        examples: trained on.
-        seconds: of training.
-        measuring: seconds of measuring its acceptance.
-        alphas: acceptance on the target's texts, as first, second, … drafted token.
-        fingerprint: of everything that it was made from.
-    """
-
-    shape: str
-    steps: int
-    examples: int
-    seconds: float
-    measuring: float
-    alphas: list[OfflineAlpha]
-    fingerprint: str = ""
+    shape: str  # its name
+    steps: int  # of distillation
+    examples: int  # trained on
+    seconds: float  # of training
+    measuring: float  # seconds of measuring its acceptance
+    alphas: list[OfflineAlpha]  # acceptance on the target's texts, as first, second, … drafted token
+    fingerprint: str = ""  # of everything that it was made from
 
     @property
     def alpha(self) -> OfflineAlpha:

@@ -4,8 +4,6 @@ Retrieval is deterministic, so a drafted token is accepted exactly where the tex
 because decoding does the same, on sampled ones because a token drawn from p equals it with probability p(x).
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Sequence
@@ -29,23 +27,16 @@ from distill.data.token_dataset import TokenDataset
 from distill.experiments.design.costs import Price
 from distill.experiments.target_texts import Text
 
-LENGTHS = (2, 4, 6, 10)
-"""Draft lengths of prompt lookup."""
+LENGTHS = (2, 4, 6, 10)  # draft lengths of prompt lookup
 
 
 @dataclass
 class Rounds:
-    """What a drafter did on texts.
+    """What a drafter did on texts."""
 
-    Attributes:
-        drafted: nodes of each round.
-        accepted: tokens of each round that the text goes on with.
-        seconds: of each round, for drafting.
-    """
-
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)  # nodes of each round
+    accepted: list[int] = field(default_factory=list)  # tokens of each round that the text goes on with
+    seconds: list[float] = field(default_factory=list)  # of each round, for drafting
 
     def speedup(self, price: Price) -> float:
         """Tokens over plain steps: the target's forwards, and the time of drafting in their unit."""

@@ -1,7 +1,5 @@
 """Held to account: the winner and two losers trained in full and decoded, beside what was predicted of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
