@@ -185,6 +185,15 @@ def fits(served: float, predicted: float, error: float, slack: float = 0.02) -> 
     return abs(served - predicted) <= max(2 * error if math.isfinite(error) else 0.0, slack)
 
 
+def as_recorded(row: Mapping[str, Any]) -> bool:
+    """Whether the prediction of a row is what the draft's profile measured, where it did."""
+    if (recorded := row["recorded_length"]) is None:
+        return True
+    return fits(
+        row["predicted_length"], recorded, math.hypot(row["predicted_length_se"], row["recorded_length_se"]), 0.1
+    )
+
+
 HARDLY = 1.2
 """Tokens a round below which a draft is accepted hardly ever."""
 OFF_BY_ONE = "captured layers off by one"
@@ -228,8 +237,8 @@ def causes_in_numbers(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any
             )
         )
     for row in rows:
-        recorded = row.get("recorded_length")
-        if recorded is not None and not fits(row["predicted_length"], recorded, row["predicted_length_se"], 0.1):
+        recorded = row["recorded_length"]
+        if not as_recorded(row):
             key = row["temperature"], row["draft_length"]
             shifted = {
                 name: told[key] for name, told in facts.get("alternatives", {}).items() if name.startswith(OFF_BY_ONE)

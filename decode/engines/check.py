@@ -13,12 +13,14 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from decode.core.files import read_json
+from decode.core.round_costs import RoundCosts
 from decode.core.sampling import Warp
-from decode.engines.causes import Cause, causes_in_files, causes_in_numbers, fits
+from decode.engines.causes import Cause, as_recorded, causes_in_files, causes_in_numbers, fits
 from decode.engines.counts import Drafts, ServedText, difference, mean_length, rates, speedup, tokens_per_second
 from decode.engines.engine import GREEDY_DRAFT, ROUNDS, EngineSettings, Writer, opened
 from decode.engines.predicted import Acceptance, acceptance, predicted_drafts, predicted_seconds, target_logprob
 from decode.engines.server import Server
+from decode.engines.together import Together, together_row, written_together
 from decode.engines.transformers_engine import AssistedGeneration
 from decode.measure.bench_session import Item
 from decode.measure.cost import CostModel
@@ -37,6 +39,7 @@ class CheckOptions:
         draft_lengths: drafted tokens a round; the engine is started once for each.
         temperatures: 0 is greedy.
         max_new_tokens: budget of each text.
+        batch_sizes: those above 1 are measured too, greedily, with so many requests under way.
         seed: of sampling.
         draft_sampling: greedy or probabilistic; what the engine drafts above temperature 0.
         chat: the prompts stand in the chat template, which is not asked of the engine.
@@ -45,6 +48,7 @@ class CheckOptions:
     draft_lengths: Sequence[int] = (3, 5, 7)
     temperatures: Sequence[float] = (0.0, 1.0)
     max_new_tokens: int = 64
+    batch_sizes: Sequence[int] = (1,)
     seed: int = 0
     draft_sampling: str = "greedy"
     chat: bool = False
@@ -58,10 +62,12 @@ class Check:
         rows: one for each temperature and draft length.
         causes: of differences.
         engine: its name.
+        together: one row for each batch size above 1 and draft length.
     """
 
     engine: str
     rows: list[dict[str, Any]] = field(default_factory=list)
+    together: list[dict[str, Any]] = field(default_factory=list)
     causes: list[Cause] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,6 +75,7 @@ class Check:
         return {
             "engine": self.engine,
             "rows": self.rows,
+            "together": self.together,
             "causes": [dataclasses.asdict(cause) for cause in self.causes],
         }
 
@@ -84,6 +91,7 @@ def serve_check(
     cost: CostModel | None = None,
     progress: Progress | None = None,
     folders: tuple[str, str] | None = None,
+    round_costs: RoundCosts | None = None,
 ) -> Check:
     """Run prompts through an engine, without and with the draft, and predict both.
 
@@ -98,6 +106,7 @@ def serve_check(
         cost: of the pair on this machine, for the predicted speedup.
         progress: told what is being done.
         folders: of target and draft, where the engine reads other files.
+        round_costs: of the pair by batch size, for the predicted speedup of several texts at a time.
 
     Raises:
         UserError: the engine is missing, does not start, or does not answer.
@@ -105,7 +114,9 @@ def serve_check(
     say = progress or (lambda _: None)
     folders = folders or (settings.target, settings.draft)
     context = max(len(item.ids) for item in items) + options.max_new_tokens + max(options.draft_lengths) + 1
-    settings = dataclasses.replace(settings, context=context)
+    sizes = sorted(size for size in set(options.batch_sizes) if size > 1)
+    settings = dataclasses.replace(settings, context=context, batch=max([1, *sizes]))
+    together: dict[tuple[int | None, int], Together] = {}
     checked, facts = Check(engine), dict[str, Any]()
     checked.causes = causes_in_files(*folders, context=context, engine=engine)
 
@@ -129,6 +140,10 @@ def serve_check(
             for temperature in options.temperatures:
                 say(f"{engine}: {len(items)} texts at T = {temperature:g}, {length or 'no'} drafted tokens")
                 found[temperature] = texts(writer, temperature)
+            if isinstance(writer, Server):
+                for size in sizes:
+                    say(f"{engine}: {size} texts at a time, {length or 'no'} drafted tokens")
+                    together[length, size] = written_together(writer, items, size, options.max_new_tokens, stop_ids)
             return found
 
     plain = written(None)
@@ -163,7 +178,12 @@ def serve_check(
                 row |= {"target_logprob": mean, "plain_target_logprob": own}
                 row["lossless"] = abs(mean - own) <= max(0.05, 4 * math.hypot(se, own_se))
             checked.rows.append(row)
-    if any(not row["fits"] or not _as_recorded(row) for row in checked.rows):
+        checked.together += [
+            together_row(size, length, together[length, size], together[None, size], told[0.0], options.max_new_tokens,
+                         ROUNDS[engine], round_costs)
+            for size in sizes if (None, size) in together and 0.0 in told
+        ]  # fmt: skip
+    if any(not row["fits"] or not as_recorded(row) for row in checked.rows):
         say("looking for the cause")
         facts["alternatives"] = _alternatives(engine, target, draft, items, plain, options, greedy_draft, tail)
     facts["short"] = sum(row["cut"] for row in checked.rows)
@@ -240,7 +260,7 @@ def _row(
             for accept, n in zip(told.texts, told.lengths)
         ]
         forecast = median_interval([b / a for a, b in spent if a])[0]
-    recorded = _recorded(profile, temperature, length)
+    recorded, recorded_se = _recorded(profile, temperature, length)
     return {
         "engine": engine,
         "temperature": temperature,
@@ -253,6 +273,7 @@ def _row(
         "difference_se": error,
         "fits": fits(mean, expected_mean, error),
         "recorded_length": recorded,
+        "recorded_length_se": recorded_se,
         "tokens_per_second": tokens_per_second(out),
         "plain_tokens_per_second": tokens_per_second(plain),
         "speedup": middle,
@@ -267,18 +288,13 @@ def _row(
     }
 
 
-def _as_recorded(row: Mapping[str, Any]) -> bool:
-    """Whether the prediction is what the draft's profile measured, where it did."""
-    recorded = row["recorded_length"]
-    return recorded is None or fits(row["predicted_length"], recorded, row["predicted_length_se"], 0.1)
-
-
-def _recorded(profile: Mapping[str, Any], temperature: float, length: int) -> float | None:
-    """Mean accepted length that the profile measured, of its first positions."""
-    marginal = profile.get("marginal_accept_rates") or []
+def _recorded(profile: Mapping[str, Any], temperature: float, length: int) -> tuple[float | None, float | None]:
+    """Mean accepted length that the profile measured, of its first positions, and a bound of its standard error."""
+    marginal, errors = profile.get("marginal_accept_rates") or [], profile.get("marginal_accept_rates_se") or []
     if len(marginal) < length or (profile.get("measurement_conditions") or {}).get("temperature", 0.0) != temperature:
-        return None
-    return 1 + float(sum(marginal[:length]))
+        return None, None
+    # the positions' errors add up as if they were one: a text that rejects early rejects all later ones too
+    return 1 + float(sum(marginal[:length])), float(sum(error or 0.0 for error in errors[:length]))
 
 
 def _alternatives(

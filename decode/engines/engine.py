@@ -44,6 +44,7 @@ class EngineSettings:
         draft: the same.
         method: draft_model, eagle3 or eagle.
         context: tokens that the longest text needs, prompt and answer.
+        batch: most requests under way at a time.
         python: interpreter of vLLM's environment.
         binary: llama-server.
         url: of a server that runs already.
@@ -59,6 +60,7 @@ class EngineSettings:
     draft: str
     method: str = "draft_model"
     context: int = 512
+    batch: int = 1
     python: str | None = None
     binary: str | None = None
     url: str | None = None
@@ -165,7 +167,8 @@ def speculative_config(settings: EngineSettings, draft_length: int) -> str:
 def _vllm(settings: EngineSettings, draft_length: int | None, port: int) -> tuple[list[str], dict[str, str]]:
     python = find(settings.python, VLLM_PYTHON, "--python", "vLLM's environment (.venv-vllm/bin/python)")
     command = [python, "-m", "vllm.entrypoints.cli.main", "serve", settings.target, "--dtype", "float32"]
-    command += ["--enforce-eager", "--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "4"]
+    command += ["--enforce-eager", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--max-num-seqs", str(max(4, settings.batch))]
     command += ["--max-model-len", str(settings.context), "--disable-uvicorn-access-log", "--no-enable-prefix-caching"]
     if draft_length:
         command += ["--speculative-config", speculative_config(settings, draft_length)]
@@ -185,7 +188,7 @@ def _vllm(settings: EngineSettings, draft_length: int | None, port: int) -> tupl
 def _llama(settings: EngineSettings, draft_length: int | None, port: int) -> tuple[list[str], dict[str, str]]:
     binary = find(settings.binary, LLAMA_SERVER, "--binary", "llama-server")
     command = [binary, "-m", settings.target, "--host", "127.0.0.1", "--port", str(port), "--metrics", "--no-webui"]
-    command += ["-np", "1", "-c", str(settings.context + 64)]
+    command += ["-np", str(settings.batch), "-c", str(settings.batch * (settings.context + 64))]
     if settings.threads:
         command += ["-t", str(settings.threads), "-tb", str(settings.threads)]
     if draft_length:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 
 from decode.core.errors import UserError
-from decode.engines.counts import ServedText
+from decode.engines.counts import Drafts, ServedText
 from decode.engines.metrics_text import Metrics, parse_metrics
 
 SETTLED = 0.05
@@ -77,6 +78,22 @@ class Server:
             decoding = after.decode_seconds - before.decode_seconds
         return ServedText(new.ids, seconds, new.decode_seconds or decoding, after.drafts - before.drafts)
 
+    def write_together(
+        self, prompts: Sequence[Sequence[int]], size: int, *, max_new_tokens: int, stop_ids: Sequence[int] = ()
+    ) -> tuple[list[list[int]], float, Drafts]:
+        """Greedy texts with so many requests under way: the new tokens of each, the wall time, all their drafts."""
+
+        def one(ids: Sequence[int]) -> list[int]:
+            return self._complete(list(ids), 0.0, 0, max_new_tokens, list(stop_ids), False).ids
+
+        before = self._settled()
+        began = time.perf_counter()
+        with ThreadPoolExecutor(size) as pool:
+            texts = list(pool.map(one, prompts))
+        seconds = time.perf_counter() - began
+        after = self._settled(before.tokens + sum(map(len, texts)))
+        return texts, seconds, after.drafts - before.drafts
+
     def tokenize(self, text: str) -> list[int]:
         """The ids that the server makes of a text."""
         body = {"content": text, "add_special": True} if self.name == "llama.cpp" else {"prompt": text}
@@ -86,11 +103,13 @@ class Server:
     def _settled(self, tokens: float = 0.0) -> Metrics:
         """Metrics that no longer change and count so many tokens: engines publish them a moment after the answer."""
         began, last = time.monotonic(), self.metrics()
-        while (waited := time.monotonic() - began) < self.seconds:
+        while True:
             time.sleep(SETTLED)
-            now = self.metrics()
+            now, waited = self.metrics(), time.monotonic() - began
             if now == last and (now.tokens >= tokens or waited > LATE):
                 return now
+            if now != last and waited > self.seconds:
+                break
             last = now
         raise UserError(f"{self.name} at {self.url} goes on counting for {self.seconds:.0f} s; stop its other users")
 

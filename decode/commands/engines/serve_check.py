@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +25,7 @@ from decode.engines.gguf import convert
 from decode.engines.records import record
 from decode.measure import machine
 from decode.measure.bench_session import BenchOptions, Session
+from decode.measure.cost import measure_cost, round_costs
 from decode.measure.statistics import plain
 from decode.models.eagle.files import is_head
 from decode.models.eagle.head import FeatureHead
@@ -62,12 +63,18 @@ def run(settings: ServeCheckSettings) -> None:
         settings.draft_lengths,
         settings.temperatures,
         settings.max_new_tokens,
+        settings.batch_sizes,
         settings.seed,
         settings.draft_sampling,
         chat,
     )
     with console.status("measuring forwards") as status, engine_files(settings, pair.draft) as files:
         session.measure_costs(items, ["draft"], longest=max(settings.draft_lengths))
+        costs = [session.costs["draft"]]
+        for size in settings.batch_sizes if max(settings.batch_sizes) > 1 else []:
+            widths = sorted({n + 1 for n in settings.draft_lengths})
+            forwards = session.runner, session.drafts["draft"]
+            costs.append(measure_cost(*forwards, widths=widths, context=costs[0].context, repeats=9, batch=size))
         found = serve_check(
             settings.engine,
             engine_settings(settings, pair.draft, *files),
@@ -76,9 +83,10 @@ def run(settings: ServeCheckSettings) -> None:
             items,
             sorted(stop_ids(pair.target, pair.tokenizer)),
             options,
-            session.costs["draft"],
+            costs[0],
             status.update,
             (str(settings.target), str(settings.draft)),
+            round_costs(costs),
         )
     result = plain(found.to_dict() | {"suite": settings.suite, "machine": machine.describe(session.runner.device)})
     for path in record(result, Path(str(settings.draft)), Path(settings.output) if settings.output else None):
@@ -107,6 +115,10 @@ def check(settings: ServeCheckSettings) -> None:
             f"{settings.draft} holds a feature head, which transformers cannot draft with; take --engine vllm, or "
             "python -m decode bench"
         )
+    if max(settings.batch_sizes) > 1 and (settings.engine == "transformers" or 0 not in settings.temperatures):
+        raise UserError("batch_sizes above 1 are measured greedily in vllm or llama.cpp; give --temperatures 0")
+    if settings.url is not None and max(settings.batch_sizes) > 1:
+        raise UserError("batch_sizes above 1 are compared with the engine without a draft; leave out --url")
     if settings.url is not None and len(settings.draft_lengths) != 1:
         raise UserError("a server that runs already drafts one length; give it alone, such as --draft-lengths 5")
 
@@ -183,6 +195,8 @@ def show(found: Check) -> None:
         )
         console.print(f"T {row['temperature']:g}, k {row['draft_length']}: {'  '.join(cells)}", soft_wrap=True)
     console.print("[dim]! more than two standard errors apart")
+    if found.together:
+        console.print(_together(found.together))
     if not found.causes:
         apart = [row for row in found.rows if not row["fits"]]
         console.print(
@@ -193,3 +207,24 @@ def show(found: Check) -> None:
         )
     for cause in found.causes:
         console.print(f"\n[bold yellow]{cause.name}[/]: {cause.told_by}.\n  Next: {cause.remedy}.", soft_wrap=True)
+
+
+def _together(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Several texts at a time."""
+    table = Table(box=None, pad_edge=False, header_style="bold", title="Several texts at a time", title_justify="left")
+    for head in ("texts", "k", "tokens a round", "predicted", "tokens/s", "without", "speedup", "predicted",
+                 "texts identical"):  # fmt: skip
+        table.add_column(head, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["batch_size"]),
+            str(row["draft_length"]),
+            f"{row['served_length']:.2f}",
+            f"{row['predicted_length']:.2f}",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['plain_tokens_per_second']:.1f}",
+            f"{row['speedup']:.2f}",
+            "" if row["predicted_speedup"] is None else f"{row['predicted_speedup']:.2f}",
+            f"{round(row['identical_share'] * row['texts'])} of {row['texts']}",
+        )
+    return table

@@ -28,6 +28,8 @@ class ServeCheckSettings(ChatSettings, LoadSettings):
     """0 is greedy; the smallest other value is 0.001."""
     max_new_tokens: PositiveInt = 64
     """Most tokens of each text."""
+    batch_sizes: list[PositiveInt] = field(default_factory=lambda: [1])
+    """Requests under way at a time, greedy, such as 1,4,8; what is accepted by position is measured one at a time."""
     draft_sampling: str = "greedy"
     """What vLLM and llama.cpp draft above temperature 0: greedy, their default, or probabilistic."""
     seed: Seed = 0

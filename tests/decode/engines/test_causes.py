@@ -121,6 +121,7 @@ def test_a_folder_that_vllm_takes_for_another_method_is_named(folder: Path) -> N
 ROW = {
     "temperature": 1.0, "draft_length": 5, "fits": False, "served_length": 2.0, "predicted_length": 3.0,
     "predicted_length_se": 0.1, "difference_se": 0.1, "recorded_length": None,
+    "recorded_length_se": None,
 }  # fmt: skip
 
 
@@ -130,9 +131,16 @@ def test_greedy_drafting_is_told_by_the_rate_that_it_would_give() -> None:
 
 
 def test_layers_off_by_one_in_every_key_are_told_by_the_recorded_acceptance() -> None:
-    row = ROW | {"fits": True, "recorded_length": 4.1}
+    row = ROW | {"fits": True, "recorded_length": 4.1, "recorded_length_se": 0.1}
     shifted = {"captured layers off by one (+1)": {(1.0, 5): 4.0}, "captured layers off by one (-1)": {(1.0, 5): 2.9}}
     assert [c.name for c in causes_in_numbers([row], {"alternatives": shifted})] == ["captured layers off by one (+1)"]
+
+
+def test_a_profile_of_few_texts_is_taken_with_its_error() -> None:
+    row = ROW | {"fits": True, "recorded_length": 3.4}
+    assert causes_in_numbers([row | {"recorded_length_se": 0.2}], {}) == []
+    (cause,) = causes_in_numbers([row | {"recorded_length_se": 0.1}], {})
+    assert cause.name == "another draft than the measured one, or other prompts"
 
 
 def test_sampling_that_is_not_the_targets_is_named_and_nothing_else() -> None:

@@ -90,3 +90,14 @@ def test_a_server_that_is_gone_is_said() -> None:
         pass
     with pytest.raises(UserError, match="is it running"):
         write(server)
+
+
+def test_texts_written_together_are_told_with_all_their_drafts() -> None:
+    def page(since: float) -> str:  # before the first request since is minus infinity
+        return COUNTS.format(tokens=12 * (since > 0), drafts=8 * (since > 0))
+
+    with serving(page) as server:
+        texts, seconds, drafts = server.write_together([[1], [2], [3], [4]], 2, max_new_tokens=3)
+    assert texts == [[7, 8, 9]] * 4
+    assert seconds > 0
+    assert drafts == Drafts(8, 8, [8])
