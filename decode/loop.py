@@ -223,6 +223,9 @@ def round_of(texts: Sequence[Text]) -> list[tuple[Round, list[int]]]:
     """One round of every text: a draft each, one forward of the target over all of them, and what it adds to each.
 
     Seconds that the texts spend together count in equal parts for each.
+
+    Raises:
+        UserError: a target that gives logits of NaN or +inf.
     """
     began, device, share = time.perf_counter(), texts[0].target.runner.device, 1 / len(texts)
     t0 = _mark(device)
@@ -254,6 +257,9 @@ def rounds(
     """Decode one text, yielding each round with the tokens it really added (cut at a stop id or at the budget).
 
     Arguments are those of `Text`; the system's own parts decode it, and what they learn stays for the next text.
+
+    Raises:
+        UserError: a bad prompt, or a target that gives logits of NaN or +inf.
     """
     text = Text(target, system, warp, prompt, **options)
     began = time.perf_counter()

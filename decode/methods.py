@@ -326,6 +326,12 @@ def is_lossless(method: str, rule: str | None = None) -> bool:
 def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: str | None = None) -> System:
     """Put a method together.
 
+    Args:
+        method: a name of `METHODS`.
+        inputs: models, sampling settings, corpus files and options.
+        stop: another stop rule of `STOPS` in place of the method's own.
+        rule: another acceptance rule of `RULES` in place of the method's own.
+
     Raises:
         UserError: unknown names, a model or file that the method needs is missing, or a target that reads no trees.
     """

@@ -63,6 +63,14 @@ def measure(
 
     Of many exits the first, the middle and the last one are timed: every layer costs the same, so the others lie on
     the straight line through them.
+
+    Args:
+        runner: the target.
+        exits: exit layers.
+        probes: one of each kind, to time them.
+        warp: decoding mode.
+        prompts: token ids, as long as the contexts that costs are wanted for.
+        seconds: no further turn of measurements begins after this time.
     """
     timed = sorted({exits[0], exits[len(exits) // 2], exits[-1]})
     room = (runner.limit - max(map(len, prompts))) // ROUNDS - 2

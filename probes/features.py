@@ -54,7 +54,11 @@ class Features:
 
 
 def exit_layers(model: PreTrainedModel, layers: Sequence[int] = ()) -> list[int]:
-    """The exits asked for, or all."""
+    """The exits asked for, or all.
+
+    Raises:
+        UserError: a layer outside the model, or layers that cannot be reached.
+    """
     check_structure(model)
     depth = int(model.config.get_text_config().num_hidden_layers)
     outside = [layer for layer in layers if not 1 <= layer < depth]

@@ -115,6 +115,13 @@ def scikit_check(
 ) -> tuple[list[float | None], float, int]:
     """scikit-learn's logistic regression, fit by fit, as the reference for our optimiser's result and its time.
 
+    Args:
+        train: what to learn from.
+        test: held-out prompts.
+        label: a hard label.
+        l2: the same penalties as ours, on standardised inputs; all are fitted, for both kinds of probe.
+        compared: the one of them whose plain probes are compared.
+
     Returns:
         AUROC of each exit's plain probe, the seconds of all fits, and their number.
     """
@@ -148,7 +155,15 @@ def _scikit_fit(x: np.ndarray, y: np.ndarray, l2: float, tol: float = 1e-4) -> L
 def evaluate_exits(
     probes: list[AcceptanceProbe], validation: Features, test: Features, label: str, bins: int
 ) -> list[dict[str, Any]]:
-    """A row for each exit: both probes beside token probability and entropy, on the same tokens."""
+    """A row for each exit: both probes beside token probability and entropy, on the same tokens.
+
+    Args:
+        probes: calibrated, of one label.
+        validation: fits the entropy's probability.
+        test: what is measured on; hard labels are their own outcome, ``accept`` is compared with the drawn one.
+        label: the probes' label.
+        bins: of the calibration error.
+    """
     rows = []
     for i, layer in enumerate(test.exits):
         outcome, held = test.outcome_of(label)[i], validation.outcome_of(label)[i]

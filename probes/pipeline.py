@@ -42,6 +42,9 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
 
     Returns:
         What was added to the run's ``report.json``.
+
+    Raises:
+        UserError: settings, data or models that cannot be used, or another process at work in the run's folder.
     """
     settings.validate()
     console = console or Console()

@@ -96,7 +96,16 @@ def predict(
     window: int,
     thresholds: Sequence[float],
 ) -> list[list[Choice]]:
-    """All settings of one exit layer, priced by each of several costs."""
+    """All settings of one exit layer, priced by each of several costs.
+
+    Args:
+        outcomes: acceptance at every position, by text.
+        confidences: the same for ``token`` and the kinds of probes.
+        exit_layer: which exit they are of.
+        costs: of this machine, and of others.
+        window: longest draft.
+        thresholds: confidence thresholds.
+    """
     settings: list[tuple[str, str, int, float | None]] = []
     for k in range(1, window + 1):
         settings += [("layerskip", "length", k, None), (HINDSIGHT, "length", k, 0.5)]

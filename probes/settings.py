@@ -84,7 +84,11 @@ class ProbesSettings(DistillSettings):
     """Acceptance probes and self-speculation."""
 
     def validate(self) -> None:
-        """Check what this command uses: data, target and probes."""
+        """Check what this command uses: data, target and probes.
+
+        Raises:
+            UserError: naming the key, the value seen and the values expected.
+        """
         self.validate_run()
         self.data.validate()
         self.target.validate("target")
@@ -96,7 +100,11 @@ class ProbesSettings(DistillSettings):
 
 
 def shrink(settings: ProbesSettings, console: Console | None = None) -> ProbesSettings:
-    """Settings of the same experiment in miniature, under ``<name>-dry-run`` (see `distill.pipeline.dry_run`)."""
+    """Settings of the same experiment in miniature, under ``<name>-dry-run`` (see `distill.pipeline.dry_run`).
+
+    Raises:
+        UserError: the settings are refused as they are.
+    """
     from distill.pipeline.dry_run import shrink as shrink_run
 
     small = shrink_run(settings, console, untie=True)

@@ -49,8 +49,19 @@ def train_probes(
 
     Without early stopping the weights are those of the optimum on the data, not the best on the validation texts.
 
+    Args:
+        train: what to learn from.
+        validation: held-out prompts, for early stopping and the choice of the penalty.
+        label: a name in `Features.labels`.
+        options: ``l2``, ``max_epochs`` and ``patience`` are read.
+        logger: gets the validation loss.
+        early_stopping: keep the weights that were best on validation; without, those of the optimum on the data.
+
     Returns:
         A probe for each exit and kind, with the penalty of the least validation loss.
+
+    Raises:
+        UserError: the labels of an exit are all the same.
     """
     options = options or ProbeSettings()
     check_labels(train, label)

@@ -60,7 +60,11 @@ def open_models(settings: BenchSettings) -> tuple[Pair, dict[str, DraftModel]]:
 
 
 def check(settings: BenchSettings) -> list[str]:
-    """The methods to be compared, after everything has been refused that can be before a model is loaded."""
+    """The methods to be compared, after everything has been refused that can be before a model is loaded.
+
+    Raises:
+        UserError: something is unknown or missing.
+    """
     check_models(settings)
     methods = choose_methods(settings)
     check_methods(settings, methods, has_draft=bool(settings.draft), has_corpus=bool(settings.corpus))

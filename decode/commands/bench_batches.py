@@ -41,7 +41,11 @@ def measure(
     entries: Sequence[BenchEntry],
     folder: Path | None,
 ) -> list[dict[str, Any]]:
-    """Measure; where there is a folder, print the tables and write the report, also after Ctrl-C."""
+    """Measure; where there is a folder, print the tables and write the report, also after Ctrl-C.
+
+    Raises:
+        UserError: a draft is missing, no prompt fits, or a model decodes one text at a time only.
+    """
     bench = BatchBenchmark(session)
     if folder is None:
         return bench.run(suites, entries, settings.batch_sizes, prompts=settings.limit)

@@ -40,7 +40,11 @@ RowMaker = Callable[[str, str, int], dict[str, Any]]  # a row from a question, i
 
 
 def shrink(settings: BenchSettings, console: Console | None = None) -> BenchSettings:
-    """Settings of the same benchmark in miniature; what it needs is made under ``<output>-dry-run``."""
+    """Settings of the same benchmark in miniature; what it needs is made under ``<output>-dry-run``.
+
+    Raises:
+        UserError: the settings are refused as they are.
+    """
     console = console or Console()
     small = copy.deepcopy(settings)
     small.device, small.device_map, small.dtype, small.trust_remote_code = "cpu", None, "float32", False

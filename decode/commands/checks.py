@@ -40,7 +40,11 @@ def needs_draft(method: str) -> bool:
 def check_methods(
     settings: MethodSettings, methods: Sequence[str], *, has_draft: bool, has_corpus: bool = False
 ) -> None:
-    """Refuse unknown names and missing parts, before any model is loaded."""
+    """Refuse unknown names and missing parts, before any model is loaded.
+
+    Raises:
+        UserError: naming the nearest name, or the option that is missing.
+    """
     for spec in methods:
         method, own = split_spec(spec)
         choose("method", method, dict.fromkeys([*METHODS, *TRANSFORMERS_BASELINES]))
@@ -114,7 +118,11 @@ def store_folders(settings: MethodSettings) -> tuple[Path | None, Path | None]:
 
 
 def open_suites(specs: Sequence[str], **options: Any) -> list[Suite]:
-    """Suites by their specs (`decode.prompts.suites.load_suite`), called by what stands before the path where that is unique."""  # noqa: E501
+    """Suites by their specs (`decode.prompts.suites.load_suite`), named by what precedes the path where that is unique.
+
+    Raises:
+        UserError: none was asked for, or one cannot be read.
+    """
     if not specs:
         raise UserError("no suite is given; --suite arithmetic needs no download")
     short = [Path(spec).stem if "=" not in spec and "/" in spec else spec.partition("=")[0] for spec in specs]
@@ -131,7 +139,11 @@ def open_pair(settings: LoadSettings, draft: str | None = None) -> Pair:
 
 
 def api_settings(settings_class: type[Settings], pair: Pair, **options: Any) -> Settings:
-    """Settings of a command for models that are open already."""
+    """Settings of a command for models that are open already.
+
+    Raises:
+        UserError: an unknown option, or a value out of range.
+    """
     known = {f.name: f for f in dataclasses.fields(settings_class) if f.name not in PLACED}
     for name in options:
         choose("option", name, known)

@@ -90,6 +90,12 @@ def read_config(
 ) -> dict[str, Any]:
     """The content of configuration files, each above those that it builds on; the later one of two wins key by key.
 
+    Args:
+        paths: The files.
+        foreign: Top-level sections to leave out.
+        settings_class: What is checked for unknown keys.
+        section: The section to return; other sections are skipped, unless their name looks like it mistyped.
+
     Raises:
         UserError: A file that is missing, is not valid YAML, builds on itself, or has an unknown key.
     """

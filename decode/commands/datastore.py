@@ -26,6 +26,12 @@ def read_corpus(
 ) -> Iterator[list[int]]:
     """Token ids of every document.
 
+    Args:
+        inputs: text or .jsonl files, and suites, which give prompt and answer of their training split.
+        tokenizer: of the target.
+        texts: most texts of each suite.
+        seed: chooses them.
+
     Raises:
         UserError: something is neither a file nor a suite.
     """
@@ -65,7 +71,15 @@ def write_stores(
     datastore: bool = True,
     orders: Collection[int] = (3,),
 ) -> list[Path]:
-    """Write n-gram tables, and the datastore if wanted."""
+    """Write n-gram tables, and the datastore if wanted.
+
+    Args:
+        text: as `decode.drafters.corpus_files.join_documents` returns it.
+        folder: to write to.
+        tokenizer: that made the ids.
+        datastore: also sort all suffixes.
+        orders: n of the n-grams of each table.
+    """
     fingerprint = tokenizer_fingerprint(tokenizer)
     files = []
     with Console(stderr=True).status(f"sorting {len(text):,} tokens"):

@@ -112,7 +112,11 @@ def prompts(settings: DemoSettings, console: Console) -> Iterator[str]:
 
 
 def run(settings: DemoSettings) -> None:
-    """Open the models once, then write a pair of texts for every prompt."""
+    """Open the models once, then write a pair of texts for every prompt.
+
+    Raises:
+        UserError: no draft, or models that do not fit each other.
+    """
     console = Console(highlight=False)
     if settings.draft is None and METHODS.get(settings.method or "vanilla", ("model",))[0] == "model":
         raise UserError("demo compares decoding without and with a draft; give --draft D, or --method prompt-lookup")

@@ -70,7 +70,11 @@ def writing_error(error: BaseException) -> str | None:
 
 
 def check_writable(folder: str | Path) -> Path:
-    """Refuse a folder that results cannot be written to, before hours are spent on them."""
+    """Refuse a folder that results cannot be written to, before hours are spent on them.
+
+    Raises:
+        UserError: it cannot be made, or no file can be made in it.
+    """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

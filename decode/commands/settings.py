@@ -268,6 +268,9 @@ def bench_settings(argv: Sequence[str], description: str = "", examples: str = "
     """Settings of ``bench``: the section ``bench`` of a configuration, and what follows from its other sections.
 
     A configuration names the run whose target and draft are measured, and the data they were made for.
+
+    Raises:
+        UserError: a file that is missing or not valid, or an unknown key.
     """
     settings = parse(
         BenchSettings,
@@ -293,7 +296,11 @@ def bench_settings(argv: Sequence[str], description: str = "", examples: str = "
 
 
 def required(settings: Any, *names: str) -> None:
-    """Refuse settings that were left out."""
+    """Refuse settings that were left out.
+
+    Raises:
+        UserError: naming the option.
+    """
     for name in names:
         if not getattr(settings, name):
             what = next((f.type for f in dataclasses.fields(settings) if f.name == name), "")

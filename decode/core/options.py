@@ -54,6 +54,11 @@ class Checked:
 def check_numbers(settings: Any, where: str = "", *, nested: bool = False) -> None:
     """Checks the fields of a constrained number type, whose values become plain numbers, and those of a few values.
 
+    Args:
+        settings: an instance of a dataclass.
+        where: put before the fields' names in errors.
+        nested: check the dataclasses in its fields too, under their dotted names.
+
     Raises:
         UserError: naming the field, its value and the values allowed.
     """

@@ -116,7 +116,14 @@ def same_weights(one: Any, other: Any) -> bool:
 def save_probes(
     folder: Path, model: PreTrainedModel, probes: Sequence[AcceptanceProbe], best: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a folder of probes; the description is replaced last, so that it never speaks of older weights."""
+    """Write a folder of probes; the description is replaced last, so that it never speaks of older weights.
+
+    Args:
+        folder: where to.
+        model: the model whose states they read.
+        probes: all of them.
+        best: for ``greedy`` and ``sampled`` the fastest `decode.methods.MethodOptions` of each method.
+    """
     tensors: dict[str, Tensor] = {}
     for probe in probes:
         tensors[f"{probe.name}/weight"] = probe.weight.contiguous().clone()
@@ -153,6 +160,13 @@ def load_probe(
     folder: str | Path, model: PreTrainedModel, layer: int, kind: str, labels: Sequence[str]
 ) -> AcceptanceProbe:
     """The probe of a folder for one layer of one model.
+
+    Args:
+        folder: as written by `save_probes`.
+        model: the model that will draft.
+        layer: layers that run before the exit.
+        kind: one of `KINDS`.
+        labels: acceptable labels, the preferred one first.
 
     Raises:
         UserError: no probes there, probes of another model, or none for this layer, kind and label.

@@ -62,6 +62,9 @@ def read_texts(path: Path) -> Iterator[str]:
 
     A line of JSON Lines is one document: its ``text``, or all its strings joined by newlines. Any other file
     is plain text and is cut at line ends every million characters.
+
+    Raises:
+        UserError: a line is not a JSON object.
     """
     with path.open(encoding="utf-8", errors="replace") as file:
         if path.suffix != ".jsonl":
@@ -82,7 +85,11 @@ def read_texts(path: Path) -> Iterator[str]:
 
 
 def tokenize_files(files: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Token ids of every document in ``files``, with a progress bar over the files' bytes."""
+    """Token ids of every document in ``files``, with a progress bar over the files' bytes.
+
+    Raises:
+        UserError: a file is missing.
+    """
     paths = [Path(file) for file in files]
     for path in paths:
         if not path.is_file():

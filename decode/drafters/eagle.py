@@ -19,7 +19,11 @@ from decode.models.eagle.runner import HeadRunner
 
 
 def head_of(draft: Runner | None) -> HeadRunner:
-    """The feature head among a method's parts."""
+    """The feature head among a method's parts.
+
+    Raises:
+        UserError: there is no draft, or it is a language model.
+    """
     if isinstance(draft, HeadRunner):
         return draft
     given = "no draft is given" if draft is None else "the draft given is a language model of its own, for vanilla"

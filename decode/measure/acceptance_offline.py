@@ -68,6 +68,14 @@ def offline_alphas(
 ) -> dict[str, list[OfflineAlpha]]:
     """Measure drafts on texts that the target generated, which it reads once for all of them.
 
+    Args:
+        target: p.
+        drafts: q, by name.
+        texts: (token ids, prompt length) of each text; those without a response are left out.
+        warp: the decoding mode.
+        depth: drafted tokens that feature heads are asked about.
+        seen: called with the logits of every text.
+
     Returns:
         For each draft the acceptance by text and position as first drafted token, of feature heads then as second,
         third, …: for means, errors, paired comparisons and replays.

@@ -128,7 +128,11 @@ class BatchForecast:
         )
 
     def to_dict(self, longest: int | None = None) -> dict[str, Any]:
-        """For JSON: the rows, vLLM's schedule of drafts up to `longest`, from where drafting loses, and the costs."""
+        """For JSON: the rows, vLLM's schedule of drafts up to `longest`, from where drafting loses, and the costs.
+
+        Args:
+            longest: the schedule's longest draft: vLLM wants none above ``num_speculative_tokens``.
+        """
         return {
             "batches": self.rows(),
             "num_speculative_tokens_per_batch_size": self.schedule(longest),

@@ -74,6 +74,12 @@ class BatchBenchmark:
     ) -> list[dict[str, Any]]:
         """Measure all entries on all suites at all batch sizes; the baselines are added.
 
+        Args:
+            suites: what the prompts are taken from, again from the start where they run out.
+            entries: in the order of the table; of transformers' methods only ``generate`` decodes batches.
+            batch_sizes: texts at once.
+            prompts: so many of each suite where the batch needs no more; None: all.
+
         Returns:
             The rows: ``suite``, ``temperature``, ``batch_size``, those that say what was measured, and `MEASURED`.
 

@@ -173,7 +173,15 @@ class Session:
     def measure_costs(
         self, items: Sequence[Item], drafts: Iterable[str], *, longest: int = 0, trees: bool = False, repeats: int = 21
     ) -> None:
-        """Fill `costs` for the target alone and for each draft, in the middle of a typical text."""
+        """Fill `costs` for the target alone and for each draft, in the middle of a typical text.
+
+        Args:
+            items: prompts, whose median length counts.
+            drafts: names of the drafts in use.
+            longest: the longest draft to come.
+            trees: also measure the widths of draft trees.
+            repeats: most turns of measurements.
+        """
         context = int(statistics.median(len(i.ids) for i in items)) + self.options.max_new_tokens // 2
         widths = [*range(1, LONGEST + 2), *range(20, longest + 5, 4), *(WIDE if trees else ())]
         pairs: dict[str | None, Runner | None] = {None: None} | {name: self.drafts[name] for name in drafts}

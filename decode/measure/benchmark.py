@@ -96,6 +96,12 @@ class Benchmark:
     ) -> list[dict[str, Any]]:
         """Measure all entries on all suites; the baselines are added at every temperature.
 
+        Args:
+            suites: prompts with their scorers.
+            entries: in the order of the table.
+            finished: blocks of an earlier run that need not be measured again.
+            on_block: called with every block that is complete.
+
         Returns:
             The rows of all blocks.
 

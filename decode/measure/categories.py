@@ -11,7 +11,17 @@ from decode.measure.statistics import Record, ratio_interval, speeds, sums_by
 def category_rows(
     record: Record, of: Mapping[str, Record], categories: Sequence[str], seed: int
 ) -> list[dict[str, Any]]:
-    """One row for each category: speeds, block efficiency and α with their bootstrap intervals over prompts."""
+    """One row for each category: speeds, block efficiency and α with their bootstrap intervals over prompts.
+
+    Args:
+        record: a method's texts.
+        of: the records that it is compared with (`speeds`).
+        categories: of each prompt.
+        seed: of the bootstrap.
+
+    Returns:
+        None where all prompts are of one category.
+    """
     names = list(dict.fromkeys(categories[: len(record.texts)]))
     if len(names) < 2:
         return []

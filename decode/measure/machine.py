@@ -77,6 +77,9 @@ def set_threads(runner: Runner, threads: int | None = None) -> tuple[int, str]:
 
     Returns:
         The count, and a sentence that says why.
+
+    Raises:
+        UserError: fewer than one thread.
     """
     if threads is not None:
         if threads < 1:

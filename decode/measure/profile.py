@@ -71,6 +71,14 @@ def profile_pair(
 ) -> PairProfile:
     """Measure costs and acceptance of a pair, and predict the speedup of every draft length.
 
+    Args:
+        session: target and drafts.
+        draft: the draft's name there.
+        items: prompts; the target answers them, and acceptance is measured on its answers.
+        warp: the decoding mode.
+        longest: longest draft to predict.
+        batch_sizes: also measure the costs of so many texts at once, and predict the speedups at these batch sizes.
+
     Raises:
         UserError: a model that decodes one text at a time, or a target that wrote nothing.
     """

@@ -147,7 +147,11 @@ def sums_by(groups: Sequence[int], a: Sequence[float], b: Sequence[float]) -> It
 
 
 def median_interval(values: Sequence[float], *, seed: int = 0, level: float = 0.95) -> tuple[float, float, float]:
-    """Median and its percentile bootstrap interval over the values."""
+    """Median and its percentile bootstrap interval over the values.
+
+    Returns:
+        The median, and the ends of the interval, which always contains it; NaN without values.
+    """
     known = np.array([v for v in values if math.isfinite(v)])
     middle, low, high = bootstrap(known, lambda drawn: np.median(drawn, axis=1), seed=seed, level=level)
     return middle, min(middle, low), max(middle, high)

@@ -83,6 +83,19 @@ def config_for(
 ) -> PretrainedConfig:
     """The configuration of a model of this shape, its special tokens taken from the tokenizer.
 
+    Args:
+        model_type: family as transformers names it.
+        width: of the hidden states.
+        layers: depth.
+        heads: attention heads.
+        vocab: tokens.
+        kv_heads: key and value heads; None: as many as heads.
+        inner: width inside the MLP; None: 8/3 of the width, rounded up to a multiple of 32.
+        positions: longest text.
+        tied: one matrix for embedding and head.
+        tokenizer: gives the special tokens.
+        extra: further fields of the family's configuration class.
+
     Raises:
         UserError: a family that transformers does not know, or fields that it refuses.
     """

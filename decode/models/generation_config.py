@@ -54,7 +54,13 @@ def own_processors(model: PreTrainedModel) -> list[LogitsProcessor]:
 
 
 def own_warp(model: PreTrainedModel, temperature: float, given: Mapping[str, Any]) -> Warp:
-    """The sampling of a target: what is given, else what its ``generation_config`` says, else nothing."""
+    """The sampling of a target: what is given, else what its ``generation_config`` says, else nothing.
+
+    Args:
+        model: the target.
+        temperature: 0 is greedy.
+        given: of `NEUTRAL`'s settings those that a user has set; None leaves one to the model.
+    """
     settings = NEUTRAL | own_sampling(model) | {name: value for name, value in given.items() if value is not None}
     return Warp(temperature, **settings, processors=own_processors(model))
 

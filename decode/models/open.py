@@ -103,6 +103,13 @@ def load_model(
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode.
 
+    Args:
+        name: folder or Hub name, or a GGUF file (needs the package gguf).
+        device: where it goes; ignored with a `device_map`.
+        dtype: one of `DTYPES`, or ``auto`` (see `choose_dtype`).
+        device_map: passed to transformers, to spread a model over several devices.
+        trust_remote_code: run code that the Hub repository brings.
+
     Raises:
         UserError: the model cannot be found or read, its files are damaged or do not fit each other, a package is
             missing, or the device or number format is unknown.
@@ -157,7 +164,11 @@ def load_model(
 
 
 def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or Hub name, or of a GGUF file."""
+    """The tokenizer of a folder or Hub name, or of a GGUF file.
+
+    Raises:
+        UserError: it cannot be found or read.
+    """
     packed = gguf_file(name)
     folder, extra = (packed.parent, {"gguf_file": packed.name}) if packed else (name, {})
     try:
@@ -167,7 +178,11 @@ def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 
 
 def load_config(name: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration of a folder, a Hub name or a GGUF file, without its weights."""
+    """The configuration of a folder, a Hub name or a GGUF file, without its weights.
+
+    Raises:
+        UserError: it cannot be found or read.
+    """
     packed = gguf_file(name)
     try:
         return gguf_config(packed) if packed else AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -186,6 +201,14 @@ def open_draft(
     trust_remote_code: bool = False,
 ) -> DraftModel:
     """A draft model, on the target's device and in its number format, after their tokenizers have been compared.
+
+    Args:
+        name: folder or Hub name of a language model, or folder of a feature head of this target.
+        target: the model it drafts for.
+        tokenizer: the target's.
+        vocabulary: what to do where the draft's tokenizer differs: ``same`` refuses it, ``intersection`` makes it a
+            `ForeignDraft`.
+        trust_remote_code: run code that the Hub repository brings.
 
     Raises:
         UserError: it or its tokenizer cannot be read, its token ids mean other strings, or the vocabularies have too
@@ -213,6 +236,9 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
     """Refuse a draft whose token ids mean other strings than the target's.
 
     Padded vocabularies of one family pass: only ids that both tokenizers name are compared.
+
+    Raises:
+        UserError: with the first id that differs.
     """
     ours = {i: t for t, i in target.get_vocab().items()}
     theirs = {i: t for t, i in draft.get_vocab().items()}

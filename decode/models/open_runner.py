@@ -164,6 +164,9 @@ def compare(model: PreTrainedModel, runner: Runner) -> RunnerCheck:
     """Read a text in pieces, roll back and read another, then a tree of which a path is kept: against fresh forwards.
 
     About ten forwards of a few tokens; past the end of the attention window where that is at most `NEAR`.
+
+    Raises:
+        UserError: logits that are not finite.
     """
     config: Any = model.config.get_text_config()
     windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size"))

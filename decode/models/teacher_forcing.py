@@ -34,6 +34,12 @@ def teacher_forced(
 ) -> Iterator[Forced]:
     """Read all texts that have a response with the target and with every draft, those of similar length together.
 
+    Args:
+        target: p.
+        drafts: q, by name.
+        texts: token ids, and how many of them are the prompt.
+        depth: drafted tokens that feature heads are asked about.
+
     Yields:
         The logits of each text, shortest text first.
     """

@@ -62,6 +62,11 @@ def chat_ids(
 
     They are those of transformers' ``apply_chat_template``.
 
+    Args:
+        tokenizer: of the target, with a chat template.
+        messages: the turns so far.
+        template_args: further variables of the template, such as ``enable_thinking``.
+
     Raises:
         UserError: the tokenizer has no chat template, or the template refuses the messages.
     """
@@ -69,7 +74,11 @@ def chat_ids(
 
 
 def written_ids(tokenizer: PreTrainedTokenizerBase, chat: str) -> list[int]:
-    """Ids of a chat that a template has written; nothing is added."""
+    """Ids of a chat that a template has written; nothing is added.
+
+    Raises:
+        UserError: the template wrote nothing.
+    """
     (ids,) = plain_ids(tokenizer, [chat])
     if not ids:
         raise UserError("the chat template writes nothing for these messages; give another template, or plain prompts")
@@ -83,7 +92,11 @@ def user_says(text: str, system: str | None = None) -> list[Message]:
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> None:
-    """Refuse a chat template that does not write the assistant's turns, or not the system message to be used."""
+    """Refuse a chat template that does not write the assistant's turns, or not the system message to be used.
+
+    Raises:
+        UserError: which of them it does not write or accept.
+    """
     answer = {"role": "assistant", "content": "MARKED ANSWER"}
     try:
         with_answer = render_chat(tokenizer, [*user_says("MARKED QUESTION"), answer], ask=False)
@@ -113,6 +126,12 @@ def render_chat(
     template_args: Mapping[str, Any] | None = None,
 ) -> str:
     """A chat as its template writes it.
+
+    Args:
+        tokenizer: of the target, with a chat template.
+        messages: the turns.
+        ask: end with what stands before the assistant's next turn (``add_generation_prompt``).
+        template_args: further variables of the template.
 
     Raises:
         UserError: no chat template, or one that does not accept these messages.
@@ -157,7 +176,11 @@ def continuation_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -
 
 
 def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Id of the end-of-text token."""
+    """Id of the end-of-text token.
+
+    Raises:
+        UserError: the tokenizer has none.
+    """
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
         raise UserError(
@@ -241,6 +264,12 @@ def stop_at(
 
     A round emits several tokens, so the text may end inside it; what follows is dropped, as if the tokens had come
     one by one.
+
+    Args:
+        rounds: from `decode.loop.rounds`.
+        prompt: token ids before the first round.
+        tokenizer: of the target.
+        strings: the stop strings; none passes the rounds through.
     """
     if not strings:
         yield from rounds

@@ -132,6 +132,9 @@ def problem(seed: int, split: str, index: int, difficulty: int = 1) -> Problem:
         index: position in the sequence, from 0.
         difficulty: 1 (one or two calculations, results below 100), 2 (two or three, below 1000) or
             3 (two to four, below 10000).
+
+    Raises:
+        UserError: unknown split or difficulty.
     """
     if split not in SPLITS:
         raise UserError(f"split {split!r} is unknown: choose train, validation or test")

@@ -45,7 +45,12 @@ COLUMNS = [
 
 
 def write_all_runs(runs: Sequence[str] = (), output: str | None = None) -> None:
-    """Write the page of all runs, and print where."""
+    """Write the page of all runs, and print where.
+
+    Args:
+        runs: folders; none: ``runs``.
+        output: the page; None: index.html in the folder that holds the runs.
+    """
     comparisons, notes = read_runs(find_reports(list(runs) or ["runs"]))
     first = Path((*runs, "runs")[0]).resolve()
     file = Path(output) if output else (first.parent if runs else first) / "index.html"

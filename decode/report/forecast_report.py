@@ -56,6 +56,9 @@ def record_forecast(forecast: BatchForecast, draft: Path, machine: Mapping[str, 
     """Write the forecast into the draft's speculation_profile.json and model card, where there are any.
 
     Draft lengths above the profile's ``num_speculative_tokens`` are none that vLLM takes, and are not written.
+
+    Returns:
+        The files written.
     """
     path, card = draft / "speculation_profile.json", draft / "README.md"
     content = read_json(path)

@@ -122,7 +122,17 @@ def speedup_bars(rows: Iterable[Row], title: str = "Speedup over no draft") -> s
 
 @mpl.rc_context(STYLE)
 def points(rows: Sequence[Row], x: str, y: str, title: str, xlabel: str, ylabel: str, diagonal: bool = False) -> str:
-    """One named point a method; relaxed methods are hollow."""
+    """One named point a method; relaxed methods are hollow.
+
+    Args:
+        rows: ``{name, lossless?: bool, <x>, <y>}``.
+        x: key of the horizontal axis.
+        y: key of the vertical axis.
+        title: of the figure.
+        xlabel: quantity and formula.
+        ylabel: quantity and formula.
+        diagonal: draw the line on which both agree instead of the one at 1.
+    """
     axes = new_axes(title, xlabel, ylabel)
     rows = [row for row in rows if finite(row.get(x)) and finite(row.get(y))]
     for i, row in enumerate(rows):

@@ -46,7 +46,11 @@ class Comparison:
 
 
 def find_reports(paths: Sequence[str]) -> list[Path]:
-    """The report.json files at or below the given folders; files of other names are passed over."""
+    """The report.json files at or below the given folders; files of other names are passed over.
+
+    Raises:
+        UserError: a path does not exist, or there is no report at all.
+    """
     found: dict[Path, None] = {}
     for name in paths:
         path = Path(name)

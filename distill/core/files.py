@@ -103,7 +103,11 @@ def fingerprint(*parts: object) -> str:
 
 @contextmanager
 def only_one(path: Path) -> Iterator[None]:
-    """Keeps a second process out of a run's folder. The lock ends with the process, however it ends."""
+    """Keeps a second process out of a run's folder. The lock ends with the process, however it ends.
+
+    Raises:
+        UserError: Another process holds it.
+    """
     try:
         import fcntl
     except ImportError:  # Windows has no such lock

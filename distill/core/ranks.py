@@ -38,7 +38,12 @@ def is_first() -> bool:
 
 
 def local_device(accelerator: str, devices: int | str = "auto") -> torch.device:
-    """The device on which Lightning trains in this process; it is the same before training has begun."""
+    """The device on which Lightning trains in this process; it is the same before training has begun.
+
+    Args:
+        accelerator: ``trainer.accelerator``.
+        devices: ``trainer.devices``; a list such as ``1,3`` names the GPUs that the processes take in turn.
+    """
     if not _on_gpus(accelerator):
         return torch.device("cpu")
     own, listed = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0), _listed(devices)

@@ -35,6 +35,11 @@ class FeatureSource:
 
     Attributes:
         ids: these ids; None: all.
+
+    Args:
+        model: the target. With a signal that is kept only its embedding and its head stay referenced.
+        head: tells which states are its feature, and which ids it drafts.
+        signal: what batches carry; ``recompute``: nothing.
     """
 
     def __init__(self, model: PreTrainedModel, head: FeatureHead, signal: TargetSignal) -> None:

@@ -21,7 +21,14 @@ from distill.teacher.target_distribution import TargetSignal
 def prepare_head(
     context: StageContext, head: FeatureHead, objective: Objective, share: float = 0.0
 ) -> DistillData[FeatureSource]:
-    """As `distill.teacher.prepare.prepare`, for a feature head."""
+    """As `distill.teacher.prepare.prepare`, for a feature head.
+
+    Args:
+        context: settings, data and folder.
+        head: which states it reads and which ids it drafts.
+        objective: of the draft.
+        share: of the examples whose responses the head will write itself.
+    """
     settings, run, folder = context.settings, context.run, context.run.work / "signals"
     wanted = settings.target
     model = load_model(

@@ -53,6 +53,15 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure a run's drafts on the corpus's test prompts.
 
+    Args:
+        run: the folder with the target and the drafts; ``distillspec`` is what the others are compared with, in
+            pairs, and ``adaspec`` is the one to be exported.
+        settings: `evaluation` says how much is measured, `data.source` how answers are scored.
+        corpus: gives the test prompts.
+        device: where everything is measured, in the number format `evaluation.dtype`.
+        evaluation: how drafts of another kind are measured.
+        console: where progress is shown.
+
     Returns:
         The report but for its name and settings: ``target``, ``drafts``, ``paired``, ``decoding``, ``profile``,
         ``analysis``, ``samples``, ``machine``, ``created``.

@@ -65,6 +65,9 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
 
     Returns:
         The folder of ``ablation.json`` and ``ablation.md``.
+
+    Raises:
+        UserError: Settings that cannot be used.
     """
     settings.validate()
     settings.ablation.validate()

@@ -100,7 +100,11 @@ class TrainingCase:
 
 
 def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict[str, Any]:
-    """Measures, prints a table, writes the numbers."""
+    """Measures, prints a table, writes the numbers.
+
+    Raises:
+        UserError: Settings that cannot be used.
+    """
     settings.validate()
     settings.speed.validate()
     hf_logging.disable_progress_bar()

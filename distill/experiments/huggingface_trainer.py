@@ -37,7 +37,15 @@ def examples(rows: TokenDataset, schedule: Schedule, steps: int) -> list[dict[st
 
 
 def selective_loss(draft: Tensor, target: Tensor, reference: Tensor, k: float, *, mean: bool) -> Tensor:
-    """AdaSPEC's loss from whole logits of label positions, ``[rows, vocab]`` each; their mean, or over all rows."""
+    """AdaSPEC's loss from whole logits of label positions, ``[rows, vocab]`` each; their mean, or over all rows.
+
+    Args:
+        draft: Logits that carry the gradient.
+        target: Of the frozen target.
+        reference: Of the frozen reference.
+        k: Share of the rows that is selected.
+        mean: Divide by the selected rows instead of by all.
+    """
     p = functional.softmax(target.float(), dim=-1)
     kl = torch.nn.KLDivLoss(reduction="none")
     actual = kl(functional.log_softmax(draft.float(), dim=-1), p).sum(-1)

@@ -34,6 +34,10 @@ ROWS = (
 def export_profile(report: Mapping[str, Any], draft: str = "adaspec") -> dict[str, Any]:
     """What a run's report says of one draft, as `distill.export.draft.export_draft` wants it.
 
+    Args:
+        report: as `distill.report.write.write_report` takes it.
+        draft: name of the exported draft in the report.
+
     Returns:
         The numbers of the draft at its fastest measured greedy length. `best_draft_length` is absent if greedy
         decoding was not measured.
@@ -130,7 +134,20 @@ def model_card(
     trained_vocabulary: int,
     notes: Sequence[str] = (),
 ) -> str:
-    """The README.md of an exported draft: what it is, what was measured, how to use it."""
+    """The README.md of an exported draft: what it is, what was measured, how to use it.
+
+    Args:
+        profile: optional keys `draft_name`, `target_name`, `offline_alpha`, `offline_alpha_se`, `alpha`,
+            `block_efficiency`, `accepted_per_drafted`, `speedup`, `speedup_ci95`, `speedup_vs_generate`,
+            `predicted_speedup`, `cost_ratio`, `break_even_alpha`, `best_draft_length`, `identical_to_target`,
+            `conditions`. What is absent is left out.
+        model: the exported model.
+        target: the target's folder or hub name, for the commands.
+        folder: the export's folder, for the commands.
+        length: drafted tokens per round.
+        trained_vocabulary: vocabulary size before padding or cutting.
+        notes: further ones of this pair; empty ones are left out.
+    """
     return _card(
         "draft", profile, model, str(profile.get("target_name") or target), folder, length, notes,
         vocabulary=model.config.get_text_config().vocab_size, trained_vocabulary=trained_vocabulary,
@@ -176,7 +193,15 @@ def _card(
 def commands(
     target: str, draft: str, length: int, kind: str = "draft", *, token_map: bool = False
 ) -> list[tuple[str, str, str]]:
-    """(title, language, lines to paste) for each engine that takes drafts of this kind."""
+    """(title, language, lines to paste) for each engine that takes drafts of this kind.
+
+    Args:
+        target: folder or hub name.
+        draft: the export's folder.
+        length: drafted tokens per round.
+        kind: draft, eagle or eagle3.
+        token_map: the head is of EAGLE-1 and has a reduced vocabulary.
+    """
     given = {"target": target, "draft": draft, "length": length, "kind": kind, "token_map": token_map and TOKEN_MAP}
     engines = yaml.safe_load((HERE / "commands.yaml").read_text(encoding="utf-8"))
     return [

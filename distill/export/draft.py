@@ -54,6 +54,19 @@ def export_draft(
 ) -> Path:
     """Exports the draft for use with transformers, vLLM and SGLang.
 
+    Args:
+        draft_dir: the trained draft (Hugging Face folder).
+        target_dir: its target (folder or hub name); only configuration and tokenizer are read.
+        out_dir: destination; an earlier export there is replaced once the new one is complete. It may be
+            `draft_dir` itself.
+        profile: what was measured. `best_draft_length` is required unless `settings.draft_length` is set;
+            `distill.export.card.speculation_profile` and `model_card` list the optional keys.
+        settings: number format, draft length, confidence threshold.
+        trust_remote_code: allow model code that comes with the folders.
+
+    Returns:
+        `out_dir`.
+
     Raises:
         UserError: a path that vLLM would read as another method, a folder that is no earlier export, different
             tokenizers, or a missing draft length.
@@ -111,6 +124,9 @@ def check_export_path(
     """Refuses a destination that vLLM would misread, or that holds something other than a model.
 
     Cheap: call it before training starts.
+
+    Raises:
+        UserError: naming the offending part of the path.
     """
     path = Path(out_dir).resolve()
     for name in sniffed:
@@ -220,7 +236,11 @@ def add_legacy_fields(path: Path) -> None:
 
 
 def draft_length(profile: Mapping[str, Any], settings: ExportSettings) -> int:
-    """The draft length set, or else the best measured one."""
+    """The draft length set, or else the best measured one.
+
+    Raises:
+        UserError: neither is a length.
+    """
     length = settings.draft_length if settings.draft_length is not None else profile.get("best_draft_length")
     if not isinstance(length, int) or length < 0 or (settings.draft_length == 0):
         raise UserError(

@@ -54,6 +54,17 @@ def export_head(
 ) -> Path:
     """Export a head; an earlier export in the same place is replaced once the new one is complete.
 
+    Args:
+        head_dir: the trained head.
+        target_dir: its target.
+        out_dir: destination.
+        profile: what was measured, as for `distill.export.draft.export_draft`.
+        settings: number format and draft length.
+        trust_remote_code: run the code that the target's folder brings.
+
+    Returns:
+        `out_dir`.
+
     Raises:
         UserError: a destination that holds something else, or a missing draft length.
     """
@@ -152,5 +163,9 @@ def _check_version_3(config: Mapping[str, Any], tables: list[str]) -> None:
 
 
 def check_head_path(out_dir: str | Path, version: int) -> None:
-    """See `distill.export.draft.check_export_path`; below a path with ``eagle3`` vLLM takes any head for EAGLE-3."""
+    """See `distill.export.draft.check_export_path`; below a path with ``eagle3`` vLLM takes any head for EAGLE-3.
+
+    Raises:
+        UserError: naming the offending part.
+    """
     check_export_path(out_dir, ("eagle3",) if version == 1 else (), "an EAGLE-1 head")

@@ -9,7 +9,15 @@ from distill.config.export import ExportSettings
 
 
 def check_gguf(settings: ExportSettings, head: int | None = None) -> None:
-    """Refuse GGUF files that cannot be written; cheap: call it before training starts."""
+    """Refuse GGUF files that cannot be written; cheap: call it before training starts.
+
+    Args:
+        settings: of the export.
+        head: 1 or 3 where the draft is an EAGLE head of that version.
+
+    Raises:
+        UserError: the converter is not installed, or takes no heads of this version.
+    """
     if "gguf" in settings.formats:
         find_converter()
         if head == 1:
@@ -17,7 +25,11 @@ def check_gguf(settings: ExportSettings, head: int | None = None) -> None:
 
 
 def export_gguf(export: Path, target: Path, settings: ExportSettings) -> list[Path]:
-    """Write ``gguf/target-<type>.gguf`` and ``gguf/draft-<type>.gguf`` into an export, if its formats ask for them."""
+    """Write ``gguf/target-<type>.gguf`` and ``gguf/draft-<type>.gguf`` into an export, if its formats ask for them.
+
+    Raises:
+        UserError: the converter refuses a model.
+    """
     if "gguf" not in settings.formats:
         return []
     folder, of = export / "gguf", target if is_head(export) else None

@@ -83,7 +83,11 @@ class OnPolicy:
         return {"window": self._window, "texts": self._texts, "label_tokens": self.label_tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes it back."""
+        """Takes it back.
+
+        Raises:
+            UserError: it was written by another number of processes.
+        """
         if state["texts"] and len(state["texts"]) != ranks.world():
             raise UserError(
                 f"the checkpoint holds texts of {len(state['texts'])} processes and this run has {ranks.world()}: "

@@ -22,7 +22,15 @@ LONGEST_WAIT = 30.0  # seconds between two tries, at most
 def answered_by_server(
     settings: ResponseSettings, seed: int, tokenizer: PreTrainedTokenizerBase, ends: Collection[int], target: Path
 ) -> Answer:
-    """Answers by the server of ``settings.server``, each as soon as it comes."""
+    """Answers by the server of ``settings.server``, each as soon as it comes.
+
+    Args:
+        settings: Sampling and server.
+        seed: Sent with every request, different for each; what servers make of it differs.
+        tokenizer: The target's; responses come as text.
+        ends: End-of-text tokens.
+        target: The target's folder, named in the advice where no server answers.
+    """
     client = Client(settings, seed, tokenizer, ends, target)
 
     def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:

@@ -35,7 +35,14 @@ class Job:
 def make_jobs(
     rows: TokenDataset, split: Mapping[str, Sequence[str]], settings: ResponseSettings, limit: int
 ) -> list[Job]:
-    """The prompts of a split: what comes before the first label, or a quarter of a block of plain text."""
+    """The prompts of a split: what comes before the first label, or a quarter of a block of plain text.
+
+    Args:
+        rows: The data set's own examples.
+        split: Their columns ``prompt`` and ``messages`` (see `distill.data.Corpus`).
+        settings: Says how long a response may be.
+        limit: Longest prompt and response together, in tokens.
+    """
     return [
         Job(i, ids := rows.prompt(i), text, max(0, min(settings.max_new_tokens, limit - len(ids))), messages)
         for i, text, messages in zip(range(len(rows)), split["prompt"], split["messages"])
@@ -43,7 +50,14 @@ def make_jobs(
 
 
 def answered_here(model: PreTrainedModel, settings: ResponseSettings, seed: int, stop_ids: Collection[int]) -> Answer:
-    """Answers by the model itself, in groups of equal prompts whatever is missing, so that bits repeat."""
+    """Answers by the model itself, in groups of equal prompts whatever is missing, so that bits repeat.
+
+    Args:
+        model: The target.
+        settings: Sampling and batch size.
+        seed: With the example's number it decides the response.
+        stop_ids: End-of-text tokens.
+    """
     warp = Warp(settings.temperature, top_p=settings.top_p)
 
     def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:

@@ -43,7 +43,14 @@ class Objective:
         return replace(self.selection, k=self.k_start + share * (self.selection.k - self.k_start))
 
     def request(self, step: int, drafted: Drafted, responses: int | None = None, *, metrics: bool) -> LossRequest:
-        """What to compute of the rows of a drafting step."""
+        """What to compute of the rows of a drafting step.
+
+        Args:
+            step: Which optimiser step.
+            drafted: The rows, with the reference's losses where there is a selection.
+            responses: Examples with labels in the whole optimiser step; None: those of the batch.
+            metrics: Whether alpha and agreement are wanted.
+        """
         loss, selection = self.divergence_at(step), self.selection_at(step)
         if selection is None:
             return LossRequest(loss, metrics=metrics, mass=drafted.mass)
@@ -64,7 +71,13 @@ def divergence_of(settings: DistillSettings, name: DivergenceName | None = None)
 
 
 def objective_of(draft: AdaSpecSettings, reference: DistillSettings, steps: int) -> Objective:
-    """The objective that a draft's settings describe."""
+    """The objective that a draft's settings describe.
+
+    Args:
+        draft: Its settings.
+        reference: Those of DistillSpec, whose divergence it has unless it names another.
+        steps: Optimiser steps in all.
+    """
     loss, warmup = divergence_of(reference, draft.divergence), round(draft.kl_first * steps)
     weigh = None if draft.weigh_by == "none" else BlockWeights(draft.weigh_by, draft.block)
     if isinstance(draft, ComparisonSettings) and draft.method == "distillspec":

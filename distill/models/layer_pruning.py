@@ -37,7 +37,11 @@ def kept_layers(layers: int | list[int], total: int) -> list[int]:
 
 @torch.no_grad()
 def cut(target: PreTrainedModel, layers: int | list[int]) -> PreTrainedModel:
-    """A model of the target's family with some of its layers; its weights are copies."""
+    """A model of the target's family with some of its layers; its weights are copies.
+
+    Raises:
+        UserError: the layers cannot be reached, or `layers` do not fit.
+    """
     check_structure(target)
     stack = decoder_layers(target)
     kept = kept_layers(layers, len(stack))

@@ -63,7 +63,17 @@ def exit_weights(settings: LayerSkipSettings, layers: int, exits: list[int]) -> 
 
 
 class LayerSkip:
-    """Applies the recipe to a model in training mode; in evaluation no layer is dropped."""
+    """Applies the recipe to a model in training mode; in evaluation no layer is dropped.
+
+    Args:
+        model: any causal LM whose layers can be found.
+        settings: the recipe.
+        steps: optimiser steps in all.
+        scratch: the model starts from random weights.
+
+    Raises:
+        UserError: the layers cannot be reached, or there is only one.
+    """
 
     def __init__(self, model: PreTrainedModel, settings: LayerSkipSettings, steps: int, *, scratch: bool) -> None:
         check_structure(model)

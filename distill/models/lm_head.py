@@ -129,7 +129,11 @@ def _last_mlp(model: PreTrainedModel) -> nn.Module | None:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel, head: LMHead) -> None:
-    """Make sure that ``head(last_hidden)`` is what the model's own forward computes."""
+    """Make sure that ``head(last_hidden)`` is what the model's own forward computes.
+
+    Raises:
+        UserError: weights that are not numbers, or an architecture whose logits come from somewhere else too.
+    """
     was_training = model.training
     model.eval()
     vocab = model.get_input_embeddings().num_embeddings

@@ -21,7 +21,11 @@ HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
 def build_config(shape: Architecture, vocab: int, tokenizer: PreTrainedTokenizerBase | None = None) -> PretrainedConfig:
-    """The configuration of a model from scratch, its special tokens taken from the tokenizer."""
+    """The configuration of a model from scratch, its special tokens taken from the tokenizer.
+
+    Raises:
+        UserError: A family that transformers does not know, or fields that it refuses.
+    """
     return config_for(
         shape.model_type,
         width=shape.hidden_size,
@@ -61,7 +65,11 @@ def load_or_build(
 
 
 def source_folder(model: str) -> Path:
-    """The folder of a model that is used as it is; a Hub repository is downloaded to the usual cache."""
+    """The folder of a model that is used as it is; a Hub repository is downloaded to the usual cache.
+
+    Raises:
+        UserError: there is no such model.
+    """
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -106,7 +114,11 @@ def _unreachable(model: str, error: Exception) -> UserError:
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Lets the model compute its layers' activations again in the backward pass instead of keeping them."""
+    """Lets the model compute its layers' activations again in the backward pass instead of keeping them.
+
+    Raises:
+        UserError: Its architecture cannot.
+    """
     if not model.supports_gradient_checkpointing:
         raise UserError(
             f"{type(model).__name__} has no gradient checkpointing: set trainer.gradient_checkpointing to false"

@@ -41,7 +41,16 @@ PLAIN_CHAT = (
 
 
 def shrink(settings: Settings, console: Console | None = None, *, untie: bool = False) -> Settings:
-    """Settings of the same run in miniature, with the models and rows it needs made under ``<name>-dry-run``."""
+    """Settings of the same run in miniature, with the models and rows it needs made under ``<name>-dry-run``.
+
+    Args:
+        settings: of the run.
+        console: told what stands for what.
+        untie: give the target a head of its own; random models with a tied one repeat the last token at every layer.
+
+    Raises:
+        UserError: The settings are refused as they are.
+    """
     settings.validate()
     console = console or Console()
     small = copy.deepcopy(settings)

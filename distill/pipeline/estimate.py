@@ -60,7 +60,11 @@ def measure_machine() -> Machine:
 
 
 def estimate(settings: Settings, machine: Machine) -> list[Step]:
-    """The parts of a run, in order; the models' configurations have to be on this machine."""
+    """The parts of a run, in order; the models' configurations have to be on this machine.
+
+    Raises:
+        UserError: a model cannot be found.
+    """
     data, reference, evaluation = settings.data, settings.reference, settings.evaluation
     vocab = data.tokenizer_vocab_size
     config = _config(settings.target, vocab)

@@ -23,6 +23,12 @@ def adopt(
     """Takes stages over from runs that made them from the same inputs; returns whose folder each one was.
 
     Files are linked, not copied, where the file system allows it: nothing is ever changed in place.
+
+    Args:
+        run: takes over what it does not have.
+        settings: its own.
+        others: runs to look at.
+        only: stages to take; None takes all.
     """
     taken, others = {}, list(others)
     for stage, (key, _) in stage_fingerprints(settings).items():

@@ -49,7 +49,11 @@ from distill.tracking.logger import finish, log_draft, log_report, make_logger, 
 
 
 def run_pipeline(settings: Settings, console: Console | None = None) -> RunDir:
-    """Everything that ``python -m distill`` does."""
+    """Everything that ``python -m distill`` does.
+
+    Raises:
+        UserError: Settings, data or models that cannot be used.
+    """
     settings.validate()
     console = (console or Console()) if ranks.is_first() else Console(quiet=True)
     run = run_of(settings)
@@ -76,6 +80,9 @@ def alone_in(run: RunDir, settings: Settings, console: Console | None = None) ->
     """Inside, the run's folder is this process's, without what a killed one was writing, and the threads are set.
 
     Models out of packages are there.
+
+    Raises:
+        UserError: Another process is working there.
     """
     hf_logging.disable_progress_bar()  # a bar for every file read or written hides what matters
     if settings.threads is not None:

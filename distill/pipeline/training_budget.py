@@ -54,7 +54,14 @@ def label_tokens(plan: Plan, rows: TokenDataset, schedule: Schedule) -> int:
 
 
 def account(plan: Plan, tokens: int, selected: int | None = None, reference: Account | None = None) -> Account:
-    """The account of a finished training."""
+    """The account of a finished training.
+
+    Args:
+        plan: Its steps and batch.
+        tokens: Its label tokens.
+        selected: Tokens selected in all; None: every label token.
+        reference: Account of the reference that the selection needed.
+    """
     return Account(
         optimiser_steps=plan.steps,
         examples=plan.steps * plan.batch_size,

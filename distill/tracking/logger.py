@@ -23,6 +23,12 @@ from distill.tracking.wandb_run import StagedWandb, WandbRun
 def make_logger(settings: TrackerSettings, run_dir: str | Path, name: str, config: Mapping[str, Any]) -> Logger | None:
     """The logger of a whole pipeline run; `for_stage` turns it into the one for a stage's trainer.
 
+    Args:
+        settings: which tracker, and how.
+        run_dir: the run's folder; everything is written below it (`wandb/`, `csv/` or `tensorboard/`).
+        name: the run's display name.
+        config: all settings of the run as plain data, recorded once.
+
     Returns:
         A Lightning logger, or None for `kind: none`.
 

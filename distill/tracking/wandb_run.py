@@ -30,7 +30,17 @@ INIT_SECONDS = 10.0
 
 
 class WandbRun:
-    """A W&B run that starts when first needed and goes on under the same id after a kill."""
+    """A W&B run that starts when first needed and goes on under the same id after a kill.
+
+    Args:
+        settings: project, mode, tags.
+        run_dir: folder of the pipeline run; W&B's files go to `run_dir/wandb`.
+        name: display name.
+        config: all settings of the pipeline; the id is kept as long as they stay the same.
+
+    Raises:
+        UserError: online was asked for and there is no key.
+    """
 
     def __init__(self, settings: TrackerSettings, run_dir: Path, name: str, config: Mapping[str, Any]) -> None:
         self.settings, self.run_dir, self.name, self.config = settings, run_dir, name, dict(config)

@@ -47,6 +47,11 @@ class ResumeCheckpoint(_Movable):
     """Everything needed to go on, every so many steps and at the end; the two newest are kept.
 
     Where a validation follows a step, the checkpoint follows the validation: a continued run has its result.
+
+    Args:
+        folder: Where they go, as ``step-N.ckpt``.
+        every: Steps between them.
+        best: Keeps the best weights; files of it that a checkpoint here names are left until it is removed.
     """
 
     def __init__(self, folder: Path, every: int, best: BestWeights) -> None:
@@ -122,7 +127,11 @@ class BestWeights(_Movable):
             super()._remove_checkpoint(trainer, filepath)
 
     def restore(self, model: nn.Module) -> None:
-        """Loads them."""
+        """Loads them.
+
+        Raises:
+            UserError: There was no validation.
+        """
         if not self.best_model_path:
             raise UserError("the stage ended before its first validation, so there are no weights to keep")
         state = torch.load(self.best_model_path, map_location="cpu", weights_only=True)["state_dict"]

@@ -25,7 +25,13 @@ class Fsdp(ModelParallelStrategy):
 
 
 def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh) -> Any:
-    """Spreads the weights of ``root``: each layer of the model by itself, everything else together."""
+    """Spreads the weights of ``root``: each layer of the model by itself, everything else together.
+
+    Args:
+        root: The module whose forward everything runs in.
+        model: The model in it.
+        mesh: The ranks, one-dimensional.
+    """
     from torch.distributed.fsdp import fully_shard
 
     for layer in decoder_layers(model):

@@ -132,6 +132,10 @@ class TrigramDrafter(Drafter):
 def open_adaptix(
     folder: str | Path, tokenizer: PreTrainedTokenizerBase | None, *, order: int = 3, best_first: bool = False
 ) -> TrigramDrafter:
-    """Adaptix with the paper's settings over the n-gram table in ``folder``."""
+    """Adaptix with the paper's settings over the n-gram table in ``folder``.
+
+    Raises:
+        UserError: no tokenizer, or a table that is missing, damaged, or of another tokenizer.
+    """
     table = NgramTable.open(folder, require_fingerprint(tokenizer), order=order)
     return TrigramDrafter(table, "best-first" if best_first else "mcts")

@@ -99,7 +99,11 @@ class NgramTable:
 
     @classmethod
     def open(cls, path: str | Path, fingerprint: str, *, order: int = 3, verify: bool = True) -> NgramTable:
-        """Map the table of this order in the folder ``path``."""
+        """Map the table of this order in the folder ``path``.
+
+        Raises:
+            UserError: missing, truncated, corrupt, or of another tokenizer.
+        """
         file = table_file(path, order)
         _, arrays = map_arrays(file, kind=KIND, fingerprint=fingerprint, verify=verify)
         return cls(arrays, order)

@@ -170,6 +170,14 @@ def best_tree(root: int, successors: Successors, *, bits: int, mask: int, nodes:
 
     The probability of a node is the product along its path of the weights, normalised where they exceed 1 in
     sum. No node is likelier than its parent, so a best-first search takes the nodes in order.
+
+    Args:
+        root: the packed context.
+        successors: tokens and weights that follow a packed context.
+        bits: bits per token of a packed context.
+        mask: keeps the tokens of a context.
+        nodes: size of the tree.
+        depth: deepest node.
     """
     tree = Trie()
     frontier: list[tuple[float, int, int, int, int, int]] = []

@@ -118,7 +118,16 @@ class Datastore:
 
     @classmethod
     def open(cls, path: str | Path, fingerprint: str, *, verify: bool = True) -> Datastore:
-        """Map the datastore in the folder ``path``."""
+        """Map the datastore in the folder ``path``.
+
+        Args:
+            path: the folder that `build` wrote.
+            fingerprint: of the tokenizer in use.
+            verify: compare the checksum first, which reads the whole file once.
+
+        Raises:
+            UserError: missing, truncated, corrupt, or of another tokenizer.
+        """
         manifest, arrays = map_arrays(Path(path) / FILE, kind=KIND, fingerprint=fingerprint, verify=verify)
         return cls(arrays["text"], arrays["suffixes"], int(manifest["width"]), int(manifest["depth"]))
 
@@ -154,7 +163,11 @@ class Datastore:
         return low, bisect_right(self._suffixes, pattern, lo=low, key=self._prefix(len(pattern)))
 
     def find(self, ids: Sequence[int]) -> tuple[int, int]:
-        """The half-open interval of slots whose suffixes start with ``ids``; its length counts occurrences."""
+        """The half-open interval of slots whose suffixes start with ``ids``; its length counts occurrences.
+
+        Args:
+            ids: at least one token, at most `depth`.
+        """
         pattern = self._encode(ids)
         return self._interval(pattern) if len(pattern) == len(ids) * self._width else (0, 0)
 

@@ -48,5 +48,9 @@ class RetrievalDrafter(Drafter):
 
 
 def open_rest(folder: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> RetrievalDrafter:
-    """REST with the paper's settings over the datastore in ``folder``."""
+    """REST with the paper's settings over the datastore in ``folder``.
+
+    Raises:
+        UserError: no tokenizer, or a datastore that is missing, damaged, or of another tokenizer.
+    """
     return RetrievalDrafter(Datastore.open(folder, require_fingerprint(tokenizer)))

@@ -115,6 +115,11 @@ def save_head(head: FeatureHead, folder: str | Path) -> None:
 def load_head(folder: str | os.PathLike[str], target: PreTrainedModel | None = None) -> FeatureHead:
     """A head from its folder, ours or a published one in safetensors.
 
+    Args:
+        folder: with config.json and model.safetensors.
+        target: the model it drafts for, to fill in and check what the file leaves to it; the head takes its number
+            format and device.
+
     Raises:
         UserError: a damaged or unfit head.
     """

@@ -60,6 +60,9 @@ class FeatureHead(nn.Module):
     Attributes:
         captured_layers: indices into the target's hidden states whose concatenation is the feature: i is the state
             that enters layer i, and the number of layers stands for the last one, after the final norm.
+
+    Args:
+        config: shape, `version` and `captured_layers` (see `head_config`).
     """
 
     d2t: Tensor

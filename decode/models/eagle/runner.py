@@ -31,6 +31,11 @@ class HeadRunner(RowRunner):
 
     Attributes:
         hidden: states ``[n, hidden]`` of the latest read.
+
+    Args:
+        head: the feature head.
+        target: the model whose embedding (and EAGLE-1's output head) it uses.
+        pack: see `decode.models.open_runner.open_runner`.
     """
 
     unread: Tensor  # features ``[n, feature width]`` of the target that wait for the token after theirs

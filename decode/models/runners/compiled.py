@@ -26,7 +26,11 @@ INITIAL_CAPACITY = 1024  # positions that the cache begins with, unless the mode
 
 
 def check_compile(mode: str, device: str) -> None:
-    """Refuse a mode that cannot work here."""
+    """Refuse a mode that cannot work here.
+
+    Raises:
+        UserError: an unknown mode, CUDA graphs without CUDA, or no compiler.
+    """
     if mode not in MODES:
         raise UserError(f"compile is {mode!r}; choose one of {', '.join(MODES)}")
     if mode == "none":
@@ -56,6 +60,11 @@ class CompiledChain:
     """Reads short chains with `FastForward`'s layers and cache by graphs of fixed shapes.
 
     A width is compiled when it is first read, again once the cache has grown.
+
+    Args:
+        forward: layers and cache; it shall grow to powers of two, since every capacity is compiled for.
+        mode: of torch.compile.
+        limit: positions of the model's context.
     """
 
     widest = WIDTHS[-1]  # longest chain it reads

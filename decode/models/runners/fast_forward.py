@@ -35,6 +35,11 @@ class FastForward:
         cache: ``[layers, rows, 2 kv_heads, capacity, width]``, keys before values; a row is one text's.
         capacity: positions of a row.
         rotary_factors: by position: complex factors of a whole row of q, k and v (tuned), or cos and ∓sin, stacked.
+
+    Args:
+        weights: of the model.
+        rotary: the model's own module that gives cos and sin of positions.
+        powers_of_two: let the cache grow to powers of two only.
     """
 
     def __init__(self, weights: Weights, rotary: Any, *, powers_of_two: bool = False) -> None:

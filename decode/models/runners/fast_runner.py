@@ -59,7 +59,13 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def fast_runner(model: PreTrainedModel, *, compile: str = "none", pack: str = "off") -> FastRunner:
-    """A runner of a model that `supports` knows."""
+    """A runner of a model that `supports` knows.
+
+    Args:
+        model: the model.
+        compile: mode of torch.compile for chains, or ``none``.
+        pack: of `decode.models.runners.packing.MODES`; large models (`COPIED`) are packed by ``on`` only.
+    """
     facts, rotary = facts_of(model), model.base_model.rotary_emb
     rotated = cos_and_sin(rotary, 1, facts["dtype"], facts["device"])[0].shape[-1]
     # a compiler has no complex numbers, and lays weights out itself
@@ -77,6 +83,13 @@ class FastRunner(RowRunner):
 
     Where weights are copied (see `decode.models.runners.fast_weights`), later changes to the model are not seen: open
     it anew.
+
+    Args:
+        forward: the layers and their cache.
+        name: of the model, for messages.
+        limit: positions of its context.
+        model: see `Runner`.
+        compile: mode of torch.compile for chains, or ``none``.
     """
 
     def __init__(
@@ -117,7 +130,11 @@ class FastRunner(RowRunner):
         return 0 if self.model is None else weight_bytes(self.model)
 
     def first_layers(self, exit_layer: int) -> FastRunner:
-        """The first layers as a draft model with a cache of its own, sharing the weights."""
+        """The first layers as a draft model with a cache of its own, sharing the weights.
+
+        Raises:
+            UserError: an exit outside the model.
+        """
         count = LayerSubset.early_exit(self.depth, exit_layer).shared
         return FastRunner(self.forward.first_layers(count), self.name, self.limit, compile=self.compile)
 

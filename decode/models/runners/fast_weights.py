@@ -127,7 +127,14 @@ class Weights:
 
 
 def model_weights(model: Any, rotated: int, make: Linears, *, tuned: bool) -> Weights:
-    """The weights of a causal language model of one of `FAMILIES`."""
+    """The weights of a causal language model of one of `FAMILIES`.
+
+    Args:
+        model: the model.
+        rotated: leading elements of a head that positions rotate.
+        make: makes the products.
+        tuned: copy them into the layout for CPUs.
+    """
     config, base = model.config.get_text_config(), model.base_model
     kind, heads = config.model_type, config.num_attention_heads
     kv_heads = heads if kind == "gpt_neox" else getattr(config, "num_key_value_heads", None) or heads

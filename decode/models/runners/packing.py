@@ -115,7 +115,11 @@ class Linears:
 
 
 def check_pack(mode: str) -> None:
-    """Refuse what is no mode."""
+    """Refuse what is no mode.
+
+    Raises:
+        UserError: an unknown mode.
+    """
     if mode not in MODES:
         raise UserError(f"pack is {mode!r}; choose one of {', '.join(MODES)}")
 
@@ -132,7 +136,14 @@ def packable(weight: Tensor) -> bool:
 def measure(
     plain: Callable[[Tensor], Linear], packed: Callable[[Tensor], Linear], weight: Tensor, layers: int
 ) -> list[list[float]]:
-    """Seconds of plain and of packed products, at each of `ROWS`."""
+    """Seconds of plain and of packed products, at each of `ROWS`.
+
+    Args:
+        plain: makes a plain product.
+        packed: makes a packed one.
+        weight: an example of the shape.
+        layers: weights of this shape that the model reads in turn.
+    """
     size = weight.numel() * weight.element_size()
     count = max(1, min(layers, COLD // size))
     ways = [[make(weight.detach().clone()) for _ in range(count)] for make in (plain, packed)]
