@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from decode.commands.checks import check_models, open_pair, open_suites, told_chat, use_chat
+from decode.commands.checks import check_models, measure_options, open_pair, open_suites, told_chat, use_chat
 from decode.commands.engines.settings import ServeCheckSettings
 from decode.commands.settings import required
-from decode.core.errors import UserError, unknown
+from decode.core.errors import UserError, choose
 from decode.core.files import read_json
 from decode.engines.causes import causes_in_files
 from decode.engines.check import Check, CheckOptions, serve_check
@@ -24,13 +24,14 @@ from decode.engines.engine import ENGINES, EngineSettings
 from decode.engines.gguf import convert
 from decode.engines.records import record
 from decode.measure import machine
-from decode.measure.bench_session import BenchOptions, Session
+from decode.measure.bench_session import Session
 from decode.measure.cost import measure_cost, round_costs
 from decode.measure.statistics import plain
 from decode.models.eagle.files import is_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import stop_ids
-from decode.report.served_page import served_page
+from decode.report.served_page import served_page, shown
+from decode.report.tables import TABLES, console_table
 
 
 def run(settings: ServeCheckSettings) -> None:
@@ -50,14 +51,7 @@ def run(settings: ServeCheckSettings) -> None:
     if told := told_chat(settings, chat):
         console.print(told, soft_wrap=True)
     suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
-    bench = BenchOptions(
-        max_new_tokens=settings.max_new_tokens,
-        seed=settings.seed,
-        chat=chat,
-        system=settings.system,
-        threads=settings.threads,
-    )
-    session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, bench)
+    session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, measure_options(settings, chat=chat))
     items = [item for suite in suites for item in session.items(suite)]
     options = CheckOptions(
         settings.draft_lengths,
@@ -106,8 +100,7 @@ def check(settings: ServeCheckSettings) -> None:
     """
     check_models(settings)
     required(settings, "draft")
-    if settings.engine not in ENGINES:
-        raise UserError(unknown("engine", settings.engine, ENGINES))
+    choose("engine", settings.engine, dict.fromkeys(ENGINES))
     if settings.draft_sampling not in ("greedy", "probabilistic"):
         raise UserError(f"draft_sampling is {settings.draft_sampling!r}; choose greedy or probabilistic")
     if settings.engine == "transformers" and is_head(str(settings.draft)):
@@ -147,45 +140,15 @@ def engine_settings(settings: ServeCheckSettings, draft: Any, target_file: str, 
     method = "draft_model"
     if isinstance(draft, FeatureHead):
         method = "eagle3" if draft.version == 3 else "eagle"
-    return EngineSettings(
-        target=target_file,
-        draft=draft_file,
-        method=method,
-        python=settings.python,
-        binary=settings.binary,
-        url=settings.url,
-        port=settings.port,
-        threads=settings.threads,
-        seconds=settings.timeout,
-        request_seconds=settings.request_timeout,
-        draft_sampling=settings.draft_sampling,
-    )
+    shared = {f.name for f in dataclasses.fields(EngineSettings)} & vars(settings).keys()
+    named = {name: getattr(settings, name) for name in shared} | {"target": target_file, "draft": draft_file}
+    return EngineSettings(**named, method=method, seconds=settings.timeout, request_seconds=settings.request_timeout)
 
 
 def show(found: Check) -> None:
     """The tables and the causes, for a terminal."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in ("T", "k", "tokens a round", "predicted", "apart ±", "tokens/s", "without", "speedup", "predicted",
-                 "texts identical"):  # fmt: skip
-        table.add_column(head, justify="right")
-    for row in found.rows:
-        interval = row["speedup_ci95"]
-        same = row["identical_share"]
-        table.add_row(
-            f"{row['temperature']:g}",
-            str(row["draft_length"]),
-            f"{row['served_length']:.2f} ± {row['served_length_se']:.2f}",
-            f"{row['predicted_length']:.2f} ± {row['predicted_length_se']:.2f}",
-            f"{row['served_length'] - row['predicted_length']:+.2f} ± {row['difference_se']:.2f}",
-            f"{row['tokens_per_second']:.1f}",
-            "" if interval is None else f"{row['plain_tokens_per_second']:.1f}",
-            "" if interval is None else f"{row['speedup']:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]",
-            "" if row["predicted_speedup"] is None else f"{row['predicted_speedup']:.2f}",
-            "" if same is None else f"{round(same * row['texts'])} of {row['texts']}",
-            style="" if row["fits"] else "yellow",
-        )
-    console.print(table)
+    console.print(console_table("", TABLES["served"], list(map(shown, found.rows))))
     console.print("[dim]tokens a round: 1 + Σ accepted / Σ rounds, as the engine counts, and as predicted from p and q")
     console.print("\nAccepted at each draft position, of all rounds: served / predicted", style="bold")
     for row in found.rows:
@@ -196,7 +159,7 @@ def show(found: Check) -> None:
         console.print(f"T {row['temperature']:g}, k {row['draft_length']}: {'  '.join(cells)}", soft_wrap=True)
     console.print("[dim]! more than two standard errors apart")
     if found.together:
-        console.print(_together(found.together))
+        console.print(console_table("Several texts at a time", TABLES["together"], found.together))
     if not found.causes:
         apart = [row for row in found.rows if not row["fits"]]
         console.print(
@@ -207,24 +170,3 @@ def show(found: Check) -> None:
         )
     for cause in found.causes:
         console.print(f"\n[bold yellow]{cause.name}[/]: {cause.told_by}.\n  Next: {cause.remedy}.", soft_wrap=True)
-
-
-def _together(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Several texts at a time."""
-    table = Table(box=None, pad_edge=False, header_style="bold", title="Several texts at a time", title_justify="left")
-    for head in ("texts", "k", "tokens a round", "predicted", "tokens/s", "without", "speedup", "predicted",
-                 "texts identical"):  # fmt: skip
-        table.add_column(head, justify="right")
-    for row in rows:
-        table.add_row(
-            str(row["batch_size"]),
-            str(row["draft_length"]),
-            f"{row['served_length']:.2f}",
-            f"{row['predicted_length']:.2f}",
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['plain_tokens_per_second']:.1f}",
-            f"{row['speedup']:.2f}",
-            "" if row["predicted_speedup"] is None else f"{row['predicted_speedup']:.2f}",
-            f"{round(row['identical_share'] * row['texts'])} of {row['texts']}",
-        )
-    return table

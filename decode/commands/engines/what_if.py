@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from decode.commands.checks import open_suites
 from decode.commands.engines.settings import WhatIfSettings
@@ -20,6 +19,7 @@ from decode.measure.bench_session import Item
 from decode.measure.statistics import plain
 from decode.models.open import load_tokenizer
 from decode.models.text import prompt_ids
+from decode.report.tables import TABLES, console_table
 
 
 def run(settings: WhatIfSettings) -> None:
@@ -83,19 +83,7 @@ def show(found: dict[str, Any]) -> None:
         f"a draft of {found['shape']} ({found['parameters']:,} parameters); the target alone writes "
         f"{found['plain_tokens_per_second']:.1f} tokens/s"
     )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in ("α", "k", "tokens a round", "cost of a round", "speedup"):
-        table.add_column(head, justify="right")
-    for row in found["rows"]:
-        low, high = row["speedup_ci95"]
-        table.add_row(
-            row["acceptance"],
-            str(row["draft_length"]),
-            f"{row['tokens_per_round']:.2f}",
-            f"{row['round_cost']:.2f}",
-            f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]",
-        )
-    console.print(table)
+    console.print(console_table("", TABLES["what-if"], found["rows"]))
     console.print(
         "[dim]speedup: tokens a round (1 + Σ of the supposed marginal rates) / cost of a round in plain steps"
     )
