@@ -11,25 +11,13 @@ from decode.measure import machine
 from decode.report.page import Block, Code, Column, Facts, Figures, Heading, Page, Table, Text, Tile, Tiles
 from distill.experiments.design.figures import cost_against_acceptance, front, pareto, trials
 from distill.experiments.design.predict import Slope
-from distill.experiments.design.report import COLUMNS, Entry, ranked
+from distill.experiments.design.report import COLUMNS, TABLES, Entry, ranked
 from distill.experiments.design.space import Shape
 
 MARGIN = 1.1
 """What a winner has to be over the configuration's own shape to be called faster."""
 
-VERIFIED = [
-    Column("name", "draft"),
-    Column("steps_tried", "tried for", "steps of its longest trial, which it was predicted from", "d"),
-    Column("alpha_predicted", "α predicted", "after the full training", ".3f", error="alpha_predicted_ci95"),
-    Column("alpha_measured", "α measured", "on the same texts", ".3f", error="alpha_measured_se"),
-    Column("draft_length", "k", "drafted tokens a round", "d"),
-    Column("predicted", "predicted", "speedup, from the trials", ".2f", error="predicted_ci95"),
-    Column("from_measured_alpha", "from α", "speedup predicted from the α measured", ".2f"),
-    Column("speedup_without_prefill", "decoding", "measured, the reading of prompts left out, as predicted", ".2f"),
-    Column("speedup", "measured", "tokens/s over the loop without a draft, test prompts", ".2f", "max", "speedup_ci95"),
-    Column("block_efficiency", "block eff.", "tokens per target forward", ".2f"),
-    Column("identical_to_target", "identical", "greedy texts equal to those without a draft"),
-]
+VERIFIED = TABLES["verified"]
 
 LAW = (
     "A trial of n steps is a whole training in small: learning rates rise and fall within it. Trials of one shape are "

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from rich.table import Table
 
-from decode.report.page import Column
+from decode.report.page import read_columns
 from decode.report.tables import console_table
 from distill.experiments.design.costs import Price
 from distill.experiments.design.predict import Forecast
@@ -81,24 +82,8 @@ class Entry:
         return known
 
 
-COLUMNS = [
-    Column("name", "draft"),
-    Column("status", "status"),
-    Column("parameters", "parameters", "weights of the draft", ",d"),
-    Column("c", "c", "a drafted token with its bookkeeping, in plain decoding steps of the target", ".3f"),
-    Column("needed_alpha", "gains from α", "acceptance rate from which it is faster than no draft", ".2f"),
-    Column(
-        "needed_for_best", "wins from α", "acceptance rate from which it is faster than what needs no training", ".2f"
-    ),
-    Column("speedup_at_ceiling", "most", "speedup at the highest acceptance rate expected of any draft", ".2f"),
-    Column("steps", "steps", "of its longest training", "d"),
-    Column("alpha", "α", "acceptance on the target's answers to validation prompts", ".3f", error="alpha_se"),
-    Column("speedup", "speedup", "predicted from it, at the best draft length", ".2f"),
-    Column("draft_length", "k", "that draft length", "d"),
-    Column("full_alpha", "α in full", "carried on to a full training", ".3f"),
-    Column("full_speedup", "in full", "predicted speedup after a full training", ".2f", "max", "full_speedup_ci95"),
-    Column("full_draft_length", "k in full", "its best draft length", "d"),
-]
+TABLES = read_columns(Path(__file__).with_name("columns.csv"))
+COLUMNS = TABLES["shapes"]
 
 
 def ranked(entries: Sequence[Entry]) -> list[Entry]:
