@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +13,7 @@ from rich.console import Console
 from decode.core.files import write_text
 from decode.measure import machine
 from decode.measure.acceptance_offline import OfflineAlpha, paired
+from decode.measure.predict import replay
 from decode.report.tables import markdown_table, plain_table
 from distill.core.files import write_json
 from distill.report.summary import display, signed
@@ -27,8 +28,12 @@ FORMULAS = {
     "± seeds": "standard error of the gain over seeds: standard deviation / √seeds",
     "± texts": "standard error of the mean gain over prompts, paired by text",
     "greedy gain": "the same gain at temperature 0: agreement of the argmax on the target's greedy texts",
-    "over AdaSPEC": "gain over the second variant, with both errors added in quadrature",
+    "over the 2nd": "gain over the second variant, AdaSPEC unless `draft` is another; both errors added in quadrature",
+    "τ": "block efficiency at 7 drafted tokens: tokens / expected rounds, replayed over the sampled texts",
+    "τ over the 2nd": "its gain over the second variant's, with the same errors",
 }
+
+DRAFTED = 7  # drafted tokens of the block efficiency
 
 
 @dataclass
@@ -49,18 +54,26 @@ class Measured:
     def gain(self, name: str, over: str, mode: str = "sampled") -> Row:
         """Mean difference of α over the seeds that both have, with its errors; empty without any."""
         mine, theirs = (self.alphas.get(n, {}).get(mode, {}) for n in (name, over))
-        seeds = sorted(mine.keys() & theirs.keys())
-        if not seeds:
+        return _gain(mine, theirs) if mine.keys() & theirs.keys() else {}
+
+    def longer(self, name: str, over: str) -> Row:
+        """Mean difference of the block efficiency, as `gain`: that of rounds a token, at the middle of both."""
+        mine, theirs = self._per_token(name), self._per_token(over)
+        if not mine.keys() & theirs.keys():
             return {}
-        by_seed = [paired(theirs[seed], mine[seed])["difference"] for seed in seeds]
-        texts = paired(_mean([theirs[s] for s in seeds]), _mean([mine[s] for s in seeds]))
-        spread = statistics.stdev(by_seed) / math.sqrt(len(seeds)) if len(seeds) > 1 else None
+        fewer = _gain(mine, theirs)
+        middle = statistics.fmean(alpha.mean for alpha in (*mine.values(), *theirs.values()))
+        slope = 1 / middle**2  # tokens a round, by rounds a token
+        return {key: None if fewer[key] is None else sign * slope * fewer[key] for key, sign in SIGNS.items()}
+
+    def _per_token(self, name: str) -> dict[int, OfflineAlpha]:
+        """By seed, the rounds of each text spread over its tokens."""
+        sampled = self.alphas.get(name, {}).get("sampled", {})
         return {
-            "gain": statistics.fmean(by_seed),
-            "se_seeds": spread,
-            "se_texts": texts["se"],
-            "se": math.hypot(spread or 0.0, texts["se"]),
-            "by_seed": dict(zip(map(str, seeds), by_seed)),
+            seed: OfflineAlpha(
+                [[replay(text, DRAFTED)[0] / len(text)] * len(text) for text in alpha.texts], alpha.prompts
+            )
+            for seed, alpha in sampled.items()
         }
 
     def rows(self) -> list[Row]:
@@ -81,10 +94,30 @@ class Measured:
                 row |= self.gain(name, self.names[0]) | {"greedy": self.gain(name, self.names[0], "greedy")}
             if name not in self.names[:2]:
                 row["over_adaspec"] = self.gain(name, self.names[1])
+                row["block_efficiency_over"] = self.longer(name, self.names[1])
+            row["block_efficiency"] = 1 / statistics.fmean(alpha.mean for alpha in self._per_token(name).values())
             for key in ("optimiser_steps", "teacher_tokens", "selected_tokens", "seconds"):
                 row[key] = statistics.fmean(one[key] for one in used)
             found.append(row | {"settings": self.about[name]["settings"]})
         return found
+
+
+SIGNS = {"gain": -1, "se_seeds": 1, "se_texts": 1, "se": 1}  # fewer rounds a token are a gain
+
+
+def _gain(mine: Mapping[int, OfflineAlpha], theirs: Mapping[int, OfflineAlpha]) -> Row:
+    """Mean difference over the seeds that both have, with its errors."""
+    seeds = sorted(mine.keys() & theirs.keys())
+    by_seed = [paired(theirs[seed], mine[seed])["difference"] for seed in seeds]
+    texts = paired(_mean([theirs[s] for s in seeds]), _mean([mine[s] for s in seeds]))
+    spread = statistics.stdev(by_seed) / math.sqrt(len(seeds)) if len(seeds) > 1 else None
+    return {
+        "gain": statistics.fmean(by_seed),
+        "se_seeds": spread,
+        "se_texts": texts["se"],
+        "se": math.hypot(spread or 0.0, texts["se"]),
+        "by_seed": dict(zip(map(str, seeds), by_seed)),
+    }
 
 
 def _mean(alphas: Sequence[OfflineAlpha]) -> OfflineAlpha:
@@ -94,12 +127,15 @@ def _mean(alphas: Sequence[OfflineAlpha]) -> OfflineAlpha:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """What AdaSPEC gains, and whether any variant beats it by more than twice its error."""
-    sentence = f"{display(rows[1]['name'])} − {display(rows[0]['name'])}: {_number(rows[1])}." if len(rows) > 1 else ""
-    return f"{sentence} {_of_rivals([row for row in rows if row.get('over_adaspec')])}".strip()
+    """What the second variant (AdaSPEC) gains, and whether any other beats it by more than twice its error."""
+    if len(rows) < 2:
+        return ""
+    second = display(rows[1]["name"])
+    sentence = f"{second} − {display(rows[0]['name'])}: {_number(rows[1])}."
+    return f"{sentence} {_of_rivals([row for row in rows if row.get('over_adaspec')], second)}".strip()
 
 
-def _of_rivals(rivals: Sequence[Row]) -> str:
+def _of_rivals(rivals: Sequence[Row], second: str) -> str:
     if not rivals:
         return ""
     best = max(rivals, key=lambda row: row["over_adaspec"]["gain"])
@@ -109,8 +145,8 @@ def _of_rivals(rivals: Sequence[Row]) -> str:
         return f"One seed is no verdict; the highest so far is {best['name']}: {number}."
     if over["gain"] > 2 * over["se"]:
         chosen = f" It is the best of {len(rivals)}, and being chosen for that flatters it." if len(rivals) > 1 else ""
-        return f"{best['name']} beats AdaSPEC: {number}.{chosen}"
-    return f"No variant beats AdaSPEC by more than twice its error; the nearest is {best['name']}: {number}."
+        return f"{best['name']} beats {second}: {number}.{chosen}"
+    return f"No variant beats {second} by more than twice its error; the nearest is {best['name']}: {number}."
 
 
 def _number(row: Row) -> str:
@@ -143,6 +179,7 @@ HEADINGS = ("variant", "seeds", *FORMULAS, "teacher tokens", "s")
 
 def _cells(row: Row) -> list[str]:
     greedy, over = row.get("greedy") or {}, row.get("over_adaspec") or {}
+    longer = row.get("block_efficiency_over") or {}
     return [
         display(row["name"]),
         str(row["seeds"]),
@@ -153,6 +190,8 @@ def _cells(row: Row) -> list[str]:
         _error(row.get("se_texts")),
         f"{signed(greedy['gain'])} ± {greedy['se']:.4f}" if greedy else "–",
         f"{signed(over['gain'])} ± {over['se']:.4f}" if over else "–",
+        f"{row['block_efficiency']:.3f}",
+        f"{signed(longer['gain'])} ± {longer['se']:.4f}" if longer else "–",
         f"{row['teacher_tokens']:,.0f}",
         f"{row['seconds']:.0f}",
     ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,7 +21,7 @@ from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.measure import machine
 from decode.measure.bench_session import WIDE, BenchOptions, Item, Session
-from decode.measure.cost import SETTLE, STEADY, CostMeter, CostModel, measure_cost
+from decode.measure.cost import SETTLE, STEADY, CostMeter, CostModel
 from decode.measure.predict import predicted_speedup
 from decode.measure.profile import add_overhead
 from decode.models.eagle.head import FeatureHead
@@ -128,7 +129,9 @@ class Pricing:
         self.items = [Item(Prompt(str(i), "", None), list(ids)) for i, ids in enumerate(prompts[:BOOKED_PROMPTS])]
         self.context = int(statistics.median(map(len, prompts))) + full.evaluation.max_new_tokens // 2
         self.widths = [*range(1, longest + 2), *WIDE]
-        self.verify = measure_cost(self.session.runner, widths=self.widths, context=self.context, batch=batch_size)
+        meter = CostMeter(self.session.runner, widths=self.widths, context=self.context, batch=batch_size)
+        meter.run()
+        self.verify = undisturbed(meter.plain, meter.drafting, meter.verifying, meter.context, batch_size)
         self.booked: dict[str, CostModel] = {}
 
     def price(self, shape: Shape) -> Price:
@@ -144,7 +147,8 @@ class Pricing:
         draft = shape.random(self.full, self.target)
         opened = open_draft_runner(draft, self.target, pack="auto")
         meter = CostMeter(runner, opened, widths=PRICED, context=self.context, batch=self.batch)
-        found = meter.run(TURNS, SECONDS)
+        meter.run(TURNS, SECONDS)
+        found = undisturbed(meter.plain, meter.drafting, meter.verifying, meter.context, self.batch)
         cost = replace(self.verify, cost_ratio=found.cost_ratio, draft_seconds=found.draft_seconds)
         parameters = 0 if shape.family == "exit" else sum(p.numel() for p in draft.parameters())
         return Price(self._book(shape, (draft, opened), cost), parameters)
@@ -211,9 +215,21 @@ def exit_cost(runner: FastRunner, subset: LayerSubset, context: int) -> CostMode
             timed(verifying[n], lambda n=n: runner.read(tokens[context : context + n]))  # type: ignore[misc]
             runner.truncate(context)
     runner.truncate(0)
-    one, spent = statistics.median(plain), statistics.median(drafting)
-    verify = {1: 1.0} | {n: statistics.median(times) / one for n, times in verifying.items()}
-    return CostModel(spent / one, verify, target_seconds=one, draft_seconds=spent, context=context)
+    return undisturbed(plain, drafting, verifying, context)
+
+
+def undisturbed(
+    plain: Sequence[float],
+    drafting: Sequence[float],
+    verifying: Mapping[int, Sequence[float]],
+    context: int,
+    batch: int = 1,
+) -> CostModel:
+    """Costs from the lower quartiles of the times: other work makes single forwards slower, the long ones most."""
+    one, spent = float(np.quantile(plain, 0.25)), float(np.quantile(drafting, 0.25)) if drafting else 0.0
+    verify = {1: 1.0} | {n: float(np.quantile(times, 0.25)) / one for n, times in verifying.items()}
+    seconds = {"target_seconds": one, "draft_seconds": spent}
+    return CostModel(spent / one, verify, **seconds, context=context, batch=batch)
 
 
 @dataclass

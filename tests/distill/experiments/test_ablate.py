@@ -16,6 +16,7 @@ from tiny_run import run_tiny, tiny_settings
 
 from decode.core.errors import UserError
 from decode.measure.acceptance_offline import OfflineAlpha, paired, prompt_numbers
+from decode.measure.predict import replay
 from distill.config.distillation import DistillSettings
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
 from distill.core.run_dir import RunDir
@@ -173,6 +174,17 @@ def test_the_verdict_names_a_winner_only_beyond_twice_the_error() -> None:
     assert verdict(measured(base | {"x": [0.02, 0.022]}).rows()).startswith(f"{told} x beats AdaSPEC: +0.0100 ± ")
     assert verdict(measured(base | {"x": [0.02, 0.002]}).rows()).startswith(f"{told} No variant beats AdaSPEC")
     assert verdict(measured(base | {"x": [0.001, 0.002]}).rows()).endswith("seeds.")
+
+
+def test_the_block_efficiency_s_gain_is_that_of_replayed_rounds() -> None:
+    found = measured({"distillspec": [0.0, 0.0], "adaspec": [0.1, 0.1], "x": [0.2, 0.2]})
+    rounds = {name: sum(replay(text, 7)[0] for text in found.alphas[name]["sampled"][0].texts) for name in found.names}
+    by_name = {row["name"]: row for row in found.rows()}
+    wanted = {name: 12 / count for name, count in rounds.items()}
+    assert {name: row["block_efficiency"] for name, row in by_name.items()} == pytest.approx(wanted)
+    gain = by_name["x"]["block_efficiency_over"]["gain"]
+    assert gain == pytest.approx(wanted["x"] - wanted["adaspec"], rel=0.02)
+    assert by_name["x"]["block_efficiency_over"]["se"] > 0
 
 
 def test_texts_of_one_prompt_are_one_observation() -> None:
