@@ -134,11 +134,12 @@ class Design:
         counts = [sum(e.status == status for e in self.entries) for status in ("no training", "pruned")]
         console.print(
             f"  {len(self.entries)} shapes: {len(self.entries) - sum(counts)} to be trained, {counts[0]} need no "
-            f"training, {counts[1]} cannot win; {self.clock}", highlight=False,
+            f"training, {counts[1]} cannot win; {self.clock}", highlight=False, soft_wrap=True,
         )  # fmt: skip
         if not own.costs_only:
             race.run()
-        winner = max((e for e in trained if e.full is not None), key=lambda e: e.forecast, default=None)
+        left = [entry for entry in trained if entry.full is not None and entry.status == "left"]
+        winner = max(left, key=lambda entry: entry.forecast, default=None)
         results = Results(
             self.context.run.folder.name, self.entries, self.default, winner, self.trials.full_steps, self.longest,
             self.clock.spent, self.clock.budget, self.facts(), datetime.now(UTC).isoformat(timespec="seconds"),

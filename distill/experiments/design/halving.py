@@ -53,7 +53,7 @@ class Race:
         while True:
             self.console.print(
                 f"[bold]round {len(self.rounds) + 1}[/bold]: {len(alive)} shapes, {steps} steps each of {full}; "
-                f"{self.clock}", highlight=False,
+                f"{self.clock}", highlight=False, soft_wrap=True,
             )  # fmt: skip
             complete = self._round(alive, steps)
             self._prune(alive)
@@ -155,6 +155,7 @@ class Race:
                 f"  {number}/{len(alive)}  {entry.shape.name}: α {trial.alpha.mean:.3f}, speedup {speedup:.2f} at "
                 f"k = {length}; {self.clock}",
                 highlight=False,
+                soft_wrap=True,
             )
         return True
 
