@@ -9,7 +9,7 @@ from dataclasses import replace
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from decode.report.plots import (
     BLUE,
@@ -138,7 +138,8 @@ def trials(entries: Sequence[Entry], full_steps: int) -> str:
     axes.xaxis.set_minor_locator(NullLocator())
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_minor_locator(NullLocator())
     for family in dict.fromkeys(entry.shape.family for entry in entries):
         name, colour, marker = FAMILIES[family]
         axes.plot([], [], marker, color=colour, label=name, linestyle="-")

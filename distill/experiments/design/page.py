@@ -104,6 +104,8 @@ class Results:
             return f"It is the configuration's own shape: none of {others} others is predicted to be faster."
         gain = f"{100 * (best.forecast / own.forecast - 1):.0f} %"
         told = f"{own.shape.name}, the configuration's own, has {own.full.speedup:.2f}"
+        if len(self.rounds) < 2:
+            told = f"After one round no curve is known, so this is a guess: raise the budget. {told}"
         if best.forecast >= MARGIN * own.forecast:
             return f"{told}: the winner is {gain} faster."
         return f"{told}: the winner is only {gain} faster, and no other of {len(self.entries)} shapes is by 10 %."
