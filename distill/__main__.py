@@ -12,7 +12,8 @@ ABOUT = """Trains a draft model for a target: target -> initial draft -> referen
 measures all drafts and exports the last, under <output_dir>/<name>/. Stages whose inputs have not changed are skipped,
 and an interrupted run continues where it was. Switches that are no settings: --dry-run (the whole run with tiny random
 models of the same architectures, no network, under two minutes), --show-example (print one training example with its
-label mask, then stop), --tracker wandb|csv|tensorboard|none (short for --tracker.kind)."""
+label mask, then stop), --estimate (a few steps of every part with the run's own models and data: tokens, disk, memory
+and time of the whole, then stop), --tracker wandb|csv|tensorboard|none (short for --tracker.kind)."""
 
 EXAMPLES = """\
   python -m distill --config configs/quickstart.yaml
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     if not argv:
         raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")
     dry_run, show = take_flag(argv, "--dry-run"), take_flag(argv, "--show-example")
+    measure = take_flag(argv, "--estimate")
     from distill.config.settings import Settings
 
     settings = parse(
@@ -76,6 +78,14 @@ def main(argv: list[str] | None = None) -> None:
     )
     from distill.pipeline.runner import run_pipeline, show_example
 
+    if measure:
+        from rich.console import Console
+
+        from distill.pipeline.measured_estimate import measured_estimate
+        from distill.pipeline.measured_estimate import show as show_estimate
+
+        console = Console()
+        return show_estimate(measured_estimate(settings, console), settings, console)
     if dry_run:
         from distill.pipeline.dry_run import shrink, tell_size
 

@@ -74,6 +74,9 @@ class DataSettings:
     """Folder, Hub name or GGUF file of the tokenizer; null: the target's, or a small one trained on the texts."""
     tokenizer_vocab_size: PositiveInt = 1024
     """Largest vocabulary of a tokenizer that is trained here."""
+    workers: PositiveInt | None = None
+    """Processes that tokenise; null: as many as cores where there are many rows. The result is kept in the run's
+    work/corpus, and read from there by all processes of a training and by later runs of it."""
     trust_remote_code: bool = False
     """Whether the tokenizer's repository may run its own Python code here."""
 

@@ -11,7 +11,7 @@ from distill.config.trainer import TrainingSettings
 
 DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "kl_tv"]
 """Losses per token; `distill.losses.divergences` holds what they compute."""
-Signal = Literal["hidden", "topk", "log_probs", "recompute"]
+Signal = Literal["auto", "hidden", "topk", "log_probs", "recompute"]
 
 
 @dataclass
@@ -36,8 +36,9 @@ class DistillSettings:
     temperature: PositiveFloat = 1.0
     """Both models' logits are divided by it in the loss: the temperature at which the draft will be used. Training
     and validation alpha are those at this temperature."""
-    signal: Signal = "hidden"
-    """What is kept of the target on disk, so that it runs over the examples once. hidden: its last hidden states at
+    signal: Signal = "auto"
+    """What is kept of the target on disk, so that it runs over the examples once. auto: the first of hidden, topk and
+    recompute that signal_limit_gb and the disk have room for; the run stays with it. hidden: its last hidden states at
     label positions (exact; hidden_size x 4 bytes a token). topk: its signal_k largest log-probabilities (8 bytes each a
     token; for targets whose hidden states would be larger, and exact but for the tail, which is printed). log_probs:
     all of them (exact; vocabulary x 4 bytes a token; for vocabularies of some thousand ids, where the product with the

@@ -22,7 +22,7 @@ PLAIN = "adaspec"  # the name of AdaSPEC as published; a variation has to bear a
 TAKEN = ("target", "initial", "reference", "draft", "undistilled", "distillspec", "untrained", "eagle", "eagle-adaspec")
 """Names of stages and of the other standard drafts in reports."""
 
-FILES = ("signals", "responses", "ablation", "report", "lock")
+FILES = ("signals", "responses", "corpus", "ablation", "report", "lock")
 """What else lies in ``work/``, where drafts for comparison have their folders."""
 
 LATER: dict[str, Any] = {

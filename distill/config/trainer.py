@@ -9,6 +9,9 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, OpenUnitInterv
 
 from decode.core.errors import UserError
 
+Attention = Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"]
+Compile = Literal["none", "default", "reduce-overhead", "max-autotune"]
+
 PROFILERS = ("simple", "advanced", "pytorch")
 
 OWN = {
@@ -47,6 +50,20 @@ class TrainerSettings:
     accumulate: PositiveInt = 1
     """Batches whose gradients are summed up to one optimiser step: batch_size / accumulate examples at a time, over
     all devices, for the same result in less memory."""
+    packing: PositiveInt | None = None
+    """Several training examples in a row of about so many tokens, which do not see each other: the same losses and
+    gradients with hardly any padding, but for rounding. Attention over a row costs its length squared, so two or three
+    times data.max_length is enough; FlashAttention, which does not look between examples, takes a batch as one row.
+    null: batches of examples of similar length, as for feature heads, LayerSkip and models whose attention cannot tell
+    examples apart."""
+    attention: Attention = "auto"
+    """How draft, target and reference compute attention, by transformers' name; auto: sdpa where the model has it.
+    flash_attention_2 reads packed rows without a mask, and needs a GPU, the package flash-attn and bf16 precision."""
+    compile: Compile = "none"
+    """torch.compile's mode for the layers of the model that is trained. Worth its minute on a GPU; feature heads are
+    not compiled."""
+    tf32: bool = False
+    """Let float32 products of a GPU round their inputs to TF32 (10 bits of mantissa): several times faster."""
     precision: str = "32-true"
     """Lightning's precision: 32-true; bf16-mixed on GPUs that have bfloat16 (losses stay in float32)."""
     fused_loss: bool = True
@@ -144,9 +161,10 @@ class TrainingSettings:
     batch_size: PositiveInt = 16
     """Examples per optimiser step, over all devices. Small batches learn more per example, large ones use more of
     the machine."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw; or muon for the weight matrices inside the layers with adamw for the rest: learns more per step when
-    training from scratch, costs a few small matrix products per matrix and step."""
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """adamw; adamw_8bit, whose state takes a quarter of the memory (needs a GPU and the package bitsandbytes); or muon
+    for the weight matrices inside the layers with adamw for the rest: learns more per step when training from scratch,
+    costs a few small matrix products per matrix and step."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate (muon's updates are scaled to the size of adamw's, so one value serves both)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -6,7 +6,9 @@ barrier: what takes the first one hours (computing a cache, say) would run into 
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -18,6 +20,9 @@ from decode.core.errors import UserError
 Found = TypeVar("Found")
 
 EVERY = 0.2  # seconds between two looks at the disk
+STARTED = time.time()  # this process was ready to begin; older failures are of other starts
+PARENT = os.getppid()  # what started this process
+_FOLDER: Path | None = None  # where failed processes leave their reasons, during a run
 
 
 def rank() -> int:
@@ -30,6 +35,12 @@ def rank() -> int:
 def world() -> int:
     """Number of processes that train together; 1 before training has begun."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def started() -> int:
+    """Number of processes that were started together, before training has begun too."""
+    names = ("WORLD_SIZE", "SLURM_NTASKS") if _several() else ()
+    return max(world(), *(int(os.environ.get(name) or 1) for name in names), 1)
 
 
 def is_first() -> bool:
@@ -75,6 +86,54 @@ def exchange(value: Found) -> list[Found]:
     return values
 
 
+def _several() -> bool:
+    """Whether this process was started as one of several."""
+    return world() > 1 or any(name in os.environ for name in ("LOCAL_RANK", "SLURM_LOCALID"))
+
+
+@contextmanager
+def failing_together(folder: Path) -> Iterator[None]:
+    """Inside, a process that fails leaves its reason in ``folder``, and those that wait for it fail with it.
+
+    Raises:
+        UserError: Another process has failed, of which this one noticed only that it is gone.
+    """
+    global _FOLDER
+    _FOLDER = folder
+    try:
+        yield
+    except BaseException as error:
+        if not _several() or isinstance(error, GeneratorExit):
+            raise
+        if isinstance(error, RuntimeError) and (reason := _failed_elsewhere(seconds=3)) is not None:
+            raise UserError(reason) from error
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"failed-{rank()}.txt").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        raise
+    finally:
+        _FOLDER = None
+
+
+def forget_failures(folder: Path) -> None:
+    """Removes what processes of earlier starts have left."""
+    for note in folder.glob("failed-*.txt"):
+        note.unlink(missing_ok=True)
+
+
+def _failed_elsewhere(seconds: float = 0.0) -> str | None:
+    """What another process of this start has failed with; looked for so long."""
+    end = time.monotonic() + seconds
+    while _FOLDER is not None:
+        for note in _FOLDER.glob("failed-*.txt"):
+            number = note.stem.split("-")[1]
+            if int(number) != rank() and note.stat().st_mtime >= STARTED:
+                return f"process {number} has failed, and this one (process {rank()}) ends with it: {note.read_text()}"
+        if time.monotonic() >= end:
+            break
+        time.sleep(EVERY)
+    return None
+
+
 def wait_for(look: Callable[[], Found | None], what: str, seconds: float | None = None) -> Found:
     """Looks again and again until the first process has put something on disk.
 
@@ -84,17 +143,24 @@ def wait_for(look: Callable[[], Found | None], what: str, seconds: float | None 
         seconds: Longest wait; None: the hours in the environment variable DRAFTSMITH_WAIT_HOURS, 12 without it.
 
     Raises:
-        UserError: It is not there in time.
+        UserError: It is not there in time, or a process has failed meanwhile.
     """
     if seconds is None:
         seconds = 3600 * float(os.environ.get("DRAFTSMITH_WAIT_HOURS") or 12)
     end = time.monotonic() + seconds
-    while (found := look()) is None:
+    while True:
+        began = time.monotonic()
+        if (found := look()) is not None:
+            return found
+        spent = time.monotonic() - began
+        if (reason := _failed_elsewhere()) is not None:
+            raise UserError(reason)
+        if os.getppid() != PARENT:
+            raise UserError(f"what started process {rank()} has ended while it waited for {what}: look at its log")
         if time.monotonic() > end:
             raise UserError(
-                f"process {rank()} has waited {seconds / 3600:.2g} hours for {what} from process 0, which has ended "
-                "or needs longer: look at its log, check that all processes see the same output_dir, and set "
+                f"process {rank()} has waited {seconds / 3600:.2g} hours for {what} from another process, which has "
+                "ended or needs longer: look at its log, check that all processes see the same output_dir, and set "
                 "DRAFTSMITH_WAIT_HOURS to more hours if it is still computing"
             )
-        time.sleep(EVERY)
-    return found
+        time.sleep(max(EVERY, 20 * spent))  # looking may mean reading large files

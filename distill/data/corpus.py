@@ -4,41 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset
 from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
-from decode.core.progress import current
 from decode.models.open import load_tokenizer
 from decode.prompts.files import Row, quiet_datasets
 from distill.config.data import DataSettings
-from distill.data.chats import ChatFormat, chat_examples, prompt_example
+from distill.data.chats import ChatFormat
+from distill.data.example_table import example_table
 from distill.data.own_prompts.prompt_rows import prompt_rows
 from distill.data.own_prompts.sampler import PromptSampler
 from distill.data.show_example import check_masks, show
-from distill.data.sources import SPLITS, LeftOut, SourceRows, load_rows
-from distill.data.tokenize import IGNORE, Example, UnusableRow, pair_examples, text_examples
+from distill.data.sources import SPLITS, SourceRows, load_rows
+from distill.data.tokenize import IGNORE
 from distill.data.train_tokenizer import train_tokenizer
-
-COLUMNS = Features(
-    {
-        "input_ids": List(Value("int32")),
-        "labels": List(Value("int32")),
-        "prompt": Value("string"),
-        "response": Value("string"),
-        "messages": Value("string"),
-    }
-)
 
 
 @dataclass
@@ -96,7 +85,7 @@ def load_corpus(
     limits = (settings.train_limit, settings.validation_examples, settings.test_examples)
     splits = {}
     for split, limit in zip(SPLITS, limits, strict=True):
-        splits[split] = _dataset(rows, split, limit, settings, seed, tokenizer, chat)
+        splits[split] = example_table(rows, split, limit, settings, seed, tokenizer, chat)
         if not settings.from_target:
             check_masks(splits[split], tokenizer, rows.kind)
     fingerprint = _fingerprint(settings, tokenizer, splits)
@@ -126,6 +115,11 @@ def _own_prompts(
         samples, markers = iter(source), source.turn.markers
     splits, notes = prompt_rows(settings, seed, samples, markers)
     return SourceRows("chat", splits, notes)
+
+
+def what_decides(settings: DataSettings) -> dict[str, Any]:
+    """The settings that decide what the examples are, not how they are made."""
+    return {key: value for key, value in asdict(settings).items() if key != "workers"}
 
 
 def collate(rows: Sequence[Mapping[str, Any]], pad_id: int) -> dict[str, Tensor]:
@@ -189,95 +183,8 @@ def _chat_format(settings: DataSettings, rows: SourceRows, tokenizer: PreTrained
     return ChatFormat(tokenizer, settings.system, settings.template_args)
 
 
-def _dataset(
-    rows: SourceRows,
-    split: str,
-    limit: int | None,
-    settings: DataSettings,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    chat: ChatFormat | None,
-) -> Dataset:
-    """The examples of one split in the seed's order, up to ``limit``."""
-    ordered = list(rows.splits[split])
-    Random(f"{seed}/{split}").shuffle(ordered)
-    left_out, several = LeftOut(), LeftOut()
-    made = _examples(rows.kind, ordered, settings, tokenizer, chat, left_out, several)
-    fitting = (short for number, example in made if (short := _fit(example, settings, left_out, number)) is not None)
-    total = min(limit or len(ordered), len(ordered))
-    current().update(name=f"tokenising {split}", total=total, done=0)
-    columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-    for example in islice(fitting, limit):
-        current().advance()
-        columns["input_ids"].append(np.asarray(example.input_ids, dtype=np.int32))
-        columns["labels"].append(np.asarray(example.labels, dtype=np.int32))
-        columns["prompt"].append(example.prompt)
-        columns["response"].append(example.response)
-        columns["messages"].append(json.dumps(example.messages, ensure_ascii=False) if example.messages else "")
-    rows.notes += left_out.sentences(split) + several.sentences(split)
-    if not columns["input_ids"]:
-        raise UserError(
-            f"data: no {split} example is left ({'; '.join(rows.notes) or 'the texts are too short'}): raise "
-            "data.max_length, set data.overlong to cut, or give more data"
-        )
-    return Dataset.from_dict(columns, features=COLUMNS)
-
-
-def _examples(
-    kind: str,
-    rows: list[Row],
-    settings: DataSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    chat: ChatFormat | None,
-    left_out: LeftOut,
-    several: LeftOut,
-) -> Iterator[tuple[int, Example]]:
-    """Examples with the numbers of their rows (of plain text, whose blocks span rows, the first's)."""
-    if kind == "text":
-        yield from ((1, block) for block in text_examples(tokenizer, (r["text"] for r in rows), settings.max_length))
-    elif chat is None:
-        pairs = pair_examples(tokenizer, [(row["prompt"], row["response"]) for row in rows])
-        yield from zip((row["number"] for row in rows), pairs, strict=True)
-    else:
-        for row in rows:
-            try:
-                if settings.from_target:
-                    found = [prompt_example(chat, row["messages"])]
-                else:
-                    found = chat_examples(chat, row.get("messages") or _as_chat(row), row.get("tools"))
-            except UnusableRow as error:
-                left_out.add(f"{error.reason} dropped", row["number"], error.detail)
-                continue
-            if len(found) > 1:
-                reason = "made into an example for each assistant's turn, because the template rewrites earlier turns"
-                several.add(reason, row["number"])
-            yield from ((row["number"], example) for example in found)
-
-
-def _as_chat(row: Row) -> list[dict[str, Any]]:
-    """A pair as the chat that it stands for; what only separates prompt and response is left to the template."""
-    return [
-        {"role": "user", "content": (row.get("said") or row["prompt"]).strip()},
-        {"role": "assistant", "content": row["response"].strip()},
-    ]
-
-
-def _fit(example: Example, settings: DataSettings, left_out: LeftOut, number: int) -> Example | None:
-    """The example within ``max_length``, or None; what happened is counted."""
-    length = settings.max_length
-    if len(example.input_ids) <= length:
-        return example
-    labels = example.labels[:length]
-    reason = f"longer than data.max_length ({length} tokens)"
-    if settings.overlong == "drop" or all(label == IGNORE for label in labels):
-        left_out.add(f"{reason} dropped", number)
-        return None
-    left_out.add(f"{reason} cut at the end", number)
-    return replace(example, input_ids=example.input_ids[:length], labels=labels)
-
-
 def _fingerprint(settings: DataSettings, tokenizer: PreTrainedTokenizerBase, splits: dict[str, Dataset]) -> str:
-    digest = hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(what_decides(settings), sort_keys=True).encode())
     digest.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
     for split in SPLITS:
         for batch in splits[split].select_columns(["input_ids", "labels"]).with_format("numpy").iter(1000):

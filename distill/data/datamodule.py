@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import lightning as L
 import numpy as np
 
 from decode.core.errors import UserError
+from distill.core import ranks
 from distill.data.batch_schedule import EvalBatches, Schedule
 from distill.data.optimizer_step import OptimizerStep
+from distill.data.packing import Rows, dealt_to_rows
 from distill.data.token_dataset import Batch, Picks, TokenDataset, label_count, make_batch
 
 
@@ -29,6 +33,39 @@ class OwnTexts(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes it back."""
         ...
+
+
+@dataclass
+class Seen:
+    """What training batches held, and how long their steps took.
+
+    Attributes:
+        tokens: Of examples.
+        places: Tokens and padding.
+        seconds: Of the steps, with the drawing of their batches and without validations.
+        first: Of the first batch among them, which is slower.
+        batches: How many there were.
+        validation: Seconds of the validations while training.
+        validations: How many there were.
+    """
+
+    tokens: int = 0
+    places: int = 0
+    seconds: float = 0.0
+    first: float = 0.0
+    batches: int = 0
+    validation: float = 0.0
+    validations: int = 0
+
+    @property
+    def padding(self) -> float:
+        """Share of places that hold nothing."""
+        return 1 - self.tokens / self.places if self.places else 0.0
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second of this process."""
+        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass
@@ -50,6 +87,8 @@ class TrainLoader:
     micros: int = 1
     look_ahead: bool = False
     drawn: int = 0
+    row_length: int | None = None
+    seen: Seen = field(default_factory=Seen)
 
     def __len__(self) -> int:
         return self.steps * self.micros
@@ -76,14 +115,30 @@ class TrainLoader:
     def _parts(self, picks: Picks) -> Iterator[Batch]:
         """This rank's micro-batches of a step."""
         dealt = [picks[rank :: self.world][micro :: self.micros] for rank, micro in np.ndindex(self.world, self.micros)]
+        packed: list[Rows | None] = [None] * len(dealt)
+        if self.row_length is not None:
+            dealt, packed = map(list, zip(*(in_rows(part, self.row_length) for part in dealt), strict=True))
         counts = np.zeros((len(dealt), max(map(len, dealt))), dtype=np.int64)
         for row, part in enumerate(dealt):
             counts[row, : len(part)] = [label_count(pick, all_tokens=self.all_tokens) for pick in part]
-        own = dealt[self.rank * self.micros : (self.rank + 1) * self.micros]
-        batches = [make_batch(part, self.pad_id, all_tokens=self.all_tokens) for part in own]
+        own = slice(self.rank * self.micros, (self.rank + 1) * self.micros)
+        batches = [
+            make_batch(part, self.pad_id, all_tokens=self.all_tokens, packed=rows)
+            for part, rows in zip(dealt[own], packed[own])
+        ]
+        self.seen.tokens += sum(int(rows.offsets[i + 1] - rows.offsets[i]) for part in dealt[own] for rows, i in part)
+        self.seen.places += sum(batch["input_ids"].numel() for batch in batches)
         for micro, batch in enumerate(batches):
             ahead = batches if self.look_ahead and micro == 0 else ()
             yield batch | {"step": OptimizerStep(counts, self.rank, self.world, micro, self.micros, ahead)}
+
+
+def in_rows(picks: Picks, row_length: int) -> tuple[Picks, Rows]:
+    """Examples in the order in which they fill rows of about so many tokens, and which of them are in which row."""
+    rows = dealt_to_rows([int(rows.offsets[i + 1] - rows.offsets[i]) for rows, i in picks], row_length)
+    order = [example for row in rows for example in row]
+    starts = np.cumsum([0, *map(len, rows)]).tolist()
+    return [picks[i] for i in order], [list(range(a, b)) for a, b in pairwise(starts)]
 
 
 @dataclass(eq=False)
@@ -99,6 +154,8 @@ class DistillDataModule(L.LightningDataModule):
         all_tokens: Label the tokens of prompts too.
         texts: Replaces examples by texts that the draft writes itself.
         look_ahead: The selection needs all micro-batches of a step at once.
+        row_length: Tokens of a row that several training examples are packed into; None: a row each.
+        seen: What this process's training batches held so far.
     """
 
     train: TokenDataset
@@ -109,9 +166,27 @@ class DistillDataModule(L.LightningDataModule):
     all_tokens: bool = False
     texts: OwnTexts | None = None
     look_ahead: bool = False
+    row_length: int | None = None
+    seen: Seen = field(default_factory=Seen)
 
     def __post_init__(self) -> None:
         super().__init__()
+
+    def setup(self, stage: str) -> None:
+        """Makes sure that all processes are about to train on the same examples in the same order.
+
+        Raises:
+            UserError: They are not.
+        """
+        batches = self.schedule.batch_size, self.schedule.seed, self.schedule.bucket, self.steps, self.row_length
+        own = [zlib.crc32(self.train.ids.tobytes()), zlib.crc32(self.train.labels.tobytes()), len(self.train), batches]
+        found = ranks.exchange(own)
+        other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
+        if other is not None:
+            raise UserError(
+                f"process {other} has {found[other][2]:,} training examples and process 0 {found[0][2]:,}, not the "
+                "same ones: give all of them the same configuration, data files and output_dir (one that all can see)"
+            )
 
     def train_dataloader(self) -> TrainLoader:
         """All steps' batches; a checkpoint's state moves the loader to its step.
@@ -137,6 +212,8 @@ class DistillDataModule(L.LightningDataModule):
             self.texts,
             micros,
             self.look_ahead and micros > 1,
+            row_length=self.row_length,
+            seen=self.seen,
         )
 
     def val_dataloader(self) -> EvalBatches:

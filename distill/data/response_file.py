@@ -71,6 +71,13 @@ class ResponseFile:
         """Whether so many examples, or more, have a sound line, without changing anything."""
         return self._same() and self._read()[1] and len(self.found) >= count
 
+    def read(self) -> dict[int, Response]:
+        """The sound lines that are there, without changing anything; none of a file made from something else."""
+        if not self._same():
+            return {}
+        self._read()
+        return self.found
+
     def fill(self, responses: Iterable[Response], tokenizer: PreTrainedTokenizerBase) -> Iterator[Response]:
         """Writes a line for each response that has none yet, at once; returns those."""
         with self.path.open("a", encoding="utf-8") as file:

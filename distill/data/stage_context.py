@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import torch
 from lightning.pytorch.loggers import Logger
@@ -18,10 +21,20 @@ from distill.core.files import files_state
 from distill.core.run_dir import RunDir
 from distill.data.chats import ChatFormat
 from distill.data.corpus import Corpus, load_corpus
+from distill.data.corpus_cache import kept_corpus
+from distill.data.datamodule import Seen
 from distill.data.own_prompts.sampler import PromptSampler
 from distill.data.own_prompts.user_turn import user_turn
 from distill.data.response_file import ResponseFile
 from distill.data.token_dataset import TokenDataset
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a part of a run took: seconds for so many tokens, or texts."""
+
+    seconds: float
+    count: int
 
 
 @dataclass
@@ -33,12 +46,25 @@ class StageContext:
         run: its folder.
         console: where progress is shown.
         logger: where losses and results are recorded; None: nowhere.
+        keep_corpus: whether the tokenised data are kept in the run's folder.
+        measured: what its preparations took.
+        seen: what its trainings read, by stage.
     """
 
     settings: Settings
     run: RunDir
     console: Console
     logger: Logger | None = None
+    keep_corpus: bool = True
+    measured: dict[str, Measured] = field(default_factory=dict)
+    seen: dict[str, Seen] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, name: str, count: int) -> Iterator[None]:
+        """Measures what is done inside for so many tokens, the first time; later on it may be there already."""
+        began = time.perf_counter()
+        yield
+        self.measured.setdefault(name, Measured(time.perf_counter() - began, count))
 
     @cached_property
     def corpus(self) -> Corpus:
@@ -48,7 +74,10 @@ class StageContext:
             if target.model is not None and self.settings.data.tokenizer is None:
                 tokenizer = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
             own = self._sampler if target.model is not None else None
-            corpus = load_corpus(self.settings.data, seed=self.settings.seed, tokenizer=tokenizer, sampler=own)
+            load = partial(load_corpus, seed=self.settings.seed, sampler=own)
+            folder = self.run.work / "corpus" if self.keep_corpus else None
+            made_from = files_state([str(target.model)]) if own is not None and self.settings.data.from_target else {}
+            corpus = kept_corpus(self.settings.data, tokenizer, folder, [self.settings.seed, made_from], load)
         for note in corpus.notes:
             self.console.print(f"  {note}", highlight=False)
         return corpus

@@ -12,6 +12,7 @@ from datasets import Dataset
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from distill.data.packing import Rows, positions_in_rows
 from distill.data.tokenize import IGNORE, prompt_part
 
 Ints = NDArray[np.int64]
@@ -94,6 +95,19 @@ class TokenDataset:
         starts = self.offsets - np.arange(len(self) + 1)  # an example's first token is predicted from nothing
         return TokenDataset(self.ids, self.ids, self.offsets, starts, prompt_lengths=prompts)
 
+    def part(self, first: int, last: int) -> TokenDataset:
+        """The examples from ``first`` to before ``last``, without copying."""
+        tokens, labels = (slice(int(o[first]), int(o[last])) for o in (self.offsets, self.label_offsets))
+        return TokenDataset(
+            self.ids[tokens],
+            self.labels[tokens],
+            self.offsets[first : last + 1] - self.offsets[first],
+            self.label_offsets[first : last + 1] - self.label_offsets[first],
+            {name: values[labels] for name, values in self.signals.items()},
+            {name: values[tokens] for name, values in self.tokens.items()},
+            None if self.prompt_lengths is None else self.prompt_lengths[first:last],
+        )
+
     def batch(self, examples: Ints, pad_id: int, *, all_tokens: bool = False) -> Batch:
         """Examples padded on the right.
 
@@ -115,22 +129,41 @@ Picks = Sequence[tuple[TokenDataset, int]]
 """Examples of a batch: the rows that an example is in, and its number there."""
 
 
-def make_batch(picks: Picks, pad_id: int, *, all_tokens: bool = False) -> Batch:
+def make_batch(picks: Picks, pad_id: int, *, all_tokens: bool = False, packed: Rows | None = None) -> Batch:
     """Examples, of several sets of rows if need be, as one batch; see `TokenDataset.batch`.
 
-    Cached signals are carried only where all the examples have them.
+    Cached signals are carried only where all the examples have them. Examples that are ``packed``, several in a row,
+    have their positions and numbers with them, under ``position_ids`` and ``examples``, ``[rows, time]``; values kept
+    for every token are not packed.
+
+    Args:
+        picks: The examples.
+        pad_id: Fills up rows.
+        all_tokens: Label every token.
+        packed: Which of them are in which row, numbered from the first row to the last; None: one in each.
     """
     spans = [slice(int(rows.offsets[i]), int(rows.offsets[i + 1])) for rows, i in picks]
-    shape = len(picks), max((span.stop - span.start for span in spans), default=1)
+    inside = [[row] for row in range(len(picks))] if packed is None else packed
+    lengths = [[spans[example].stop - spans[example].start for example in row] for row in inside]
+    shape = len(inside), max(map(sum, lengths), default=1)
     ids, labels = np.full(shape, pad_id, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
-    for row, ((rows, _), span) in enumerate(zip(picks, spans)):
-        length = span.stop - span.start
-        ids[row, :length] = rows.ids[span]
-        labels[row, :length] = (rows.ids if all_tokens else rows.labels)[span]
+    for row, examples in enumerate(inside):
+        start = 0
+        for example in examples:
+            rows, span = picks[example][0], spans[example]
+            place = slice(start, start + span.stop - span.start)
+            ids[row, place] = rows.ids[span]
+            labels[row, place] = (rows.ids if all_tokens else rows.labels)[span]
+            if start:
+                labels[row, start] = IGNORE  # nothing of its own text comes before it
+            start = place.stop
     batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+    if packed is not None:
+        positions, numbers = positions_in_rows(lengths, shape[1])
+        batch |= {"position_ids": torch.from_numpy(positions), "examples": torch.from_numpy(numbers)}
     names = set.intersection(*(set(rows.signals) for rows, _ in picks)) if picks else set()
     for name in sorted(names):
-        parts = [np.asarray(rows.signals[name])[rows.label_offsets[i] : rows.label_offsets[i + 1]] for rows, i in picks]
+        parts = [rows.signals[name][rows.label_offsets[i] : rows.label_offsets[i + 1]] for rows, i in picks]
         batch[name] = torch.from_numpy(np.concatenate(parts))
     for name in picks[0][0].tokens if picks else ():
         array = picks[0][0].tokens[name]
@@ -146,6 +179,12 @@ def label_count(pick: tuple[TokenDataset, int], *, all_tokens: bool = False) -> 
     rows, example = pick
     offsets = rows.offsets if all_tokens else rows.label_offsets
     return int(offsets[example + 1] - offsets[example]) - all_tokens
+
+
+def example_of_rows(batch: Batch, mask: Tensor) -> Tensor:
+    """Which example of the batch each label row belongs to, ``[rows]``, ascending; ``mask`` is `label_mask`."""
+    numbers: Tensor = batch["examples"][mask] if "examples" in batch else mask.nonzero()[:, 0]
+    return numbers
 
 
 def label_mask(labels: Tensor) -> Tensor:

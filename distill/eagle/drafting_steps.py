@@ -15,7 +15,9 @@ from distill.losses.divergences import Divergence
 from distill.losses.drafted import Drafted
 from distill.models.lm_head import LMHead
 from distill.models.precision import forward_precision
-from distill.teacher.signal_cache import Array, Part, cached, scatter
+from distill.teacher.kept_arrays import Array, Part
+from distill.teacher.shards import label_values
+from distill.teacher.signal_cache import scatter
 from distill.teacher.target_distribution import HiddenRows, LogProbRows
 
 WHOLE = 1 << 28
@@ -109,8 +111,13 @@ def reference_loss(
     ``precision`` is the trainer's: the other head's side of ΔL is computed in it, so the reference's has to be. Without
     a path they are kept in memory.
     """
-    parts = _reference_parts(head, source, rows, steps, divergence, precision)
-    return cached(path, fingerprint, (rows.label_count, steps), parts)
+    return label_values(
+        rows,
+        lambda some: _reference_parts(head, source, some, steps, divergence, precision),
+        path,
+        fingerprint,
+        (steps,),
+    )
 
 
 @torch.inference_mode()

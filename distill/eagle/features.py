@@ -18,7 +18,9 @@ from distill.data.batch_schedule import EvalBatches
 from distill.data.token_dataset import Batch, Ints, TokenDataset, label_mask
 from distill.losses.chunked_kl import TargetRows
 from distill.models.lm_head import LMHead
-from distill.teacher.signal_cache import Array, Kept, Part, cached_together, check_finite, fill, scatter
+from distill.teacher.kept_arrays import Array, Kept, Part, fill
+from distill.teacher.shards import cached_in_shards
+from distill.teacher.signal_cache import check_finite, scatter
 from distill.teacher.target_distribution import HiddenRows, TargetSignal, TargetSource
 
 FEATURES, INSIDE = "features", "target_inside"
@@ -121,11 +123,14 @@ class FeatureSource:
         """Puts the values of every example, on disk, into ``rows``; they are computed unless they are there."""
         ids = None if self.ids is None else self.ids.tolist()
         key = fingerprint(made_from, self.captured_layers, self.signal.key, self.signal.bfloat16, ids, split, len(rows))
-        wanted = [
-            Kept(folder / f"{name}_{split}.npy", fingerprint(key, name), shape, dtype)
-            for name, (shape, dtype) in self.layout(rows).items()
-        ]
-        self._put(rows, cached_together(wanted, self._parts(model, rows)))
+
+        def wanted(some: TokenDataset) -> list[Kept]:
+            return [
+                Kept(folder / f"{name}_{split}.npy", fingerprint(key, name), shape, dtype)
+                for name, (shape, dtype) in self.layout(some).items()
+            ]
+
+        self._put(rows, cached_in_shards(rows, wanted, lambda some: self._parts(model, some)))
 
     def keep_now(self, model: PreTrainedModel, rows: TokenDataset) -> None:
         """The same in memory: for texts that are used for a while only."""

@@ -1,20 +1,24 @@
 """What a feature head is trained on: examples with the target's features and distributions, the reference's losses."""
 
+from dataclasses import replace
 from typing import Any
 
 from decode.core.progress import working
 from decode.models.eagle.files import load_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import load_model, stop_ids
+from distill.config.distillation import Signal
 from distill.core.files import fingerprint
 from distill.data.stage_context import StageContext
 from distill.data.token_dataset import TokenDataset
 from distill.eagle.drafting_steps import reference_loss
 from distill.eagle.features import FeatureSource
 from distill.losses.objective import Objective
+from distill.models.attention import use_attention
 from distill.models.lm_head import LMHead, check_head
 from distill.teacher import signal_cache as signals
-from distill.teacher.prepare import DistillData, announce, fixed_texts
+from distill.teacher.prepare import LOSSES, SIGNAL, DistillData, fixed_texts
+from distill.teacher.signal_choice import announce, choose_signal
 from distill.teacher.target_distribution import TargetSignal
 
 
@@ -36,18 +40,28 @@ def prepare_head(
     )
     check_head(model, LMHead(model))
     ids = head.draft_ids()
-    signal = TargetSignal.of(settings.reference, LMHead(model).vocab if ids is None else len(ids))
-    source = FeatureSource(model, head, signal)
-    source.to(context.device)
     ends = stop_ids(model, context.corpus.tokenizer)
     train, validation, key = fixed_texts(context, model, ends)
     fixed = {"validation": validation} if share == 1 else {"validation": validation, "train": train}
+
+    def signal_of(kind: Signal) -> TargetSignal:
+        vocab = LMHead(model).vocab if ids is None else len(ids)
+        return TargetSignal.of(replace(settings.reference, signal=kind), vocab)
+
+    def size_of(kind: Signal) -> int:
+        return sum(map(FeatureSource(model, head, signal_of(kind)).bytes, fixed.values()))
+
+    signal = signal_of(choose_signal(context, size_of, fingerprint(key, head.captured_layers)))
+    source = FeatureSource(model, head, signal)
+    source.to(context.device)
+    use_attention(model, settings.trainer.attention)
     if signal.kind != "recompute":
-        tokens, size = sum(rows.label_count for rows in fixed.values()), sum(map(source.bytes, fixed.values()))
+        tokens, size = sum(rows.label_count for rows in fixed.values()), size_of(signal.kind)
         seconds = signals.seconds_of(model, list(fixed.values()))
-        announce(context, f"hidden states and signal ({signal.kind})", size, tokens, seconds)
+        announce(context, signal.kind, "hidden states and signal", size, tokens, seconds)
         for name, rows in fixed.items():
-            with working(context.console, f"the target's hidden states and signal ({signal.kind}), {name}"):
+            told = f"the target's hidden states and signal ({signal.kind}), {name}"
+            with working(context.console, told), context.timed(f"{SIGNAL} {name}", len(rows.ids)):
                 source.keep(model, rows, folder, name, key)
     reference, about = None, (settings.eagle.steps, objective.ranking, settings.trainer.precision)
     if objective.selection is not None:
@@ -57,7 +71,7 @@ def prepare_head(
         if "train" in fixed:
             made_from: Any = [key, record.fingerprint, source.signal.key, about[0], vars(objective.ranking), about[2]]
             path = folder / f"reference_{objective.ranking.name}.npy"
-            with working(context.console, "the reference's losses"):
+            with working(context.console, "the reference's losses"), context.timed(f"{LOSSES} train", len(train.ids)):
                 made = reference_loss(reference, source, train, *about, path, fingerprint(*made_from))
                 train.signals["reference_loss"] = made
 

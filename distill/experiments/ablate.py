@@ -31,7 +31,7 @@ from distill.experiments.target_texts import Text, target_texts
 from distill.pipeline.reuse import adopt, siblings
 from distill.pipeline.runner import alone_in, run_of, run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
-from distill.teacher.signal_cache import Array, cached
+from distill.teacher.kept_arrays import Array, cached
 
 MODES = {"sampled": 1.0, "greedy": 0.0}  # decoding modes and their temperatures
 

@@ -79,6 +79,12 @@ def answered_here(model: PreTrainedModel, settings: ResponseSettings, seed: int,
     return answers
 
 
+def own_examples(jobs: Sequence[Job], settings: ResponseSettings, rank: int, world: int) -> set[int]:
+    """The examples that one of several processes answers: whole groups, so that bits are those of a single process."""
+    groups = batches(jobs, GROUP * settings.batch_size)
+    return {job.example for group in groups[rank::world] for job in group}
+
+
 def batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:
     """Jobs of similar length together."""
     ordered = sorted(jobs, key=lambda job: (len(job.ids), job.example))

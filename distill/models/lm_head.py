@@ -77,11 +77,15 @@ class LMHead(nn.Module):
         return self.scale * (1 - (logits / self.cap).square()) if self.cap else self.scale
 
 
-def last_hidden(model: PreTrainedModel, input_ids: Tensor, mask: Tensor) -> Tensor:
-    """Last hidden states, after the final norm, at the positions ``mask [batch, time]``: ``[rows, hidden]``."""
+def last_hidden(model: PreTrainedModel, input_ids: Tensor, mask: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Last hidden states, after the final norm, at the positions ``mask [batch, time]``: ``[rows, hidden]``.
+
+    ``positions [batch, time]`` begin anew where a row holds several texts, which then do not see each other.
+    """
     rows = mask.flatten().nonzero()[:, 0]
+    packed = {} if positions is None else {"position_ids": positions}
     with _last_mlp_at(model, rows, mask.shape):
-        output = model.base_model(input_ids=input_ids, use_cache=False)
+        output = model.base_model(input_ids=input_ids, use_cache=False, **packed)
     return output.last_hidden_state.flatten(0, 1).index_select(0, rows)
 
 
@@ -123,6 +127,8 @@ def _last_mlp(model: PreTrainedModel) -> nn.Module | None:
         return None
     if layer.training and getattr(layer, "gradient_checkpointing", False):
         return None  # it would be computed again without the hooks
+    if layer._compiled_call_impl is not None:
+        return None  # new hooks every step would have it compiled anew
     mlp = getattr(layer, "mlp", None)
     return mlp if isinstance(mlp, nn.Module) and not any(hasattr(mlp, name) for name in MIXTURE) else None
 

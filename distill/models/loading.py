@@ -83,24 +83,25 @@ def source_folder(model: str) -> Path:
 
 def count_layers(settings: ModelSettings, vocab: int) -> int:
     """Layers of a model that is not there yet."""
-    return int(_config_of(settings, vocab).get_text_config().num_hidden_layers)
+    return int(config_of(settings, vocab).get_text_config().num_hidden_layers)
 
 
 def max_positions(settings: ModelSettings, vocab: int) -> int | None:
     """Longest text of a model that is not there yet, in tokens; None where its family knows no limit."""
-    limit = getattr(_config_of(settings, vocab).get_text_config(), "max_position_embeddings", None)
+    limit = getattr(config_of(settings, vocab).get_text_config(), "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 
 def count_parameters(settings: ModelSettings, vocab: int) -> int:
     """Parameters of a model that is not there yet, without allocating it."""
-    config = _config_of(settings, vocab)
+    config = config_of(settings, vocab)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _config_of(settings: ModelSettings, vocab: int) -> PretrainedConfig:
+def config_of(settings: ModelSettings, vocab: int) -> PretrainedConfig:
+    """The configuration of a model that is not there yet; ``vocab`` is for one from scratch."""
     if settings.model is None:
         return build_config(settings.architecture, vocab)
     return load_config(settings.model, trust_remote_code=settings.trust_remote_code)

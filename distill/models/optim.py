@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from decode.core.errors import UserError
 from distill.config.trainer import TrainingSettings
 
 
@@ -34,8 +36,40 @@ def make_optimizer(
     ]
     groups[0]["bfloat16"] = "bf16" in precision
     groups = [group for group in groups if group["params"]]
+    if settings.optimizer == "adamw_8bit":
+        return _adamw_8bit()(groups, lr=settings.lr, betas=(0.9, settings.beta2))
     kind = MuonAdamW if settings.optimizer == "muon" else AdamW
     return kind(groups, lr=settings.lr, betas=(0.9, settings.beta2), fused=fused)
+
+
+def _adamw_8bit() -> Any:
+    """AdamW whose two moments are kept in 8 bits, block by block.
+
+    Raises:
+        UserError: bitsandbytes is not installed.
+    """
+    try:
+        return import_module("bitsandbytes.optim").AdamW8bit
+    except ImportError as error:
+        raise UserError(
+            "training.optimizer is adamw_8bit, which needs the package bitsandbytes: pip install bitsandbytes, or "
+            "choose adamw"
+        ) from error
+
+
+def check_optimizer(settings: TrainingSettings, device: torch.device) -> None:
+    """Refuses an optimiser that cannot run here.
+
+    Raises:
+        UserError: saying what it needs.
+    """
+    if settings.optimizer != "adamw_8bit":
+        return
+    if device.type != "cuda":
+        raise UserError(
+            f"training.optimizer is adamw_8bit, which runs on GPUs, and the training runs on {device}: choose adamw"
+        )
+    _adamw_8bit()
 
 
 def learning_rate(settings: TrainingSettings, steps: int) -> Callable[[int], float]:

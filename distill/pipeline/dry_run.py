@@ -89,9 +89,13 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
         draft.epochs = None if draft.epochs is None else 1.0
     trainer, evaluation = small.trainer, small.evaluation
     trainer.validate_every, trainer.validation_examples = STEPS // 2, 8
-    trainer.devices, trainer.num_nodes, trainer.strategy = 1, 1, "auto"
+    trainer.devices, trainer.num_nodes, trainer.strategy, trainer.accumulate = 1, 1, "auto", min(2, trainer.accumulate)
     if trainer.accelerator not in ("auto", "cpu") and not torch.cuda.is_available():
         trainer.accelerator = "cpu"
+    if not torch.cuda.is_available():
+        trainer.attention, trainer.compile = "auto", "none"
+        for training in (small.target.training, small.initial.training, small.reference.training):
+            training.optimizer = "adamw" if training.optimizer == "adamw_8bit" else training.optimizer
     evaluation.prompts, evaluation.accuracy_prompts, evaluation.decode_prompts = 4, 4, 2
     evaluation.max_new_tokens, evaluation.repeats = 8, 1
     evaluation.draft_lengths = sorted(evaluation.draft_lengths)[:2]
@@ -170,6 +174,9 @@ def _shrink_data(data: DataSettings, folder: Path, console: Console) -> None:
     data.train_examples, data.validation_examples, data.test_examples = 48, 8, 8
     data.tokenizer, data.tokenizer_vocab_size, data.trust_remote_code = None, 320, False
     data.max_length, data.overlong = 512, "cut"
+    preset = PRESETS.get(data.source)
+    if data.kind == "chat" or (preset is not None and preset.kind == "chat"):
+        data.chat_template = data.chat_template or PLAIN_CHAT  # the target's own comes with its tokenizer
     if data.from_target:
         console.print("  word problems stand for the prompts that the target writes", highlight=False)
         files = write_rows(folder, data.source, lambda question, *_: {"question": question})

@@ -39,9 +39,10 @@ from distill.export.gguf import check_gguf, export_gguf
 from distill.models.package import fetch
 from distill.pipeline import draft_models
 from distill.pipeline import eagle_heads as feature_heads
+from distill.pipeline.input_checks import check_inputs
 from distill.pipeline.reuse import adopt, siblings
 from distill.pipeline.stage_fingerprint import measurement_fingerprint, stage_fingerprints
-from distill.pipeline.stages import StageResult, check_inputs, distil, language_model
+from distill.pipeline.stages import StageResult, distil, language_model
 from distill.report.figures import figures
 from distill.report.summary import display
 from distill.report.write import console_tables, write_report
@@ -87,8 +88,9 @@ def alone_in(run: RunDir, settings: Settings, console: Console | None = None) ->
     hf_logging.disable_progress_bar()  # a bar for every file read or written hides what matters
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    with only_one(run.work / "lock"):
+    with only_one(run.work / "lock"), ranks.failing_together(run.work):
         if ranks.is_first():
+            ranks.forget_failures(run.work)
             for left in [*run.folder.glob(".tmp-*"), *run.work.rglob(".tmp-*")]:
                 remove(left)
         fetch_models(settings, console or Console())
@@ -141,7 +143,7 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
     console = console or Console()
     fetch_models(settings, console)
     run = RunDir(Path(settings.output_dir) / settings.name)
-    data.show_example(StageContext(settings, run, console).corpus, console=console)
+    data.show_example(StageContext(settings, run, console, keep_corpus=False).corpus, console=console)
 
 
 def run_stages(context: StageContext, only: Collection[str] | None = None) -> list[str]:

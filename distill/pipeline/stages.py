@@ -6,13 +6,12 @@ puts the results in their folders. What differs between draft models and feature
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.core.errors import UserError
 from decode.models.eagle.files import save_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.gguf import gguf_file
@@ -24,18 +23,17 @@ from distill.core.files import save_tokenizer
 from distill.core.run_dir import StageRecord, account_of
 from distill.data.batch_schedule import Schedule
 from distill.data.datamodule import DistillDataModule
+from distill.data.packing import keeps_apart
 from distill.data.stage_context import StageContext
 from distill.data.token_dataset import TokenDataset
 from distill.generation.on_policy import OnPolicy
 from distill.losses.objective import Objective, divergence_of, objective_of
-from distill.models.layer_pruning import cut, kept_layers
+from distill.models.layer_pruning import cut
 from distill.models.layerskip import LayerSkip
 from distill.models.lm_head import LMHead, check_head
 from distill.models.loading import (
-    count_layers,
     count_parameters,
     load_or_build,
-    max_positions,
     ready_to_save,
     source_folder,
 )
@@ -49,6 +47,10 @@ from distill.training.distillation import DistillModule, token_counts
 from distill.training.trainer import fit
 
 MOST_SELECTED = 100  # entries of the list of tokens that AdaSPEC selects most
+
+
+ONE_ROW = 1 << 30
+"""Tokens of a row that every batch fits into."""
 
 
 @dataclass
@@ -91,64 +93,6 @@ class Distillation:
 Begin = Callable[[StageContext, Objective, float, TrainingSettings, int, int], Distillation]
 """Makes the `Distillation` of a draft that starts from the initial one: of its objective, the share of the examples
 that it writes itself, its training, steps and seed."""
-
-
-def check_inputs(context: StageContext) -> None:
-    """Refuses before anything is trained what would be found hours later, or never.
-
-    Raises:
-        UserError: a batch larger than the data, positions too few for the examples, or a draft that is not smaller
-            than its target; with the key and both values.
-    """
-    settings, corpus = context.settings, context.corpus
-    models = {"target": settings.target, "initial": settings.initial}
-    if settings.eagle.enabled:
-        del models["initial"]
-    _check_batches(context, models)
-    written = settings.reference.responses.from_target or settings.reference.responses.from_draft
-    for name, model in models.items():
-        positions = None if model.kind == "cut" else max_positions(model, len(corpus.tokenizer))
-        if positions is None or positions >= settings.data.max_length:
-            continue
-        splits = (TokenDataset.of(split) for split in (corpus.train, corpus.validation))
-        longest = settings.data.max_length if written else max(int(split.lengths.max()) for split in splits)
-        if positions < longest:
-            key = f"{name}.architecture.positions" if model.kind == "scratch" else f"the context of {name}.model"
-            raise UserError(
-                f"{key} is {positions} tokens and the longest example may have {longest}: lower data.max_length to "
-                f"{positions}, or raise it"
-            )
-    if not settings.eagle.enabled:
-        _check_sizes(context)
-
-
-def _check_batches(context: StageContext, models: Mapping[str, ModelSettings]) -> None:
-    settings, whole, distilled = context.settings, len(context.corpus.train), len(context.examples)
-    batches = [(f"{n}.training.batch_size", m.training.batch_size, whole) for n, m in models.items() if m.trained]
-    reference = plan_reference(settings.reference.training, distilled)
-    batches.append(("reference.training.batch_size", reference.batch_size, distilled))
-    for draft in (settings.draft, *settings.comparisons):
-        size = plan_draft(reference, draft.k, draft.iso).batch_size
-        batches.append((f"reference.training.batch_size over k, for {draft.name},", size, distilled))
-    for name, size, examples in batches:
-        if size > examples:
-            raise UserError(
-                f"{name} is {size} and there are {examples} training examples: lower it, or use more examples "
-                "(data.train_examples, reference.examples)"
-            )
-
-
-def _check_sizes(context: StageContext) -> None:
-    settings, vocab = context.settings, len(context.corpus.tokenizer)
-    if settings.initial.kind == "cut":
-        kept_layers(settings.initial.layers, count_layers(settings.target, vocab))
-        return
-    target, draft = count_parameters(settings.target, vocab), count_parameters(settings.initial, vocab)
-    if draft >= target:
-        raise UserError(
-            f"the draft has {draft:,} parameters and the target {target:,}: a draft has to be smaller, or there is "
-            "nothing to gain. Make initial.architecture smaller, or choose a smaller initial.model"
-        )
 
 
 def language_model(context: StageContext, stage: str, key: str) -> StageResult:
@@ -211,7 +155,7 @@ def distil(
 ) -> StageResult:
     """A draft, from the initial one: by DistillSpec or EAGLE (``adaspec`` is None), by AdaSPEC, or for comparison."""
     started = time.monotonic()
-    training, plan = _plan(context, adaspec)
+    training, plan = plan_of(context, adaspec)
     seed = context.settings.seed if adaspec is None or adaspec.seed is None else adaspec.seed
     settings = context.settings.reference
     objective = Objective(divergence_of(settings)) if adaspec is None else objective_of(adaspec, settings, plan.steps)
@@ -242,7 +186,7 @@ def distil(
     return StageResult(record, draft.trained(), tokenizer)
 
 
-def _plan(context: StageContext, adaspec: AdaSpecSettings | None) -> tuple[TrainingSettings, Plan]:
+def plan_of(context: StageContext, adaspec: AdaSpecSettings | None) -> tuple[TrainingSettings, Plan]:
     """How a draft is trained, and how long: as the reference is (``adaspec`` is None), or with what differs."""
     training, examples = context.settings.reference.training, len(context.examples)
     if adaspec is None:
@@ -275,8 +219,9 @@ def _fit(
         all_tokens=training.prompt_loss and isinstance(module, CausalLMModule),
         texts=own,
         look_ahead=selection is not None and selection.scope == "global",  # all tokens of a step are needed at once
+        row_length=_row_length(context, module),
     )
-    return fit(
+    history, seconds = fit(
         module,
         batches,
         trainer,
@@ -285,6 +230,29 @@ def _fit(
         logger=for_stage(context.logger, stage),
         console=context.console,
     )
+    seen = context.seen[stage] = batches.seen
+    context.console.print(
+        f"  {seen.tokens:,} tokens read, {seen.speed:,.0f} a second, {seen.padding:.1%} padding", highlight=False
+    )
+    return history, seconds
+
+
+def _row_length(context: StageContext, module: TrainingModule) -> int | None:
+    """Tokens of the rows that examples are packed into; None, with the reason, where they cannot be."""
+    wanted = context.settings.trainer.packing
+    if wanted is None:
+        return None
+    models = [module.model, getattr(getattr(module, "target", None), "model", None)]
+    if isinstance(module.model, FeatureHead):
+        reason = "feature heads read one text a row"
+    elif isinstance(module, CausalLMModule) and module.layerskip is not None:
+        reason = "LayerSkip drops layers of whole rows"
+    elif not all(model is None or keeps_apart(model) for model in models):
+        reason = f"the attention of {type(module.model).__name__} does not keep the examples of a row apart"
+    else:
+        return ONE_ROW if context.settings.trainer.attention.startswith("flash") else wanted
+    context.console.print(f"  not packed: {reason}; batches are of similar lengths instead", highlight=False)
+    return None
 
 
 def say_size(context: StageContext, model: PreTrainedModel | FeatureHead, parameters: int) -> None:

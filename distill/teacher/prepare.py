@@ -7,25 +7,30 @@ from typing import Any, Generic, TypeVar
 
 from transformers import AutoConfig, PreTrainedModel
 
-from decode.core.errors import UserError
-from decode.core.progress import duration, working
+from decode.core.progress import working
 from decode.models.open import load_model, stop_ids
+from distill.config.distillation import Signal
 from distill.core import ranks
 from distill.core.files import files_state, fingerprint
 from distill.data.batch_schedule import Schedule
-from distill.data.response_file import ResponseFile
+from distill.data.response_file import Response, ResponseFile
 from distill.data.stage_context import StageContext
 from distill.data.token_dataset import TokenDataset
 from distill.generation.on_policy import OnPolicy, Writer
 from distill.generation.openai_client import answered_by_server
-from distill.generation.response_store import Answer, answered_here, make_jobs, response_rows
+from distill.generation.response_store import Answer, answered_here, make_jobs, own_examples, response_rows
 from distill.losses.objective import Objective
+from distill.models.attention import use_attention
 from distill.models.lm_head import LMHead, check_head
 from distill.models.precision import weights_dtype
 from distill.teacher import signal_cache as signals
+from distill.teacher.signal_choice import announce, choose_signal
 from distill.teacher.target_distribution import TargetSignal, TargetSource
 
 Target = TypeVar("Target")
+
+SIGNAL, LOSSES, ANSWERS = "signal", "reference's losses", "answers"
+"""What is timed of a preparation, see `StageContext.measured`."""
 
 
 @dataclass
@@ -67,18 +72,23 @@ def prepare(
     check_head(model, LMHead(model))
     ends = stop_ids(model, context.corpus.tokenizer)
     train, validation, key = fixed_texts(context, model, ends)
-    signal = _signal(context, model, draft_vocab)
     all_own = share == 1
+    fixed = {"validation": validation} if all_own else {"validation": validation, "train": train}
+    tokens = sum(rows.label_count for rows in fixed.values())
+
+    def size_of(kind: Signal) -> int:
+        return signals.signal_bytes(model, _signal(context, model, draft_vocab, kind), tokens)
+
+    signal = _signal(context, model, draft_vocab, choose_signal(context, size_of, key))
+    use_attention(model, context.settings.trainer.attention)
     if signal.kind != "recompute":
         model = model.to(context.device)
-        fixed = {"validation": validation} if all_own else {"validation": validation, "train": train}
-        tokens = sum(rows.label_count for rows in fixed.values())
-        size = signals.signal_bytes(model, signal, tokens)
         seconds = signals.seconds_of(model, list(fixed.values()))
-        announce(context, f"signal ({signal.kind})", size, tokens, seconds)
+        announce(context, signal.kind, "signal", size_of(signal.kind), tokens, seconds)
         for name, rows in fixed.items():
             path = folder / f"{signal.name}_{name}.npy"
-            with working(context.console, f"the target's signal ({signal.kind}), {name}"):
+            told = f"the target's signal ({signal.kind}), {name}"
+            with working(context.console, told), context.timed(f"{SIGNAL} {name}", len(rows.ids)):
                 values = signals.target_signal(model, signal, rows, path, fingerprint(key, name, len(rows), signal.key))
             rows.signals[signal.name] = values
         if signal.kind == "topk":
@@ -95,11 +105,12 @@ def prepare(
         assert record is not None
         dtype = weights_dtype(precision)  # the draft's side of the loss differences is computed in it, too
         reference = load_model(context.run.path("reference"), device=context.device, dtype=dtype)
+        use_attention(reference, context.settings.trainer.attention)
         other = [] if precision == "32-true" else [precision]
         if not all_own:
             path = folder / f"reference_{ranking.name}.npy"
             made_from = fingerprint(key, record.fingerprint, vars(ranking), *other)
-            with working(context.console, "the reference's losses"):
+            with working(context.console, "the reference's losses"), context.timed(f"{LOSSES} train", len(train.ids)):
                 train.signals["reference_loss"] = signals.reference_loss(
                     reference, target, train, path, made_from, ranking, precision=precision
                 )
@@ -122,34 +133,11 @@ def _unchanged(_: TokenDataset) -> None:
     """No signals: no texts are written on the way."""
 
 
-def _signal(context: StageContext, model: PreTrainedModel, draft: int | None) -> TargetSignal:
-    """What the settings want kept of the target, of the ids that a draft of so many shares with it."""
+def _signal(context: StageContext, model: PreTrainedModel, draft: int | None, kind: Signal) -> TargetSignal:
+    """What is kept of the target, by its kind, of the ids that a draft of so many shares with it."""
     if draft is None:
         draft = int(AutoConfig.from_pretrained(context.run.path("initial")).get_text_config().vocab_size)
-    return TargetSignal.of(context.settings.reference, min(draft, LMHead(model).vocab))
-
-
-def announce(context: StageContext, what: str, size: int, tokens: int, seconds: float) -> None:
-    """Tells the size of the target's values and the time they take, before they are made.
-
-    Raises:
-        UserError: It is above the limit.
-    """
-    settings = context.settings.reference
-    told = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-    if size > settings.signal_limit_gb * 1e9:
-        smaller = {
-            "hidden": "topk, signal_dtype to bfloat16",
-            "topk": "a smaller signal_k, signal",
-            "log_probs": "hidden, to topk",
-        }[settings.signal]
-        raise UserError(
-            f"the target's {what} of {tokens:,} label tokens needs {told} and "
-            f"reference.signal_limit_gb is {settings.signal_limit_gb:g}: raise it, use fewer reference.examples, or "
-            f"set reference.signal to {smaller} or to recompute"
-        )
-    sentence = f"  the target's {what}: {told} for {tokens:,} label tokens, about {duration(seconds)} to compute"
-    context.console.print(sentence, highlight=False)
+    return TargetSignal.of(replace(context.settings.reference, signal=kind), min(draft, LMHead(model).vocab))
 
 
 def fixed_texts(
@@ -220,11 +208,13 @@ def _answered(
 ) -> TokenDataset:
     """The split's prompts with the responses of the target at a path, kept in a folder of the run's work.
 
-    The first process has them written, the others wait.
+    Every process writes its share into a file of its own (a server is asked by the first one alone), and goes on when
+    all responses are there, whoever wrote them: another number of processes takes up what there is.
     """
     settings, tokenizer = context.settings.reference.responses, context.corpus.tokenizer
     jobs = make_jobs(rows, getattr(context.corpus, split)[: len(rows)], settings, context.settings.data.max_length)
-    file = ResponseFile(context.run.work / folder / f"{split}.jsonl", made_from)
+    rank, world = ranks.rank(), 1 if settings.server.url is not None else ranks.started()
+    file = _file_of(context.run.work / folder, split, rank, made_from)
 
     def writer() -> Answer:
         seed = context.settings.seed
@@ -236,20 +226,38 @@ def _answered(
             return answered_here(model.to(context.device), settings, seed, ends)
         return answered_by_server(settings, seed, tokenizer, ends, Path(path))
 
-    if ranks.is_first():
+    if rank < world:
         file.open()
-        there = len(file.found)
-        if there < len(jobs):
-            missing = {job.example for job in jobs} - file.found.keys()
+        known = _found(context.run.work / folder, split, made_from)
+        if missing := own_examples(jobs, settings, rank, world) - known.keys():
             lines = file.fill(writer()(jobs, missing), tokenizer)
             name = f"  the target's responses, {split}"
-            with working(context.console, name, len(jobs), there) as work:
-                for _ in lines:
-                    work.update(done=max(work.done, len(file.found)))  # a writer may have counted it already
-            context.console.print(f"{name}: {len(jobs)}, {len(jobs) - there} of them written now", highlight=False)
-    else:
-        ranks.wait_for(lambda: file.complete(len(jobs)) or None, f"the target's responses ({split})")
-    return response_rows([job.ids for job in jobs], [file.found[job.example].ids for job in jobs], ends)
+            timed = context.timed(f"{ANSWERS} {split}", len(missing))
+            with working(context.console, name, len(missing)) as work, timed:
+                for done, _ in enumerate(lines, 1):
+                    work.update(done=max(work.done, done))  # a writer may have counted it already
+            context.console.print(f"{name}: {len(jobs)}, {len(missing)} of them written now", highlight=False)
+
+    def all_of_them() -> dict[int, Response] | None:
+        found = _found(context.run.work / folder, split, made_from)
+        return found if all(job.example in found for job in jobs) else None
+
+    found = ranks.wait_for(all_of_them, f"the target's responses ({split})")
+    return response_rows([job.ids for job in jobs], [found[job.example].ids for job in jobs], ends)
+
+
+def _file_of(folder: Path, split: str, rank: int, made_from: dict[str, Any]) -> ResponseFile:
+    """What a process has written, or writes."""
+    return ResponseFile(folder / (f"{split}-{rank}.jsonl" if rank else f"{split}.jsonl"), made_from)
+
+
+def _found(folder: Path, split: str, made_from: dict[str, Any]) -> dict[int, Response]:
+    """The responses that any process has written, by example."""
+    found: dict[int, Response] = {}
+    for path in sorted(folder.glob(f"{split}*.jsonl")):
+        if not path.name.endswith(".old.jsonl"):
+            found |= ResponseFile(path, made_from).read()
+    return found
 
 
 def bare(rows: TokenDataset) -> TokenDataset:

@@ -7,18 +7,12 @@ Two arrays hold what AdaSPEC needs of the target p and the reference r, a row a 
 - ``reference_loss``: the reference's divergence D(p, r) in float32. With it ΔL = D(p, q) - D(p, r) needs no reference
   model any more.
 
-A file is written beside its place and renamed when complete. The description next to it holds the fingerprint of
-what it was made from and a checksum of its bytes; a file that does not agree with it is made again.
+Values of many examples are several files, which all processes write at once (`distill.teacher.shards`).
 """
 
-import json
-import os
-import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,118 +21,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
-from decode.core.progress import current
-from distill.core import ranks
-from distill.core.files import checksum, write_json
 from distill.data.batch_schedule import EvalBatches
 from distill.data.token_dataset import TokenDataset, label_mask
 from distill.losses.chunked_kl import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
 from distill.models.lm_head import LMHead, last_hidden
 from distill.models.precision import forward_precision
+from distill.teacher.kept_arrays import Array
+from distill.teacher.shards import label_values
 from distill.teacher.target_distribution import TargetSignal, TargetSource
-
-Array = NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Kept:
-    """One array on disk."""
-
-    path: Path  # File to keep it in (``.npy``)
-    fingerprint: str  # Of everything that the values depend on
-    shape: tuple[int, ...]  # Rows first
-    dtype: str = "float32"  # Of the values
-
-    @property
-    def bytes(self) -> int:
-        """Size on disk."""
-        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
-
-    def load(self) -> Array | None:
-        """The array, memory-mapped, if it is there, complete, unaltered and of this fingerprint."""
-        try:
-            note = json.loads(self.path.with_suffix(".json").read_text())
-            if note["fingerprint"] != self.fingerprint or note["crc32"] != checksum(self.path):
-                return None
-            array: Array = np.load(self.path, mmap_mode="r")
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return array if array.shape == self.shape and array.dtype == self.dtype else None
-
-
-Part = tuple[slice, Array]  # a range of rows and their values
-
-
-def cached(
-    path: Path | None, fingerprint: str, shape: tuple[int, ...], parts: Iterator[Part], dtype: str = "float32"
-) -> Array:
-    """An array on disk (see `cached_together`), without a path in memory."""
-    if path is None:
-        values = np.empty(shape, dtype=dtype)
-        fill([values], ((part,) for part in parts))
-        return values
-    (array,) = cached_together([Kept(path, fingerprint, shape, dtype)], ((part,) for part in parts))
-    return array
-
-
-def cached_together(wanted: Sequence[Kept], parts: Iterable[Sequence[Part]]) -> list[Array]:
-    """Arrays on disk, memory-mapped; made from ``parts`` unless sound ones of these fingerprints are there.
-
-    Args:
-        wanted: The arrays.
-        parts: Row ranges and values, one for each array; consumed only if the arrays have to be made.
-
-    Raises:
-        UserError: The disk has not enough room for them.
-    """
-
-    def there() -> list[Array] | None:
-        found = [kept.load() for kept in wanted]
-        arrays = [array for array in found if array is not None]
-        return arrays if len(arrays) == len(found) else None
-
-    found = there()
-    if found is None and not ranks.is_first():
-        found = ranks.wait_for(there, wanted[0].path.name)
-    if found is not None:
-        return found
-    folder, size, names = wanted[0].path.parent, sum(kept.bytes for kept in wanted), [kept.path.name for kept in wanted]
-    folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    if size > free:
-        needs = f"{names[0]} needs" if len(names) == 1 else f"{', '.join(names)} need"
-        raise UserError(
-            f"{needs} {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {folder}: free some space, use fewer "
-            "reference.examples, or set reference.signal to recompute"
-        )
-    temporary = [kept.path.with_name(f".tmp-{os.getpid()}-{kept.path.name}") for kept in wanted]
-    try:
-        arrays = [
-            np.lib.format.open_memmap(path, mode="w+", dtype=kept.dtype, shape=kept.shape)
-            for path, kept in zip(temporary, wanted)
-        ]
-        current().update(total=wanted[0].shape[0])
-        fill(arrays, parts)
-        for array in arrays:
-            array.flush()
-        del array, arrays
-        for path, kept in zip(temporary, wanted):
-            note = {"fingerprint": kept.fingerprint, "crc32": checksum(path)}
-            os.replace(path, kept.path)
-            write_json(kept.path.with_suffix(".json"), note)
-    finally:
-        for path in temporary:
-            path.unlink(missing_ok=True)
-    return [np.load(kept.path, mmap_mode="r") for kept in wanted]
-
-
-def fill(arrays: Sequence[Array], parts: Iterable[Sequence[Part]]) -> None:
-    """Put row ranges and values, one for each array, into the arrays."""
-    for values in parts:
-        for array, (place, value) in zip(arrays, values, strict=True):
-            array[place] = value
-        current().advance(len(values[0][1]))
 
 
 def signal_bytes(target: PreTrainedModel, signal: TargetSignal, tokens: int) -> int:
@@ -172,14 +63,15 @@ def target_signal(
     Without a path it is kept in memory: for texts that are used for a while only.
     """
     shape, dtype = signal.layout(LMHead(target))
-    parts = _target_parts(target, signal, rows, batch_size)
-    return cached(path, fingerprint, (rows.label_count, *shape), parts, dtype)
+    return label_values(
+        rows, lambda some: _target_parts(target, signal, some, batch_size), path, fingerprint, shape, dtype
+    )
 
 
 def mean_tail(values: Array, block: int = 1 << 16) -> float:
     """Probability that the target's kept top ids leave to all others, on average; bounds the error of α."""
     kept = sum(
-        float(np.exp(np.ascontiguousarray(values[i : i + block, 1]).view(np.float32)).sum(dtype=np.float64))
+        float(np.exp(np.ascontiguousarray(values[i : i + block][:, 1]).view(np.float32)).sum(dtype=np.float64))
         for i in range(0, len(values), block)
     )
     return max(0.0, 1 - kept / max(1, len(values)))
@@ -200,8 +92,13 @@ def reference_loss(
     ``precision`` is the trainer's: the draft's side of ΔL is computed in it, so the reference's has to be. Without a
     path the losses are kept in memory; the target's signal is taken from the rows where it is kept.
     """
-    parts = _loss_parts(reference, target, rows, divergence or Divergence(), batch_size, precision)
-    return cached(path, fingerprint, (rows.label_count,), parts)
+    divergence = divergence or Divergence()
+    return label_values(
+        rows,
+        lambda some: _loss_parts(reference, target, some, divergence, batch_size, precision),
+        path,
+        fingerprint,
+    )
 
 
 @torch.inference_mode()

@@ -118,7 +118,8 @@ class TargetSignal:
         """What the settings want kept, of ids that target and draft share."""
         half = settings.signal_dtype == "bfloat16"
         autocast = settings.signal_autocast
-        return cls(settings.signal, half, settings.signal_k, vocab, settings.temperature, autocast)
+        kind: Signal = "hidden" if settings.signal == "auto" else settings.signal  # see `choose_signal` for runs
+        return cls(kind, half, settings.signal_k, vocab, settings.temperature, autocast)
 
     def forward_precision(self, device: torch.device) -> torch.autocast:
         """Inside, a forward pass of the target computes as it does for the signal."""
@@ -203,4 +204,4 @@ class TargetSource:
         if self.model is None:
             return self.signal.decode(batch[self.signal.name], self.head)
         with torch.autocast(mask.device.type, enabled=False):  # the target computes in its own format
-            return HiddenRows(last_hidden(self.model, batch["input_ids"], mask), self.head)
+            return HiddenRows(last_hidden(self.model, batch["input_ids"], mask, batch.get("position_ids")), self.head)

@@ -65,7 +65,7 @@ class TrainingModule(L.LightningModule):
     def hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Last hidden states ``[rows, hidden]`` where a label is predicted, and those positions ``[batch, time]``."""
         mask = label_mask(batch["labels"])
-        return last_hidden(self.model, batch["input_ids"], mask), mask
+        return last_hidden(self.model, batch["input_ids"], mask, batch.get("position_ids")), mask
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The settings' optimiser and its learning-rate schedule."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from decode.models.eagle.head import FeatureHead
 from distill.config.trainer import TrainingSettings
 from distill.data.optimizer_step import OptimizerStep
-from distill.data.token_dataset import Batch
+from distill.data.token_dataset import Batch, example_of_rows
 from distill.eagle.features import FeatureSource
 from distill.losses.block_weights import BlockWeights
 from distill.losses.chunked_kl import LossRequest, LossRows, fused_loss, plain_loss
@@ -58,7 +58,7 @@ class DistillModule(TrainingModule):
         """What the draft says of a batch, in each of its drafting steps; for validation the first one alone counts."""
         assert isinstance(self.target, TargetSource)
         hidden, mask = self.hidden(batch)
-        labels, sequence = batch["labels"].roll(-1, 1)[mask], mask.nonzero()[:, 0]
+        labels, sequence = batch["labels"].roll(-1, 1)[mask], example_of_rows(batch, mask)
         reference = batch.get("reference_loss")
         yield Drafted(hidden, self._head[0], self.target.rows(batch, mask), sequence, labels, reference)
 

@@ -12,19 +12,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback, ProgressBar, Timer
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from decode.models.structure import decoder_layers
 from distill.config.trainer import TrainerSettings
 from distill.core import ranks
 from distill.data.datamodule import DistillDataModule
+from distill.models.attention import use_attention
 from distill.models.loading import checkpoint_layers
 from distill.training.base_module import TrainingModule
 from distill.training.checkpointing import BestWeights, ResumeCheckpoint, SafeCheckpointIO, newest_sound
 from distill.training.distributed import Fsdp
 from distill.training.progress import ProgressLines, StageProgressBar
+from distill.training.speed import Speed
 
 
 def fit(
@@ -58,6 +62,8 @@ def fit(
     checkpoint = newest_sound(work, lambda text: console.print(f"  {text}"))
     if settings.gradient_checkpointing and isinstance(module.model, PreTrainedModel):
         checkpoint_layers(module.model)
+    if isinstance(module.model, PreTrainedModel):
+        use_attention(module.model, settings.attention)
     sharded = settings.strategy == "fsdp"
     plain = copy.deepcopy(module.model) if sharded and ranks.is_first() else module.model
     best, timer = BestWeights(work, module.monitor, module.mode), Timer()
@@ -82,7 +88,7 @@ def fit(
         "num_sanity_val_steps": 0,
         "log_every_n_steps": settings.log_every,
         "logger": logger or False,
-        "callbacks": [timer, *further, best, resume],
+        "callbacks": [timer, Speed(data.seen), *further, best, resume],
         "profiler": settings.profiler_instance(),
         "plugins": [SafeCheckpointIO()],
         "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in further),
@@ -90,7 +96,7 @@ def fit(
         "use_distributed_sampler": False,
         "default_root_dir": work,
     }
-    with quiet():
+    with quiet(), _compiled(module, settings), _products(settings):
         trainer = L.Trainer(**options | settings.extra)
         if checkpoint is None:
             trainer.validate(module, datamodule=data, verbose=False)
@@ -102,6 +108,35 @@ def fit(
     if ranks.is_first():
         best.restore(plain)
     return module.history, timer.time_elapsed("train")
+
+
+@contextmanager
+def _compiled(module: TrainingModule, settings: TrainerSettings) -> Iterator[None]:
+    """Inside, the layers of the module's language model are compiled, if that is wanted.
+
+    One after the other, in place: equal layers share their code, and the names of weights stay.
+    """
+    wanted = settings.compile != "none" and isinstance(module.model, PreTrainedModel)
+    layers = list(decoder_layers(module.model)) if wanted else []
+    for layer in layers:
+        layer.compile(mode=settings.compile, dynamic=None)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._compiled_call_impl = None
+
+
+@contextmanager
+def _products(settings: TrainerSettings) -> Iterator[None]:
+    """Inside, float32 products are as precise as the settings want them."""
+    before = torch.get_float32_matmul_precision()
+    if settings.tf32:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

@@ -1,6 +1,8 @@
-"""Started twice by `test_distributed`: trains the tiny run in two processes, in several ways, one after another.
+"""Started by `test_distributed` once for every process: trains the tiny run, in several ways, one after another.
 
-Usage: distributed_run.py FOLDER RANK PORT
+Usage: distributed_run.py FOLDER RANK PORT WORLD WAYS [FAILING]
+
+WAYS are separated by commas. The process whose rank is FAILING ends with an error at its second step.
 """
 
 import json
@@ -8,12 +10,13 @@ import os
 import sys
 from pathlib import Path
 
-FOLDER, RANK, PORT = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+FOLDER, RANK, PORT, WORLD = Path(sys.argv[1]), *sys.argv[2:5]
+CHOSEN, FAILING = sys.argv[5].split(","), sys.argv[6:]
 os.environ |= {
     "RANK": RANK,
     "LOCAL_RANK": RANK,
-    "WORLD_SIZE": "2",
-    "LOCAL_WORLD_SIZE": "2",
+    "WORLD_SIZE": WORLD,
+    "LOCAL_WORLD_SIZE": WORLD,
     "GROUP_RANK": "0",
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": PORT,
@@ -24,17 +27,36 @@ import torch  # noqa: E402
 
 torch.set_num_threads(1)
 
-from distributed_settings import WAYS, settings_of  # noqa: E402
+from distributed_settings import SLOW, WAYS, settings_of  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from distill.core.run_dir import RunDir  # noqa: E402
+from decode.core.errors import UserError  # noqa: E402
+from distill.data.datamodule import TrainLoader  # noqa: E402
+from distill.data.optimizer_step import OptimizerStep  # noqa: E402
 from distill.data.stage_context import StageContext  # noqa: E402
-from distill.pipeline.runner import run_stages  # noqa: E402
+from distill.pipeline.runner import alone_in, run_of, run_stages  # noqa: E402
+
+
+def fail_at_second_step() -> None:
+    """Makes this process's second batch unreadable."""
+    made = OptimizerStep.__init__
+
+    def broken(self: OptimizerStep, *given: object, **named: object) -> None:
+        made(self, *given, **named)  # type: ignore[arg-type]
+        TrainLoader.made = getattr(TrainLoader, "made", 0) + 1  # type: ignore[attr-defined]
+        if TrainLoader.made == 4:  # type: ignore[attr-defined]
+            raise UserError("its disk is on fire")
+
+    OptimizerStep.__init__ = broken  # type: ignore[method-assign, assignment]
+
 
 if __name__ == "__main__":
-    for way in WAYS:
-        settings = settings_of(way, FOLDER / "two")
-        settings.trainer.devices, settings.trainer.strategy = 2, WAYS[way].strategy
-        run = RunDir(FOLDER / "two" / settings.name, [c.name for c in settings.comparisons])
-        ran = run_stages(StageContext(settings, run, Console(quiet=RANK == "1")))
+    if RANK in FAILING:
+        fail_at_second_step()
+    for way in CHOSEN:
+        settings = settings_of(way, FOLDER / "several")
+        settings.trainer.devices, settings.trainer.strategy = int(WORLD), (WAYS | SLOW)[way].strategy
+        run = run_of(settings)
+        with alone_in(run, settings):
+            ran = run_stages(StageContext(settings, run, Console(quiet=RANK != "0")))
         (FOLDER / f"{way}-{RANK}.json").write_text(json.dumps(ran))

@@ -6,6 +6,7 @@ from pathlib import Path
 from tiny_run import tiny_settings
 
 from distill.config.drafts import ComparisonSettings, Scope
+from distill.config.eagle import EagleSettings
 from distill.config.models import InitialDraftSettings, TargetSettings
 from distill.config.responses import ResponseSettings
 from distill.config.settings import Settings
@@ -19,6 +20,8 @@ class Way:
     accumulate: int = 1
     scopes: tuple[Scope, ...] = ("global",)
     responses: ResponseSettings = field(default_factory=ResponseSettings)
+    head: bool = False
+    packing: int | None = None
 
 
 WAYS = {
@@ -26,11 +29,16 @@ WAYS = {
     "fsdp": Way("fsdp"),
     "on-policy": Way(responses=ResponseSettings(source="mixed", max_new_tokens=6, refresh_every=2)),
 }
+SLOW = {
+    "packed": Way(scopes=("global", "sequence"), packing=400),
+    "heads": Way(head=True),
+}
+"""Trained by four processes beside the others, in `make test-slow`."""
 
 
 def settings_of(way: str, folder: Path) -> Settings:
     """A short run with a draft for every scope; the one on its own texts starts from the models of the first."""
-    chosen = WAYS[way]
+    chosen = (WAYS | SLOW)[way]
     first, *others = chosen.scopes
     comparisons = [ComparisonSettings(name=s, scope=s, normalisation="paper", iso="epochs") for s in others]
     settings = tiny_settings(folder, name=way, comparisons=comparisons)
@@ -40,7 +48,10 @@ def settings_of(way: str, folder: Path) -> Settings:
     settings.trainer.validate_every, settings.trainer.accumulate = 2, chosen.accumulate
     if chosen.strategy == "ddp":  # rounding alone then never decides which token is selected
         settings.trainer.precision = "64-true"
-    settings.reference.responses = chosen.responses
+    settings.reference.responses, settings.trainer.packing = chosen.responses, chosen.packing
+    if chosen.head:
+        settings.target.architecture.layers = 4
+        settings.eagle = EagleSettings(kind="eagle3", unroll=2, draft_vocab=64)
     if chosen.responses.from_draft:
         settings.target = TargetSettings(kind="as_is", model=str(folder / "ddp/target"))
         settings.initial = InitialDraftSettings(kind="as_is", model=str(folder / "ddp/initial"))

@@ -1,7 +1,9 @@
 """Responses written by the target: the right ones, masked rightly, kept line by line, the same again after a kill."""
 
 import json
+import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
 from distill.config.responses import ResponseSettings
+from distill.core import ranks
 from distill.data.response_file import Response, ResponseFile
 from distill.data.token_dataset import label_mask
 from distill.data.tokenize import IGNORE
@@ -27,6 +30,7 @@ from distill.generation.response_store import (
 from distill.pipeline.runner import run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 from distill.teacher import prepare
+from distill.teacher.prepare import answered_by_target
 
 Tiny = Callable[..., PreTrainedModel]
 PROMPTS = [[5, 9, 3], [7], [2, 11, 13, 17, 19, 23, 4, 8], [30, 31]]
@@ -207,3 +211,28 @@ def test_responses_may_be_written_in_another_number_format_than_the_signal(tmp_p
     assert asked.count("bfloat16") == 2  # once a split
     assert asked[0] == "float32"
     assert len(made.run.work.joinpath("responses", "train.jsonl").read_bytes().splitlines()) == 20
+
+
+def test_several_processes_write_what_one_does_each_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_store, "GROUP", 1)
+    settings = tiny_settings(tmp_path, comparisons=[])
+    settings.reference.responses = ResponseSettings(source="target", max_new_tokens=4, batch_size=8)
+    run_stages(bench(settings)[0], only=("target",))
+
+    def rows() -> list[list[int]]:
+        made, _ = answered_by_target(bench(settings)[0])
+        return [made.ids[a:b].tolist() for a, b in pairwise(made.offsets)]
+
+    whole = rows()
+    folder = tmp_path / "tiny" / "work" / "responses"
+    once = {line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()}
+    shutil.rmtree(folder)
+    monkeypatch.setattr(ranks, "started", lambda: 2)
+    with monkeypatch.context() as second:
+        second.setattr(ranks, "rank", lambda: 1)
+        second.setattr(ranks, "wait_for", lambda *_: pytest.fail("process 0 has yet to write"))
+        with pytest.raises(pytest.fail.Exception):
+            rows()
+    assert rows() == whole
+    assert len((folder / "train-1.jsonl").read_text().splitlines()) == 8  # the second of the groups of 8, 8 and 4
+    assert {line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()} == once

@@ -317,7 +317,7 @@ def test_every_signal_trains_and_the_frozen_models_leave_memory(
 
 def test_a_signal_above_the_limit_is_refused_before_it_is_made(finished: tuple[Path, RunDir]) -> None:
     settings = tiny_settings(finished[0])
-    settings.reference.signal_limit_gb = 1e-6
+    settings.reference.signal, settings.reference.signal_limit_gb = "hidden", 1e-6
     made, _ = bench(settings)
     with pytest.raises(UserError, match=r"\(hidden\) of [\d,]+ label tokens needs .* MB and reference.signal_limit_gb"):
         prepare(made, Objective())

@@ -15,7 +15,9 @@ from distill.data.token_dataset import TokenDataset, label_mask
 from distill.data.tokenize import IGNORE
 from distill.losses.divergences import Divergence, TokenDistributions
 from distill.models.lm_head import LMHead, last_hidden
+from distill.teacher import shards
 from distill.teacher import signal_cache as signals
+from distill.teacher.kept_arrays import cached
 from distill.teacher.target_distribution import TargetSignal, TargetSource
 
 Tiny = Callable[..., PreTrainedModel]
@@ -149,15 +151,15 @@ def never() -> Iterator[tuple[slice, np.ndarray]]:
 
 def test_a_sound_cache_is_used_and_not_made_again(tmp_path: Path) -> None:
     path = tmp_path / "x.npy"
-    assert signals.cached(path, "a", (6,), values()).tolist() == [0, 1, 2, 3, 4, 5]
-    assert signals.cached(path, "a", (6,), never()).tolist() == [0, 1, 2, 3, 4, 5]
-    assert isinstance(signals.cached(path, "a", (6,), never()), np.memmap)
+    assert cached(path, "a", (6,), values()).tolist() == [0, 1, 2, 3, 4, 5]
+    assert cached(path, "a", (6,), never()).tolist() == [0, 1, 2, 3, 4, 5]
+    assert isinstance(cached(path, "a", (6,), never()), np.memmap)
 
 
 @pytest.mark.parametrize("damage", ["cut", "altered", "no note", "other fingerprint", "other shape"])
 def test_a_cache_that_does_not_agree_is_made_again(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "x.npy"
-    signals.cached(path, "a", (6,), values())
+    cached(path, "a", (6,), values())
     data = bytearray(path.read_bytes())
     if damage == "cut":
         path.write_bytes(data[:-4])
@@ -168,7 +170,7 @@ def test_a_cache_that_does_not_agree_is_made_again(tmp_path: Path, damage: str) 
         path.with_suffix(".json").unlink()
     count = 8 if damage == "other shape" else 6
     key = "b" if damage == "other fingerprint" else "a"
-    assert signals.cached(path, key, (count,), values(count)).tolist() == list(range(count))
+    assert cached(path, key, (count,), values(count)).tolist() == list(range(count))
 
 
 def test_a_kill_while_it_is_made_leaves_nothing_that_would_be_used(tmp_path: Path) -> None:
@@ -179,11 +181,65 @@ def test_a_kill_while_it_is_made_leaves_nothing_that_would_be_used(tmp_path: Pat
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        signals.cached(path, "a", (6,), half())
+        cached(path, "a", (6,), half())
     assert list(tmp_path.iterdir()) == []
-    assert signals.cached(path, "a", (6,), values()).tolist() == [0, 1, 2, 3, 4, 5]
+    assert cached(path, "a", (6,), values()).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_disk_without_room_is_noticed_before_it_starts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"x.npy needs .* GB and .* GB are free .* to recompute"):
-        signals.cached(tmp_path / "x.npy", "a", (1 << 50,), never())
+        cached(tmp_path / "x.npy", "a", (1 << 50,), never())
+
+
+# -- several files ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signal", ["hidden", "topk"])
+def test_files_of_several_processes_hold_what_one_file_does(
+    tiny: Tiny, rows: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal: Any
+) -> None:
+    model, kind = tiny("llama"), TargetSignal(signal, k=8, vocab=48)
+    whole = signals.target_signal(model, kind, rows, tmp_path / "whole.npy", "a")
+    monkeypatch.setattr(shards, "TOKENS", 10)
+    monkeypatch.setattr("distill.core.ranks.started", lambda: 2)
+    monkeypatch.setattr("distill.core.ranks.rank", lambda: 1)
+    monkeypatch.setattr("distill.core.ranks.wait_for", lambda look, what: pytest.fail(what))  # the other process's
+    with pytest.raises(pytest.fail.Exception, match=r"x.0000-of-0003.npy \(process 0 makes it\)"):
+        signals.target_signal(model, kind, rows, tmp_path / "x.npy", "a")
+    assert [path.name for path in tmp_path.glob("x.*.npy")] == ["x.0001-of-0003.npy"]
+    monkeypatch.setattr("distill.core.ranks.rank", lambda: 0)
+    found = signals.target_signal(model, kind, rows, tmp_path / "x.npy", "a")
+    assert len(list(tmp_path.glob("x.*.npy"))) == 3
+    assert (found.shape, found.dtype, len(found)) == (whole.shape, whole.dtype, len(whole))
+    rows.signals["kept"] = found
+    for example in range(len(rows)):
+        place = slice(rows.label_offsets[example], rows.label_offsets[example + 1])
+        values = np.ascontiguousarray(found[place]).view(np.float32)
+        assert np.allclose(values, np.ascontiguousarray(whole[place]).view(np.float32), atol=1e-5)
+        assert isinstance(found[place], np.memmap)  # read where it lies
+    assert torch.equal(rows.batch(np.arange(4), 0)["kept"], torch.from_numpy(found[0 : len(found)]))
+    monkeypatch.setattr("distill.core.ranks.started", lambda: 1)  # another number of processes makes nothing again
+    before = [path.stat().st_mtime_ns for path in sorted(tmp_path.iterdir())]
+    assert np.array_equal(signals.target_signal(model, kind, rows, tmp_path / "x.npy", "a")[:], found[:])
+    assert [path.stat().st_mtime_ns for path in sorted(tmp_path.iterdir())] == before
+
+
+def test_a_damaged_file_alone_is_made_again(
+    tiny: Tiny, rows: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "TOKENS", 10)
+    model, kind = tiny("llama"), TargetSignal("hidden")
+    before = np.array(signals.target_signal(model, kind, rows, tmp_path / "x.npy", "a")[:])
+    files = {path: path.stat().st_mtime_ns for path in sorted(tmp_path.glob("x.*.npy"))}
+    damaged = list(files)[1]
+    damaged.write_bytes(damaged.read_bytes()[:-4] + b"????")
+    assert np.array_equal(signals.target_signal(model, kind, rows, tmp_path / "x.npy", "a")[:], before)
+    assert [path for path in files if path.stat().st_mtime_ns != files[path]] == [damaged]
+
+
+def test_slices_of_several_arrays_are_those_of_one() -> None:
+    whole = np.arange(20).reshape(10, 2)
+    made = shards.Shards([whole[:3], whole[3:3], whole[3:4], whole[4:]])
+    for start in range(11):
+        for stop in range(start, 12):
+            assert np.array_equal(made[start:stop], whole[start:stop]), (start, stop)

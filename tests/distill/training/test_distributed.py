@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distributed_settings import WAYS, settings_of
+from distributed_settings import SLOW, WAYS, settings_of
 from families import build_tiny, in_double
 from safetensors.torch import load_file
 from tiny_run import run_tiny, tiny_settings
@@ -23,7 +24,7 @@ from distill.config.trainer import TrainingSettings
 from distill.core import ranks
 from distill.core.run_dir import RunDir
 from distill.data.batch_schedule import Schedule
-from distill.data.datamodule import TrainLoader
+from distill.data.datamodule import DistillDataModule, TrainLoader
 from distill.data.optimizer_step import OptimizerStep
 from distill.data.token_dataset import Batch, TokenDataset
 from distill.data.tokenize import IGNORE
@@ -36,46 +37,54 @@ from distill.training.distillation import DistillModule
 HERE = Path(__file__).parents[2] / "support"
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder where two processes have trained in every way."""
-    folder = tmp_path_factory.mktemp("distributed")
+def started(folder: Path, world: int, ways: Iterable[str], *failing: str, seconds: int = 200) -> tuple[list[int], str]:
+    """Has so many processes train in these ways; returns how they ended, and what they printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     path = os.pathsep.join(map(str, (HERE, HERE.parents[1])))
     command = [sys.executable, str(HERE / "distributed_run.py"), str(folder)]
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    rest = [port, str(world), ",".join(ways), *failing]
     processes = [
         subprocess.Popen(
-            [*command, rank, port], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, str(rank), *rest],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for rank in ("0", "1")
-    ]
+        for rank in range(world)
+    ]  # fmt: skip
     try:
-        printed = [process.communicate(timeout=200)[0] for process in processes]
+        printed = [process.communicate(timeout=seconds)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
+    return [process.returncode for process in processes], "\n".join(printed)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder where two processes have trained in every way."""
+    folder = tmp_path_factory.mktemp("distributed")
+    ended, printed = started(folder, 2, WAYS)
+    assert ended == [0, 0], printed
     return folder
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_two_processes_end_with_the_weights_of_one(two: Path, way: str) -> None:
-    settings = settings_of(way, two / "one")
-    if "microbatch" in WAYS[way].scopes:  # the same micro-batches, all by one process
-        settings.trainer.accumulate *= 2
+def check_against_one(folder: Path, way: str, world: int) -> None:
+    """The models that several processes have trained are those of one."""
+    settings, chosen = settings_of(way, folder / "one"), (WAYS | SLOW)[way]
+    if "microbatch" in chosen.scopes:  # the same micro-batches, all by one process
+        settings.trainer.accumulate *= world
     ran, one, _ = run_tiny(settings)
-    assert json.loads((two / f"{way}-0.json").read_text()) == ran
+    assert json.loads((folder / f"{way}-0.json").read_text()) == ran
     trained = [stage for stage in ran if one.record(stage).history]  # type: ignore[union-attr]
-    assert set(trained) <= set(json.loads((two / f"{way}-1.json").read_text()))
-    run = RunDir(two / "two" / way, one.comparisons)
+    assert set(trained) <= set(json.loads((folder / f"{way}-1.json").read_text()))
+    run = RunDir(folder / "several" / way, one.comparisons)
     for stage in ran:
         ours, theirs = (load_file(r.path(stage) / "model.safetensors") for r in (run, one))
         assert ours.keys() == theirs.keys()
-        gaps = torch.cat([(ours[name] - theirs[name]).abs().ravel() for name in ours])
-        if WAYS[way].strategy == "ddp":  # in double precision
+        gaps = torch.cat([(ours[name].double() - theirs[name].double()).abs().ravel() for name in ours])
+        if chosen.strategy == "ddp":  # in double precision
             assert gaps.max() < 1e-7, stage
         else:  # where a gradient is next to zero Adam makes a step of its rounding; a draft's selection may differ
             assert gaps.mean() < (1e-4 if stage == "draft" else 1e-6), stage
@@ -91,9 +100,38 @@ def test_two_processes_end_with_the_weights_of_one(two: Path, way: str) -> None:
                 assert found.account[count] == pytest.approx(wanted.account[count], abs=2)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_end_with_the_weights_of_one(two: Path, way: str) -> None:
+    check_against_one(two, way, 2)
+
+
 def test_only_the_first_process_leaves_files(two: Path) -> None:
     assert not list(two.rglob(".tmp-*"))
     assert not list(two.rglob("step-*"))  # checkpoints of finished stages
+
+
+@pytest.mark.slow
+def test_four_processes_end_with_the_weights_of_one(tmp_path: Path) -> None:
+    ways = [*WAYS, *SLOW]
+    ended, printed = started(tmp_path, 4, ways, seconds=900)
+    assert ended == [0] * 4, printed
+    for way in ways:
+        check_against_one(tmp_path, way, 4)
+
+
+def test_a_process_that_fails_takes_the_others_with_it_and_they_say_why(tmp_path: Path) -> None:
+    ended, printed = started(tmp_path, 2, ["ddp"], "1")
+    assert 0 not in ended
+    assert "process 1 has failed, and this one (process 0) ends with it: UserError: its disk is on fire" in printed
+
+
+def test_different_data_on_the_processes_are_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = rows()
+    module = DistillDataModule(made, made, Schedule(made.lengths, 4), 2, 0)
+    module.setup("fit")
+    monkeypatch.setattr(ranks, "exchange", lambda own: [own, [*own[:2], 8, own[3]]])
+    with pytest.raises(UserError, match="process 1 has 8 training examples and process 0 7, not the same ones"):
+        module.setup("fit")
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------
@@ -198,15 +236,16 @@ def test_the_number_selected_in_a_step_is_known_from_its_counts(scope: str, want
 def test_waiting_for_the_first_process_ends_with_what_was_waited_for_and_what_to_do() -> None:
     answers = iter([None, "there"])
     assert ranks.wait_for(lambda: next(answers), "a file", 5) == "there"
-    with pytest.raises(UserError, match=r"for target_hidden.npy from process 0.*DRAFTSMITH_WAIT_HOURS"):
+    with pytest.raises(UserError, match=r"for target_hidden.npy from another process.*DRAFTSMITH_WAIT_HOURS"):
         ranks.wait_for(lambda: None, "target_hidden.npy", 0.01)
 
 
-def test_more_parts_than_examples_are_refused(tmp_path: Path) -> None:
+def test_more_parts_than_examples_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
     settings.trainer.accumulate = 5
-    with pytest.raises(UserError, match="4 examples a step cannot be dealt out to 5 batches"):
+    with pytest.raises(UserError, match=r"target.training.batch_size is 4, and a step is dealt out to 5 batches"):
         run_tiny(settings)
+    assert not (tmp_path / "tiny" / "target").exists()
 
 
 def test_what_sharded_weights_cannot_do_is_refused_at_once(tmp_path: Path) -> None:

@@ -1,0 +1,43 @@
+"""How models compute attention: one of transformers' implementations, by its name."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from decode.core.errors import UserError
+from distill.config.trainer import Attention
+
+
+def use_attention(model: PreTrainedModel, name: Attention) -> None:
+    """Has the model compute attention so; ``auto`` leaves it as it was loaded.
+
+    Raises:
+        UserError: It cannot, or what that needs is not installed.
+    """
+    if name == "auto":
+        return
+    try:
+        model.set_attn_implementation(name)
+    except (ImportError, ValueError) as error:
+        raise _refusal(type(model).__name__, name, error) from error
+
+
+def check_attention(config: PretrainedConfig, name: Attention) -> None:
+    """The same for a model that is not loaded yet.
+
+    Raises:
+        UserError: See `use_attention`.
+    """
+    if name == "auto":
+        return
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config, attn_implementation=name)
+    except (ImportError, ValueError) as error:
+        raise _refusal(str(config.model_type), name, error) from error
+
+
+def _refusal(model: str, name: str, error: Exception) -> UserError:
+    why = str(error).strip().splitlines()[0]
+    return UserError(f"trainer.attention is {name}, which {model} cannot use here ({why}): choose auto or sdpa")
