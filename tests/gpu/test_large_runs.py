@@ -1,0 +1,76 @@
+"""What large runs switch on, on a CUDA device: packed rows by every attention, compiled layers, TF32, 8-bit AdamW.
+
+``DRAFTSMITH_TEST_DEVICE=cpu`` runs those tests that a CPU can on one.
+"""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from families import build_tiny
+from tiny_run import run_tiny, tiny_settings
+
+from distill.config.settings import Settings
+from distill.models.attention import use_attention
+from distill.models.lm_head import last_hidden
+
+DEVICE = os.environ.get("DRAFTSMITH_TEST_DEVICE", "cuda")
+CUDA = DEVICE.startswith("cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CUDA and not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LENGTHS = [9, 3, 14, 5]
+
+
+def settings_in(folder: Path) -> Settings:
+    settings = tiny_settings(folder, comparisons=[])
+    settings.trainer.accelerator, settings.trainer.devices = ("gpu" if CUDA else "cpu"), 1
+    settings.trainer.packing = 64
+    return settings
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention", "flash_attention_2"])
+def test_packed_rows_are_the_texts_by_themselves(attention: str) -> None:
+    if attention != "sdpa" and not CUDA:
+        pytest.skip("for GPUs")
+    flash = attention.startswith("flash")
+    if flash and find_spec("flash_attn") is None:
+        pytest.skip("needs flash-attn")
+    model = build_tiny("llama", hidden_size=64, num_attention_heads=2, num_key_value_heads=2)
+    model = model.to(DEVICE, torch.bfloat16 if flash else torch.float32)
+    ids = [torch.randint(2, 40, (1, n), device=DEVICE) for n in LENGTHS]
+    wanted = torch.cat([last_hidden(model, part, torch.ones_like(part, dtype=torch.bool)) for part in ids])
+    use_attention(model, attention)  # type: ignore[arg-type]
+    row, places = torch.cat(ids, 1), torch.cat([torch.arange(n) for n in LENGTHS])[None].to(DEVICE)
+    found = last_hidden(model, row, torch.ones_like(row, dtype=torch.bool), places)
+    assert torch.allclose(found.float(), wanted.float(), atol=5e-2 if flash else 1e-4)
+
+
+@pytest.mark.parametrize("change", ["compile", "tf32", "bf16", "accumulate"])
+def test_a_packed_run_with_each_of_the_settings_for_speed(tmp_path: Path, change: str) -> None:
+    settings = settings_in(tmp_path)
+    if change == "compile":
+        settings.trainer.compile = "default"
+    elif change == "tf32":
+        settings.trainer.tf32 = True
+    elif change == "bf16":
+        settings.trainer.precision = "bf16-mixed"
+    else:
+        settings.trainer.accumulate = 2
+    ran, run, printed = run_tiny(settings)
+    assert ran == ["target", "initial", "reference", "draft"]
+    assert "not packed" not in printed
+    history = run.record("draft").history  # type: ignore[union-attr]
+    assert history[-1]["alpha"] > history[0]["alpha"] - 0.05
+
+
+def test_a_run_with_adamw_in_8_bits(tmp_path: Path) -> None:
+    if not CUDA or find_spec("bitsandbytes") is None:
+        pytest.skip("needs a GPU and bitsandbytes")
+    settings = settings_in(tmp_path)
+    settings.reference.training.optimizer = "adamw_8bit"
+    _, run, _ = run_tiny(settings)
+    assert run.record("draft") is not None
