@@ -119,6 +119,7 @@ def test_four_processes_end_with_the_weights_of_one(tmp_path: Path) -> None:
         check_against_one(tmp_path, way, 4)
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_takes_the_others_with_it_and_they_say_why(tmp_path: Path) -> None:
     ended, printed = started(tmp_path, 2, ["ddp"], "1")
     assert 0 not in ended
