@@ -52,8 +52,8 @@ class TrainerSettings:
     all devices, for the same result in less memory."""
     packing: PositiveInt | None = None
     """Several training examples in a row of about so many tokens, which do not see each other: the same losses and
-    gradients, but for rounding, with little padding where a row holds eight examples or more. Attention over a row costs
-    its length squared; FlashAttention, which does not look between examples, takes a batch as one row.
+    gradients, but for rounding, with little padding where a row holds eight examples or more. Attention over a row
+    costs its length squared; FlashAttention, which does not look between examples, takes a batch as one row.
     null: batches of examples of similar length, as for feature heads, LayerSkip and models whose attention cannot tell
     examples apart."""
     attention: Attention = "auto"

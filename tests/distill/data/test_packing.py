@@ -12,7 +12,7 @@ from tiny_run import run_tiny, tiny_settings
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.config.settings import TrainingSettings
+from distill.config.trainer import TrainingSettings
 from distill.data.batch_schedule import Schedule
 from distill.data.datamodule import TrainLoader
 from distill.data.packing import dealt_to_rows, keeps_apart
