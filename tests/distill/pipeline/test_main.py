@@ -94,10 +94,10 @@ def test_the_whole_run_goes_to_its_report_and_a_second_one_changes_nothing(
 
 def test_the_settings_written_beside_a_report_are_a_configuration_of_the_same_run(config: str, tmp_path: Path) -> None:
     from decode.commands.command_line import parse
-    from distill.pipeline.runner import _dump
+    from distill.pipeline.runner import write_settings
 
     settings = tiny_settings(tmp_path)
-    _dump(settings, tmp_path / "again.yaml")
+    write_settings(settings, tmp_path / "again.yaml")
     assert parse(Settings, ["--config", str(tmp_path / "again.yaml")], prog="", description="") == settings
 
 
