@@ -15,13 +15,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from tokenizers.pre_tokenizers import Digits, Sequence
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import quantization_config
 
 from decode.core.errors import UserError
 
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 """How llama.cpp names the files of a model that was split."""
+
+DIGIT_BY_DIGIT = {"starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"}
+"""Names of ``tokenizer.ggml.pre`` whose tokenizers split off every digit before anything else (llama.cpp's table)."""
 
 
 def gguf_file(name: str | os.PathLike[str]) -> Path | None:
@@ -69,6 +73,20 @@ def forget_packing(model: PreTrainedModel) -> None:
     for name in ("hf_quantizer", "is_quantized", "quantization_method"):
         vars(model).pop(name, None)
     vars(model.config).pop("quantization_config", None)
+
+
+def split_digits(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Makes the tokenizer read digits one by one where the file's header says that its model does.
+
+    transformers builds a byte-level tokenizer from the file's tokens and merges alone, and so reads a number after an
+    empty line as other tokens than the model was trained with.
+    """
+    from gguf import GGUFReader
+
+    field = GGUFReader(path).get_field("tokenizer.ggml.pre")
+    if field is not None and field.contents() in DIGIT_BY_DIGIT:
+        backend = tokenizer.backend_tokenizer
+        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
 
 
 @contextlib.contextmanager

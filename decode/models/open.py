@@ -22,7 +22,7 @@ from transformers.utils import logging as hf_logging
 
 from decode.core.errors import UserError
 from decode.models.eagle.files import is_head, load_head
-from decode.models.gguf import forget_packing, gguf_config, gguf_file, quiet_in_files, unpacking
+from decode.models.gguf import forget_packing, gguf_config, gguf_file, quiet_in_files, split_digits, unpacking
 from decode.models.other_vocabulary import DraftModel, ForeignDraft
 from decode.models.unreadable import EXPECTED, quantized, unreadable
 from decode.models.vocabulary import Intersection, Vocabulary
@@ -172,7 +172,10 @@ def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     packed = gguf_file(name)
     folder, extra = (packed.parent, {"gguf_file": packed.name}) if packed else (name, {})
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **extra)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **extra)
+        if packed is not None:
+            split_digits(tokenizer, packed)
+        return tokenizer
     except Exception as error:  # the tokenizers package raises bare Exceptions for damaged files
         raise unreadable(str(name), "tokenizer", error, packed) from error
 

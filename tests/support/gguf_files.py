@@ -24,7 +24,12 @@ NAMES = {
 
 
 def write_gguf(
-    path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, kind: str = "F32", arch: str = "llama"
+    path: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    kind: str = "F32",
+    arch: str = "llama",
+    pre: str = "gpt-2",
 ) -> Path:
     """A llama model's weights, matrices in the given type, with a byte-level tokenizer."""
     config, writer = model.config, gguf.GGUFWriter(path, arch)
@@ -43,7 +48,7 @@ def write_gguf(
     tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     special = {t.content for t in tokenizer.added_tokens_decoder.values()}
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL if t in special else gguf.TokenType.NORMAL for t in tokens])
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in state["merges"]])

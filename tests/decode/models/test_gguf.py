@@ -47,6 +47,16 @@ def test_logits_are_those_of_the_unpacked_weights(kind: str, model: PreTrainedMo
         assert torch.allclose(found(ids).logits, model(ids).logits, atol=1e-5)
 
 
+def test_digits_are_read_one_by_one_where_the_header_says_so(model: PreTrainedModel, tmp_path: Path) -> None:
+    texts = ["one 12 12\n\n"] * 9
+    plain = make_tokenizer().train_new_from_iterator(texts, vocab_size=280)
+    split = [load_tokenizer(write_gguf(tmp_path / f"{pre}.gguf", model, plain, pre=pre)) for pre in ("gpt-2", "smollm")]
+    assert [tokenizer.tokenize("a 12") for tokenizer in split] == [["a", "Ġ12"], ["a", "Ġ", "1", "2"]]
+    assert [tokenizer.tokenize("a\n\n1")[1:] for tokenizer in split] == [["Ċ", "Ċ", "1"], ["ĊĊ", "1"]]
+    split[1].save_pretrained(tmp_path / "plain")
+    assert load_tokenizer(tmp_path / "plain").tokenize("a 12") == ["a", "Ġ", "1", "2"]
+
+
 def test_a_folder_with_one_file_is_that_file_and_its_tokenizer_is_read(file: Path, model: PreTrainedModel) -> None:
     target, tokenizer = load_model(file.parent, **CPU), load_tokenizer(file.parent)
     assert tokenizer.eos_token_id == 0
