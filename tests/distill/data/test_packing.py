@@ -47,16 +47,16 @@ def gradients(module: TrainingModule, loader: TrainLoader) -> tuple[float, list[
     return total, [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
-def same(module: TrainingModule, **options: Any) -> None:
-    """Packed and not, a step of the module is the same."""
+def is_same(module: TrainingModule, **options: Any) -> bool:
+    """Whether a step of the module has the same loss and gradients packed and not; packed it has less padding."""
     made = rows()
     schedule = Schedule(made.lengths, len(LENGTHS), seed=1)
     plain, packed = (TrainLoader(made, schedule, 1, 0, row_length=n, **options) for n in (None, 20))
     (loss, wanted), (packed_loss, found) = gradients(module, plain), gradients(module, packed)
-    assert packed_loss == pytest.approx(loss, rel=1e-6)
-    assert all(torch.allclose(a, b, atol=1e-7, rtol=1e-5) for a, b in zip(found, wanted, strict=True))
     assert packed.seen.places < plain.seen.places
     assert packed.seen.tokens == plain.seen.tokens == sum(LENGTHS)
+    alike = all(torch.allclose(a, b, atol=1e-7, rtol=1e-5) for a, b in zip(found, wanted, strict=True))
+    return alike and packed_loss == pytest.approx(loss, rel=1e-6)
 
 
 def distillation(family: str, scope: Any = None, normalisation: Any = "paper") -> DistillModule:
@@ -69,18 +69,19 @@ def distillation(family: str, scope: Any = None, normalisation: Any = "paper") -
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "phi", "gpt_neox"])
 def test_a_packed_step_is_the_step(family: str) -> None:
-    same(distillation(family))
+    assert is_same(distillation(family))
 
 
 @pytest.mark.parametrize("scope", ["sequence", "global"])
 @pytest.mark.parametrize("micros", [1, 3])
 def test_the_same_tokens_are_selected(scope: str, micros: int) -> None:
-    same(distillation("llama", scope, "response"), micros=micros, look_ahead=scope == "global" and micros > 1)
+    module = distillation("llama", scope, "response")
+    assert is_same(module, micros=micros, look_ahead=scope == "global" and micros > 1)
 
 
 def test_the_first_token_of_a_text_is_not_learned_from_the_end_of_the_one_before() -> None:
-    same(CausalLMModule(in_double(build_tiny("llama", seed=5, dtype=torch.float64)), TrainingSettings(), 4),
-         all_tokens=True)  # fmt: skip
+    module = CausalLMModule(in_double(build_tiny("llama", seed=5, dtype=torch.float64)), TrainingSettings(), 4)
+    assert is_same(module, all_tokens=True)
 
 
 @pytest.mark.parametrize("row_length", [1024, 2048, 8192])

@@ -77,8 +77,10 @@ def check_against_one(folder: Path, way: str, world: int) -> None:
         settings.trainer.accumulate *= world
     ran, one, _ = run_tiny(settings)
     assert json.loads((folder / f"{way}-0.json").read_text()) == ran
-    trained = [stage for stage in ran if one.record(stage).history]  # type: ignore[union-attr]
-    assert set(trained) <= set(json.loads((folder / f"{way}-1.json").read_text()))
+    trained = {stage for stage in ran if one.record(stage).history}  # type: ignore[union-attr]
+    if way != next(iter(WAYS)):  # the first way's target, taken over: a process that is late finds it there
+        trained -= {"target"}
+    assert trained <= set(json.loads((folder / f"{way}-1.json").read_text()))
     run = RunDir(folder / "several" / way, one.comparisons)
     for stage in ran:
         ours, theirs = (load_file(r.path(stage) / "model.safetensors") for r in (run, one))
