@@ -64,17 +64,24 @@ def speedup_of_trace(trace: Trace, cost: CostModel, *, drafts_with_model: bool) 
     return kept * speedup_of_rounds(trace.drafted, trace.accepted, c, cost.v)
 
 
-def replay(accept: Sequence[float], draft_length: int) -> tuple[float, dict[int, float]]:
+def replay(
+    accept: Sequence[float], draft_length: int, deeper: Sequence[Sequence[float]] = ()
+) -> tuple[float, dict[int, float]]:
     """Expected rounds over a text whose position i is accepted with probability ``accept[i]`` once it is reached.
 
     Greedy acceptances are 0 or 1, and the result is then exactly what decoding this text does: runs of easy tokens,
     which one α for all positions does not see, are seen.
 
+    Args:
+        accept: of each position, as the first token of a draft.
+        draft_length: of the drafts.
+        deeper: the same as the second, third, … token; tokens further down are as the last.
+
     Returns:
         The expected number of rounds, and the expected number of rounds that draft k tokens, for each k (fewer than
         `draft_length` only where the text ends).
     """
-    n = len(accept)
+    n, rows = len(accept), [accept, *deeper]
     reach = [0.0] * (n + 1)  # probability that a round starts at this position
     reach[0] = 1.0
     lengths: dict[int, float] = {}
@@ -85,9 +92,10 @@ def replay(accept: Sequence[float], draft_length: int) -> tuple[float, dict[int,
         k = min(draft_length, n - s - 1)
         lengths[k] = lengths.get(k, 0.0) + here
         alive = here
-        for i in range(s, s + k):
-            reach[i + 1] += alive * (1 - accept[i])  # the correction is token i
-            alive *= accept[i]
+        for depth in range(k):
+            i, chance = s + depth, rows[min(depth, len(rows) - 1)]
+            reach[i + 1] += alive * (1 - chance[i])  # the correction is token i
+            alive *= chance[i]
         reach[s + k + 1] += alive  # the bonus is token s + k
     return sum(lengths.values()), lengths
 

@@ -10,9 +10,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from decode.measure.acceptance_offline import OfflineAlpha
+from decode.measure.predict import replay
 from distill.experiments.design.costs import Price
 
 UNKNOWN = (0.3, 0.3)
@@ -22,7 +21,7 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 19, 23, 31)  # draft lengths comp
 
 
 def replayed(alphas: Sequence[OfflineAlpha], length: int, price: Price, rejected: float = 1.0) -> float:
-    """Speedup at a draft length over texts with known acceptances, `decode.measure.predict.replay` by depth.
+    """Speedup at a draft length over texts with known acceptances.
 
     Args:
         alphas: acceptance at each position as first, second, … drafted token; deeper ones are as the last.
@@ -31,27 +30,11 @@ def replayed(alphas: Sequence[OfflineAlpha], length: int, price: Price, rejected
         rejected: factor of all probabilities of rejection.
     """
     tokens, spent = 0, 0.0
-    verify = [price.v(k + 1) + price.c * k for k in range(length + 1)]
-    for number, text in enumerate(alphas[0].texts):
-        n = len(text)
-        accept = np.clip(1 - rejected * (1 - np.array([alpha.texts[number] for alpha in alphas])), 0.0, 1.0)
-        alive = np.ones(n)  # by start of a round: chance that its draft is accepted so far
-        ends = np.zeros((length + 1, n))  # chance that a round from s emits m + 1 tokens, by m and s
-        drafted = np.minimum(length, n - 1 - np.arange(n))
-        for m in range(length):
-            here = np.arange(n) + m
-            inside = drafted > m
-            a = np.where(inside, accept[min(m, len(accept) - 1)][np.minimum(here, n - 1)], 0.0)
-            ends[m] = alive * (1 - a)
-            alive = alive * a
-        ends[length] = alive
-        reach = np.zeros(n + length + 2)
-        reach[0] = 1.0
-        for s in range(n):
-            if reach[s]:
-                reach[s + 1 : s + length + 2] += reach[s] * ends[:, s]
-        tokens += n
-        spent += float(sum(reach[s] * verify[int(drafted[s])] for s in range(n)))
+    costs = [price.v(k + 1) + price.c * k for k in range(length + 1)]
+    for text in zip(*(alpha.texts for alpha in alphas), strict=True):
+        first, *deeper = ([min(1.0, max(0.0, 1 - rejected * (1 - a))) for a in row] for row in text)
+        tokens += len(first)
+        spent += sum(count * costs[k] for k, count in replay(first, length, deeper)[1].items())
     return tokens / spent if spent else math.nan
 
 
