@@ -267,7 +267,7 @@ def test_every_round_knows_how_many_texts_were_decoded_with_it(tiny: Callable[..
     system = System("plain", NoDrafter(), StopRule())
     runner = open_runner(tiny("llama"))
     texts = decode_texts(Target(runner), system, GREEDY, PROMPTS[:3], rngs=rngs, batch_size=2, max_new_tokens=4)
-    assert [text.trace.batch for text in texts] == [[2] * 4, [2] * 4, [1] * 4]
+    assert [text.trace.together for text in texts] == [[(0, 0)] * 4, [(0, 0)] * 4, [(0,)] * 4]
 
 
 def test_a_runner_that_serves_one_text_says_so() -> None:
