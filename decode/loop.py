@@ -154,6 +154,7 @@ class Text:
         runner.captured_layers = system.drafter.captured_layers
         self.target.prefill(self.ids[:-1])
         system.drafter.stop_ids = self.stop_ids
+        system.drafter.waits = system.lengths is not None and not system.lengths.chosen
         system.drafter.start(self.ids)
         system.stop.start()
         system.rule.start()
