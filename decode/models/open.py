@@ -100,6 +100,7 @@ def load_model(
     dtype: str,
     device_map: str | None = None,
     trust_remote_code: bool = False,
+    **options: Any,
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode.
 
@@ -109,6 +110,7 @@ def load_model(
         dtype: one of `DTYPES`, or ``auto`` (see `choose_dtype`).
         device_map: passed to transformers, to spread a model over several devices.
         trust_remote_code: run code that the Hub repository brings.
+        options: further ones of transformers' ``from_pretrained``.
 
     Raises:
         UserError: the model cannot be found or read, its files are damaged or do not fit each other, a package is
@@ -117,7 +119,7 @@ def load_model(
     device = choose_device(device)
     format = choose_dtype(dtype, device)
     packed = gguf_file(name)
-    extra: dict[str, Any] = unpacking(packed) if packed else {}
+    extra: dict[str, Any] = options | (unpacking(packed) if packed else {})
     folder = str(packed.parent if packed else name)
     if device_map:
         extra["device_map"] = device_map

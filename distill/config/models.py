@@ -132,6 +132,16 @@ class TargetSettings(ModelSettings):
 
     layerskip: LayerSkipSettings = field(default_factory=LayerSkipSettings)
     """LayerSkip's training recipe, so that the target's own early layers can draft (see python -m probes)."""
+    devices: list[str] = field(default_factory=list)
+    """Where the frozen target computes answers and signals, and stands beside the draft (reference.signal online), such
+    as ["cuda:4", "cuda:5"]: of every machine, dealt out to its processes. A process that gets several spreads the
+    target's layers over them (by the package accelerate). Empty: the draft's device. Training of the target itself and
+    the final measurement are on trainer.devices."""
+
+    @property
+    def placed(self) -> bool:
+        """Whether the frozen target has a place of its own, apart from the draft."""
+        return bool(self.devices)
 
     def validate(self, where: str) -> None:
         """Check the kind, then as for `ModelSettings`."""

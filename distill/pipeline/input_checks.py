@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from decode.core.errors import UserError
+from decode.models.open import choose_device
 from distill.config.models import ModelSettings
 from distill.core import ranks
 from distill.data.stage_context import StageContext
@@ -96,6 +97,8 @@ def check_machine(context: StageContext, models: Mapping[str, ModelSettings]) ->
         UserError: with the setting, what is missing, and what to choose instead.
     """
     settings, device = context.settings, context.device
+    for name in settings.target.devices:
+        choose_device(name)
     half = [
         f"{name} {value}"
         for name, value in {

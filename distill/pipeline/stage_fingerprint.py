@@ -114,6 +114,7 @@ def _model_key(settings: ModelSettings) -> dict[str, Any]:
         key.pop("layerskip", None)
     if settings.kind != "cut":
         key.pop("layers", None)
+    key.pop("devices", None)  # where, not what
     package = key.pop("package", None)
     if package is not None:  # wherever it came from
         return key | {"model": None, "files": {"sha256": package["sha256"]}}

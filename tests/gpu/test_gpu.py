@@ -140,7 +140,7 @@ def report_of(settings: Settings) -> Path:
     return run.folder / "report.json"
 
 
-@pytest.mark.parametrize("signal", ["hidden", "topk", "log_probs", "recompute"])
+@pytest.mark.parametrize("signal", ["hidden", "topk", "log_probs", "online"])
 def test_a_whole_run_with_every_kind_of_signal(tmp_path: Path, signal: str) -> None:
     settings = settings_in(tmp_path)
     settings.reference.signal = signal  # type: ignore[assignment]

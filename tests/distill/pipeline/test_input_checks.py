@@ -68,10 +68,10 @@ def test_the_signal_is_the_first_that_there_is_room_for_and_stays(
     assert [chosen(free, f"at {free}") for free in (10_000_000, 8_000_001, 1_000_000)] == [
         "hidden",
         "topk",
-        "recompute",
+        "online",
     ]
     assert chosen(10_000_000, "a") == chosen(1000, "a") == "hidden"  # the disk is full of it by now
     settings.reference.signal_limit_gb = 0.002
     assert chosen(10_000_000, "a") == "topk"
-    settings.reference.signal = "recompute"
-    assert chosen(10_000_000, "a") == "recompute"
+    settings.reference.signal = "online"
+    assert chosen(10_000_000, "a") == "online"

@@ -1,4 +1,4 @@
-"""Two processes, over gloo, end with the weights of one: DDP and FSDP, every scope, accumulation, on-policy texts."""
+"""Two processes, over gloo, end with the weights of one: DDP, FSDP, scopes, accumulation, own texts, a target beside."""
 
 import json
 import os
