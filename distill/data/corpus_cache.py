@@ -16,7 +16,7 @@ from decode.models.open import load_tokenizer
 from distill.config.data import DataSettings
 from distill.core import ranks
 from distill.core.files import checksum, files_state, fingerprint, read_sealed, remove, sealed, write_json
-from distill.data.corpus import Corpus, what_decides
+from distill.data.corpus import Corpus
 from distill.data.sources import SPLITS
 
 VERSION = 1
@@ -47,7 +47,7 @@ def kept_corpus(
     paths = (settings.source, settings.train_file, settings.validation_file, settings.test_file, settings.prompts.file)
     files = files_state(path for path in (*paths, settings.tokenizer) if path)
     own = None if tokenizer is None else _identity(tokenizer)
-    key = fingerprint(VERSION, transformers.__version__, what_decides(settings), files, own, made_from)
+    key = fingerprint(VERSION, transformers.__version__, settings.key(), files, own, made_from)
 
     def there() -> Corpus | None:
         return _read(folder, key, settings, tokenizer)

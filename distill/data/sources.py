@@ -10,16 +10,18 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from string import Formatter
 from typing import Any
 
 from decode.core.errors import UserError
 from decode.prompts.arithmetic import problems
-from decode.prompts.files import READERS, Row, load_hub, read_rows
+from decode.prompts.files import READERS, Row, iter_rows, load_hub
 from decode.prompts.presets import PRESETS, Preset, held_out
 from distill.config.data import DataSettings
 from distill.data.chats import clean_messages
+from distill.data.row_file import RowFile, select
 from distill.data.tokenize import UnusableRow
 
 SPLITS = ("train", "validation", "test")
@@ -59,7 +61,7 @@ class SourceRows:
     """What the source holds: rows of each split in one shape, and remarks on what was left out."""
 
     kind: str
-    splits: dict[str, list[Row]]
+    splits: dict[str, Sequence[Row]]
     notes: list[str] = field(default_factory=list)
 
 
@@ -77,10 +79,10 @@ def load_rows(settings: DataSettings, seed: int) -> SourceRows:
     if not raw.get("train"):
         raise UserError(f"data.source {settings.source!r} has no training rows: give them with data.train_file")
     kind, shape = _first_shape(settings, preset, raw["train"])
-    rows = SourceRows(kind, {})
+    rows, keep = SourceRows(kind, {}), _keeper(settings)
     for split in SPLITS:
         left_out = LeftOut()
-        rows.splits[split] = list(_shaped(raw.get(split, []), shape, left_out))
+        rows.splits[split] = keep(_shaped(raw.pop(split, []), shape, left_out))
         rows.notes += left_out.sentences(split)
     if not rows.splits["train"]:
         raise UserError(f"data: no training row of {settings.source!r} can be used ({'; '.join(rows.notes)})")
@@ -135,27 +137,41 @@ def _files(settings: DataSettings) -> dict[str, str]:
     return {split: path for split, path in given.items() if path is not None}
 
 
-def _raw(settings: DataSettings, preset: Preset | None, seed: int) -> dict[str, list[Row]]:
+def _raw(settings: DataSettings, preset: Preset | None, seed: int) -> dict[str, Sequence[Row]]:
     """SourceRows as they are in the source, by split."""
     given = _files(settings)
     own = {} if preset is not None and "train" in given else _local(settings.source)
     files = own | given
-    found: dict[str, list[Row]] = {} if "train" in files else _hub(settings, preset, seed)
-    found |= {split: [] for split in files}
+    found: dict[str, Sequence[Row]] = {} if "train" in files else _hub(settings, preset, seed)
     for split, path in files.items():
-        for row in _read(path, settings):
-            official = (
-                preset.split_of(row) if preset and split == "train" and not _has_columns_missing(preset, row) else None
-            )
-            found.setdefault(official or split, []).append(row)
+        read = _read(path, settings)
+        rows = _keeper(settings)(islice(read, _enough(settings)) if settings.streaming else read)
+        official = preset.split_of if preset and preset.last_keys and split == "train" else None
+        if official is None:
+            found[split] = rows
+            continue
+        named = [(not _has_columns_missing(preset, row) and official(row)) or split for row in rows]
+        found |= {name: select(rows, [i for i, own in enumerate(named) if own == name]) for name in {*named, split}}
     return found
 
 
-def _read(path: str, settings: DataSettings) -> list[Row]:
-    rows = read_rows(path)
-    if Path(path).suffix.lower() == ".txt":
-        return [{settings.text_column: passage} for passage in _passages(Path(path).read_text(encoding="utf-8"))]
-    return rows
+def _keeper(settings: DataSettings) -> Callable[[Iterable[Row]], Sequence[Row]]:
+    """What holds rows: a file where they are streamed."""
+    return RowFile.of if settings.streaming else list
+
+
+def _enough(settings: DataSettings) -> int | None:
+    """Rows of which enough can be used, as far as can be told; None: all."""
+    limit = settings.train_limit
+    return None if limit is None else 4 * (limit + settings.validation_examples + settings.test_examples)
+
+
+def _read(path: str, settings: DataSettings) -> Iterator[Row]:
+    rows = iter_rows(path)
+    if Path(path).suffix.lower() != ".txt":
+        return rows
+    next(rows)  # or the reason why there are none
+    return ({settings.text_column: passage} for passage in _passages(Path(path).read_text(encoding="utf-8")))
 
 
 def _passages(text: str) -> list[str]:
@@ -193,26 +209,38 @@ def _local(source: str) -> dict[str, str]:
     return found
 
 
-def _hub(settings: DataSettings, preset: Preset | None, seed: int) -> dict[str, list[Row]]:
-    """A data set of the Hub, sampled where it holds far more rows than are asked for."""
+def _hub(settings: DataSettings, preset: Preset | None, seed: int) -> dict[str, Sequence[Row]]:
+    """A data set of the Hub; where it holds far more rows than are asked for, a sample, or of a stream the first."""
     name = preset.hub if preset else settings.source
     if name is None:
         raise UserError(f"data.source {settings.source!r} is not on the Hub: give local rows with data.train_file")
     try:
-        loaded = load_hub(name, settings.hub_config or (preset.config if preset else None))
+        config = settings.hub_config or (preset.config if preset else None)
+        loaded = load_hub(name, config, streaming=settings.streaming)
     except UserError as error:
         known = f"a preset ({', '.join(PRESETS)}), a file, a folder or a Hub name"
         raise UserError(f"data.source {settings.source!r}: {error} (data.train_file); a source is {known}") from error
-    limit = settings.train_limit
-    enough = None if limit is None else 4 * (limit + settings.validation_examples + settings.test_examples)
-    found = {}
+    enough, found = _enough(settings), dict[str, Sequence[Row]]()
     for split, names in SPLIT_NAMES.items():
         wanted = preset.splits.get(split) if preset else next((n for n in names if n in loaded), None)
         if wanted in loaded:
             rows = loaded[wanted]
-            chosen = rows.shuffle(seed=seed).select(range(enough)) if enough and len(rows) > enough else rows
-            found[split] = list(chosen)
+            if settings.streaming:
+                found[split] = _streamed(name, rows, enough)
+                continue
+            found[split] = list(
+                rows.shuffle(seed=seed).select(range(enough)) if enough and len(rows) > enough else rows
+            )
     return found
+
+
+def _streamed(name: str, rows: Iterable[Row], enough: int | None) -> RowFile:
+    try:
+        return RowFile.of(islice(rows, enough))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"the data set {name!r} broke off while it was streamed ({error}): run the command again"
+        ) from error
 
 
 def _has_columns_missing(preset: Preset, row: Row) -> list[str]:
@@ -338,10 +366,13 @@ def _pairs(columns: Sequence[str], prompt: Callable[[Row], str], response: Calla
 def _split_off(rows: SourceRows, fraction: float) -> None:
     """Gives train rows to the splits that have none, by the hash of their keys."""
     empty = [split for split in SPLITS if not rows.splits[split]]
-    train, rows.splits["train"] = rows.splits["train"], []
-    for row in train:
+    if not empty:
+        return
+    train, places = rows.splits["train"], {split: list[int]() for split in ("train", *empty)}
+    for place, row in enumerate(train):
         split = held_out(key_of(row), fraction)
-        rows.splits[split if split in empty else "train"].append(row)
+        places[split if split in empty else "train"].append(place)
+    rows.splits |= {split: select(train, some) for split, some in places.items()}
 
 
 def _remove_shared(rows: SourceRows) -> None:
@@ -350,8 +381,9 @@ def _remove_shared(rows: SourceRows) -> None:
         return
     seen = {key_of(row) for row in rows.splits["test"]}
     for split in ("validation", "train"):
-        kept = [row for row in rows.splits[split] if key_of(row) not in seen]
-        if lost := len(rows.splits[split]) - len(kept):
+        keys = [key_of(row) for row in rows.splits[split]]
+        kept = [place for place, key in enumerate(keys) if key not in seen]
+        if lost := len(keys) - len(kept):
             rows.notes.append(f"{split}: {lost} rows dropped, because their prompts are in a later split too")
-        rows.splits[split] = kept
-        seen |= {key_of(row) for row in kept}
+            rows.splits[split] = select(rows.splits[split], kept)
+        seen |= set(keys)

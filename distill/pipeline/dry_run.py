@@ -132,9 +132,9 @@ def _shorten(training: TrainingSettings) -> None:
 def _shrink_responses(responses: ResponseSettings, console: Console) -> None:
     """Short texts, written here whatever server is meant to."""
     responses.max_new_tokens, responses.batch_size, responses.refresh_every = 8, 8, STEPS // 2
-    if responses.server.url is not None:
-        console.print(f"  the target made here answers in place of {responses.server.url}", highlight=False)
-        responses.server.url = None
+    if addresses := responses.server.addresses:
+        console.print(f"  the target made here answers in place of {', '.join(addresses)}", highlight=False)
+        responses.server.url, responses.server.urls = None, []
 
 
 def _shape(

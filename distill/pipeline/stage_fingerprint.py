@@ -62,8 +62,7 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
 
 def data_key(settings: Settings) -> dict[str, Any]:
     """What the training examples come from: settings, seed, and the files."""
-    data = asdict(settings.data)
-    del data["workers"]
+    data = settings.data.key()
     del data["test_examples"]  # no stage sees a test example, but without a file they are split off the others
     data["test_file"] = data["test_file"] is not None
     if data["chat_template"] is None:  # folders made before there was this setting stay valid

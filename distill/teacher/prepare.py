@@ -212,16 +212,16 @@ def _answered(
     """
     settings, tokenizer = context.settings.reference.responses, context.corpus.tokenizer
     jobs = make_jobs(rows, getattr(context.corpus, split)[: len(rows)], settings, context.settings.data.max_length)
-    rank, world = ranks.rank(), 1 if settings.server.url is not None else ranks.started()
+    rank, world = ranks.rank(), 1 if settings.server.addresses else ranks.started()
     file = _file_of(context.run.work / folder, split, rank, made_from)
 
     def writer() -> Answer:
         seed = context.settings.seed
-        if settings.server.url is None:
+        if not settings.server.addresses:
             other = settings.dtype not in (None, context.settings.target.dtype)
             model = open_target(context, path, settings.dtype) if other else target
             return answered_here(at_work(context, model), settings, seed, ends)
-        return answered_by_server(settings, seed, tokenizer, ends, Path(path))
+        return answered_by_server(settings, seed, tokenizer, ends, Path(path), context.line)
 
     if rank < world:
         file.open()

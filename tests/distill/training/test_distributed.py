@@ -1,4 +1,4 @@
-"""Two processes, over gloo, end with the weights of one: DDP, FSDP, scopes, accumulation, own texts, a target beside."""
+"""Two processes, over gloo, end with the weights of one: DDP, FSDP, scopes, micro-batches, own texts, online."""
 
 import json
 import os
