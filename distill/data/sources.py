@@ -216,7 +216,7 @@ def _hub(settings: DataSettings, preset: Preset | None, seed: int) -> dict[str, 
         raise UserError(f"data.source {settings.source!r} is not on the Hub: give local rows with data.train_file")
     try:
         config = settings.hub_config or (preset.config if preset else None)
-        loaded = load_hub(name, config, streaming=settings.streaming)
+        loaded = load_hub(name, config, revision=settings.revision, streaming=settings.streaming)
     except UserError as error:
         known = f"a preset ({', '.join(PRESETS)}), a file, a folder or a Hub name"
         raise UserError(f"data.source {settings.source!r}: {error} (data.train_file); a source is {known}") from error

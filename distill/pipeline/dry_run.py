@@ -21,6 +21,7 @@ from decode.commands.bench_dry_run import row_with, write_rows
 from decode.core.errors import UserError
 from decode.models.config_from_shape import family_of
 from decode.prompts.presets import PRESETS
+from distill.config.export import HubSettings
 from distill.config.models import Architecture, ModelSettings
 from distill.config.responses import ResponseSettings
 from distill.config.settings import Settings
@@ -99,7 +100,7 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     evaluation.prompts, evaluation.accuracy_prompts, evaluation.decode_prompts = 4, 4, 2
     evaluation.max_new_tokens, evaluation.repeats = 8, 1
     evaluation.draft_lengths = sorted(evaluation.draft_lengths)[:2]
-    small.target.devices, small.tracker.mode = [], "offline"
+    small.target.devices, small.tracker.mode, small.export.hub = [], "offline", HubSettings()
     return small
 
 

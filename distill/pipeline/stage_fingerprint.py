@@ -79,7 +79,8 @@ def measurement_fingerprint(settings: Settings) -> str:
     """Of everything that evaluation, export and report depend on."""
     stages = [key for key, _ in stage_fingerprints(settings).values()]
     test = settings.data.test_examples, settings.data.test_file, files_state(_paths(settings.data.test_file))
-    sections = (asdict(section) for section in (settings.evaluation, settings.export, settings.eagle))
+    sections = [asdict(section) for section in (settings.evaluation, settings.export, settings.eagle)]
+    del sections[1]["hub"]  # where it goes, not what it is
     return fingerprint(VERSION, stages, *test, *sections, settings.trainer.accelerator)
 
 
