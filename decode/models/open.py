@@ -124,7 +124,7 @@ def load_model(
     extra |= revision
     if device_map:
         extra["device_map"] = device_map
-    elif not packed and quantized(folder, **revision):
+    elif not packed and ("quantization_config" in options or quantized(folder, **revision)):
         extra["device_map"] = {"": device}  # quantised weights are put in place while loading and do not move later
     bars, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()

@@ -62,13 +62,13 @@ class FeatureSource:
         if self.model is not None and not self.target.stays:
             self.model.to(device)
 
-    @torch.no_grad()
     def complete(self, batch: Batch) -> Batch:
         """The batch with the target's values, by a forward pass where nothing is kept."""
         if self.model is None:
             return batch
         mask, where = label_mask(batch["labels"]), self.model.device
-        with self.signal.forward_precision(where):  # not the head's: the target computes in its own format
+        # not the head's precision: the target computes in its own
+        with self.signal.forward_precision(where), torch.inference_mode(False), torch.no_grad():
             features, last = self.compute(self.model, batch["input_ids"].to(where))
         found = {FEATURES: features, "target_hidden": last[mask.to(last.device)]}
         if self.ids is not None:
@@ -135,7 +135,7 @@ class FeatureSource:
                 for name, (shape, dtype) in self.layout(some).items()
             ]
 
-        self._put(rows, cached_in_shards(rows, wanted, lambda some: self._parts(model, some)))
+        self._put(rows, cached_in_shards(rows, wanted, lambda some: self._parts(model, some), model))
 
     def keep_now(self, model: PreTrainedModel, rows: TokenDataset) -> None:
         """The same in memory: for texts that are used for a while only."""
@@ -147,7 +147,7 @@ class FeatureSource:
         for name, array in zip(self.layout(rows), arrays, strict=True):
             (rows.tokens if name == FEATURES else rows.signals)[name] = array
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _parts(self, model: PreTrainedModel, rows: TokenDataset) -> Iterator[list[Part]]:
         model.eval()
         for examples in EvalBatches(rows, 16, pad_id=0).indices():

@@ -83,6 +83,6 @@ def _asked(name: str, ask: Any) -> Any:
         raise UserError(f"the Hub refuses export.hub.repository {name!r}: {str(error).strip()}") from error
     except Exception as error:  # whatever the network layer calls it
         raise UserError(
-            f"export.hub.repository is {name!r} and the Hub ({constants.ENDPOINT}) does not answer ({type(error).__name__}: {error}): see to "
-            "the network, or leave it out and upload the export later"
+            f"export.hub.repository is {name!r} and the Hub ({constants.ENDPOINT}) does not answer "
+            f"({type(error).__name__}: {error}): see to the network, or leave it out and upload the export later"
         ) from error

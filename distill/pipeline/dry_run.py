@@ -100,7 +100,8 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     evaluation.prompts, evaluation.accuracy_prompts, evaluation.decode_prompts = 4, 4, 2
     evaluation.max_new_tokens, evaluation.repeats = 8, 1
     evaluation.draft_lengths = sorted(evaluation.draft_lengths)[:2]
-    small.target.devices, small.tracker.mode, small.export.hub = [], "offline", HubSettings()
+    small.target.devices, small.target.sharded, small.target.quantization = [], False, None
+    small.tracker.mode, small.export.hub = "offline", HubSettings()
     return small
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import torch
 
 from decode.core.errors import UserError
-from decode.models.open import choose_device
 from distill.config.models import ModelSettings
 from distill.core import ranks
 from distill.data.stage_context import StageContext
@@ -18,6 +17,7 @@ from distill.models.layer_pruning import kept_layers
 from distill.models.loading import config_of, count_layers, count_parameters, max_positions
 from distill.models.optim import check_optimizer
 from distill.pipeline.training_budget import plan_draft, plan_reference
+from distill.teacher.target_model import check_place
 
 
 def check_inputs(context: StageContext) -> None:
@@ -97,8 +97,7 @@ def check_machine(context: StageContext, models: Mapping[str, ModelSettings]) ->
         UserError: with the setting, what is missing, and what to choose instead.
     """
     settings, device = context.settings, context.device
-    for name in settings.target.devices:
-        choose_device(name)
+    check_place(context)
     half = [
         f"{name} {value}"
         for name, value in {

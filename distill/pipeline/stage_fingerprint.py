@@ -50,6 +50,8 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
     else:
         initial = add("initial", **common, **data, model=_model_key(settings.initial), target=target)
     distillation = asdict(settings.reference) | {"responses": settings.reference.responses.key()}
+    if settings.target.quantization:
+        distillation["target_quantization"] = settings.target.quantization
     del distillation["signal_limit_gb"]  # whether it fits, not what it is
     if settings.target.kind != "as_is":  # whose dtype is in its own fingerprint
         distillation["target_dtype"] = settings.target.dtype
@@ -114,7 +116,8 @@ def _model_key(settings: ModelSettings) -> dict[str, Any]:
         key.pop("layerskip", None)
     if settings.kind != "cut":
         key.pop("layers", None)
-    key.pop("devices", None)  # where, not what
+    for name in ("devices", "sharded", "quantization"):  # where, and how it is read, not what
+        key.pop(name, None)
     package = key.pop("package", None)
     if package is not None:  # wherever it came from
         return key | {"model": None, "files": {"sha256": package["sha256"]}}

@@ -152,6 +152,8 @@ def fixed_texts(
         "corpus": corpus.fingerprint,
         "examples": settings.examples,
     }
+    if context.settings.target.quantization:
+        made_from["quantization"] = context.settings.target.quantization
     splits = {"train": bare(context.examples), "validation": bare(context.validation)}
     if settings.responses.from_target:
         made_from |= {

@@ -216,7 +216,8 @@ class TargetSource:
         if self.model is None:
             return self.signal.decode(batch[self.signal.name], self.head)
         where, positions = self.model.device, batch.get("position_ids")
-        with self.signal.forward_precision(where):  # not the draft's: the target computes in its own format
+        # not the draft's precision: the target computes in its own
+        with self.signal.forward_precision(where), torch.inference_mode(False), torch.no_grad():
             positions = None if positions is None else positions.to(where)
             hidden = last_hidden(self.model, batch["input_ids"].to(where), mask.to(where), positions)
         return HiddenRows(hidden.to(mask.device), self.head)

@@ -24,15 +24,18 @@ class Way:
     head: bool = False
     packing: int | None = None
     signal: Signal = "auto"
+    sharded: bool = False
 
 
 WAYS = {
     "ddp": Way(scopes=("microbatch", "sequence", "global"), accumulate=2),
     "fsdp": Way("fsdp"),
     "on-policy": Way(responses=ResponseSettings(source="mixed", max_new_tokens=6, refresh_every=2), signal="online"),
+    "sharded": Way(signal="hidden", sharded=True),
 }
 SLOW = {
     "packed": Way(scopes=("global", "sequence"), packing=400),
+    "sharded-online": Way(signal="online", sharded=True),
     "heads": Way(head=True, signal="online"),
 }
 """Trained by four processes beside the others, in `make test-slow`."""
@@ -55,7 +58,7 @@ def settings_of(way: str, folder: Path) -> Settings:
     if chosen.head:
         settings.target.architecture.layers = 4
         settings.eagle = EagleSettings(kind="eagle3", unroll=2, draft_vocab=64)
-    if chosen.responses.from_draft:
+    if chosen.responses.from_draft or chosen.sharded:
         settings.target = TargetSettings(kind="as_is", model=str(folder / "ddp/target"))
         settings.initial = InitialDraftSettings(kind="as_is", model=str(folder / "ddp/initial"))
     return settings
