@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import transformers
 from datasets import Dataset, load_from_disk
 from transformers import PreTrainedTokenizerBase
 
+from decode.core.errors import UserError
 from decode.models.open import load_tokenizer
 from distill.config.data import DataSettings
 from distill.core import ranks
@@ -21,6 +23,9 @@ from distill.data.sources import SPLITS
 
 VERSION = 1
 """Raised when a change of the code changes what examples are made of the same rows."""
+
+PATIENCE = 60.0
+"""Seconds after which data of the first process that are not this one's will not be replaced any more."""
 
 NOTED = ("fingerprint", "kind", "answered", "chat", "notes")
 
@@ -55,10 +60,31 @@ def kept_corpus(
     if (found := there()) is not None:
         return found
     if not ranks.is_first():
-        return ranks.wait_for(there, "the tokenised data")
+        return ranks.wait_for(_or_other_data(there, folder, key), "the tokenised data")
+    (folder / "corpus.json").unlink(missing_ok=True)
     corpus = load(settings, tokenizer=tokenizer)
     _write(folder, key, corpus)
     return there() or corpus
+
+
+def _or_other_data(there: Callable[[], Corpus | None], folder: Path, key: str) -> Callable[[], Corpus | None]:
+    """``there``, which fails where the first process has stayed for a while with data made from something else."""
+    seen: list[float] = []
+
+    def look() -> Corpus | None:
+        found = there()
+        if found is None and (read_sealed(folder / "corpus.json") or {}).get("key", key) != key:
+            seen.append(time.monotonic())
+            if seen[-1] - seen[0] > PATIENCE:
+                raise UserError(
+                    f"process {ranks.rank()} has other data than process 0, which made {folder}: give both the same "
+                    "configuration, data files and tokenizer, and the same versions of packages"
+                )
+        else:
+            seen.clear()
+        return found
+
+    return look
 
 
 def _identity(tokenizer: PreTrainedTokenizerBase) -> str:

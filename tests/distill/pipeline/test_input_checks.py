@@ -9,6 +9,7 @@ from families import build_tiny
 from tiny_run import bench, tiny_settings
 
 from decode.core.errors import UserError
+from distill.config.eagle import EagleSettings
 from distill.models.attention import use_attention
 from distill.pipeline.input_checks import check_inputs
 from distill.teacher.signal_choice import choose_signal
@@ -45,9 +46,12 @@ def test_an_attention_and_an_optimiser_that_are_not_here(tmp_path: Path) -> None
         check_inputs(bench(settings)[0])
 
 
-def test_a_disk_that_will_not_hold_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.reference.signal = "hidden"
+@pytest.mark.parametrize("eagle", [EagleSettings(), EagleSettings(kind="eagle"), EagleSettings(kind="eagle3")])
+def test_a_disk_that_will_not_hold_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eagle: EagleSettings
+) -> None:
+    settings = tiny_settings(tmp_path, eagle=eagle)
+    settings.reference.signal, settings.target.architecture.layers = "hidden", 4
     context, _ = bench(settings)
     check_inputs(context)
     with_free(monkeypatch, 1000)
