@@ -114,7 +114,7 @@ def _own_prompts(
         source = sampler(ChatFormat(tokenizer, settings.system, settings.template_args))
         samples, markers = iter(source), source.turn.markers
     splits, notes = prompt_rows(settings, seed, samples, markers)
-    return SourceRows("chat", splits, notes)
+    return SourceRows("chat", {**splits}, notes)
 
 
 def collate(rows: Sequence[Mapping[str, Any]], pad_id: int) -> dict[str, Tensor]:

@@ -146,11 +146,10 @@ def _raw(settings: DataSettings, preset: Preset | None, seed: int) -> dict[str, 
     for split, path in files.items():
         read = _read(path, settings)
         rows = _keeper(settings)(islice(read, _enough(settings)) if settings.streaming else read)
-        official = preset.split_of if preset and preset.last_keys and split == "train" else None
-        if official is None:
+        if preset is None or not preset.last_keys or split != "train":
             found[split] = rows
             continue
-        named = [(not _has_columns_missing(preset, row) and official(row)) or split for row in rows]
+        named = [(not _has_columns_missing(preset, row) and preset.split_of(row)) or split for row in rows]
         found |= {name: select(rows, [i for i, own in enumerate(named) if own == name]) for name in {*named, split}}
     return found
 

@@ -79,7 +79,7 @@ def source_folder(model: str) -> Path:
 
     try:
         name, revision = pinned(model)
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, **revision))
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, revision=revision.get("revision")))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise _unreachable(model, error) from error
 
