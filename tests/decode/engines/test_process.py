@@ -52,7 +52,8 @@ def test_a_check_that_is_ended_takes_its_engine_and_its_workers_with_it(tmp_path
     """The worker does not end with the engine, as vLLM's may not."""
     marker, ready = tmp_path / "worker", tmp_path / "ready"
     code = (
-        "import pathlib, sys, time\nfrom decode.engines.process import running\n"
+        "import pathlib, signal, sys, time\nfrom decode.engines.process import running\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         f"ready = lambda: pathlib.Path({str(marker)!r}).exists()\n"
         f"with running([sys.executable, '-c', {FOREVER!r}, {str(marker)!r}], ready, name='engine', seconds=600):\n"
         f"    pathlib.Path({str(ready)!r}).touch()\n"
