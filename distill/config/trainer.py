@@ -11,6 +11,7 @@ from decode.core.errors import UserError
 
 Attention = Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"]
 Compile = Literal["none", "default", "reduce-overhead", "max-autotune"]
+CompileLoss = Literal["auto", "on", "off"]
 
 PROFILERS = ("simple", "advanced", "pytorch")
 
@@ -70,6 +71,9 @@ class TrainerSettings:
     """Compute the distillation loss in chunks of rows, with its gradient in closed form and only for the selected
     tokens: several times faster, and memory of a chunk instead of all tokens times the vocabulary. false: the plain
     form, by autograd on whole logits, to check it against."""
+    compile_loss: CompileLoss = "auto"
+    """Have torch.compile make the kernels of that loss, which read and write logits less often. auto: on a GPU. on:
+    on a CPU too, which needs a C++ compiler and a minute; it pays with large vocabularies. Equal but for rounding."""
     gradient_checkpointing: bool = False
     """Keep of each layer's activations only its input, and compute the others again in the backward pass: the same
     gradients in a fraction of the memory, for about a third more time. For targets of billions of parameters and long
@@ -82,6 +86,9 @@ class TrainerSettings:
     checkpoint_every: PositiveInt | None = None
     """Steps between the checkpoints that a killed run continues from, so what a kill costs at most; null: one after
     every validation. The two newest are kept."""
+    checkpoint_background: bool = False
+    """Write them in a thread while training goes on, from a copy of weights and optimiser state on the device. Not of
+    fsdp, whose processes write their shares at once."""
     validation_examples: PositiveInt = 128
     """Validation examples used for it."""
     log_every: PositiveInt = 20

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.models.eagle.head import FeatureHead
-from distill.config.trainer import TrainingSettings
+from distill.config.trainer import CompileLoss, TrainingSettings
 from distill.core import ranks
 from distill.data.token_dataset import Batch, label_mask
 from distill.models.lm_head import LMHead, last_hidden
@@ -41,6 +41,7 @@ class TrainingModule(L.LightningModule):
     mode: Literal["min", "max"] = "min"
 
     model: Any
+    compile_loss: CompileLoss = "off"  # as `TrainerSettings.compile_loss`, which `fit` sets
     selected: Tensor | None = None  # no buffer: each rank counts its own
 
     def __init__(
@@ -69,10 +70,7 @@ class TrainingModule(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The settings' optimiser and its learning-rate schedule."""
-        precision = str(self.trainer.precision)
-        optimizer = make_optimizer(
-            self.model, self.training_settings, fused="mixed" not in precision, precision=precision
-        )
+        optimizer = make_optimizer(self.model, self.training_settings, precision=str(self.trainer.precision))
         schedule = make_schedule(optimizer, self.training_settings, self.steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

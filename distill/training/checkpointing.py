@@ -1,11 +1,13 @@
 """Checkpoints that a kill at any moment leaves sound: written aside, renamed, checked before they are used.
 
 A checkpoint is a zip file whose members carry CRC-32 sums, so one that was cut short or altered is recognised without
-a description beside it.
+a description beside it; of sharded weights it is a folder of `torch.distributed.checkpoint`, whose description tells
+which bytes of which file there have to be.
 """
 
 from __future__ import annotations
 
+import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +16,16 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
+from torch.distributed import checkpoint as sharded
 
 from decode.core.errors import UserError
 from decode.core.files import write_safely
 from distill.core import ranks
+from distill.core.files import remove
+
+REST = "meta.pt"  # what Lightning calls the file of everything but weights and optimisers in a sharded checkpoint
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
@@ -29,6 +35,16 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """Writes the checkpoint safely."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_safely(Path(path), lambda file: torch.save(checkpoint, file))
+
+
+class BackgroundCheckpointIO(AsyncCheckpointIO):
+    """Lightning's writing in a thread, in which older checkpoints are removed, too, once the newer ones are there."""
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Removes one after all that is being written."""
+        self._ensure_setup()
+        assert self._executor is not None
+        self._executor.submit(super().remove_checkpoint, path)
 
 
 class _Movable(ModelCheckpoint):
@@ -134,6 +150,10 @@ class BestWeights(_Movable):
         """
         if not self.best_model_path:
             raise UserError("the stage ended before its first validation, so there are no weights to keep")
+        if Path(self.best_model_path).is_dir():
+            own = {f"model.{name}": value for name, value in model.state_dict().items()}
+            sharded.load({"state_dict": own}, checkpoint_id=self.best_model_path, no_dist=True)
+            return
         state = torch.load(self.best_model_path, map_location="cpu", weights_only=True)["state_dict"]
         model.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
 
@@ -147,7 +167,7 @@ def newest_sound(folder: Path, note: Callable[[str], None]) -> Path | None:
             return path
         note(f"{path.name} is damaged or incomplete and is not used")
         if ranks.is_first():
-            path.unlink(missing_ok=True)
+            remove(path)
     if candidates:
         note("no sound checkpoint is left: the stage starts from its beginning")
     return None
@@ -156,17 +176,22 @@ def newest_sound(folder: Path, note: Callable[[str], None]) -> Path | None:
 def is_sound(path: Path) -> bool:
     """Whether a checkpoint is whole and unaltered."""
     try:
+        if path.is_dir():
+            places = sharded.FileSystemReader(path).read_metadata().storage_data.values()
+            whole = all((path / of.relative_path).stat().st_size >= of.offset + of.length for of in places)
+            return whole and is_sound(path / REST)
         with zipfile.ZipFile(path) as file:
             return file.testzip() is None
-    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError, pickle.UnpicklingError, EOFError):
         return False
 
 
 def _best_named_in(path: Path) -> list[str]:
     """The best weights at the time of a checkpoint; none before the first validation."""
+    path, name = (path / REST if path.is_dir() else path), path.name
     states = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["callbacks"].values()
-    named = [(Path(name).name, best) for state in states for name, best in state.get("best_of", {}).items()]
-    return [best for name, best in named if name == path.name and best]
+    named = [(Path(file).name, best) for state in states for file, best in state.get("best_of", {}).items()]
+    return [best for file, best in named if file == name and best]
 
 
 def _moved(value: Any, old: str, new: str) -> Any:

@@ -126,8 +126,10 @@ class DistillModule(TrainingModule):
         self.log_means("loss", "alpha", "agreement")
 
     def _loss(self, drafted: Drafted, request: LossRequest) -> LossRows:
-        compute = fused_loss if self.fused and can_fuse(drafted.head) else plain_loss
-        return compute(drafted.hidden, drafted.head, drafted.target, request)
+        if not (self.fused and can_fuse(drafted.head)):
+            return plain_loss(drafted.hidden, drafted.head, drafted.target, request)
+        compiled = self.compile_loss == "on" or (self.compile_loss == "auto" and drafted.hidden.is_cuda)
+        return fused_loss(drafted.hidden, drafted.head, drafted.target, request, compiled=compiled)
 
     @torch.no_grad()
     def _weighed(self, request: LossRequest, weigh: BlockWeights, drafted: Drafted) -> LossRequest:

@@ -1,5 +1,6 @@
 """FSDP: a model's weights, gradients and optimiser state spread over the ranks, layer by layer."""
 
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -8,16 +9,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from decode.models.structure import decoder_layers
+from distill.core.files import remove
 
 
 class Fsdp(ModelParallelStrategy):
     """PyTorch's second FSDP under Lightning, all ranks along one axis; runs on CPUs too.
 
-    Checkpoints are gathered and written by the first rank as one file, like those of the other strategies.
+    Every rank writes its share of a checkpoint, a folder of `torch.distributed.checkpoint`, from which any number of
+    ranks can go on.
     """
 
     def __init__(self) -> None:
-        super().__init__(save_distributed_checkpoint=False)
+        super().__init__(save_distributed_checkpoint=True)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Writes the folder aside, then renames it."""
+        path = Path(self.broadcast(filepath))
+        aside = path.with_name(f".tmp-{path.name}")
+        if self.is_global_zero:
+            remove(aside)
+        self.barrier()
+        super().save_checkpoint(checkpoint, aside, storage_options)
+        self.barrier()
+        if self.is_global_zero:
+            remove(path)
+            aside.rename(path)
+        self.barrier()
 
     def _setup_distributed(self) -> None:
         super()._setup_distributed()

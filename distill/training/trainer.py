@@ -25,7 +25,13 @@ from distill.data.datamodule import DistillDataModule
 from distill.models.attention import use_attention
 from distill.models.loading import checkpoint_layers
 from distill.training.base_module import TrainingModule
-from distill.training.checkpointing import BestWeights, ResumeCheckpoint, SafeCheckpointIO, newest_sound
+from distill.training.checkpointing import (
+    BackgroundCheckpointIO,
+    BestWeights,
+    ResumeCheckpoint,
+    SafeCheckpointIO,
+    newest_sound,
+)
 from distill.training.distributed import Fsdp
 from distill.training.progress import ProgressLines, StageProgressBar
 from distill.training.speed import Speed
@@ -64,6 +70,7 @@ def fit(
         checkpoint_layers(module.model)
     if isinstance(module.model, PreTrainedModel):
         use_attention(module.model, settings.attention)
+    module.compile_loss = settings.compile_loss
     sharded = settings.strategy == "fsdp"
     plain = copy.deepcopy(module.model) if sharded and ranks.is_first() else module.model
     best, timer = BestWeights(work, module.monitor, module.mode), Timer()
@@ -90,7 +97,9 @@ def fit(
         "logger": logger or False,
         "callbacks": [timer, Speed(data.seen), *further, best, resume],
         "profiler": settings.profiler_instance(),
-        "plugins": [SafeCheckpointIO()],
+        "plugins": [
+            BackgroundCheckpointIO(SafeCheckpointIO()) if settings.checkpoint_background else SafeCheckpointIO()
+        ],
         "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in further),
         "enable_model_summary": False,
         "use_distributed_sampler": False,

@@ -1,4 +1,4 @@
-"""Two processes, over gloo, end with the weights of one: DDP, FSDP, scopes, micro-batches, own texts, online."""
+"""Two processes, over gloo, end with the weights of one: DDP and FSDP, every scope, accumulation, on-policy texts."""
 
 import json
 import os
@@ -119,6 +119,18 @@ def test_four_processes_end_with_the_weights_of_one(tmp_path: Path) -> None:
     assert ended == [0] * 4, printed
     for way in ways:
         check_against_one(tmp_path, way, 4)
+
+
+@pytest.mark.slow
+def test_four_processes_go_on_from_the_shares_that_two_have_written(tmp_path: Path) -> None:
+    ended, printed = started(tmp_path, 2, ["fsdp"], "1")
+    assert 0 not in ended, printed
+    (kept,) = (tmp_path / "several/fsdp/work").rglob("step-*.ckpt")
+    assert len(list(kept.glob("*.distcp"))) == 2
+    ended, printed = started(tmp_path, 4, ["fsdp"], seconds=600)
+    assert ended == [0] * 4, printed
+    assert "continuing from step 2" in printed
+    check_against_one(tmp_path, "fsdp", 4)
 
 
 @pytest.mark.slow

@@ -111,11 +111,14 @@ def test_validation_has_the_size_of_the_micro_batches(tiny: Tiny, tmp_path: Path
     assert set(seen.validated) == {2}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_kill_between_validations_costs_no_more_than_checkpoint_every(tmp_path: Path, accumulate: int) -> None:
+@pytest.mark.parametrize(("accumulate", "background"), [(1, True), (2, False)])
+def test_a_kill_between_validations_costs_no_more_than_checkpoint_every(
+    tmp_path: Path, accumulate: int, background: bool
+) -> None:
     def weights(name: str, *kills: int) -> tuple[dict[str, torch.Tensor], Any]:
         settings = tiny_settings(tmp_path / name)
         settings.trainer.checkpoint_every, settings.trainer.accumulate = 3, accumulate
+        settings.trainer.checkpoint_background = background
         for step in kills:
             with killed("target", step):
                 run_tiny(settings)
