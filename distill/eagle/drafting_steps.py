@@ -117,11 +117,10 @@ def reference_loss(
         path,
         fingerprint,
         (steps,),
-        model=source.model,
     )
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def _reference_parts(
     head: FeatureHead, source: FeatureSource, rows: TokenDataset, steps: int, divergence: Divergence, precision: str
 ) -> Iterator[Part]:

@@ -3,7 +3,7 @@
 Two measurements, each side in a process of its own, on the same weights, batches and optimiser:
 
 - training steps with everything cached (every epoch but the first), against `distill.experiments.huggingface_trainer`;
-- the loss alone at a large vocabulary, its peak memory with gradients.
+- the loss alone at large vocabularies, its time and peak memory with gradients.
 """
 
 import statistics
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch.callbacks import Callback
 from rich.box import HEAVY_HEAD
 from rich.console import Console
@@ -35,8 +35,8 @@ from distill.data import load_corpus
 from distill.data.batch_schedule import Schedule
 from distill.data.datamodule import DistillDataModule
 from distill.data.token_dataset import TokenDataset
-from distill.experiments.benchmark_memory import SIDES, Memory, alone, loss_memory
 from distill.experiments.huggingface_trainer import trainer
+from distill.experiments.loss_benchmark import Memory, alone, bytes_of, loss_table, show_losses
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
 from distill.models.lm_head import LMHead
@@ -46,6 +46,8 @@ from distill.teacher import signal_cache as signals
 from distill.teacher.target_distribution import TargetSignal, TargetSource
 from distill.training.distillation import DistillModule
 from distill.training.trainer import fit
+
+SIDES = ("straightforward", "draftsmith")
 
 WARM = 5  # steps that are not timed
 
@@ -61,8 +63,10 @@ class SpeedSettings:
     down for a while does not decide it."""
     rows: int = 4096
     """Label tokens of the loss alone."""
-    vocab: int = 151936
-    """Vocabulary of the loss alone."""
+    vocabularies: list[PositiveInt] = field(default_factory=lambda: [32000, 151936])
+    """Vocabularies of the loss alone; none: it is not measured."""
+    shares: list[PositiveFloat] = field(default_factory=lambda: [1.0, 0.4])
+    """Shares of the label tokens that are selected: 1 is a loss of all, as other libraries have it."""
     hidden_size: PositiveInt = 64
     """Width of the hidden states of the loss alone; it matters little, and memory is for the logits here."""
     json: str | None = None
@@ -70,7 +74,7 @@ class SpeedSettings:
 
     def validate(self) -> None:
         """Check counts that have a least value of their own."""
-        for key, least in (("steps", WARM + 5), ("rows", 64), ("vocab", 2)):
+        for key, least in (("steps", WARM + 5), ("rows", 64)):
             if getattr(self, key) < least:
                 raise UserError(f"speed.{key} is {getattr(self, key)}, wanted {least} or more")
 
@@ -119,7 +123,8 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
                 with working(console, f"training, round {number + 1} of {settings.speed.rounds}, {side}"):
                     training[side].append(alone(work, job, threads))
     with working(console, "the loss alone"):
-        loss = loss_memory(settings.speed.rows, settings.speed.vocab, settings.speed.hidden_size, threads)
+        own = settings.speed
+        loss = loss_table(own.rows, own.vocabularies, own.hidden_size, own.shares, own.rounds, threads)
     result = {"pair": about, "training": _judge(training), "loss": loss, "machine": machine.describe()}
     _show(result, console)
     if settings.speed.json is not None:
@@ -211,7 +216,7 @@ def _train_here(job: TrainingCase) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     memory, rows, started = Memory(device), job.rows, time.perf_counter()
     signal = job.signal
-    if signal.kind != "online":
+    if signal.kind != "recompute":
         path = folder / f"{signal.name}.npy"
         rows.signals[signal.name] = signals.target_signal(model.to(device), signal, rows, path, "")
     target = TargetSource(model, signal)
@@ -273,7 +278,7 @@ def _show(result: dict[str, Any], console: Console) -> None:
     low, high = min(training["speedups"]), max(training["speedups"])
     spread = f" ({low:.2f} to {high:.2f})" if low < high else ""
     cells = [
-        [side, f"{row['tokens_per_second']:,.0f}", f"{row['step_ms']:.1f} ms", _bytes(row["peak_bytes"])]
+        [side, f"{row['tokens_per_second']:,.0f}", f"{row['step_ms']:.1f} ms", bytes_of(row["peak_bytes"])]
         for side, row in ((side, training[side]) for side in SIDES)
     ]
     cells.append(["ratio", f"{training['speedup']:.2f}{spread}", "", ""])
@@ -284,17 +289,4 @@ def _show(result: dict[str, Any], console: Console) -> None:
         f"{training['draftsmith']['prepare_seconds']:.1f} s",
         highlight=False,
     )
-    title = f"the loss alone, {loss['rows']:,} tokens × {loss['vocab']:,} ids, with gradients"
-    cells = [[side, _bytes(loss[side]["peak_bytes"]), f"{loss[side]['seconds']:.1f} s"] for side in SIDES]
-    cells.append(["ratio", "" if loss["memory_ratio"] is None else f"{loss['memory_ratio']:.1f}", ""])
-    console.print(plain_table(title, ["", "peak memory", "time"], cells, HEAVY_HEAD))
-    if loss["scaled"]:
-        rows = loss["measured_rows"]["straightforward"]
-        console.print(
-            f"  the straightforward loss does not fit here; it was measured on {rows:,} tokens and scaled",
-            highlight=False,
-        )
-
-
-def _bytes(count: int | None) -> str:
-    return "unknown" if count is None else f"{count / 1e6:,.0f} MB"
+    show_losses(loss, console)

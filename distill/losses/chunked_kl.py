@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from distill.losses.compiled import Compiled
 from distill.losses.divergences import Divergence, TokenDistributions, log_probs
-from distill.losses.head_gradients import HeadGradients, RowIndex, chunk_rows, row_slices
+from distill.losses.head_gradients import HeadGradients, RowIndex, chunk_rows, pick, row_slices
 from distill.models.lm_head import LMHead
 from distill.models.precision import autocast_to_bfloat16, loss_precision
 
@@ -58,8 +59,8 @@ class TargetRows(Protocol):
         """
         ...
 
-    def at(self, rows: Tensor) -> TargetRows:
-        """Some of the rows, by their indices."""
+    def at(self, rows: RowIndex) -> TargetRows:
+        """Some of the rows."""
         ...
 
 
@@ -88,7 +89,13 @@ class LossRequest:
 
 
 def fused_loss(
-    hidden: Tensor, head: LMHead, target: TargetRows, request: LossRequest, chunk: int | None = None
+    hidden: Tensor,
+    head: LMHead,
+    target: TargetRows,
+    request: LossRequest,
+    chunk: int | None = None,
+    *,
+    compiled: bool = False,
 ) -> LossRows:
     """The loss of a batch's rows, in chunks.
 
@@ -98,11 +105,12 @@ def fused_loss(
         target: The target's distributions of the same rows.
         request: What to compute of them.
         chunk: Rows at a time; None: chosen from the vocabulary and the device.
+        compiled: Compute chunks by torch.compile's kernels, which read and write logits less often.
     """
     narrow = autocast_to_bfloat16(hidden.device)
     with loss_precision(hidden.device):
         hidden = hidden.to(head.linear.weight.dtype)
-        work = _Work(hidden, head, target, request, chunk, torch.bfloat16 if narrow else None)
+        work = _Work(hidden, head, target, request, chunk, torch.bfloat16 if narrow else None, compiled=compiled)
         total = _Fused.apply(hidden, head.linear.weight, head.linear.bias, work)
     return LossRows(total, work.losses, work.chosen, work.alpha, work.agreement)
 
@@ -141,61 +149,106 @@ def _total(losses: Tensor, chosen: Tensor | None, weights: Tensor | None) -> Ten
     return (weighted if chosen is None else weighted[chosen]).sum()
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """Some rows of a batch: the linear layer's output, and what a loss is made of there."""
+
+    products: Tensor  # ``[rows, vocab]``
+    target: TargetRows
+    head: LMHead
+    divergence: Divergence
+    criterion: Divergence | None
+    metrics: bool
+    mass: Tensor | None
+    weights: Tensor | None
+
+    def distributions(self) -> tuple[TokenDistributions, Tensor | float]:
+        """Both distributions, and the derivative of the weighted logits by the linear layer's output."""
+        logits = self.head.finish(self.products)
+        temperature = self.divergence.temperature
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        slope = self.head.slope(wide) / temperature
+        if self.weights is not None:
+            slope = slope * self.weights[:, None]
+        wide = wide if temperature == 1.0 else wide / temperature
+        return self.target.compare(slice(None), wide, temperature), slope
+
+    def values(self, pair: TokenDistributions) -> tuple[Tensor, ...]:
+        """Of every row the loss, the criterion if there is one, and alpha and agreement if wanted, ``[rows]`` each."""
+        criterion = () if self.criterion is None else (self.criterion.loss(pair),)
+        metrics = (pair.accepted(self.mass), pair.agreement()) if self.metrics else ()
+        return self.divergence.loss(pair), *criterion, *metrics
+
+
+def _evaluate(chunk: _Chunk, gradient: bool) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """A chunk's values, and its rows' gradients if wanted."""
+    pair, slope = chunk.distributions()
+    return chunk.values(pair), _gradient(chunk.divergence, pair, slope) if gradient else None
+
+
+def _gradient(divergence: Divergence, pair: TokenDistributions, slope: Tensor | float) -> Tensor:
+    """Of each row's loss with respect to the linear layer's output, ``[rows, vocab]``."""
+    gradient = pair.spread(divergence.gradient(pair))
+    return gradient if isinstance(slope, float) and slope == 1.0 else gradient * slope
+
+
+_evaluate_compiled = Compiled(_evaluate, "the distillation loss")
+
+
 class _Work:
     """Both passes over one batch, and what they found."""
 
     def __init__(
-        self,
-        hidden: Tensor,
-        head: LMHead,
-        target: TargetRows,
-        request: LossRequest,
-        chunk: int | None,
-        gradient_dtype: torch.dtype | None = None,
-    ) -> None:
+        self, hidden: Tensor, head: LMHead, target: TargetRows, request: LossRequest, chunk: int | None,
+        gradient_dtype: torch.dtype | None = None, *, compiled: bool = False,
+    ) -> None:  # fmt: skip
         self.hidden, self.head, self.target, self.request = hidden.detach(), head, target, request
-        self.gradient_dtype = gradient_dtype
+        self.gradient_dtype, self.compiled = gradient_dtype, compiled
         self.vocab = min(head.vocab, target.vocab)
         self.rows = len(hidden)
-        self.chunk = chunk or chunk_rows(self.vocab, hidden.device)
-        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self.chunk = chunk or chunk_rows(self.vocab, hidden.device, narrow=gradient_dtype is not None)
         self.graph = torch.is_grad_enabled()  # inside the function below it never is
-        empty = hidden.new_empty(self.rows, dtype=self.dtype)
+        empty = hidden.new_empty(self.rows, dtype=torch.promote_types(hidden.dtype, torch.float32))
         self.losses: Tensor = empty
         self.chosen: Tensor | None = None
         self.ranked = empty.clone() if request.criterion is not None else self.losses
         self.alpha: Tensor | None = empty.clone() if request.metrics else None
         self.agreement: Tensor | None = empty.clone() if request.metrics else None
 
-    def pair(self, place: RowIndex, weight: Tensor, bias: Tensor | None) -> tuple[TokenDistributions, Tensor | float]:
-        """Both distributions of some rows, and the derivative of the weighted logits by the linear layer's output."""
+    def part(self, place: RowIndex, weight: Tensor, bias: Tensor | None, *, values: bool = True) -> _Chunk:
+        """Some of the rows; without ``values`` for their gradient only."""
+        request = self.request
         products = functional.linear(
-            self.hidden[place], weight[: self.vocab], None if bias is None else bias[: self.vocab]
+            pick(self.hidden, place), weight[: self.vocab], None if bias is None else bias[: self.vocab]
         )
-        logits = self.head.finish(products)
-        temperature = self.request.divergence.temperature
-        wide = logits.to(self.dtype)
-        slope = self.head.slope(wide) / temperature
-        if self.request.weights is not None:
-            slope = slope * self.request.weights[place][:, None]
-        wide = wide if temperature == 1.0 else wide / temperature
-        return self.target.compare(place, wide, temperature), slope
+        mass, weights = (None if given is None else pick(given, place) for given in (request.mass, request.weights))
+        return _Chunk(
+            products, self.target.at(place), self.head, request.divergence, request.criterion if values else None,
+            request.metrics and values, mass, weights,
+        )  # fmt: skip
 
     def run(self, weight: Tensor, bias: Tensor | None, gradients: HeadGradients | None) -> Tensor:
         """The loss; adds the gradient to ``gradients`` if it is wanted."""
-        request = self.request
-        kept: list[_Part | Tensor] = []
+        request, evaluate = self.request, _evaluate_compiled if self.compiled else _evaluate
+        kept: list[_Late | Tensor] = []
         size = self.rows * self.vocab * 4
+        wanted = gradients is not None and (request.choose is None or size <= KEPT)
+        late = wanted and request.choose is not None and size <= LATE and not self.compiled
         for place in row_slices(self.rows, self.chunk):
-            pair, slope = self.pair(place, weight, bias)
-            self.note(place, pair)
-            if gradients is None or (request.choose is not None and size > KEPT):
+            part = self.part(place, weight, bias)
+            if late:
+                waiting = _Late(part.divergence, *part.distributions())
+                kept.append(waiting)
+                self.note(place, part.values(waiting.pair))
                 continue
-            part = _Part(request.divergence, pair, slope)
+            values, gradient = evaluate(part, wanted)
+            self.note(place, values)
+            if gradients is None or gradient is None:
+                continue
             if request.choose is None:
-                gradients.add(place, part.gradient())
+                gradients.add(place, gradient)
             else:
-                kept.append(part if size <= LATE else part.gradient())
+                kept.append(gradient)
         if request.choose is None:
             return _total(self.losses, None, request.weights)
         self.chosen = request.choose(self.ranked)
@@ -204,22 +257,22 @@ class _Work:
                 gradients.add(rows, gradient)
         return _total(self.losses, self.chosen, request.weights)
 
-    def note(self, place: slice, pair: TokenDistributions) -> None:
+    def note(self, place: slice, values: tuple[Tensor, ...]) -> None:
         """Writes down what a chunk says of its rows."""
-        request = self.request
-        self.losses[place] = request.divergence.loss(pair)
-        if request.criterion is not None:
-            self.ranked[place] = request.criterion.loss(pair)
-        if self.alpha is not None and self.agreement is not None:
-            mass = None if request.mass is None else request.mass[place]
-            self.alpha[place], self.agreement[place] = pair.accepted(mass), pair.agreement()
+        ranked = () if self.request.criterion is None else (self.ranked,)
+        metrics = () if self.alpha is None or self.agreement is None else (self.alpha, self.agreement)
+        for whole, found in zip((self.losses, *ranked, *metrics), values, strict=True):
+            whole[place] = found
 
-    def again(self, kept: list[_Part | Tensor], weight: Tensor, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    def again(self, kept: list[_Late | Tensor], weight: Tensor, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
         """The chosen rows' gradients, a chunk at a time: from what was kept, or computed once more."""
         assert self.chosen is not None
         if not kept:
+            evaluate = _evaluate_compiled if self.compiled else _evaluate
             for place in self.chosen.split(self.chunk):
-                yield place, _Part(self.request.divergence, *self.pair(place, weight, bias)).gradient()
+                _, gradient = evaluate(self.part(place, weight, bias, values=False), True)
+                assert gradient is not None
+                yield place, gradient
             return
         counts = torch.bincount(self.chosen // self.chunk, minlength=len(kept)).tolist()
         for number, (place, part) in enumerate(zip(self.chosen.split(counts), kept)):
@@ -228,20 +281,17 @@ class _Work:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A chunk's distributions, and the derivative of the draft's logits by the linear layer's output."""
+class _Late:
+    """A chunk's distributions, kept until its rows are chosen."""
 
     divergence: Divergence
     pair: TokenDistributions
     slope: Tensor | float
 
-    def gradient(self, rows: Tensor | None = None) -> Tensor:
-        """Of each row's loss (of ``rows`` only) with respect to the linear layer's output, ``[rows, vocab]``."""
-        pair, slope = self.pair, self.slope
-        if rows is not None:
-            pair, slope = pair.at(rows), slope if isinstance(slope, float) else slope.index_select(0, rows)
-        gradient = pair.spread(self.divergence.gradient(pair))
-        return gradient if isinstance(slope, float) and slope == 1.0 else gradient * slope
+    def gradient(self, rows: Tensor) -> Tensor:
+        """Of these rows."""
+        slope = self.slope if isinstance(self.slope, float) else self.slope.index_select(0, rows)
+        return _gradient(self.divergence, self.pair.at(rows), slope)
 
 
 class _Fused(torch.autograd.Function):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,32 +29,40 @@ class TokenDistributions:
         log_q: The draft's.
     """
 
+    _p: Tensor | None = None  # kept once they were needed; torch.compile does not know functools.cached_property
+    _q: Tensor | None = None
+    _alpha: Tensor | None = None
+
     def __init__(self, log_p: Tensor, log_q: Tensor) -> None:
         self.log_p, self.log_q = log_p, log_q
 
-    @cached_property
+    @property
     def p(self) -> Tensor:
         """The target's probabilities, ``[rows, vocab]``."""
-        return self.log_p.exp()  # softmax would be faster on a CPU, and lose digits where a row is saturated
+        if self._p is None:
+            self._p = self.log_p.exp()  # softmax would be faster on a CPU, and lose digits where a row is saturated
+        return self._p
 
-    @cached_property
+    @property
     def q(self) -> Tensor:
         """The draft's probabilities, ``[rows, vocab]``."""
-        return self.log_q.exp()
+        if self._q is None:
+            self._q = self.log_q.exp()
+        return self._q
 
-    @cached_property
+    @property
     def alpha(self) -> Tensor:
         """Σ min(p, q), ``[rows]``."""
-        return torch.minimum(self.p, self.q).sum(-1)
+        if self._alpha is None:
+            self._alpha = torch.minimum(self.p, self.q).sum(-1)
+        return self._alpha
 
     def at(self, rows: Tensor) -> TokenDistributions:
         """Some of the rows, by their indices."""
         part = TokenDistributions(self.log_p.index_select(0, rows), self.log_q.index_select(0, rows))
-        for name in {"p", "q"} & vars(self).keys():  # those that were needed already
-            vars(part)[name] = getattr(self, name).index_select(0, rows)
+        part._p, part._q = (None if kept is None else kept.index_select(0, rows) for kept in (self._p, self._q))
         return part
 
-    @torch.no_grad()
     def agreement(self) -> Tensor:
         """1 where both have the same most probable token, ``[rows]``."""
         return (self.log_p.argmax(-1) == self.log_q.argmax(-1)).to(self.log_p.dtype)
@@ -99,7 +106,6 @@ class FoldedDistributions(TokenDistributions):
         vars(part).update({name: value.index_select(0, rows) for name, value in vars(self).items()})
         return part
 
-    @torch.no_grad()
     def agreement(self) -> Tensor:
         """1 where both have the same most probable token, ``[rows]``."""
         return (self.ids[:, 0] == self.best).to(self.log_p.dtype)

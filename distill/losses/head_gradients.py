@@ -11,10 +11,12 @@ from distill.models.lm_head import LMHead
 CPU_CHUNK, CUDA_CHUNK = 1 << 21, 1 << 28
 """Bytes of one ``[chunk, vocab]`` float32 buffer: a few of them fit a CPU's cache, or keep a GPU busy."""
 
-FEWEST_ROWS = 64  # rows of a chunk at least: the head's weights are read once a chunk
+FEWEST_ROWS, FEWEST_NARROW = 64, 256
+"""Rows of a chunk at least: the head's weights are read once a chunk, and rounded where products are in bfloat16."""
 
-WAITING = 1 << 23
-"""Bytes of gradients whose share of the weight's is added at once: all of that is read and written each time."""
+WAITING, MOST_WAITING = 1 << 23, 1 << 26
+"""Bytes of gradients whose share of the weight's is added at once: as many as that has, within these bounds, since all
+of it is read and written each time."""
 
 RowIndex = slice | Tensor  # which rows: a range, or indices
 
@@ -24,16 +26,21 @@ def can_fuse(head: LMHead) -> bool:
     return type(head.linear) is nn.Linear
 
 
-def chunk_rows(vocab: int, device: torch.device) -> int:
-    """Rows of a chunk."""
+def chunk_rows(vocab: int, device: torch.device, *, narrow: bool = False) -> int:
+    """Rows of a chunk; ``narrow``: its products are in bfloat16."""
     size = CUDA_CHUNK if device.type == "cuda" else CPU_CHUNK
-    return max(FEWEST_ROWS, size // (4 * vocab))
+    return max(FEWEST_NARROW if narrow else FEWEST_ROWS, size // (4 * vocab))
 
 
 def row_slices(rows: int, chunk: int) -> Iterator[slice]:
     """The rows in chunks."""
     for start in range(0, rows, chunk):
         yield slice(start, min(rows, start + chunk))
+
+
+def pick(values: Tensor, place: RowIndex) -> Tensor:
+    """Some of the rows: a view of a range, a copy of others."""
+    return values[place] if isinstance(place, slice) else values.index_select(0, place)
 
 
 class HeadGradients:
@@ -62,13 +69,14 @@ class HeadGradients:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         self.dtypes = [None if value is None else value.dtype for value in (hidden, weight, bias)]
         self.hidden = torch.zeros_like(hidden) if needed[0] else None
-        self.weight = hidden.new_zeros(weight.shape, dtype=wide) if needed[1] else None
+        self.weight = hidden.new_empty(weight.shape, dtype=wide) if needed[1] else None
+        self.begun = False  # whether there is anything in the weight's
         self.waiting: list[tuple[Tensor, Tensor]] = []  # gradients and rows that the weight's lacks
         self.bias = hidden.new_zeros(bias.shape, dtype=wide) if bias is not None and needed[2] else None
 
     def add(self, place: RowIndex, gradient: Tensor) -> None:
         """Adds rows' gradients ``[rows, vocab]`` with respect to the linear layer's output."""
-        rows = self.states[place] if isinstance(place, slice) else self.states.index_select(0, place)
+        rows = pick(self.states, place)
         if self.bias is not None:
             self.bias[: self.vocab] += gradient.sum(0)
         narrow = gradient.to(rows.dtype)
@@ -76,24 +84,29 @@ class HeadGradients:
             self.hidden[place] = (narrow @ self.linear).to(self.hidden.dtype)
         if self.weight is not None:
             self.waiting.append((narrow, rows))
-            if sum(part.nbytes for part, _ in self.waiting) >= WAITING:
-                self._add_to_weight(self.weight[: self.vocab])
+            if sum(part.nbytes for part, _ in self.waiting) >= max(WAITING, min(MOST_WAITING, self.weight.nbytes)):
+                self._add_to_weight(self.weight)
 
-    def _add_to_weight(self, total: Tensor) -> None:
+    def _add_to_weight(self, weight: Tensor) -> None:
         """Adds the share of the rows that wait for it."""
         if not self.waiting:
             return
         gradients, rows = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*self.waiting))
         self.waiting.clear()
+        total = weight[: self.vocab]
         if rows.dtype == total.dtype:
-            total.addmm_(gradients.T, rows)
-        else:
+            total.addmm_(gradients.T, rows, beta=int(self.begun))
+        elif self.begun:
             total += gradients.T @ rows
+        else:
+            total.copy_(gradients.T @ rows)
+        self.begun = True
 
     def save(self, ctx: Any) -> None:
         """Keeps them for an autograd function's backward pass."""
         if self.weight is not None:
-            self._add_to_weight(self.weight[: self.vocab])
+            self._add_to_weight(self.weight)
+            self.weight[self.vocab if self.begun else 0 :] = 0.0
         ctx.save_for_backward(self.hidden, self.weight, self.bias)
         ctx.dtypes = self.dtypes
 

@@ -168,7 +168,7 @@ class Trials:
         module = self._module(context, draft, training, TIMED + 1, settings.seed, data)
         module.to(context.device)
         module.target.to(context.device)
-        optimizer = make_optimizer(draft, training, fused="mixed" not in settings.trainer.precision)
+        optimizer = make_optimizer(draft, training, precision=settings.trainer.precision)
         schedule = Schedule(data.train.lengths, training.batch_size, training.length_bucket, settings.seed)
         times = []
         for batch in TrainLoader(data.train, schedule, TIMED + 1, context.pad_id):

@@ -1,6 +1,8 @@
 """The fused loss and its plain twin: the same numbers and gradients on every kind of head, with a chunk's memory."""
 
 import copy
+import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +91,37 @@ def assert_equal(got: tuple[LossRows, list[torch.Tensor]], wanted: tuple[LossRow
 def test_every_divergence_equals_its_plain_twin(name: str, k: float | None, dtype: torch.dtype) -> None:
     one, wanted = side("llama", dtype=dtype), task(name, k)
     assert_equal(one.run(fused_loss, wanted, chunk=5), one.run(plain_loss, wanted))
+
+
+def test_a_loss_without_a_compiler_is_computed_all_the_same_after_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distill.losses.chunked_kl._evaluate_compiled, "_made", None)
+    torch.compiler.reset()
+    one, wanted = side("llama", dtype=torch.float32), task()
+    nothing = torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",), "fx_graph_cache": False})
+    said = r"the distillation loss is not compiled here \(.*/no/such/compiler"
+    with nothing, pytest.warns(UserWarning, match=said):
+        found = one.run(fused_loss, wanted, chunk=5, compiled=True)
+    assert_equal(found, one.run(plain_loss, wanted))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "gemma2")) for kind in HEADS])
+def test_compiled_kernels_equal_the_plain_twin(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distill.losses.chunked_kl, "KEPT", 0)
+    one, wanted = side(kind, dtype=torch.float32), task("kl_tv", temperature=1.4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is compiled
+        assert_equal(one.run(fused_loss, wanted, chunk=7, compiled=True), one.run(plain_loss, wanted))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("k", [None, 0.4])
+def test_every_divergence_compiled_equals_its_plain_twin(name: str, k: float | None) -> None:
+    torch.compiler.reset()
+    one, wanted = side("llama", dtype=torch.float32), task(name, k, criterion=Divergence("tv") if k else None)
+    assert_equal(one.run(fused_loss, wanted, chunk=7, compiled=True), one.run(plain_loss, wanted))
 
 
 @pytest.mark.parametrize("kind", HEADS)
