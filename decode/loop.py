@@ -154,6 +154,7 @@ class Text:
         runner.captured_layers = system.drafter.captured_layers
         self.target.prefill(self.ids[:-1])
         system.drafter.stop_ids = self.stop_ids
+        system.drafter.waits = system.lengths is not None and not system.lengths.chosen
         system.drafter.start(self.ids)
         system.stop.start()
         system.rule.start()
@@ -240,9 +241,9 @@ def round_of(texts: Sequence[Text]) -> list[tuple[Round, list[int]]]:
     seconds = share * _seconds(t0, t1), share * _seconds(t1, t2)
     if lengths is not None and limit:
         lengths.observe((result, text.allowed(result, one)) for text, (result, _), one in zip(texts, verified, asked))
-    added = []
+    added, together = [], tuple(len(draft) for draft in drafts)
     for text, (result, measured) in zip(texts, verified):
-        result.seconds, result.batch = seconds, len(texts)
+        result.seconds, result.together = seconds, together
         added.append((result, text.settle(result, measured)))
     spent = share * (time.perf_counter() - began)
     for text in texts:

@@ -22,9 +22,9 @@ from decode.models.runners.fast_runner import FastRunner
 from decode.models.runners.layer_subset import LayerSubset
 from decode.models.structure import decoder_layers
 
-LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # draft lengths that are timed; costs between them are interpolated
+LENGTHS = (1, 2, 4, 8, 16, 24)  # draft lengths that are timed; costs between them are interpolated
 RULED = 8  # tokens a round while stop rules are timed
-ROUNDS, TURNS = 4, 12  # rounds of a text that are timed, and most texts of every system
+ROUNDS, TURNS = 4, 9  # rounds of a text that are timed, and most texts of every system
 
 
 @dataclass

@@ -32,6 +32,7 @@ class Drafter:
     # enters layer i, the number of layers the last one, after the final norm
     captured_layers: tuple[int, ...] = ()
     stop_ids: Collection[int] = ()  # tokens that end the text; the loop sets them before `start`
+    waits = False  # the text begins with rounds without a draft: its prompt may be read later; set before `start`
 
     def start(self, ids: list[int]) -> None:
         """A new text begins with these tokens; what was learned may persist, what belongs to the old text may not."""

@@ -28,7 +28,8 @@ class Round:
     logits: Tensor  # the same rows as `probs`, unwarped
     hidden: Tensor | None = None  # the target's last hidden states of those rows ``[n + 1, width]``
     seconds: tuple[float, float] = (0.0, 0.0)  # time spent drafting and verifying
-    batch: int = 1  # texts whose rounds were made together, this one included
+    # drafted tokens of every text whose round was made together with this one, its own included; empty: its own alone
+    together: tuple[int, ...] = ()
 
     @cached_property
     def probs(self) -> Tensor:
@@ -74,7 +75,8 @@ class Trace:
     depth: list[int] = field(default_factory=list)  # longest path of each round's draft; its length on a chain
     cut: list[bool] = field(default_factory=list)  # the draft was shortened by budget, context or the text's end
     text: list[int] = field(default_factory=list)  # whose round it is; texts are the unit of standard errors
-    batch: list[int] = field(default_factory=list)  # texts that the round was made together with, its own included
+    # drafted tokens of each text that the round was made together with, its own included
+    together: list[tuple[int, ...]] = field(default_factory=list)
     draft_seconds: list[float] = field(default_factory=list)
     verify_seconds: list[float] = field(default_factory=list)
     prefill_seconds: float = 0.0
@@ -104,7 +106,7 @@ class Trace:
         self.verify_seconds.append(round.seconds[1])
         self.cut.append(cut)
         self.text.append(0)
-        self.batch.append(round.batch)
+        self.together.append(round.together or (round.drafted,))
         self.overlap.append(overlap)
         self.spent.append(spent)
         self.distance.append(distance)

@@ -43,7 +43,7 @@ class ModelDrafter(Drafter):
     def start(self, ids: list[int]) -> None:
         """Read the prompt but for its pending token, unless the draft's context cannot hold it."""
         self.runner.truncate(0)
-        if len(ids) > 1 and self.runner.room(ids) >= 0:
+        if not self.waits and len(ids) > 1 and self.runner.room(ids) >= 0:
             self.runner.read(self._known(ids[:-1]), head=0)
 
     def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:

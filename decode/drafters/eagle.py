@@ -56,7 +56,7 @@ class FeatureDrafter(ModelDrafter):
         self.runner.truncate(0)
         if len(ids) > 1:
             self.runner.settle(self.target.features)
-        if 1 < len(ids) <= self.runner.limit:
+        if not self.waits and 1 < len(ids) <= self.runner.limit:
             self.runner.read(self._known(ids[:-1]), head=0)
 
     def _drafting(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Drafting:

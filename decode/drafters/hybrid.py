@@ -50,7 +50,7 @@ class HybridDrafter(Drafter):
 
     def start(self, ids: list[int]) -> None:
         """Index the text, and let the head read it."""
-        self.head.stop_ids = self.stop_ids
+        self.head.stop_ids, self.head.waits = self.stop_ids, self.waits
         self.text.start(ids)
         self.head.start(ids)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,19 @@ from transformers import PreTrainedModel
 from decode.core.files import read_json
 from decode.core.round_costs import RoundCosts
 from decode.core.sampling import Warp
-from decode.engines.causes import Cause, as_recorded, causes_in_files, causes_in_numbers, fits
-from decode.engines.counts import Drafts, ServedText, difference, mean_length, rates, speedup, tokens_per_second
+from decode.engines.causes import OFF_BY_ONE, Cause, as_recorded, causes_in_files, causes_in_numbers, fits
+from decode.engines.counts import (
+    ServedText,
+    difference,
+    mean_length,
+    median,
+    rates,
+    round_cost,
+    speedup,
+    tokens_per_second,
+)  # fmt: skip
 from decode.engines.engine import GREEDY_DRAFT, ROUNDS, EngineSettings, Writer, opened
-from decode.engines.predicted import Acceptance, acceptance, predicted_drafts, predicted_seconds, target_logprob
+from decode.engines.predicted import Acceptance, acceptance, predicted_of, predicted_speedup, target_logprob
 from decode.engines.server import Server
 from decode.engines.together import Together, together_row, written_together
 from decode.engines.transformers_engine import AssistedGeneration
@@ -28,56 +39,41 @@ from decode.measure.statistics import median_interval
 from decode.models.eagle.head import FeatureHead
 from decode.models.other_vocabulary import DraftModel
 
-Progress = Callable[[str], None]
+TIMED = 8  # texts by which the engine's steps are timed
 
 
 @dataclass
 class CheckOptions:
-    """What is asked of the engine.
+    """What is asked of the engine."""
 
-    Attributes:
-        draft_lengths: drafted tokens a round; the engine is started once for each.
-        temperatures: 0 is greedy.
-        max_new_tokens: budget of each text.
-        batch_sizes: those above 1 are measured too, greedily, with so many requests under way.
-        seed: of sampling.
-        draft_sampling: greedy or probabilistic; what the engine drafts above temperature 0.
-        chat: the prompts stand in the chat template, which is not asked of the engine.
-    """
-
-    draft_lengths: Sequence[int] = (3, 5, 7)
-    temperatures: Sequence[float] = (0.0, 1.0)
-    max_new_tokens: int = 64
+    draft_lengths: Sequence[int] = (3, 5, 7)  # tokens drafted a round; the engine is started once for each
+    temperatures: Sequence[float] = (0.0, 1.0)  # 0 is greedy
+    max_new_tokens: int = 64  # budget of each text
+    # those above 1 are measured too, greedily, with so many requests under way
     batch_sizes: Sequence[int] = (1,)
-    seed: int = 0
-    draft_sampling: str = "greedy"
-    chat: bool = False
+    seed: int = 0  # of sampling
+    draft_sampling: str = "greedy"  # or probabilistic: what the engine drafts above temperature 0
+    chat: bool = False  # the prompts stand in the chat template, which is not asked of the engine
 
 
 @dataclass
 class Check:
-    """Everything that was found.
-
-    Attributes:
-        rows: one for each temperature and draft length.
-        causes: of differences.
-        engine: its name.
-        together: one row for each batch size above 1 and draft length.
-    """
+    """Everything that was found."""
 
     engine: str
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    together: list[dict[str, Any]] = field(default_factory=list)
-    causes: list[Cause] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)  # one for each temperature and draft length
+    together: list[dict[str, Any]] = field(default_factory=list)  # one for each batch size above 1 and draft length
+    causes: list[Cause] = field(default_factory=list)  # of differences
 
-    def to_dict(self) -> dict[str, Any]:
-        """For reports."""
-        return {
-            "engine": self.engine,
-            "rows": self.rows,
-            "together": self.together,
-            "causes": [dataclasses.asdict(cause) for cause in self.causes],
-        }
+
+@dataclass
+class Written:
+    """What an engine wrote at one temperature."""
+
+    texts: list[ServedText] = field(default_factory=list)  # of the prompts
+    # of the first prompts with their tokens shuffled, each just before the prompt's own text: they tell what a round
+    # costs in this engine, whatever is accepted of the texts that are checked
+    timed: list[ServedText] = field(default_factory=list)
 
 
 def serve_check(
@@ -89,7 +85,7 @@ def serve_check(
     stop_ids: Sequence[int],
     options: CheckOptions,
     cost: CostModel | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[str], None] | None = None,
     folders: tuple[str, str] | None = None,
     round_costs: RoundCosts | None = None,
 ) -> Check:
@@ -120,22 +116,25 @@ def serve_check(
     checked, facts = Check(engine), dict[str, Any]()
     checked.causes = causes_in_files(*folders, context=context, engine=engine)
 
-    def texts(writer: Writer, temperature: float) -> list[ServedText]:
-        budget = options.max_new_tokens
-        if items:  # the first request of a temperature meets compilers and cold caches
-            writer.write(items[0].ids, temperature=temperature, seed=0, max_new_tokens=8, stop_ids=stop_ids)
-        return [
-            writer.write(
-                item.ids, temperature=temperature, seed=options.seed + i, max_new_tokens=budget, stop_ids=stop_ids
-            )
-            for i, item in enumerate(items)
-        ]
+    def texts(writer: Writer, temperature: float) -> Written:
+        out = Written()
+        how: dict[str, Any] = {"temperature": temperature, "max_new_tokens": options.max_new_tokens}
+        for i, item in enumerate(items):
+            seed = options.seed + i
+            if not i:  # the first request of a temperature meets compilers and cold caches
+                writer.write(item.ids, temperature=temperature, seed=0, max_new_tokens=8, stop_ids=stop_ids)
+            if i < TIMED and isinstance(writer, Server):
+                shuffled = random.Random(seed).sample(item.ids, len(item.ids))
+                out.timed.append(writer.write(shuffled, seed=seed, ignore_eos=True, **how))
+            out.texts.append(writer.write(item.ids, seed=seed, stop_ids=stop_ids, **how))
+        return out
 
-    def written(length: int | None) -> dict[float, list[ServedText]]:
+    def written(length: int | None) -> dict[float, Written]:
         say(f"{engine}: starting {f'with {length} drafted tokens' if length else 'without a draft'}")
         with _writer(engine, settings, target, draft, length) as writer:
             if isinstance(writer, Server) and not options.chat and "tokenized" not in facts:
-                facts["tokenized"] = _split_otherwise(writer, items)
+                apart = (writer.split_otherwise(item.prompt.text, item.ids) for item in items[:4])
+                facts["tokenized"] = next(filter(None, apart), None)
             found = {}
             for temperature in options.temperatures:
                 say(f"{engine}: {len(items)} texts at T = {temperature:g}, {length or 'no'} drafted tokens")
@@ -148,25 +147,24 @@ def serve_check(
 
     plain = written(None)
     say("predicting acceptance from the texts")
-    tail = max(options.draft_lengths) if ROUNDS[engine].past_end else 0
+    longest, rounds = max(options.draft_lengths), ROUNDS[engine]
     greedy_draft = GREEDY_DRAFT[engine] and options.draft_sampling == "greedy"
-    told: dict[float, Acceptance] = {}
-    for temperature, out in plain.items():
-        pairs = [(item.ids, text.ids) for item, text in zip(items, out)]
-        told[temperature] = acceptance(
-            target,
-            draft,
-            pairs,
-            Warp(temperature),
-            tail=tail,
-            depth=max(options.draft_lengths),
-            greedy_draft=greedy_draft or temperature == 0,
-        )
-        if temperature == 0:
-            facts |= {"agreement": told[0.0].agreement}
-        facts |= {"logprob": told[temperature].logprob, "vocabulary": target.config.get_text_config().vocab_size}
+
+    def pairs(out: Written) -> list[tuple[Sequence[int], Sequence[int]]]:
+        return [(item.ids, text.ids) for item, text in zip(items, out.texts)]
+
+    def reading(temperature: float, greedy: bool) -> Acceptance:
+        warp, tail = Warp(temperature), longest if rounds.past_end else 0
+        texts = pairs(plain[temperature])
+        return acceptance(target, draft, texts, warp, tail=tail, depth=longest, greedy_draft=greedy or not temperature)
+
+    told = {temperature: reading(temperature, greedy_draft) for temperature in plain}
+    if 0.0 in told:
+        facts["agreement"] = told[0.0].agreement
+    last = told[options.temperatures[-1]]
+    facts |= {"logprob": last.logprob, "vocabulary": target.config.get_text_config().vocab_size}
     profile = read_json(Path(folders[1]) / "speculation_profile.json")
-    entropy = {t: _logprob(target, items, out, t) for t, out in plain.items() if t}
+    entropy = {t: target_logprob(target, pairs(out), t) for t, out in plain.items() if t}
     for length in options.draft_lengths:
         served = written(length)
         for temperature, out in served.items():
@@ -174,28 +172,29 @@ def serve_check(
             if settings.url is not None:  # the texts without a draft are transformers', and so is their time
                 row |= dict.fromkeys(("speedup", "speedup_ci95", "plain_tokens_per_second"))
             if temperature:
-                (mean, se), (own, own_se) = _logprob(target, items, out, temperature), entropy[temperature]
+                (mean, se), (own, own_se) = target_logprob(target, pairs(out), temperature), entropy[temperature]
                 row |= {"target_logprob": mean, "plain_target_logprob": own}
                 row["lossless"] = abs(mean - own) <= max(0.05, 4 * math.hypot(se, own_se))
             checked.rows.append(row)
         checked.together += [
             together_row(size, length, together[length, size], together[None, size], told[0.0], options.max_new_tokens,
-                         ROUNDS[engine], round_costs)
+                         rounds, round_costs)
             for size in sizes if (None, size) in together and 0.0 in told
         ]  # fmt: skip
     if any(not row["fits"] or not as_recorded(row) for row in checked.rows):
         say("looking for the cause")
-        facts["alternatives"] = _alternatives(engine, target, draft, items, plain, options, greedy_draft, tail)
+        readings = _readings(draft, target, reading, options.temperatures, greedy_draft)
+        facts["alternatives"] = {
+            name: {
+                (t, length): mean_length(predicted_of(read, options.max_new_tokens, length, rounds))[0]
+                for t, read in of.items() for length in options.draft_lengths
+            }
+            for name, of in readings.items()
+        }  # fmt: skip
+    facts["together"] = checked.together
     facts["short"] = sum(row["cut"] for row in checked.rows)
     checked.causes += causes_in_numbers(checked.rows, facts)
     return checked
-
-
-def _logprob(
-    target: PreTrainedModel, items: Sequence[Item], out: Sequence[ServedText], temperature: float
-) -> tuple[float, float]:
-    """Mean log-probability of the served tokens under our target, with its error."""
-    return target_logprob(target, [(item.ids, text.ids) for item, text in zip(items, out)], temperature)
 
 
 @contextmanager
@@ -210,36 +209,20 @@ def _writer(
         yield AssistedGeneration(target, model if length else None, length or 1)
 
 
-def _split_otherwise(server: Server, items: Sequence[Item]) -> str | None:
-    """A prompt that the engine makes other ids of; None where all are ours."""
-    for item in items[:4]:
-        text = item.prompt.text
-        theirs = server.tokenize(text)
-        if theirs != item.ids and len(theirs):
-            at = next((i for i, (a, b) in enumerate(zip(theirs, item.ids)) if a != b), min(len(theirs), len(item.ids)))
-            return f"of {text[:40]!r}, token {at} is {theirs[at : at + 3]} there and {item.ids[at : at + 3]} here"
-    return None
-
-
-def predicted(told: Acceptance, engine: str, length: int, budget: int) -> list[Drafts]:
-    """Expected drafts of each text."""
-    return [predicted_drafts(accept, n, budget, length, ROUNDS[engine]) for accept, n in zip(told.texts, told.lengths)]
-
-
 def _row(
     engine: str,
     temperature: float,
     length: int,
-    out: Sequence[ServedText],
-    plain: Sequence[ServedText],
+    wrote: Written,
+    alone: Written,
     told: Acceptance,
     options: CheckOptions,
     cost: CostModel | None,
     profile: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Served beside predicted at one temperature and draft length."""
-    budget = options.max_new_tokens
-    served, expected = [text.drafts for text in out], predicted(told, engine, length, budget)
+    budget, out, plain = options.max_new_tokens, wrote.texts, alone.texts
+    served, expected = [text.drafts for text in out], predicted_of(told, budget, length, ROUNDS[engine])
     same = [a.ids == b.ids for a, b in zip(out, plain)]
     _, error = difference(served, expected, paired=temperature == 0)
     rows = [
@@ -251,15 +234,9 @@ def _row(
         spread = math.hypot(row["served_marginal_se"] or 0.0, row["predicted_marginal_se"] or 0.0)
         row["within"] = fits(row["served_marginal"], row["predicted_marginal"], spread)
     (mean, mean_se), (expected_mean, expected_se) = mean_length(served), mean_length(expected)
-    ratios = speedup(out, plain)
-    middle, low, high = median_interval(ratios)
-    forecast = None
-    if cost is not None:
-        spent = [
-            predicted_seconds(accept, n, budget, length, ROUNDS[engine], cost)
-            for accept, n in zip(told.texts, told.lengths)
-        ]
-        forecast = median_interval([b / a for a, b in spent if a])[0]
+    middle, low, high = median_interval(speedup(out, plain))
+    forecast = partial(predicted_speedup, told, budget, length, ROUNDS[engine])
+    in_engine = median([round_cost(a, b) for a, b in zip(wrote.timed, alone.timed)]) if alone.timed else None
     recorded, recorded_se = _recorded(profile, temperature, length)
     return {
         "engine": engine,
@@ -278,7 +255,9 @@ def _row(
         "plain_tokens_per_second": tokens_per_second(plain),
         "speedup": middle,
         "speedup_ci95": [low, high],
-        "predicted_speedup": forecast,
+        "predicted_speedup": forecast(cost.of_round) if cost else None,
+        "engine_round_cost": in_engine,
+        "engine_predicted_speedup": forecast(lambda _: in_engine) if in_engine else None,
         "identical_share": sum(same) / len(same) if temperature == 0 and same else None,
         "texts": len(out),
         "tokens": sum(len(text.ids) for text in out),
@@ -297,31 +276,18 @@ def _recorded(profile: Mapping[str, Any], temperature: float, length: int) -> tu
     return 1 + float(sum(marginal[:length])), float(sum(error or 0.0 for error in errors[:length]))
 
 
-def _alternatives(
-    engine: str,
-    target: PreTrainedModel,
+def _readings(
     draft: DraftModel,
-    items: Sequence[Item],
-    plain: Mapping[float, Sequence[ServedText]],
-    options: CheckOptions,
+    target: PreTrainedModel,
+    reading: Callable[[float, bool], Acceptance],
+    temperatures: Sequence[float],
     greedy_draft: bool,
-    tail: int,
-) -> dict[str, dict[tuple[float, int], float]]:
-    """Mean accepted lengths predicted if the engine read the draft in another way."""
-    found: dict[str, dict[tuple[float, int], float]] = {}
-
-    def add(name: str, greedy: bool, temperatures: Sequence[float]) -> None:
-        for temperature in temperatures:
-            pairs = [(item.ids, text.ids) for item, text in zip(items, plain[temperature])]
-            depth = max(options.draft_lengths)
-            told = acceptance(target, draft, pairs, Warp(temperature), tail=tail, depth=depth, greedy_draft=greedy)
-            for length in options.draft_lengths:
-                mean = mean_length(predicted(told, engine, length, options.max_new_tokens))[0]
-                found.setdefault(name, {})[temperature, length] = mean
-
-    sampled = [t for t in options.temperatures if t]
-    if sampled:
-        add("probabilistic drafting" if greedy_draft else "greedy drafting", not greedy_draft, sampled)
+) -> dict[str, dict[float, Acceptance]]:
+    """Acceptance by temperature if the engine read the draft in other ways, by the ways' names."""
+    found: dict[str, dict[float, Acceptance]] = {}
+    if sampled := [t for t in temperatures if t]:
+        name = "probabilistic drafting" if greedy_draft else "greedy drafting"
+        found[name] = {t: reading(t, not greedy_draft) for t in sampled}
     if isinstance(draft, FeatureHead) and draft.version == 3:
         right, layers = draft.captured_layers, int(target.config.get_text_config().num_hidden_layers)
         for shift in (-1, 1):
@@ -329,7 +295,7 @@ def _alternatives(
             if min(shifted) >= 0 and max(shifted) <= layers:
                 draft.captured_layers = shifted
                 try:
-                    add(f"captured layers off by one ({shift:+d})", greedy_draft, list(plain))
+                    found[f"{OFF_BY_ONE} ({shift:+d})"] = {t: reading(t, greedy_draft) for t in temperatures}
                 finally:
                     draft.captured_layers = right
     return found

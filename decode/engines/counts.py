@@ -109,6 +109,12 @@ def speedup(texts: Sequence[ServedText], plain: Sequence[ServedText]) -> list[fl
     return ratios
 
 
+def round_cost(text: ServedText, plain: ServedText) -> float:
+    """Time of a round with a draft, in that of a token without one; the first token is of neither."""
+    a, b = (one.decode_seconds or one.seconds for one in (text, plain))
+    return float(a / max(1, text.drafts.rounds) / (b / max(1, len(plain.ids) - 1)))
+
+
 def _pace(text: ServedText, decoding: Any) -> float:
     if decoding and len(text.ids) > 1:
         return (len(text.ids) - 1) / float(text.decode_seconds or math.nan)

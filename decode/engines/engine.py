@@ -189,12 +189,16 @@ def _llama(settings: EngineSettings, draft_length: int | None, port: int) -> tup
     binary = find(settings.binary, LLAMA_SERVER, "--binary", "llama-server")
     command = [binary, "-m", settings.target, "--host", "127.0.0.1", "--port", str(port), "--metrics", "--no-webui"]
     command += ["-np", str(settings.batch), "-c", str(settings.batch * (settings.context + 64))]
+    # float32 throughout, as vLLM is asked for; float16 in caches and flash attention decide close calls in another way
+    command += ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]
     if settings.threads:
         command += ["-t", str(settings.threads), "-tb", str(settings.threads)]
     if draft_length:
         kind = "draft-eagle3" if settings.method == "eagle3" else "draft-simple"
         command += ["-md", settings.draft, "--spec-type", kind, "--spec-draft-n-max", str(draft_length)]
         command += ["--spec-draft-p-min", "0", "--spec-draft-sampling", settings.draft_sampling]
+        command += ["-ctkd", "f32", "-ctvd", "f32"]
+        command += ["--no-spec-draft-backend-sampling"]  # which mixes up the drafts of texts that are decoded together
     return command, {}
 
 

@@ -7,7 +7,7 @@ follow one another as the engine runs them.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from decode.core.sampling import Warp
 from decode.core.standard_error import clustered_ratio
-from decode.engines.counts import Drafts
+from decode.engines.counts import Drafts, median
 from decode.measure.acceptance_offline import prefixes
-from decode.measure.cost import CostModel
 from decode.models.other_vocabulary import DraftModel
 from decode.models.teacher_forcing import teacher_forced
 
@@ -159,12 +158,28 @@ def predicted_drafts(
     return counted
 
 
-def predicted_seconds(
-    accept: Sequence[Sequence[float]], length: int, budget: int, draft_length: int, rounds: Rounds, cost: CostModel
-) -> tuple[float, float]:
-    """Expected time of a text after its first token, with drafts and without, in one-token target forwards."""
-    rules = dataclasses.replace(rounds, whole_only=False)
-    drafts = predicted_drafts(accept, length, budget, draft_length, rules)
-    c = cost.cost_ratio + cost.draft_overhead
-    mean = drafts.drafted / drafts.rounds if drafts.rounds else 0.0
-    return drafts.rounds * (c * mean + cost.v(mean + 1) + cost.overhead), float(length - rounds.first)
+def predicted_of(told: Acceptance, budget: int, draft_length: int, rounds: Rounds) -> list[Drafts]:
+    """Expected drafts of each text (see `predicted_drafts`)."""
+    return [predicted_drafts(accept, n, budget, draft_length, rounds) for accept, n in zip(told.texts, told.lengths)]
+
+
+def predicted_speedup(
+    told: Acceptance, budget: int, draft_length: int, rounds: Rounds, round_cost: Callable[[float], float]
+) -> float:
+    """Median over texts of tokens after the first / (expected rounds · cost of a round).
+
+    Args:
+        told: acceptance of the texts.
+        budget: most tokens of a text.
+        draft_length: tokens drafted a round.
+        rounds: how the engine arranges them.
+        round_cost: of a round that drafts so many tokens, in steps without a draft.
+    """
+    every = predicted_of(told, budget, draft_length, dataclasses.replace(rounds, whole_only=False))
+    return median(
+        [
+            (length - rounds.first) / (drafts.rounds * round_cost(drafts.drafted / drafts.rounds))
+            for drafts, length in zip(every, told.lengths)
+            if drafts.rounds
+        ]
+    )

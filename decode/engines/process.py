@@ -1,6 +1,9 @@
-"""Engines as processes: started in a group of their own, given a time limit, and ended with all their children."""
+"""Engines as processes: started in a group of their own, given a time limit, and ended with all their children.
 
-import ctypes
+However this process ends, by SIGKILL too, its engine ends with it: a watcher, a small process of its own, reads from a
+pipe that only this process holds open, and ends the engine's group when the pipe ends.
+"""
+
 import os
 import signal
 import socket
@@ -14,8 +17,17 @@ from pathlib import Path
 
 from decode.core.errors import UserError
 
-PR_SET_PDEATHSIG = 1
 LAST_LINES = 15  # lines of a failed engine that are shown
+WATCHER = """
+import os, signal, sys, time
+sys.stdin.read()
+for kind, seconds in (signal.SIGTERM, 5), (signal.SIGKILL, 0):
+    try:
+        os.killpg(int(sys.argv[1]), kind)
+    except ProcessLookupError:
+        break
+    time.sleep(seconds)
+"""
 
 
 def free_port() -> int:
@@ -74,10 +86,12 @@ def running(
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **(environment or {})},
                     start_new_session=True,
-                    preexec_fn=_end_with_parent if sys.platform == "linux" else None,
                 )
             except OSError as error:
                 raise UserError(f"{name} cannot be started: {command[0]}: {error.strerror}") from error
+        watcher = subprocess.Popen(
+            [sys.executable, "-ISc", WATCHER, str(process.pid)], stdin=subprocess.PIPE, start_new_session=True
+        )
         try:
             end = time.monotonic() + seconds
             while not ready():
@@ -95,11 +109,8 @@ def running(
             yield log
         finally:
             stop(process)
-
-
-def _end_with_parent() -> None:
-    """In the child: ask the kernel to end it when the process that started it is gone, however that ended."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            watcher.kill()
+            watcher.communicate()
 
 
 def stop(process: subprocess.Popen[bytes], seconds: float = 15.0) -> None:

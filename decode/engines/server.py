@@ -11,7 +11,7 @@ import httpx
 
 from decode.core.errors import UserError
 from decode.engines.counts import Drafts, ServedText
-from decode.engines.metrics_text import Metrics, parse_metrics
+from decode.engines.metrics import Metrics, parse_metrics
 
 SETTLED = 0.05
 """Seconds after which counts that have not changed are taken as final."""
@@ -94,11 +94,14 @@ class Server:
         after = self._settled(before.tokens + sum(map(len, texts)))
         return texts, seconds, after.drafts - before.drafts
 
-    def tokenize(self, text: str) -> list[int]:
-        """The ids that the server makes of a text."""
+    def split_otherwise(self, text: str, ids: Sequence[int]) -> str | None:
+        """Where the server makes other ids of a text than these; None where they are the same."""
         body = {"content": text, "add_special": True} if self.name == "llama.cpp" else {"prompt": text}
-        answer = self._call("POST", "/tokenize", json=body).json()
-        return [int(i) for i in answer["tokens"]]
+        theirs = [int(i) for i in self._call("POST", "/tokenize", json=body).json()["tokens"]]
+        if not theirs or theirs == list(ids):
+            return None
+        at = next((i for i, (a, b) in enumerate(zip(theirs, ids)) if a != b), min(len(theirs), len(ids)))
+        return f"of {text[:40]!r}, token {at} is {theirs[at : at + 3]} there and {list(ids[at : at + 3])} here"
 
     def _settled(self, tokens: float = 0.0) -> Metrics:
         """Metrics that no longer change and count so many tokens: engines publish them a moment after the answer."""

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decode.core.errors import UserError
-from decode.engines.counts import ServedText, median, tokens_per_second
+from decode.engines.counts import ServedText, median, round_cost, tokens_per_second
 from decode.engines.engine import EngineSettings, opened
 from decode.measure.bench_session import Item
 from decode.measure.statistics import median_interval
@@ -121,9 +121,3 @@ def what_if(
         "plain_tokens_per_second": tokens_per_second(plain),
         "rows": rows,
     }
-
-
-def round_cost(text: ServedText, plain: ServedText) -> float:
-    """Time of a round with a draft, in that of a token without one; the first token is of neither."""
-    a, b = (one.decode_seconds or one.seconds for one in (text, plain))
-    return float(a / max(1, text.drafts.rounds) / (b / max(1, len(plain.ids) - 1)))

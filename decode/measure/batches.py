@@ -251,9 +251,17 @@ def predicted(trace: Trace, plain: Trace, costs: RoundCosts) -> float:
 
 def _seconds(trace: Trace, costs: RoundCosts) -> float:
     return trace.prefill_seconds + sum(
-        count * (costs.drafting(b) * k + costs.verifying(b, k + 1) if k else costs.plain(b)) / b
-        for (b, k), count in Counter(zip(trace.batch, trace.drafted)).items()
+        count * _round(drafted, costs) / len(drafted) for drafted, count in Counter(trace.together).items()
     )
+
+
+def _round(drafted: Sequence[int], costs: RoundCosts) -> float:
+    """A round of texts with drafts of these lengths: a draft forward reads the texts whose drafts are not done yet."""
+    batch, longest = len(drafted), max(drafted)
+    if not longest:
+        return costs.plain(batch)
+    drafting = sum(costs.drafting(sum(k > i for k in drafted)) for i in range(longest))
+    return drafting + costs.verifying(batch, 1 + statistics.fmean(drafted))
 
 
 def cells(written: Sequence[Written], prompts: Sequence[int]) -> np.ndarray:

@@ -48,6 +48,10 @@ class CostModel:
         a, b = self.verify_cost[left], self.verify_cost[right]
         return a + (b - a) * (n - left) / (right - left)
 
+    def of_round(self, drafted: float) -> float:
+        """The cost of a round that drafts so many tokens, bookkeeping included."""
+        return drafted * (self.cost_ratio + self.draft_overhead) + self.v(drafted + 1) + self.overhead
+
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> CostModel:
         """From a report's `to_dict`."""

@@ -100,15 +100,17 @@ def load_model(
     dtype: str,
     device_map: str | None = None,
     trust_remote_code: bool = False,
+    **options: Any,
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode.
 
     Args:
-        name: folder or Hub name, or a GGUF file (needs the package gguf).
+        name: folder or Hub name (its revision behind an @), or a GGUF file (needs the package gguf).
         device: where it goes; ignored with a `device_map`.
         dtype: one of `DTYPES`, or ``auto`` (see `choose_dtype`).
         device_map: passed to transformers, to spread a model over several devices.
         trust_remote_code: run code that the Hub repository brings.
+        options: further ones of transformers' ``from_pretrained``.
 
     Raises:
         UserError: the model cannot be found or read, its files are damaged or do not fit each other, a package is
@@ -117,11 +119,12 @@ def load_model(
     device = choose_device(device)
     format = choose_dtype(dtype, device)
     packed = gguf_file(name)
-    extra: dict[str, Any] = unpacking(packed) if packed else {}
-    folder = str(packed.parent if packed else name)
+    extra: dict[str, Any] = options | (unpacking(packed) if packed else {})
+    folder, revision = pinned(packed.parent if packed else name)
+    extra |= revision
     if device_map:
         extra["device_map"] = device_map
-    elif not packed and quantized(folder):
+    elif not packed and ("quantization_config" in options or quantized(folder, **revision)):
         extra["device_map"] = {"": device}  # quantised weights are put in place while loading and do not move later
     bars, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
@@ -163,6 +166,12 @@ def load_model(
     return model.eval()
 
 
+def pinned(name: str | os.PathLike[str]) -> tuple[str, dict[str, str]]:
+    """A Hub name and the revision behind its @, as transformers takes them; folders stay as they are."""
+    repository, at, revision = str(name).rpartition("@")
+    return (repository, {"revision": revision}) if at and not Path(name).exists() else (str(name), {})
+
+
 def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or Hub name, or of a GGUF file.
 
@@ -170,7 +179,7 @@ def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = Fa
         UserError: it cannot be found or read.
     """
     packed = gguf_file(name)
-    folder, extra = (packed.parent, {"gguf_file": packed.name}) if packed else (name, {})
+    folder, extra = (str(packed.parent), {"gguf_file": packed.name}) if packed else pinned(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **extra)
         if packed is not None:
@@ -188,7 +197,10 @@ def load_config(name: str | os.PathLike[str], *, trust_remote_code: bool = False
     """
     packed = gguf_file(name)
     try:
-        return gguf_config(packed) if packed else AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        if packed:
+            return gguf_config(packed)
+        folder, revision = pinned(name)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **revision)
     except Exception as error:
         if not packed and not isinstance(error, EXPECTED):
             raise

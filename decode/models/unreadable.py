@@ -3,20 +3,25 @@
 from pathlib import Path
 
 import torch
+from huggingface_hub import constants
 from safetensors import SafetensorError
 from transformers import PretrainedConfig
 
 from decode.core.errors import UserError
 from decode.models.gguf import reason as gguf_reason
 
+OFFLINE = (
+    "it is no folder and not in the Hub's cache on this machine, and the Hub is switched off (HF_HUB_OFFLINE): unset "
+    "it, or fetch the model with `hf download` where there is a network"
+)
 EXPECTED = (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError, SafetensorError)
 """What transformers raises for folders and names that it cannot open."""
 
 
-def quantized(folder: str) -> bool:
+def quantized(folder: str, **revision: str) -> bool:
     """Whether the configuration says that the weights are quantised (bitsandbytes, GPTQ, AWQ, ...)."""
     try:
-        fields, _ = PretrainedConfig.get_config_dict(folder)
+        fields, _ = PretrainedConfig.get_config_dict(folder, **revision)
     except (OSError, ValueError):
         return False
     return "quantization_config" in fields
@@ -60,4 +65,6 @@ def _reason(name: str, what: str, error: Exception) -> str:
         return "it is a file; give the folder of a model, or a GGUF file whose name ends in .gguf"
     if name.startswith((".", "/", "~")) or name.startswith("runs/") or name.count("/") != 1:
         return "there is no such folder; train it first (make distill) or give the path of one"
+    if constants.HF_HUB_OFFLINE:
+        return OFFLINE
     return "it is neither a folder nor reachable on the Hub; without network, give a local folder"

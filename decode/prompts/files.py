@@ -14,7 +14,14 @@ Row = dict[str, Any]
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """Every row of a local file: json, jsonl, csv, parquet, or txt (a row ``{"text": line}`` a line, none empty).
+    """Every row of a local file, see `iter_rows`."""
+    return list(iter_rows(path))
+
+
+def iter_rows(path: str | Path) -> Iterator[Row]:
+    """The rows of a local file: json, jsonl, csv, parquet, or txt (a row ``{"text": line}`` a line, none empty).
+
+    All but json and txt are read as they are asked for.
 
     JSON is read with the standard library, so rows need not agree in their columns' types. A .json file is a list
     of rows, or an object with one list of them.
@@ -28,19 +35,33 @@ def read_rows(path: str | Path) -> list[Row]:
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise UserError(f"{path} ends in {path.suffix!r}: rows are read from {', '.join(sorted(READERS))}")
+    row = None
     try:
-        rows = list(reader(path))
+        for row in reader(path):
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"{path}: every row must be an object with named columns, such as {{'question': '...'}}"
+                )
+            yield row
+    except UserError:
+        raise
     except (ValueError, OSError, csv.Error) as error:
         raise UserError(f"{path} cannot be read as {path.suffix}: {error}") from error
-    if not rows:
+    if row is None:
         raise UserError(f"{path} has no rows: give a file with at least one")
-    if not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{path}: every row must be an object with named columns, such as {{'question': '...'}}")
-    return rows
 
 
-def load_hub(name: str, config: str | None = None, split: str | None = None) -> Any:
+def load_hub(
+    name: str,
+    config: str | None = None,
+    split: str | None = None,
+    *,
+    revision: str | None = None,
+    streaming: bool = False,
+) -> Any:
     """A data set from the Hugging Face Hub or its local cache: a ``DatasetDict``, or one split's ``Dataset``.
+
+    With ``streaming`` their iterable kinds, which download what is asked for; from the cache, where the Hub is off.
 
     Whether the Hub answers is asked first, with a short limit: without a network this fails in seconds unless the
     data set is in the cache.
@@ -53,7 +74,8 @@ def load_hub(name: str, config: str | None = None, split: str | None = None) -> 
     quiet_datasets()
     with _offline_unless_reachable(name) as offline:
         try:
-            return datasets.load_dataset(name, config, split=split)
+            online = streaming and not offline
+            return datasets.load_dataset(name, config, split=split, revision=revision, streaming=online)
         except (OSError, ValueError, RuntimeError) as error:
             reason = str(error).strip().split("\n")[0]
             if offline:
@@ -119,12 +141,13 @@ def _read_csv(path: Path) -> Iterator[Row]:
         yield from csv.DictReader(file)
 
 
-def _read_parquet(path: Path) -> list[Row]:
+def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.read_table(path).to_pylist()
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
         raise ValueError(str(error)) from error
 

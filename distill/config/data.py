@@ -1,11 +1,11 @@
 """What the corpus is made of: one dataclass, one key a line in the YAML's ``data`` section."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from decode.core.errors import UserError
 from decode.core.options import check_numbers
@@ -14,6 +14,9 @@ from distill.config.ranges import ContextLength, MinorShare
 
 Kind = Literal["auto", "pairs", "chat", "text"]
 Overlong = Literal["drop", "cut"]
+
+LATER = ("revision", "streaming")
+"""Settings that are not part of a fingerprint while they are not used: what was made before they were stays valid."""
 
 
 @dataclass
@@ -28,6 +31,8 @@ class DataSettings:
     """With source target: how prompts are written, chosen and mixed with those of a file."""
     hub_config: str | None = None
     """Configuration of the Hub data set, where it has several; null: the preset's, or the only one."""
+    revision: str | None = None
+    """Branch, tag or commit of the Hub data set; null: as it is at the time."""
     train_file: str | None = None
     """Local training rows (json, jsonl, csv, parquet or txt); with a preset as source its template is used."""
     validation_file: str | None = None
@@ -71,12 +76,20 @@ class DataSettings:
     difficulty: int = 1
     """Arithmetic only: 1 (one or two steps, results below 100), 2 or 3 (up to four steps, below 10000)."""
     tokenizer: str | None = None
-    """Folder, Hub name or GGUF file of the tokenizer; null: the target's, or a small one trained on the texts."""
+    """Folder, Hub name (its revision behind an @) or GGUF file of the tokenizer; null: the target's, or one trained
+    on the texts."""
     tokenizer_vocab_size: PositiveInt = 1024
     """Largest vocabulary of a tokenizer that is trained here."""
     workers: PositiveInt | None = None
     """Processes that tokenise; null: as many as cores where there are many rows. The result is kept in the run's
     work/corpus, and read from there by all processes of a training and by later runs of it."""
+    streaming: bool = False
+    """Read rows of the Hub, or of json lines, csv and parquet files, one by one and no more than may be needed (four
+    times the examples asked for), and keep them in files (where `datasets` caches) instead of memory. The examples are
+    then the first of the source, not a sample of all of it: not for sources sorted by topic."""
+    loader_workers: NonNegativeInt = 0
+    """Processes that make training batches ahead of the steps: worth it where signals come from a slow disk, or a step
+    is short. The batches are the same. With texts that the draft writes itself there are none."""
     trust_remote_code: bool = False
     """Whether the tokenizer's repository may run its own Python code here."""
 
@@ -89,6 +102,13 @@ class DataSettings:
     def train_limit(self) -> int | None:
         """Training examples at most; None: all."""
         return self.train_examples if isinstance(self.train_examples, int) else None
+
+    def key(self) -> dict[str, Any]:
+        """The settings that decide what the examples are, not how they are made and read."""
+        key = asdict(self)
+        for name in ("workers", "loader_workers"):
+            del key[name]
+        return {name: value for name, value in key.items() if value or name not in LATER}
 
     def templates(self) -> tuple[str, str] | None:
         """The templates of one's own; line breaks and tabs that a shell or YAML left as two characters are made one."""

@@ -11,7 +11,7 @@ from distill.config.trainer import TrainingSettings
 
 DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "kl_tv"]
 """Losses per token; `distill.losses.divergences` holds what they compute."""
-Signal = Literal["auto", "hidden", "topk", "log_probs", "recompute"]
+Signal = Literal["auto", "hidden", "topk", "log_probs", "online"]
 
 
 @dataclass
@@ -38,11 +38,15 @@ class DistillSettings:
     and validation alpha are those at this temperature."""
     signal: Signal = "auto"
     """What is kept of the target on disk, so that it runs over the examples once. auto: the first of hidden, topk and
-    recompute that signal_limit_gb and the disk have room for; the run stays with it. hidden: its last hidden states at
+    online that signal_limit_gb and the disk have room for; the run stays with it. hidden: its last hidden states at
     label positions (exact; hidden_size x 4 bytes a token). topk: its signal_k largest log-probabilities (8 bytes each a
     token; for targets whose hidden states would be larger, and exact but for the tail, which is printed). log_probs:
     all of them (exact; vocabulary x 4 bytes a token; for vocabularies of some thousand ids, where the product with the
-    target's head takes longer than reading them). recompute: nothing, and a forward pass of the target every step."""
+    target's head takes longer than reading them). online: nothing; the target runs beside the draft, on its device or
+    on target.devices, for the same losses. That costs a forward pass of the target every step instead of one for each
+    example, two with draft.scope global and trainer.accumulate, and memory for its weights as long as the draft trains:
+    for targets whose signal fits no disk, and examples read about once. The reference's losses, 4 bytes a token, are
+    kept all the same."""
     signal_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of hidden. bfloat16 halves the file; nothing is lost where the target itself runs in bfloat16 (target.dtype)."""
     signal_autocast: bool = False

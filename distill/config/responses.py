@@ -18,6 +18,10 @@ class ServerSettings:
     url: str | None = None
     """Address up to the version, such as http://127.0.0.1:8000/v1. With it the target's responses come from the
     server; null: they are written here."""
+    urls: list[str] = field(default_factory=list)
+    """In place of url several such servers with the same target (say one `vllm serve` a machine or GPU): requests go to
+    whichever has room, and a server that fails for good leaves what it was asked to the others. They may be others when
+    the run is continued: what was answered is kept."""
     model: str | None = None
     """The target's name on the server; null: the only one that it lists."""
     endpoint: Literal["completions", "chat"] = "completions"
@@ -26,11 +30,16 @@ class ServerSettings:
     key_variable: str = "OPENAI_API_KEY"
     """Environment variable that holds the key, where the server wants one. The key itself is written nowhere."""
     concurrency: PositiveInt = 32
-    """Requests in flight. An engine that batches wants many."""
+    """Requests in flight at each server. An engine that batches wants many."""
     retries: NonNegativeInt = 6
     """Further tries of a request that failed, after 1, 2, 4, ... seconds (at most 30), or as the server says."""
     timeout: PositiveFloat = 300.0
     """Seconds until a request counts as failed."""
+
+    @property
+    def addresses(self) -> list[str]:
+        """Those of all servers."""
+        return self.urls or ([] if self.url is None else [self.url])
 
 
 @dataclass
@@ -84,8 +93,10 @@ class ResponseSettings:
             return {"source": self.source}
         key = asdict(self)
         server = key.pop("server")
-        if self.from_target and self.server.url is not None:
+        if self.from_target and self.server.addresses:
             key["server"] = {name: server[name] for name in ("url", "model", "endpoint")}
+            if self.server.urls:
+                key["server"]["urls"] = True  # whichever they are
         if self.dtype is None:  # texts written before there was this setting stay valid
             del key["dtype"]
         if not self.from_draft:
@@ -96,17 +107,18 @@ class ResponseSettings:
     def written(self) -> dict[str, Any]:
         """What decides texts that a target writes, whoever else writes some."""
         names = "temperature", "top_p", "max_new_tokens", "batch_size", "dtype"
-        return {name: getattr(self, name) for name in names} | {"url": self.server.url}
+        several = {"urls": True} if self.server.urls else {}  # whichever they are
+        return {name: getattr(self, name) for name in names} | {"url": self.server.url} | several
 
     def validate(self, where: str) -> None:
         """Check the server's address, and that what is set is used."""
-        server = self.server
-        if server.url is None:
-            return
-        if not self.from_target:
+        url, urls = self.server.url, self.server.urls
+        if url is not None and urls:
+            raise UserError(f"{where}.server.url is {url!r} and {where}.server.urls {urls}: give one of the two")
+        given = f"{where}.server.urls is {urls}" if urls else f"{where}.server.url is {url!r}"
+        if self.server.addresses and not self.from_target:
             raise UserError(
-                f"{where}.server.url is {server.url!r}, but no response is the target's: set {where}.source to target, "
-                f"or {where}.fixed to target"
+                f"{given}, but no response is the target's: set {where}.source to target, or {where}.fixed to target"
             )
-        if not server.url.startswith(("http://", "https://")):
-            raise UserError(f"{where}.server.url is {server.url!r}, wanted an address such as http://127.0.0.1:8000/v1")
+        if not all(address.startswith(("http://", "https://")) for address in self.server.addresses):
+            raise UserError(f"{given}, wanted an address such as http://127.0.0.1:8000/v1")

@@ -115,6 +115,7 @@ class Settings:
         self.trainer.validate()
         if self.trainer.strategy == "fsdp":
             self._check_sharding()
+        self._check_placed_target()
 
     def validate_run(self) -> None:
         """Check what every command uses: the name, and every number against its range.
@@ -151,6 +152,21 @@ class Settings:
             raise UserError(
                 f"data.source is target and target.kind is {self.target.kind}, which would train the target on answers "
                 "that it has yet to write: set target.kind to as_is (or, under layerskip, target.layerskip.own_answers)"
+            )
+
+    def _check_placed_target(self) -> None:
+        """Refuses what needs a target that is whole, or where the draft is."""
+        responses, target = self.reference.responses, self.target
+        if target.sharded and responses.from_target and not responses.server.addresses:
+            raise UserError(
+                f"target.sharded is set and reference.responses.source is {responses.source}: a sharded target writes "
+                "no answers; let servers write them (reference.responses.server.urls)"
+            )
+        own = responses.from_draft or any(draft.on_policy for draft in (self.draft, *self.comparisons))
+        if own and (target.sharded or (target.placed and self.eagle.enabled)):
+            raise UserError(
+                "texts of the draft's own are wanted, for which a process asks the target at its own time, and a head "
+                "writes with the target itself: leave out target.sharded, for heads target.devices and quantization too"
             )
 
     def _check_sharding(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -114,12 +114,7 @@ def _own_prompts(
         source = sampler(ChatFormat(tokenizer, settings.system, settings.template_args))
         samples, markers = iter(source), source.turn.markers
     splits, notes = prompt_rows(settings, seed, samples, markers)
-    return SourceRows("chat", splits, notes)
-
-
-def what_decides(settings: DataSettings) -> dict[str, Any]:
-    """The settings that decide what the examples are, not how they are made."""
-    return {key: value for key, value in asdict(settings).items() if key != "workers"}
+    return SourceRows("chat", {**splits}, notes)
 
 
 def collate(rows: Sequence[Mapping[str, Any]], pad_id: int) -> dict[str, Tensor]:
@@ -145,10 +140,10 @@ def show_example(corpus: Corpus, index: int = 0, split: str = "train", console: 
     show(getattr(corpus, split)[index], corpus.tokenizer, console)
 
 
-def _tokenizer(settings: DataSettings, train: list[Row], seed: int) -> PreTrainedTokenizerBase:
+def _tokenizer(settings: DataSettings, train: Sequence[Row], seed: int) -> PreTrainedTokenizerBase:
     if settings.tokenizer is None:
-        sample = Random(seed).sample(train, min(len(train), settings.train_limit or len(train)))
-        return train_tokenizer(map(_all_text, sample), settings.tokenizer_vocab_size)
+        sample = Random(seed).sample(range(len(train)), min(len(train), settings.train_limit or len(train)))
+        return train_tokenizer((_all_text(train[place]) for place in sample), settings.tokenizer_vocab_size)
     try:
         return load_tokenizer(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
     except UserError as error:
@@ -184,7 +179,7 @@ def _chat_format(settings: DataSettings, rows: SourceRows, tokenizer: PreTrained
 
 
 def _fingerprint(settings: DataSettings, tokenizer: PreTrainedTokenizerBase, splits: dict[str, Dataset]) -> str:
-    digest = hashlib.sha256(json.dumps(what_decides(settings), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(settings.key(), sort_keys=True).encode())
     digest.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
     for split in SPLITS:
         for batch in splits[split].select_columns(["input_ids", "labels"]).with_format("numpy").iter(1000):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,19 @@ import transformers
 from datasets import Dataset, load_from_disk
 from transformers import PreTrainedTokenizerBase
 
+from decode.core.errors import UserError
 from decode.models.open import load_tokenizer
 from distill.config.data import DataSettings
 from distill.core import ranks
 from distill.core.files import checksum, files_state, fingerprint, read_sealed, remove, sealed, write_json
-from distill.data.corpus import Corpus, what_decides
+from distill.data.corpus import Corpus
 from distill.data.sources import SPLITS
 
 VERSION = 1
 """Raised when a change of the code changes what examples are made of the same rows."""
+
+PATIENCE = 60.0
+"""Seconds after which data of the first process that are not this one's will not be replaced any more."""
 
 NOTED = ("fingerprint", "kind", "answered", "chat", "notes")
 
@@ -47,7 +52,7 @@ def kept_corpus(
     paths = (settings.source, settings.train_file, settings.validation_file, settings.test_file, settings.prompts.file)
     files = files_state(path for path in (*paths, settings.tokenizer) if path)
     own = None if tokenizer is None else _identity(tokenizer)
-    key = fingerprint(VERSION, transformers.__version__, what_decides(settings), files, own, made_from)
+    key = fingerprint(VERSION, transformers.__version__, settings.key(), files, own, made_from)
 
     def there() -> Corpus | None:
         return _read(folder, key, settings, tokenizer)
@@ -55,10 +60,31 @@ def kept_corpus(
     if (found := there()) is not None:
         return found
     if not ranks.is_first():
-        return ranks.wait_for(there, "the tokenised data")
+        return ranks.wait_for(_or_other_data(there, folder, key), "the tokenised data")
+    (folder / "corpus.json").unlink(missing_ok=True)
     corpus = load(settings, tokenizer=tokenizer)
     _write(folder, key, corpus)
     return there() or corpus
+
+
+def _or_other_data(there: Callable[[], Corpus | None], folder: Path, key: str) -> Callable[[], Corpus | None]:
+    """``there``, which fails where the first process has stayed for a while with data made from something else."""
+    seen: list[float] = []
+
+    def look() -> Corpus | None:
+        found = there()
+        if found is None and (read_sealed(folder / "corpus.json") or {}).get("key", key) != key:
+            seen.append(time.monotonic())
+            if seen[-1] - seen[0] > PATIENCE:
+                raise UserError(
+                    f"process {ranks.rank()} has other data than process 0, which made {folder}: give both the same "
+                    "configuration, data files and tokenizer, and the same versions of packages"
+                )
+        else:
+            seen.clear()
+        return found
+
+    return look
 
 
 def _identity(tokenizer: PreTrainedTokenizerBase) -> str:

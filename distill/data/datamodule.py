@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import lightning as L
 import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from decode.core.errors import UserError
 from distill.core import ranks
@@ -89,16 +91,18 @@ class TrainLoader:
     drawn: int = 0
     row_length: int | None = None
     seen: Seen = field(default_factory=Seen)
+    workers: int = 0
+    pin: bool = False
 
     def __len__(self) -> int:
         return self.steps * self.micros
 
     def __iter__(self) -> Iterator[Batch]:
-        for step in range(self.drawn // self.micros, self.steps):
-            picks: Picks = [(self.rows, int(example)) for example in self.schedule.batch(step)]
-            if self.texts is not None:
-                picks = self.texts(step, picks)
-            for batch in self._parts(picks):
+        steps = range(self.drawn // self.micros, self.steps)
+        for batches, tokens in self._ahead(steps) if self.workers and self.texts is None else map(self._step, steps):
+            self.seen.tokens += tokens
+            self.seen.places += sum(batch["input_ids"].numel() for batch in batches)
+            for batch in batches:
                 self.drawn += 1
                 yield batch
 
@@ -112,8 +116,25 @@ class TrainLoader:
         if self.texts is not None:
             self.texts.load_state_dict(state["texts"])
 
-    def _parts(self, picks: Picks) -> Iterator[Batch]:
-        """This rank's micro-batches of a step."""
+    def _ahead(self, steps: range) -> Iterator[tuple[list[Batch], int]]:
+        """The batches of steps, made by other processes two steps ahead each; what was not drawn is made again."""
+        return iter(
+            DataLoader(
+                _Steps(self),
+                batch_size=None,
+                sampler=steps,
+                num_workers=self.workers,
+                pin_memory=self.pin,
+                multiprocessing_context="fork",  # they read the same arrays
+                generator=torch.Generator(),  # not the one that dropout draws from
+            )
+        )
+
+    def _step(self, step: int) -> tuple[list[Batch], int]:
+        """This rank's micro-batches of a step, and how many tokens of examples are in them."""
+        picks: Picks = [(self.rows, int(example)) for example in self.schedule.batch(step)]
+        if self.texts is not None:
+            picks = self.texts(step, picks)
         dealt = [picks[rank :: self.world][micro :: self.micros] for rank, micro in np.ndindex(self.world, self.micros)]
         packed: list[Rows | None] = [None] * len(dealt)
         if self.row_length is not None:
@@ -126,11 +147,21 @@ class TrainLoader:
             make_batch(part, self.pad_id, all_tokens=self.all_tokens, packed=rows)
             for part, rows in zip(dealt[own], packed[own])
         ]
-        self.seen.tokens += sum(int(rows.offsets[i + 1] - rows.offsets[i]) for part in dealt[own] for rows, i in part)
-        self.seen.places += sum(batch["input_ids"].numel() for batch in batches)
+        tokens = sum(int(rows.offsets[i + 1] - rows.offsets[i]) for part in dealt[own] for rows, i in part)
         for micro, batch in enumerate(batches):
-            ahead = batches if self.look_ahead and micro == 0 else ()
-            yield batch | {"step": OptimizerStep(counts, self.rank, self.world, micro, self.micros, ahead)}
+            ahead = [dict(part) for part in batches] if self.look_ahead and micro == 0 else ()
+            batch["step"] = OptimizerStep(counts, self.rank, self.world, micro, self.micros, ahead)
+        return batches, tokens
+
+
+@dataclass(frozen=True)
+class _Steps(Dataset[tuple[list[Batch], int]]):
+    """The steps of a loader, as PyTorch's own takes them."""
+
+    loader: TrainLoader
+
+    def __getitem__(self, step: int) -> tuple[list[Batch], int]:
+        return self.loader._step(step)
 
 
 def in_rows(picks: Picks, row_length: int) -> tuple[Picks, Rows]:
@@ -156,6 +187,7 @@ class DistillDataModule(L.LightningDataModule):
         look_ahead: The selection needs all micro-batches of a step at once.
         row_length: Tokens of a row that several training examples are packed into; None: a row each.
         seen: What this process's training batches held so far.
+        workers: Processes that make training batches ahead.
     """
 
     train: TokenDataset
@@ -168,6 +200,7 @@ class DistillDataModule(L.LightningDataModule):
     look_ahead: bool = False
     row_length: int | None = None
     seen: Seen = field(default_factory=Seen)
+    workers: int = 0
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -214,6 +247,8 @@ class DistillDataModule(L.LightningDataModule):
             self.look_ahead and micros > 1,
             row_length=self.row_length,
             seen=self.seen,
+            workers=self.workers,
+            pin=self.trainer.strategy.root_device.type == "cuda",
         )
 
     def val_dataloader(self) -> EvalBatches:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -12,7 +13,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets import Dataset, Features, List, Value, concatenate_datasets, config, load_from_disk
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
@@ -21,6 +22,7 @@ from decode.prompts.files import Row
 from distill.config.data import DataSettings
 from distill.core.files import fingerprint
 from distill.data.chats import ChatFormat, chat_examples, prompt_example
+from distill.data.row_file import select
 from distill.data.sources import LeftOut, SourceRows
 from distill.data.tokenize import IGNORE, Example, UnusableRow, pair_examples, text_examples
 
@@ -67,7 +69,8 @@ def example_table(
     Raises:
         UserError: no example is left.
     """
-    ordered = list(rows.splits[split])
+    found = rows.splits[split]
+    ordered = list(range(len(found)))
     Random(f"{seed}/{split}").shuffle(ordered)
     make, left_out, several = _Make(rows.kind, settings, tokenizer, chat), LeftOut(), LeftOut()
     current().update(name=f"tokenising {split}", total=min(limit or len(ordered), len(ordered)), done=0)
@@ -77,9 +80,10 @@ def example_table(
         wanted = len(ordered) if rows.kind == "text" else ROUND
         if limit is not None and rows.kind != "text":  # some rows will be left out
             wanted = min(wanted, max(BATCH, round(1.1 * (limit - have))))
-        made = _made(make, ordered[start : start + wanted], settings.workers, limit)
+        made = _made(make, select(found, ordered[start : start + wanted]), settings.workers, limit)
         kept = _kept(made, None if limit is None else limit - have, left_out, several)
-        parts.append(made.select_columns(list(COLUMNS)).select(kept))
+        part = made.select_columns(list(COLUMNS)).select(kept)
+        parts.append(_in_a_file(part) if settings.streaming else part)
         have, start = have + len(kept), start + wanted
         current().update(done=have)
     rows.notes += left_out.sentences(split) + several.sentences(split)
@@ -91,7 +95,7 @@ def example_table(
     return concatenate_datasets(parts)
 
 
-def _made(make: _Make, rows: list[Row], workers: int | None, limit: int | None) -> Dataset:
+def _made(make: _Make, rows: Sequence[Row], workers: int | None, limit: int | None) -> Dataset:
     """An entry for every example that the rows give, and for every row that gives none."""
     if make.kind == "text":  # blocks span rows
         return Dataset.from_dict(make.blocks(rows, limit), features=Features({**COLUMNS, **NOTED}))
@@ -107,6 +111,13 @@ def _made(make: _Make, rows: list[Row], workers: int | None, limit: int | None) 
             features=Features({**COLUMNS, **NOTED}),
             new_fingerprint=fingerprint(os.urandom(8).hex()),  # never looked up: the corpus as a whole is kept
         )
+
+
+def _in_a_file(part: Dataset) -> Dataset:
+    """The same, memory-mapped; the file ends with it."""
+    with tempfile.TemporaryDirectory(dir=config.HF_DATASETS_CACHE, prefix="examples-") as folder:
+        part.save_to_disk(folder)
+        return load_from_disk(folder)
 
 
 @contextmanager
@@ -156,7 +167,7 @@ class _Make:
             return _table(self._fit(example, row["number"]) for row, example in zip(rows, pairs, strict=True))
         return _table(entry for row in rows for entry in self._of_chat(row))
 
-    def blocks(self, rows: list[Row], limit: int | None) -> dict[str, list[Any]]:
+    def blocks(self, rows: Sequence[Row], limit: int | None) -> dict[str, list[Any]]:
         """Blocks of plain text, counted as the first row's."""
         found = text_examples(self.tokenizer, (row["text"] for row in rows), self.settings.max_length)
         return _table(self._fit(block, 1) for block in islice(found, limit))

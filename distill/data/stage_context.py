@@ -105,9 +105,10 @@ class StageContext:
             trust = target.trust_remote_code
             return load_model(str(target.model), device=self.device, dtype=dtype, trust_remote_code=trust)
 
-        return PromptSampler(tokenizer, turn, settings, self.settings.seed, file, model, self._line)
+        return PromptSampler(tokenizer, turn, settings, self.settings.seed, file, model, self.line)
 
-    def _line(self, text: str) -> None:
+    def line(self, text: str) -> None:
+        """Prints what happened."""
         self.console.print(f"  {text}", highlight=False, soft_wrap=True)
 
     @cached_property

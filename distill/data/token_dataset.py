@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from numpy.typing import ArrayLike, NDArray
@@ -48,8 +49,14 @@ class TokenDataset:
     def of(cls, dataset: Dataset, limit: int | None = None) -> TokenDataset:
         """The first ``limit`` examples of a data set with the columns ``input_ids`` and ``labels``."""
         dataset = dataset.select(range(min(limit or len(dataset), len(dataset))))
-        columns = dataset.select_columns(["input_ids", "labels"]).with_format("numpy")[:]
-        return cls.from_lists(columns["input_ids"], columns["labels"])
+        table = dataset.select_columns(["input_ids", "labels"]).with_format("arrow")[:]
+        ids, labels = (pc.list_flatten(table[name]).to_numpy() for name in ("input_ids", "labels"))
+        lengths = pc.list_value_length(table["input_ids"]).to_numpy()
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        counted = labels != IGNORE
+        counted[offsets[:-1][lengths > 0]] = False
+        before = np.concatenate([[0], np.cumsum(counted)]).astype(np.int64)
+        return cls(ids.astype(np.int32), labels.astype(np.int32), offsets, before[offsets])
 
     @classmethod
     def from_lists(cls, input_ids: Sequence[ArrayLike], labels: Sequence[ArrayLike]) -> TokenDataset:

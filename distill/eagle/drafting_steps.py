@@ -117,10 +117,11 @@ def reference_loss(
         path,
         fingerprint,
         (steps,),
+        model=source.model,
     )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _reference_parts(
     head: FeatureHead, source: FeatureSource, rows: TokenDataset, steps: int, divergence: Divergence, precision: str
 ) -> Iterator[Part]:

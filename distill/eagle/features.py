@@ -21,7 +21,7 @@ from distill.models.lm_head import LMHead
 from distill.teacher.kept_arrays import Array, Kept, Part, fill
 from distill.teacher.shards import cached_in_shards
 from distill.teacher.signal_cache import check_finite, scatter
-from distill.teacher.target_distribution import HiddenRows, TargetSignal, TargetSource
+from distill.teacher.target_distribution import HiddenRows, TargetSignal, TargetSource, moved
 
 FEATURES, INSIDE = "features", "target_inside"
 """Names of the values: the captured states ``[tokens, feature width]``; and ``[label tokens, 2]``, how much probability
@@ -41,36 +41,39 @@ class FeatureSource:
     Args:
         model: the target. With a signal that is kept only its embedding and its head stay referenced.
         head: tells which states are its feature, and which ids it drafts.
-        signal: what batches carry; ``recompute``: nothing.
+        signal: what batches carry; ``online``: nothing.
+        stays: see `TargetSource`.
     """
 
-    def __init__(self, model: PreTrainedModel, head: FeatureHead, signal: TargetSignal) -> None:
+    def __init__(self, model: PreTrainedModel, head: FeatureHead, signal: TargetSignal, *, stays: bool = False) -> None:
         self.signal, self.ids, self.version = signal, head.draft_ids(), head.version
-        kept = replace(signal, kind="hidden", bfloat16=False) if signal.kind == "recompute" else signal
-        self.target = TargetSource(model, kept, self.ids)  # distributions over the head's ids, renormalised to them
+        kept = replace(signal, kind="hidden", bfloat16=False) if signal.kind == "online" else signal
+        self.target = TargetSource(
+            model, kept, self.ids, stays=stays
+        )  # distributions over the head's ids, renormalised to them
         self.embedding, self.whole = model.get_input_embeddings(), LMHead(model)
         self.captured_layers, self.width = head.captured_layers, head.feature_width
-        self.model = model if signal.kind == "recompute" else None
+        self.model = model if signal.kind == "online" else None
 
     def to(self, device: torch.device) -> None:
-        """Moves the weights there."""
-        self.embedding.to(device)
+        """Moves there what computes beside the head."""
+        self.embedding = moved(self.embedding, device, stays=self.target.stays)
         self.target.to(device)
-        if self.model is not None:
-            self.whole.to(device)
+        if self.model is not None and not self.target.stays:
             self.model.to(device)
 
-    @torch.no_grad()
     def complete(self, batch: Batch) -> Batch:
         """The batch with the target's values, by a forward pass where nothing is kept."""
         if self.model is None:
             return batch
-        mask = label_mask(batch["labels"])
-        with torch.autocast(mask.device.type, enabled=False):  # the target computes in its own format
-            features, last = self.compute(self.model, batch["input_ids"])
-            rows = last[mask]
-            inside = {} if self.ids is None else {INSIDE: self.inside(rows)}
-        return batch | {FEATURES: features, "target_hidden": rows, **inside}
+        mask, where = label_mask(batch["labels"]), self.model.device
+        # not the head's precision: the target computes in its own
+        with self.signal.forward_precision(where), torch.inference_mode(False), torch.no_grad():
+            features, last = self.compute(self.model, batch["input_ids"].to(where))
+        found = {FEATURES: features, "target_hidden": last[mask.to(last.device)]}
+        if self.ids is not None:
+            found[INSIDE] = self.inside(found["target_hidden"])
+        return batch | {name: values.to(mask.device) for name, values in found.items()}
 
     def features(self, batch: Batch) -> Tensor:
         """The feature of every token, ``[batch, time, feature width]`` in float32 or better."""
@@ -87,11 +90,13 @@ class FeatureSource:
     def compute(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Features ``[batch, time, feature width]`` and last hidden states ``[batch, time, hidden]``, by a forward."""
         out = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
-        return torch.cat([out.hidden_states[layer] for layer in self.captured_layers], -1), out.last_hidden_state
+        last = out.last_hidden_state
+        return torch.cat([out.hidden_states[layer].to(last.device) for layer in self.captured_layers], -1), last
 
     def inside(self, hidden: Tensor) -> Tensor:
         """What `INSIDE` names, of last hidden states ``[rows, hidden]``."""
         assert self.ids is not None
+        hidden = hidden.to(self.whole.linear.weight.device)
         ids, found = self.ids.to(hidden.device), []
         for rows in hidden.split(SOME_ROWS):
             with self.signal.forward_precision(rows.device):
@@ -130,7 +135,7 @@ class FeatureSource:
                 for name, (shape, dtype) in self.layout(some).items()
             ]
 
-        self._put(rows, cached_in_shards(rows, wanted, lambda some: self._parts(model, some)))
+        self._put(rows, cached_in_shards(rows, wanted, lambda some: self._parts(model, some), model))
 
     def keep_now(self, model: PreTrainedModel, rows: TokenDataset) -> None:
         """The same in memory: for texts that are used for a while only."""
@@ -142,7 +147,7 @@ class FeatureSource:
         for name, array in zip(self.layout(rows), arrays, strict=True):
             (rows.tokens if name == FEATURES else rows.signals)[name] = array
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _parts(self, model: PreTrainedModel, rows: TokenDataset) -> Iterator[list[Part]]:
         model.eval()
         for examples in EvalBatches(rows, 16, pad_id=0).indices():
@@ -158,7 +163,7 @@ class FeatureSource:
             features, last = self.compute(model, batch["input_ids"].to(model.device))
         check_finite(last, "target's hidden states", examples)
         states = features.bfloat16().view(torch.int16) if self.signal.bfloat16 else features.float()
-        found, labelled = [states], last[mask]
+        found, labelled = [states], last[mask.to(last.device)]
         names = self.layout(rows)
         if self.signal.name in names:
             found.append(self.signal.encode(labelled, self.target.head))

@@ -6,7 +6,7 @@ from typing import Any
 from decode.core.progress import working
 from decode.models.eagle.files import load_head
 from decode.models.eagle.head import FeatureHead
-from decode.models.open import load_model, stop_ids
+from decode.models.open import stop_ids
 from distill.config.distillation import Signal
 from distill.core.files import fingerprint
 from distill.data.stage_context import StageContext
@@ -20,6 +20,7 @@ from distill.teacher import signal_cache as signals
 from distill.teacher.prepare import LOSSES, SIGNAL, DistillData, fixed_texts
 from distill.teacher.signal_choice import announce, choose_signal
 from distill.teacher.target_distribution import TargetSignal
+from distill.teacher.target_model import at_work, open_target
 
 
 def prepare_head(
@@ -34,10 +35,7 @@ def prepare_head(
         share: of the examples whose responses the head will write itself.
     """
     settings, run, folder = context.settings, context.run, context.run.work / "signals"
-    wanted = settings.target
-    model = load_model(
-        run.target, device=context.device, dtype=wanted.dtype, trust_remote_code=wanted.trust_remote_code
-    )
+    model = at_work(context, open_target(context))
     check_head(model, LMHead(model))
     ids = head.draft_ids()
     ends = stop_ids(model, context.corpus.tokenizer)
@@ -52,10 +50,10 @@ def prepare_head(
         return sum(map(FeatureSource(model, head, signal_of(kind)).bytes, fixed.values()))
 
     signal = signal_of(choose_signal(context, size_of, fingerprint(key, head.captured_layers)))
-    source = FeatureSource(model, head, signal)
+    source = FeatureSource(model, head, signal, stays=settings.target.placed)
     source.to(context.device)
     use_attention(model, settings.trainer.attention)
-    if signal.kind != "recompute":
+    if signal.kind != "online":
         tokens, size = sum(rows.label_count for rows in fixed.values()), size_of(signal.kind)
         seconds = signals.seconds_of(model, list(fixed.values()))
         announce(context, signal.kind, "hidden states and signal", size, tokens, seconds)
@@ -76,7 +74,7 @@ def prepare_head(
                 train.signals["reference_loss"] = made
 
     def add_signals(rows: TokenDataset) -> None:
-        if signal.kind != "recompute":
+        if signal.kind != "online":
             source.keep_now(model, rows)
         if reference is not None:
             rows.signals["reference_loss"] = reference_loss(reference, source, rows, *about)

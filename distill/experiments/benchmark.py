@@ -216,7 +216,7 @@ def _train_here(job: TrainingCase) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     memory, rows, started = Memory(device), job.rows, time.perf_counter()
     signal = job.signal
-    if signal.kind != "recompute":
+    if signal.kind != "online":
         path = folder / f"{signal.name}.npy"
         rows.signals[signal.name] = signals.target_signal(model.to(device), signal, rows, path, "")
     target = TargetSource(model, signal)

@@ -1,9 +1,9 @@
-"""The target's responses from a server that speaks OpenAI's protocol: many requests in flight, failures tried again."""
+"""The target's responses from servers that speak OpenAI's protocol: many requests in flight, failures tried again."""
 
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,19 @@ AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}  # answers that a later try may
 LONGEST_WAIT = 30.0  # seconds between two tries, at most
 
 
+class Lost(UserError):
+    """A server that answers no more."""
+
+
 def answered_by_server(
-    settings: ResponseSettings, seed: int, tokenizer: PreTrainedTokenizerBase, ends: Collection[int], target: Path
+    settings: ResponseSettings,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Collection[int],
+    target: Path,
+    say: Callable[[str], None] = print,
 ) -> Answer:
-    """Answers by the server of ``settings.server``, each as soon as it comes.
+    """Answers by the servers of ``settings.server``, each as soon as it comes.
 
     Args:
         settings: Sampling and server.
@@ -30,8 +39,9 @@ def answered_by_server(
         tokenizer: The target's; responses come as text.
         ends: End-of-text tokens.
         target: The target's folder, named in the advice where no server answers.
+        say: Told of a server that is lost.
     """
-    client = Client(settings, seed, tokenizer, ends, target)
+    client = Client(settings, seed, tokenizer, ends, target, say)
 
     def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
         wanted = [job for job in jobs if job.example in missing]
@@ -52,58 +62,82 @@ def answered_by_server(
 
 @dataclass
 class Client:
-    """Asks one server."""
+    """Asks one server, or several that share the work."""
 
     settings: ResponseSettings
     seed: int
     tokenizer: PreTrainedTokenizerBase
     ends: Collection[int]
     target: Path
+    say: Callable[[str], None] = print
     first_wait: float = 1.0
 
     async def stream(self, jobs: Sequence[Job]) -> AsyncGenerator[Response, None]:
         """Responses in the order in which they come.
 
         Raises:
-            UserError: no server, a refusal, or a request that failed too often. What came before was yielded.
+            UserError: no server, a refusal, or no server is left. What came before was yielded.
         """
+        addresses = self.settings.server.addresses
+        results: asyncio.Queue[Response | Exception] = asyncio.Queue()
+        waiting: asyncio.Queue[Job] = asyncio.Queue()
+        for job in jobs:
+            waiting.put_nowait(job)
+        servers = [asyncio.create_task(self._served(url, waiting, results)) for url in addresses]
+        left, missing = len(servers), len(jobs)
+        try:
+            while missing:
+                result = await results.get()
+                if isinstance(result, Response):
+                    missing -= 1
+                    yield result
+                    continue
+                left -= 1
+                if not left or not isinstance(result, Lost):
+                    raise result
+                self.say(f"  a server is lost, and {left} go on with its work: {result}")
+        finally:
+            for server in servers:
+                server.cancel()
+            await asyncio.gather(*servers, return_exceptions=True)
+
+    async def _served(
+        self, url: str, waiting: asyncio.Queue[Job], results: asyncio.Queue[Response | Exception]
+    ) -> None:
+        """Has one server answer what waits until it is cancelled; what it leaves behind waits again."""
         server = self.settings.server
         key = os.environ.get(server.key_variable)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=server.concurrency)
-        assert server.url is not None
-        url = server.url.rstrip("/") + "/"
-        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=server.timeout, limits=limits) as http:
-            model = await self._model(http)
-            results: asyncio.Queue[Response | Exception] = asyncio.Queue()
-            waiting = iter(jobs)
 
-            async def work() -> None:
+        async def work(http: httpx.AsyncClient, model: str) -> None:
+            while True:
+                job = await waiting.get()
                 try:
-                    for job in waiting:
-                        results.put_nowait(await self._ask(http, model, job))
-                except Exception as error:
-                    results.put_nowait(error)
+                    results.put_nowait(await self._ask(http, model, job))
+                except BaseException:
+                    waiting.put_nowait(job)
+                    raise
 
-            workers = [asyncio.create_task(work()) for _ in range(min(server.concurrency, len(jobs)))]
+        base = url.rstrip("/") + "/"
+        async with httpx.AsyncClient(base_url=base, headers=headers, timeout=server.timeout, limits=limits) as http:
             try:
-                for _ in jobs:
-                    result = await results.get()
-                    if isinstance(result, Exception):
-                        raise result
-                    yield result
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
+                model = await self._model(http, url)
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(server.concurrency):
+                        group.create_task(work(http, model))
+            except UserError as error:
+                results.put_nowait(error)
+            except ExceptionGroup as errors:
+                results.put_nowait(errors.exceptions[0])
 
-    async def _model(self, http: httpx.AsyncClient) -> str:
+    async def _model(self, http: httpx.AsyncClient, url: str) -> str:
         """The model's name on the server, and proof that a server is there."""
         try:
             answer = await http.get("models")
         except httpx.TransportError as error:
-            raise UserError(
-                f"no server answers at {self.settings.server.url} ({type(error).__name__}: {error}). Start one with "
+            raise Lost(
+                f"no server answers at {url} ({type(error).__name__}: {error}). Start one with "
                 f"the target, such as `vllm serve {self.target}` or `transformers serve {self.target}`, then run "
                 "the same command again; or leave reference.responses.server.url out to have them written here"
             ) from error
@@ -140,9 +174,9 @@ class Client:
                 problem = f"an answer that cannot be read ({type(error).__name__}: {error})"
             if attempt + 1 < tries:
                 await asyncio.sleep(wait)
-        raise UserError(
-            f"the server failed {tries} times on example {job.example}, at last with {problem}. What is finished is "
-            "kept: see to the server, then run the same command again to continue"
+        raise Lost(
+            f"{http.base_url} failed {tries} times on example {job.example}, at last with {problem}. What is finished "
+            "is kept: see to the server, then run the same command again to continue"
         )
 
     @property

@@ -86,7 +86,8 @@ def last_hidden(model: PreTrainedModel, input_ids: Tensor, mask: Tensor, positio
     packed = {} if positions is None else {"position_ids": positions}
     with _last_mlp_at(model, rows, mask.shape):
         output = model.base_model(input_ids=input_ids, use_cache=False, **packed)
-    return output.last_hidden_state.flatten(0, 1).index_select(0, rows)
+    hidden: Tensor = output.last_hidden_state.flatten(0, 1)
+    return hidden.index_select(0, rows.to(hidden.device))  # the last layer may be on another device than the first
 
 
 @contextmanager
@@ -104,12 +105,16 @@ def _last_mlp_at(model: PreTrainedModel, rows: Tensor, shape: torch.Size) -> Ite
 
     def gather(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         entered.append(len(given) == 1 and given[0].ndim == 3 and given[0].shape[:2] == shape)
-        return (given[0].flatten(0, 1).index_select(0, rows)[None],) if entered[-1] else given
+        return (given[0].flatten(0, 1).index_select(0, rows.to(given[0].device))[None],) if entered[-1] else given
 
     def scatter(_: nn.Module, __: tuple[Any, ...], made: Tensor) -> Tensor:
         if not entered.pop():
             return made
-        return made.new_zeros(shape.numel(), made.shape[-1]).index_copy(0, rows, made[0]).unflatten(0, shape)
+        return (
+            made.new_zeros(shape.numel(), made.shape[-1])
+            .index_copy(0, rows.to(made.device), made[0])
+            .unflatten(0, shape)
+        )
 
     hooks = mlp.register_forward_pre_hook(gather), mlp.register_forward_hook(scatter)
     try:
@@ -145,7 +150,8 @@ def check_head(model: PreTrainedModel, head: LMHead) -> None:
     vocab = model.get_input_embeddings().num_embeddings
     ids = (torch.arange(8, device=model.device) * 7 % vocab)[None]
     wanted = model(input_ids=ids, use_cache=False).logits[0].float()
-    got = head(last_hidden(model, ids, torch.ones_like(ids, dtype=torch.bool))).float()
+    hidden = last_hidden(model, ids, torch.ones_like(ids, dtype=torch.bool))
+    got = head(hidden.to(head.linear.weight.device)).float().to(wanted.device)
     model.train(was_training)
     if not torch.isfinite(wanted).all():
         broken = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from huggingface_hub import constants
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -13,7 +14,8 @@ from transformers import (
 
 from decode.core.errors import UserError
 from decode.models.config_from_shape import config_for
-from decode.models.open import load_config, load_model
+from decode.models.open import load_config, load_model, pinned
+from decode.models.unreadable import OFFLINE
 from distill.config.models import Architecture, ModelSettings
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
@@ -76,7 +78,8 @@ def source_folder(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+        name, revision = pinned(model)
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, revision=revision.get("revision")))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise _unreachable(model, error) from error
 
@@ -108,6 +111,8 @@ def config_of(settings: ModelSettings, vocab: int) -> PretrainedConfig:
 
 
 def _unreachable(model: str, error: Exception) -> UserError:
+    if constants.HF_HUB_OFFLINE:
+        return UserError(f"no model can be found at {model!r}: {OFFLINE}")
     return UserError(
         f"no model can be found at {model!r}: give a folder with a config.json, or the name of a Hub repository that "
         f"can be reached from here ({str(error).strip().splitlines()[0]})"

@@ -21,6 +21,7 @@ from decode.commands.bench_dry_run import row_with, write_rows
 from decode.core.errors import UserError
 from decode.models.config_from_shape import family_of
 from decode.prompts.presets import PRESETS
+from distill.config.export import HubSettings
 from distill.config.models import Architecture, ModelSettings
 from distill.config.responses import ResponseSettings
 from distill.config.settings import Settings
@@ -99,7 +100,8 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     evaluation.prompts, evaluation.accuracy_prompts, evaluation.decode_prompts = 4, 4, 2
     evaluation.max_new_tokens, evaluation.repeats = 8, 1
     evaluation.draft_lengths = sorted(evaluation.draft_lengths)[:2]
-    small.tracker.mode = "offline"
+    small.target.devices, small.target.sharded, small.target.quantization = [], False, None
+    small.tracker.mode, small.export.hub = "offline", HubSettings()
     return small
 
 
@@ -132,9 +134,9 @@ def _shorten(training: TrainingSettings) -> None:
 def _shrink_responses(responses: ResponseSettings, console: Console) -> None:
     """Short texts, written here whatever server is meant to."""
     responses.max_new_tokens, responses.batch_size, responses.refresh_every = 8, 8, STEPS // 2
-    if responses.server.url is not None:
-        console.print(f"  the target made here answers in place of {responses.server.url}", highlight=False)
-        responses.server.url = None
+    if addresses := responses.server.addresses:
+        console.print(f"  the target made here answers in place of {', '.join(addresses)}", highlight=False)
+        responses.server.url, responses.server.urls = None, []
 
 
 def _shape(

@@ -98,7 +98,7 @@ def estimate(settings: Settings, machine: Machine) -> list[Step]:
             Step(f"{texts:,} answers", texts * answers * 10.0, written(texts, answers, reference.responses.batch_size))
         )
     length = data.max_length if settings.eagle.enabled else answers
-    if reference.signal != "recompute":
+    if reference.signal != "online":
         seconds = texts * data.max_length * 2 * target / speed
         steps.append(Step(f"signal ({reference.signal})", texts * length * signal_width, seconds))
     whole = plan_reference(reference.training, examples)
@@ -144,7 +144,7 @@ def _draft(settings: Settings, config: PretrainedConfig, target: int, vocab: int
     """Parameters of the draft, and bytes of the signal for each token."""
     text, reference = config.get_text_config(), settings.reference
     hidden = text.hidden_size * (2 if reference.signal_dtype == "bfloat16" else 4)
-    bytes = {"hidden": hidden, "topk": 8 * reference.signal_k, "log_probs": 4 * text.vocab_size, "recompute": 0}
+    bytes = {"hidden": hidden, "topk": 8 * reference.signal_k, "log_probs": 4 * text.vocab_size, "online": 0}
     if settings.eagle.enabled:
         own = settings.eagle
         made = head_config(text, own.version, **own.shape())

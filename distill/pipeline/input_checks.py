@@ -17,6 +17,7 @@ from distill.models.layer_pruning import kept_layers
 from distill.models.loading import config_of, count_layers, count_parameters, max_positions
 from distill.models.optim import check_optimizer
 from distill.pipeline.training_budget import plan_draft, plan_reference
+from distill.teacher.target_model import check_place
 
 
 def check_inputs(context: StageContext) -> None:
@@ -96,6 +97,7 @@ def check_machine(context: StageContext, models: Mapping[str, ModelSettings]) ->
         UserError: with the setting, what is missing, and what to choose instead.
     """
     settings, device = context.settings, context.device
+    check_place(context)
     half = [
         f"{name} {value}"
         for name, value in {
@@ -115,7 +117,7 @@ def check_machine(context: StageContext, models: Mapping[str, ModelSettings]) ->
         if model.kind != "cut" and settings.trainer.attention != "auto":
             check_attention(config_of(model, len(context.corpus.tokenizer)), settings.trainer.attention)
     check_optimizer(settings.reference.training, device)
-    if settings.reference.signal in ("hidden", "topk", "log_probs") and not settings.eagle.enabled:
+    if settings.reference.signal in ("hidden", "topk", "log_probs"):
         _check_disk(context, models["target"])
 
 
@@ -130,8 +132,11 @@ def _check_disk(context: StageContext, target: ModelSettings) -> None:
     config = config_of(target, len(corpus.tokenizer)).get_text_config()
     hidden = config.hidden_size * (2 if reference.signal_dtype == "bfloat16" else 4)
     a_token = {"hidden": hidden, "topk": 8 * reference.signal_k, "log_probs": 4 * config.vocab_size}[reference.signal]
-    rows = context.examples, TokenDataset.of(corpus.validation, context.settings.trainer.validation_examples)
-    size = a_token * sum(split.label_count for split in rows)
+    rows, eagle = (context.examples, context.validation), context.settings.eagle
+    states = hidden * (1 if eagle.version == 1 else len(eagle.layers) or 3)  # of every token, those of prompts too
+    if eagle.enabled and eagle.version == 1 and reference.signal == "hidden":
+        a_token = 0  # the states are what logits are made of
+    size = sum(a_token * split.label_count + eagle.enabled * states * len(split.ids) for split in rows)
     place = next(path for path in (folder, *folder.parents) if path.exists())
     if size > (free := shutil.disk_usage(place).free):
         raise UserError(

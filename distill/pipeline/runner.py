@@ -36,6 +36,7 @@ from distill.export.card import export_profile
 from distill.export.draft import check_export_path, export_draft
 from distill.export.eagle import check_head_path, export_head
 from distill.export.gguf import check_gguf, export_gguf
+from distill.export.hub import check_hub, push
 from distill.models.package import fetch
 from distill.pipeline import draft_models
 from distill.pipeline import eagle_heads as feature_heads
@@ -64,6 +65,8 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> RunDir:
         check_export_path(run.export)
     check_gguf(settings.export, settings.eagle.version if settings.eagle.enabled else None)
     _check_choice(settings.export.choose, run)
+    if ranks.is_first():
+        check_hub(settings.export.hub)
     with alone_in(run, settings, console):
         return _run(settings, run, console)
 
@@ -114,6 +117,10 @@ def _run(settings: Settings, run: RunDir, console: Console) -> RunDir:
         if not first:
             return run
         report = measure(context)
+        given = settings.target.model if settings.target.kind == "as_is" else None
+        named = {} if given is None or Path(given).exists() else {str(run.target): given}
+        if pushed := push(run.export, settings.export.hub, named):
+            console.print(f"  uploaded to {pushed}", highlight=False)
     finally:
         finish(logger)
     console.print()

@@ -50,6 +50,8 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
     else:
         initial = add("initial", **common, **data, model=_model_key(settings.initial), target=target)
     distillation = asdict(settings.reference) | {"responses": settings.reference.responses.key()}
+    if settings.target.quantization:
+        distillation["target_quantization"] = settings.target.quantization
     del distillation["signal_limit_gb"]  # whether it fits, not what it is
     if settings.target.kind != "as_is":  # whose dtype is in its own fingerprint
         distillation["target_dtype"] = settings.target.dtype
@@ -62,8 +64,7 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
 
 def data_key(settings: Settings) -> dict[str, Any]:
     """What the training examples come from: settings, seed, and the files."""
-    data = asdict(settings.data)
-    del data["workers"]
+    data = settings.data.key()
     del data["test_examples"]  # no stage sees a test example, but without a file they are split off the others
     data["test_file"] = data["test_file"] is not None
     if data["chat_template"] is None:  # folders made before there was this setting stay valid
@@ -80,7 +81,8 @@ def measurement_fingerprint(settings: Settings) -> str:
     """Of everything that evaluation, export and report depend on."""
     stages = [key for key, _ in stage_fingerprints(settings).values()]
     test = settings.data.test_examples, settings.data.test_file, files_state(_paths(settings.data.test_file))
-    sections = (asdict(section) for section in (settings.evaluation, settings.export, settings.eagle))
+    sections = [asdict(section) for section in (settings.evaluation, settings.export, settings.eagle)]
+    del sections[1]["hub"]  # where it goes, not what it is
     return fingerprint(VERSION, stages, *test, *sections, settings.trainer.accelerator)
 
 
@@ -114,6 +116,8 @@ def _model_key(settings: ModelSettings) -> dict[str, Any]:
         key.pop("layerskip", None)
     if settings.kind != "cut":
         key.pop("layers", None)
+    for name in ("devices", "sharded", "quantization"):  # where, and how it is read, not what
+        key.pop(name, None)
     package = key.pop("package", None)
     if package is not None:  # wherever it came from
         return key | {"model": None, "files": {"sha256": package["sha256"]}}

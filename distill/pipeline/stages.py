@@ -220,6 +220,7 @@ def _fit(
         texts=own,
         look_ahead=selection is not None and selection.scope == "global",  # all tokens of a step are needed at once
         row_length=_row_length(context, module),
+        workers=context.settings.data.loader_workers,
     )
     history, seconds = fit(
         module,

@@ -134,7 +134,7 @@ def check_room(wanted: Sequence[Kept]) -> None:
         needs = f"{names[0]} needs" if len(names) == 1 else f"{', '.join(names[:4])} (of {len(names)} files) need"
         raise UserError(
             f"{needs} {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {folder}: free some space, use fewer "
-            "reference.examples, or set reference.signal to recompute"
+            "reference.examples, or set reference.signal to online"
         )
 
 

@@ -26,6 +26,7 @@ from distill.models.precision import weights_dtype
 from distill.teacher import signal_cache as signals
 from distill.teacher.signal_choice import announce, choose_signal
 from distill.teacher.target_distribution import TargetSignal, TargetSource
+from distill.teacher.target_model import at_work, open_target
 
 Target = TypeVar("Target")
 
@@ -67,8 +68,7 @@ def prepare(
         draft_vocab: ids of the draft; None: those of the run's initial draft.
     """
     folder = context.run.work / "signals"
-    wanted = context.settings.target
-    model = load_model(context.run.target, device="cpu", dtype=wanted.dtype, trust_remote_code=wanted.trust_remote_code)
+    model = open_target(context)
     check_head(model, LMHead(model))
     ends = stop_ids(model, context.corpus.tokenizer)
     train, validation, key = fixed_texts(context, model, ends)
@@ -81,8 +81,8 @@ def prepare(
 
     signal = _signal(context, model, draft_vocab, choose_signal(context, size_of, key))
     use_attention(model, context.settings.trainer.attention)
-    if signal.kind != "recompute":
-        model = model.to(context.device)
+    if signal.kind != "online":
+        model = at_work(context, model)
         seconds = signals.seconds_of(model, list(fixed.values()))
         announce(context, signal.kind, "signal", size_of(signal.kind), tokens, seconds)
         for name, rows in fixed.items():
@@ -98,7 +98,7 @@ def prepare(
                 "that much",
                 highlight=False,
             )
-    target = TargetSource(model, signal)
+    target = TargetSource(model, signal, stays=context.settings.target.placed)
     reference, ranking, precision = None, objective.ranking, context.settings.trainer.precision
     if objective.selection is not None:
         record = context.run.record("reference")
@@ -119,7 +119,7 @@ def prepare(
         return DistillData(target, train, validation, ends, _unchanged)
 
     def add_signals(rows: TokenDataset) -> None:
-        if signal.kind != "recompute":
+        if signal.kind != "online":
             rows.signals[signal.name] = signals.target_signal(model, signal, rows)
         if reference is not None:
             rows.signals["reference_loss"] = signals.reference_loss(
@@ -152,6 +152,8 @@ def fixed_texts(
         "corpus": corpus.fingerprint,
         "examples": settings.examples,
     }
+    if context.settings.target.quantization:
+        made_from["quantization"] = context.settings.target.quantization
     splits = {"train": bare(context.examples), "validation": bare(context.validation)}
     if settings.responses.from_target:
         made_from |= {
@@ -170,8 +172,7 @@ def fixed_texts(
 
 def answered_by_target(context: StageContext) -> tuple[TokenDataset, TokenDataset]:
     """Train and validation examples with the target's responses, for those who do not have the target at hand."""
-    wanted = context.settings.target
-    model = load_model(context.run.target, device="cpu", dtype=wanted.dtype, trust_remote_code=wanted.trust_remote_code)
+    model = open_target(context)
     train, validation, _ = fixed_texts(context, model, stop_ids(model, context.corpus.tokenizer))
     return train, validation
 
@@ -213,18 +214,16 @@ def _answered(
     """
     settings, tokenizer = context.settings.reference.responses, context.corpus.tokenizer
     jobs = make_jobs(rows, getattr(context.corpus, split)[: len(rows)], settings, context.settings.data.max_length)
-    rank, world = ranks.rank(), 1 if settings.server.url is not None else ranks.started()
+    rank, world = ranks.rank(), 1 if settings.server.addresses else ranks.started()
     file = _file_of(context.run.work / folder, split, rank, made_from)
 
     def writer() -> Answer:
         seed = context.settings.seed
-        if settings.server.url is None:
-            model, wanted = target, context.settings.target
-            if settings.dtype not in (None, wanted.dtype):
-                trust = wanted.trust_remote_code
-                model = load_model(path, device="cpu", dtype=settings.dtype, trust_remote_code=trust)
-            return answered_here(model.to(context.device), settings, seed, ends)
-        return answered_by_server(settings, seed, tokenizer, ends, Path(path))
+        if not settings.server.addresses:
+            other = settings.dtype not in (None, context.settings.target.dtype)
+            model = open_target(context, path, settings.dtype) if other else target
+            return answered_here(at_work(context, model), settings, seed, ends)
+        return answered_by_server(settings, seed, tokenizer, ends, Path(path), context.line)
 
     if rank < world:
         file.open()

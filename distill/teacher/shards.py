@@ -13,11 +13,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from distill.core import ranks
 from distill.core.files import fingerprint
 from distill.data.token_dataset import TokenDataset
 from distill.teacher.kept_arrays import Array, Kept, Part, cached, cached_together, check_room
+from distill.teacher.sharded import in_step
 
 TOKENS = 1 << 20
 """Of a file, about; fewer are one file, written by the first process."""
@@ -49,6 +51,7 @@ def cached_in_shards(
     rows: TokenDataset,
     wanted: Callable[[TokenDataset], list[Kept]],
     parts: Callable[[TokenDataset], Iterable[Sequence[Part]]],
+    model: PreTrainedModel | None = None,
 ) -> list[Array]:
     """Arrays of the examples' values on disk, each one file or, of many tokens, `Shards`; made unless they are there.
 
@@ -56,23 +59,24 @@ def cached_in_shards(
         rows: The examples.
         wanted: The arrays of some examples, under the paths of the whole.
         parts: Row ranges and values of some examples, see `cached_together`.
+        model: What the parts are computed with, if it may be sharded.
 
     Raises:
         UserError: The disk has not enough room for them.
     """
-    whole, count = wanted(rows), min(len(rows), math.ceil(len(rows.ids) / TOKENS))
-    if count <= 1:
-        return cached_together(whole, parts(rows))
+    whole, count = wanted(rows), max(1, min(len(rows), math.ceil(len(rows.ids) / TOKENS)))
     bounds = np.searchsorted(rows.offsets, np.linspace(0, len(rows.ids), count + 1)).tolist()
     pieces = [rows.part(first, last) for first, last in pairwise(bounds) if last > first]
     shards = [[_shard(kept, n, len(pieces)) for kept in wanted(piece)] for n, piece in enumerate(pieces)]
-    if ranks.is_first():
+    if count == 1:
+        pieces, shards = [rows], [whole]
+    elif ranks.is_first():
         _make_room(whole, shards)
     rank, world = ranks.rank(), ranks.started()
-    for n in range(rank, len(pieces), world):
-        cached_together(shards[n], parts(pieces[n]), owner=rank)
-    found = [cached_together(kept, (), owner=n % world) for n, kept in enumerate(shards)]
-    return [Shards(arrays) for arrays in zip(*found, strict=True)]  # type: ignore[misc]
+    with in_step(model):
+        own = {n: cached_together(shards[n], parts(pieces[n]), owner=rank) for n in range(rank, len(pieces), world)}
+    found = [own[n] if n in own else cached_together(kept, (), owner=n % world) for n, kept in enumerate(shards)]
+    return found[0] if count == 1 else [Shards(arrays) for arrays in zip(*found, strict=True)]  # type: ignore[misc]
 
 
 def label_values(
@@ -82,6 +86,7 @@ def label_values(
     fingerprint: str,
     shape: tuple[int, ...] = (),
     dtype: str = "float32",
+    model: PreTrainedModel | None = None,
 ) -> Array:
     """Values of every label token of the examples, ``[label tokens, *shape]``, on disk; without a path in memory."""
     if path is None:
@@ -90,6 +95,7 @@ def label_values(
         rows,
         lambda some: [Kept(path, fingerprint, (some.label_count, *shape), dtype)],
         lambda some: ((part,) for part in parts(some)),
+        model,
     )
     return values
 

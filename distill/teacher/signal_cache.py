@@ -38,7 +38,7 @@ def signal_bytes(target: PreTrainedModel, signal: TargetSignal, tokens: int) -> 
     return tokens * int(np.prod(shape)) * np.dtype(dtype).itemsize
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def seconds_of(target: PreTrainedModel, sets: Sequence[TokenDataset], count: int = 4) -> float:
     """About how long the target takes to read all examples: from a few of middling length, measured."""
     total = sum(len(rows.ids) for rows in sets)
@@ -64,7 +64,7 @@ def target_signal(
     """
     shape, dtype = signal.layout(LMHead(target))
     return label_values(
-        rows, lambda some: _target_parts(target, signal, some, batch_size), path, fingerprint, shape, dtype
+        rows, lambda some: _target_parts(target, signal, some, batch_size), path, fingerprint, shape, dtype, target
     )
 
 
@@ -98,10 +98,11 @@ def reference_loss(
         lambda some: _loss_parts(reference, target, some, divergence, batch_size, precision),
         path,
         fingerprint,
+        model=target.model,
     )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _target_parts(
     target: PreTrainedModel, signal: TargetSignal, rows: TokenDataset, batch_size: int
 ) -> Iterator[tuple[slice, Array]]:
@@ -116,7 +117,7 @@ def _target_parts(
         yield from scatter(rows, examples, signal.encode(hidden, head).cpu().numpy())
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _loss_parts(
     reference: PreTrainedModel,
     target: TargetSource,

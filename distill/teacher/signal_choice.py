@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from typing import cast
+from typing import cast, get_args
 
 from decode.core.errors import UserError
 from decode.core.files import read_json
@@ -36,7 +36,8 @@ def choose_signal(context: StageContext, size_of: Callable[[Signal], int], key: 
 
     def noted() -> Signal | None:
         known = read_json(note)
-        return cast(Signal, known["kind"]) if known.get("made_from") == about else None
+        sound = known.get("made_from") == about and known["kind"] in get_args(Signal)
+        return cast(Signal, known["kind"]) if sound else None
 
     if (found := noted()) is not None:
         return found
@@ -45,7 +46,7 @@ def choose_signal(context: StageContext, size_of: Callable[[Signal], int], key: 
     note.parent.mkdir(parents=True, exist_ok=True)
     room = min(settings.signal_limit_gb * 1e9, ROOM * shutil.disk_usage(note.parent).free)
     kinds: tuple[Signal, ...] = ("hidden", "topk")
-    kind: Signal = next((kind for kind in kinds if size_of(kind) <= room), "recompute")
+    kind: Signal = next((kind for kind in kinds if size_of(kind) <= room), "online")
     if kind != kinds[0]:
         sizes = ", ".join(f"{kind} {size_of(kind) / 1e9:.2f} GB" for kind in kinds)
         context.console.print(
@@ -81,7 +82,7 @@ def announce(context: StageContext, kind: Signal, what: str, size: int, tokens: 
         raise UserError(
             f"the target's {what} ({kind}) of {tokens:,} label tokens needs {told} and "
             f"reference.signal_limit_gb is {settings.signal_limit_gb:g}: raise it, use fewer reference.examples, or "
-            f"set reference.signal to {smaller} or to recompute"
+            f"set reference.signal to {smaller} or to online"
         )
     sentence = f"{told} for {tokens:,} label tokens, about {duration(seconds)} to compute"
     context.console.print(f"  the target's {what} ({kind}): {sentence}", highlight=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distill.config.distillation import DistillSettings, Signal
@@ -15,6 +16,8 @@ from distill.losses.chunked_kl import TargetRows
 from distill.losses.divergences import LEAST_TAIL, FoldedDistributions, TokenDistributions, log_probs
 from distill.losses.head_gradients import RowIndex, pick
 from distill.models.lm_head import LMHead, last_hidden
+
+Part = TypeVar("Part", bound=nn.Module)
 
 
 class _WholeRows:
@@ -104,9 +107,9 @@ class LogProbRows(_WholeRows):
 class TargetSignal:
     """What is kept of the target for each label token."""
 
-    # ``recompute`` keeps nothing, ``hidden`` last hidden states, ``topk`` the k largest log-probabilities,
+    # ``online`` keeps nothing, ``hidden`` last hidden states, ``topk`` the k largest log-probabilities,
     # ``log_probs`` all of them
-    kind: Signal = "recompute"
+    kind: Signal = "online"
     bfloat16: bool = False  # Hidden states in bfloat16
     k: int = 64  # Of ``topk``
     vocab: int = 0  # Of both log-probabilities: ids that target and draft share; the softmax is over these
@@ -148,6 +151,7 @@ class TargetSignal:
 
     def encode(self, hidden: Tensor, head: LMHead) -> Tensor:
         """Values to be kept ``[rows, ...]`` of last hidden states ``[rows, hidden]``."""
+        hidden = hidden.to(head.linear.weight.device)
         if self.kind == "hidden":
             return hidden.bfloat16().view(torch.int16) if self.bfloat16 else hidden.float()
         parts = [
@@ -185,17 +189,25 @@ class TargetSource:
         model: The target. With a signal that is kept only its head stays referenced.
         signal: What batches carry of it; None: nothing, it is run on every batch.
         ids: The ids that its distributions are over; None: all.
+        stays: The model has a place of its own; the draft's device gets a copy of its head.
     """
 
-    def __init__(self, model: PreTrainedModel, signal: TargetSignal | None = None, ids: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        signal: TargetSignal | None = None,
+        ids: Tensor | None = None,
+        *,
+        stays: bool = False,
+    ) -> None:
         model.eval().requires_grad_(False)
-        self.head, self.signal = LMHead(model).only(ids), signal or TargetSignal()
-        self.model = model if self.signal.kind == "recompute" else None
+        self.head, self.signal, self.stays = LMHead(model).only(ids), signal or TargetSignal(), stays
+        self.model = model if self.signal.kind == "online" else None
 
     def to(self, device: torch.device) -> None:
-        """Moves the weights there."""
-        self.head.to(device)
-        if self.model is not None:
+        """Moves there what computes beside the draft."""
+        self.head = moved(self.head, device, stays=self.stays)
+        if self.model is not None and not self.stays:
             self.model.to(device)
 
     @torch.no_grad()
@@ -203,5 +215,15 @@ class TargetSource:
         """The label rows of a batch, ``mask [batch, time]`` being where they are."""
         if self.model is None:
             return self.signal.decode(batch[self.signal.name], self.head)
-        with torch.autocast(mask.device.type, enabled=False):  # the target computes in its own format
-            return HiddenRows(last_hidden(self.model, batch["input_ids"], mask, batch.get("position_ids")), self.head)
+        where, positions = self.model.device, batch.get("position_ids")
+        # not the draft's precision: the target computes in its own
+        with self.signal.forward_precision(where), torch.inference_mode(False), torch.no_grad():
+            positions = None if positions is None else positions.to(where)
+            hidden = last_hidden(self.model, batch["input_ids"].to(where), mask.to(where), positions)
+        return HiddenRows(hidden.to(mask.device), self.head)
+
+
+def moved(module: Part, device: torch.device, *, stays: bool) -> Part:
+    """A part of the target on a device; if the target stays where it is, a copy of the part."""
+    elsewhere = stays and next(module.parameters()).device != device
+    return (copy.deepcopy(module) if elsewhere else module).to(device)

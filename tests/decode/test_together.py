@@ -194,6 +194,23 @@ def test_texts_whose_drafting_is_switched_off_and_on_are_what_generate_writes(me
         assert 0 < sum(k > 0 for k in drafted) < len(drafted) / 2
 
 
+def test_a_draft_that_is_not_asked_does_not_read_the_prompts(methods, tiny, count_forwards) -> None:
+    class Never(DraftLengths):
+        def limit(self, batch: int) -> int:
+            return 0
+
+    model = tiny("llama")
+    runner = open_runner(model)
+    counts = []
+    for name in ("none", "model"):
+        lengths = Never(RoundCosts.of_ratios(0.1), 4)
+        system = System(name, methods(name, model, runner), StopRule(4), lengths=lengths)
+        count_forwards.clear()
+        decode_texts(Target(runner), system, GREEDY, PROMPTS[:3], rngs=[TorchRng(0)] * 3, max_new_tokens=8)
+        counts.append(len(count_forwards))
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])
 def test_the_ordinary_model_call_decodes_texts_together(family: str, methods, tiny) -> None:
     model = tiny(family)
@@ -267,7 +284,7 @@ def test_every_round_knows_how_many_texts_were_decoded_with_it(tiny: Callable[..
     system = System("plain", NoDrafter(), StopRule())
     runner = open_runner(tiny("llama"))
     texts = decode_texts(Target(runner), system, GREEDY, PROMPTS[:3], rngs=rngs, batch_size=2, max_new_tokens=4)
-    assert [text.trace.batch for text in texts] == [[2] * 4, [2] * 4, [1] * 4]
+    assert [text.trace.together for text in texts] == [[(0, 0)] * 4, [(0, 0)] * 4, [(0,)] * 4]
 
 
 def test_a_runner_that_serves_one_text_says_so() -> None:

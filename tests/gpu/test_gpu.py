@@ -140,10 +140,28 @@ def report_of(settings: Settings) -> Path:
     return run.folder / "report.json"
 
 
-@pytest.mark.parametrize("signal", ["hidden", "topk", "log_probs", "recompute"])
+@pytest.mark.parametrize("signal", ["hidden", "topk", "log_probs", "online"])
 def test_a_whole_run_with_every_kind_of_signal(tmp_path: Path, signal: str) -> None:
     settings = settings_in(tmp_path)
     settings.reference.signal = signal  # type: ignore[assignment]
+    assert report_of(settings).is_file()
+
+
+@pytest.mark.parametrize("eagle", [EagleSettings(), EagleSettings(kind="eagle3", unroll=2, draft_vocab=64)])
+@pytest.mark.parametrize("signal", ["hidden", "online"])
+def test_a_target_on_a_device_of_its_own_and_batches_made_ahead(tmp_path: Path, signal: Any, eagle: Any) -> None:
+    settings = settings_in(tmp_path, eagle=eagle)
+    settings.target.architecture.layers = 4
+    settings.reference.signal, settings.target.devices, settings.data.loader_workers = signal, ["cpu"], 2
+    assert report_of(settings).is_file()
+
+
+@pytest.mark.parametrize("signal", ["hidden", "online"])
+def test_a_quantised_target(tmp_path: Path, signal: Any) -> None:
+    pytest.importorskip("bitsandbytes")
+    settings = settings_in(tmp_path)
+    settings.reference.signal = signal
+    settings.target.quantization = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     assert report_of(settings).is_file()
 
 

@@ -56,6 +56,7 @@ if __name__ == "__main__":
     for way in CHOSEN:
         settings = settings_of(way, FOLDER / "several")
         settings.trainer.devices, settings.trainer.strategy = int(WORLD), (WAYS | SLOW)[way].strategy
+        settings.target.sharded = (WAYS | SLOW)[way].sharded
         run = run_of(settings)
         with alone_in(run, settings):
             ran = run_stages(StageContext(settings, run, Console(quiet=RANK != "0")))

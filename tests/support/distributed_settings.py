@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tiny_run import tiny_settings
 
+from distill.config.distillation import Signal
 from distill.config.drafts import ComparisonSettings, Scope
 from distill.config.eagle import EagleSettings
 from distill.config.models import InitialDraftSettings, TargetSettings
@@ -22,16 +23,20 @@ class Way:
     responses: ResponseSettings = field(default_factory=ResponseSettings)
     head: bool = False
     packing: int | None = None
+    signal: Signal = "auto"
+    sharded: bool = False
 
 
 WAYS = {
     "ddp": Way(scopes=("microbatch", "sequence", "global"), accumulate=2),
     "fsdp": Way("fsdp"),
-    "on-policy": Way(responses=ResponseSettings(source="mixed", max_new_tokens=6, refresh_every=2)),
+    "on-policy": Way(responses=ResponseSettings(source="mixed", max_new_tokens=6, refresh_every=2), signal="online"),
+    "sharded": Way(signal="hidden", sharded=True),
 }
 SLOW = {
     "packed": Way(scopes=("global", "sequence"), packing=400),
-    "heads": Way(head=True),
+    "sharded-online": Way(signal="online", sharded=True),
+    "heads": Way(head=True, signal="online"),
 }
 """Trained by four processes beside the others, in `make test-slow`."""
 
@@ -49,10 +54,11 @@ def settings_of(way: str, folder: Path) -> Settings:
     if chosen.strategy == "ddp":  # rounding alone then never decides which token is selected
         settings.trainer.precision = "64-true"
     settings.reference.responses, settings.trainer.packing = chosen.responses, chosen.packing
+    settings.reference.signal = chosen.signal
     if chosen.head:
         settings.target.architecture.layers = 4
         settings.eagle = EagleSettings(kind="eagle3", unroll=2, draft_vocab=64)
-    if chosen.responses.from_draft:
+    if chosen.responses.from_draft or chosen.sharded:
         settings.target = TargetSettings(kind="as_is", model=str(folder / "ddp/target"))
         settings.initial = InitialDraftSettings(kind="as_is", model=str(folder / "ddp/initial"))
     return settings

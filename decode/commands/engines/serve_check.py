@@ -22,7 +22,6 @@ from decode.engines.causes import causes_in_files
 from decode.engines.check import Check, CheckOptions, serve_check
 from decode.engines.engine import ENGINES, EngineSettings
 from decode.engines.gguf import convert
-from decode.engines.records import record
 from decode.measure import machine
 from decode.measure.bench_session import Session
 from decode.measure.cost import measure_cost, round_costs
@@ -30,7 +29,7 @@ from decode.measure.statistics import plain
 from decode.models.eagle.files import is_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import stop_ids
-from decode.report.served_page import served_page, shown
+from decode.report.served import record, served_page, shown
 from decode.report.tables import TABLES, console_table
 
 
@@ -82,7 +81,9 @@ def run(settings: ServeCheckSettings) -> None:
             (str(settings.target), str(settings.draft)),
             round_costs(costs),
         )
-    result = plain(found.to_dict() | {"suite": settings.suite, "machine": machine.describe(session.runner.device)})
+    result = plain(
+        dataclasses.asdict(found) | {"suite": settings.suite, "machine": machine.describe(session.runner.device)}
+    )
     for path in record(result, Path(str(settings.draft)), Path(settings.output) if settings.output else None):
         console.print(f"[dim]written to {path}")
     if settings.output and (report := read_json(Path(settings.output) / "report.json")):

@@ -8,8 +8,7 @@ from decode.commands.engines.settings import ServedSettings
 from decode.commands.settings import required
 from decode.core.errors import UserError
 from decode.core.files import read_json
-from decode.engines.drift import drift
-from decode.engines.metrics_text import Metrics
+from decode.engines.metrics import Metrics, drift
 from decode.engines.server import Server
 from decode.measure.statistics import plain
 

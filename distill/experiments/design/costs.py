@@ -34,7 +34,8 @@ from distill.core.files import write_json
 from distill.experiments.design.space import Shape
 
 PRICED = (3, 6)  # widths between which drafts are timed
-TURNS, SECONDS = 9, 0.8  # most measurements of a shape, and seconds after which none begins
+TURNS, SECONDS = 5, 0.3  # most measurements of a shape in a pass, and seconds after which none begins
+PASSES = 3  # over all shapes: what disturbs the machine for a while meets each of them once at most
 BOOKED_PROMPTS, BOOKED_TOKENS = 4, 32
 """Texts, and most tokens of each, on which the bookkeeping of a family of drafts is measured."""
 
@@ -259,18 +260,32 @@ def price_all(
     known: dict[str, Any] = content.get("prices", {}) if given or content.get("made_from") == made_from else {}
     if given and not known:
         raise UserError(f"design.costs: {given} holds no costs; expected a costs.json that this command wrote")
-    pricing: Pricing | None = None
-    for shape in track([shape for shape in shapes if shape.name not in known], "costs of the shapes"):
-        if given:
-            known[shape.name] = {"refused": f"{given} has no costs of it"}
-            continue
-        pricing = pricing or begin()
-        try:
-            same = known.get(shape.costs_as.name)
-            made = pricing.price(shape) if same is None else Price.of({**same, "parameters": pricing.parameters(shape)})
-            known[shape.name] = made.row()
-        except UserError as error:
-            known[shape.name] = {"refused": str(error)}
+    unknown = [shape for shape in shapes if shape.name not in known]
+    if given:
+        known |= {shape.name: {"refused": f"{given} has no costs of it"} for shape in unknown}
+    elif unknown:
+        known |= _measured(begin(), unknown)
         write_json(path, {"made_from": made_from, "machine": machine.describe(), "prices": known})
     found = {shape: Price.of(known[shape.name]) for shape in shapes if "refused" not in known[shape.name]}
     return Prices(found, {shape: known[shape.name]["refused"] for shape in shapes if shape not in found})
+
+
+def _measured(pricing: Pricing, shapes: Sequence[Shape]) -> dict[str, Any]:
+    """A row for each shape: of the passes the one with the median cost ratio, or why it cannot be measured."""
+    rows: dict[Shape, list[dict[str, Any]]] = {shape.costs_as: [] for shape in shapes}
+    refused: dict[Shape, str] = {}
+    for shape in track(PASSES * list(rows), "costs of the shapes"):
+        if shape not in refused:
+            try:
+                rows[shape].append(pricing.price(shape).row())
+            except UserError as error:
+                refused[shape] = str(error)
+    found: dict[str, Any] = {}
+    for shape in shapes:
+        like = shape.costs_as
+        if like in refused:
+            found[shape.name] = {"refused": refused[like]}
+            continue
+        median = sorted(rows[like], key=lambda row: row["cost_ratio"])[PASSES // 2]
+        found[shape.name] = median if shape == like else {**median, "parameters": pricing.parameters(shape)}
+    return found

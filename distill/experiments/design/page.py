@@ -107,8 +107,21 @@ class Results:
         if len(self.rounds) < 2:
             told = f"After one round no curve is known, so this is a guess: raise the budget. {told}"
         if best.forecast >= MARGIN * own.forecast:
-            return f"{told}: the winner is {gain} faster."
-        return f"{told}: the winner is only {gain} faster, and no other of {len(self.entries)} shapes is by 10 %."
+            return f"{told}: the winner is predicted to be {gain} faster.{self._decoded()}"
+        told += f": the winner is predicted to be only {gain} faster, no other of {len(self.entries)} shapes by 10 %."
+        return told + self._decoded()
+
+    def _decoded(self) -> str:
+        """What decoding with the winner and with the configuration's own shape says to the prediction."""
+        assert self.winner is not None
+        found = {row["name"]: row for row in self.verified}
+        pair = [found.get(entry.shape.name) for entry in (self.winner, self.own)]
+        if pair[0] is None or pair[1] is None:
+            return ""
+        (a, b), (low, high) = [row["speedup"] for row in pair], [row["speedup_ci95"] for row in pair]
+        told = " and ".join(f"{x:.2f} ({ends[0]:.2f} to {ends[1]:.2f})" for x, ends in ((a, low), (b, high)))
+        apart = low[0] > high[1] or high[0] > low[1]
+        return f" Decoded, they have {told}" + (": the intervals do not overlap." if apart else ", not told apart.")
 
     def to_dict(self) -> dict[str, Any]:
         """design.json."""

@@ -24,6 +24,8 @@ from distill.pipeline.stages import StageResult
 
 Row = dict[str, Any]
 
+PROMPTS = 48  # decoded at least: twelve tell no two drafts apart whose speeds differ by less than a fifth
+
 
 def verified(entries: Sequence[Entry], winner: Entry, default: Shape) -> list[Entry]:
     """The winner, the configuration's own shape, and others from the middle of the ranking on, three in all."""
@@ -77,13 +79,14 @@ def verify(
         threads=settings.threads, costs=False, warp=warp,
     )  # fmt: skip
     benchmark = Benchmark(Session(trials.target, models, context.corpus.tokenizer, options))
-    suite = test_suite(context.corpus, context.settings.data.source, settings.decode_prompts)
+    prompts = max(PROMPTS, settings.decode_prompts)
+    suite = test_suite(context.corpus, context.settings.data.source, prompts)
     runs = [
         BenchEntry("vanilla", name, MethodOptions(draft_length=k), temperature=warp.temperature, name=name)
         for name, k in lengths.items()
     ]
     context.console.print("[bold]decoding with them[/bold]", highlight=False)
-    found = benchmark.run([Suite(suite.name, suite.prompts[: settings.decode_prompts], None)], runs)
+    found = benchmark.run([Suite(suite.name, suite.prompts[:prompts], None)], runs)
     by_name = {row["name"]: row for row in found}
     for row in rows:
         measured = by_name[row["name"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -15,13 +16,12 @@ from decode.engines.causes import causes_in_files, causes_in_numbers
 from decode.engines.check import CheckOptions, serve_check
 from decode.engines.engine import EngineSettings
 from decode.engines.fingerprint import weight_fingerprints
-from decode.engines.records import record
 from decode.measure.bench_session import Item
 from decode.models.eagle.files import head_config, save_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.pair import load
 from decode.prompts.suites import Prompt
-from decode.report.served_page import served_page
+from decode.report.served import record, served_page
 
 
 @pytest.fixture
@@ -150,6 +150,14 @@ def test_sampling_that_is_not_the_targets_is_named_and_nothing_else() -> None:
     assert names == ["the engine's sampling with a draft is not the target's"]
 
 
+def test_acceptance_that_is_lost_with_several_texts_at_a_time_is_named() -> None:
+    row = ROW | {"temperature": 0.0, "fits": True, "served_length": 1.4}
+    many = {"batch_size": 4, "draft_length": 5, "served_length": 1.39}
+    assert causes_in_numbers([row], {"together": [many]}) == []
+    (cause,) = causes_in_numbers([row], {"together": [many, many | {"served_length": 1.1}]})
+    assert (cause.name, "accepts 1.10 a round" in cause.told_by) == ("batch", True)
+
+
 def test_numbers_name_another_target_and_a_draft_worse_than_guessing() -> None:
     facts = {"agreement": 0.7, "logprob": -9.0, "vocabulary": 280}
     names = [c.name for c in causes_in_numbers([ROW | {"fits": True, "predicted_length": 1.05}], facts)]
@@ -175,14 +183,14 @@ def test_the_whole_check_in_transformers_and_where_it_is_kept(folder: Path) -> N
         assert all(at["within"] for at in row["positions"])
     assert found.causes == []
     for _ in range(2):  # a second check replaces the first
-        record(found.to_dict(), draft, folder)
+        record(dataclasses.asdict(found), draft, folder)
     for path in (draft / "speculation_profile.json", folder / "report.json"):
         assert [check["engine"] for check in json.loads(path.read_text())["served"]] == ["transformers"]
     card = (draft / "README.md").read_text()
     assert card.startswith("# Draft\n\nNotes.")
     assert card.count("## Served") == 1
     assert named(folder) == []
-    html = served_page([found.to_dict()], "run").html()
+    html = served_page([dataclasses.asdict(found)], "run").html()
     assert "2 of 2 mean accepted lengths are within" in html
 
 

@@ -14,7 +14,7 @@ from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.engines.counts import Drafts, difference, mean_length, rates
 from decode.engines.engine import ROUNDS
-from decode.engines.predicted import Rounds, acceptance, predicted_drafts
+from decode.engines.predicted import Acceptance, Rounds, acceptance, predicted_drafts, predicted_speedup
 from decode.engines.transformers_engine import AssistedGeneration
 from decode.loop import decode
 from decode.methods import MethodInputs, build
@@ -41,6 +41,13 @@ def test_a_round_is_expected_as_often_as_it_is_reached() -> None:
     # from 0; from 1 after a rejection; from 2 after accepting one of two or after two rejections
     assert counted.rounds == pytest.approx(1 + 0.5 + 0.5 * 0.5 + 0.5 * 0.5)
     assert counted.accepted == pytest.approx([0.5 * counted.rounds, 0.25 * counted.rounds])
+
+
+def test_a_speedup_is_predicted_from_the_cost_of_a_round() -> None:
+    """A token from the prompt and three rounds of four, each of which takes as long as 0.5 + 3 · 0.5 steps."""
+    told = Acceptance([[[1.0] * 16], [[0.0] * 16]], [13, 13], 1.0, 0.0)
+    costs = {"budget": 13, "draft_length": 3, "rounds": Rounds(), "round_cost": lambda drafted: 0.5 + 0.5 * drafted}
+    assert predicted_speedup(told, **costs) == pytest.approx((12 / (3 * 2) + 12 / (12 * 2)) / 2)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -46,20 +47,22 @@ def test_leaving_the_block_ends_everything(tmp_path) -> None:
     assert not log.exists()
 
 
-def test_a_killed_check_takes_its_engine_with_it(tmp_path) -> None:
-    marker, ready = tmp_path / "engine", tmp_path / "ready"
-    engine = f"import time; f = open({str(marker)!r}, 'w'); open({str(ready)!r}, 'w'); time.sleep(600)"
+@pytest.mark.parametrize("ended_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_check_that_is_ended_takes_its_engine_and_its_workers_with_it(tmp_path, ended_by: signal.Signals) -> None:
+    """The worker does not end with the engine, as vLLM's may not."""
+    marker, ready = tmp_path / "worker", tmp_path / "ready"
     code = (
-        "import pathlib, sys, time\nfrom decode.engines.process import running\n"
-        f"ready = pathlib.Path({str(ready)!r}).exists\n"
-        f"with running([sys.executable, '-c', {engine!r}], ready, name='engine', seconds=600):\n"
+        "import pathlib, signal, sys, time\nfrom decode.engines.process import running\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
+        f"ready = lambda: pathlib.Path({str(marker)!r}).exists()\n"
+        f"with running([sys.executable, '-c', {FOREVER!r}, {str(marker)!r}], ready, name='engine', seconds=600):\n"
+        f"    pathlib.Path({str(ready)!r}).touch()\n"
         "    time.sleep(600)"
     )
-    check = subprocess.Popen([sys.executable, "-c", code])
-    while not ready.exists():
+    check = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    while not ready.exists() or not _holders(str(marker)):
         time.sleep(0.05)
-    assert _holders(str(marker))
-    check.kill()
+    check.send_signal(ended_by)
     check.wait()
     end = time.monotonic() + 30
     while _holders(str(marker)) and time.monotonic() < end:

@@ -90,11 +90,12 @@ def test_rates_are_over_all_texts_and_intervals_cover_prompts_and_repeats():
     assert cells(slow, [0, 0]).shape == (1, 2, 2)  # a prompt given twice is one observation
 
 
-def test_a_prediction_counts_each_round_at_its_own_batch_and_the_reading_of_the_prompts():
+def test_a_prediction_counts_each_round_by_the_drafts_of_all_its_texts_and_the_reading_of_the_prompts():
     costs = RoundCosts({1: 1.0, 2: 1.5}, {1: 0.1, 2: 0.2}, {1: {1: 1.0, 3: 1.2}, 2: {1: 1.5, 3: 2.0}})
-    drafted = Trace(drafted=[2, 2, 0], batch=[2, 2, 1], tokens=8, prefill_seconds=0.5)
-    plain = Trace(drafted=[0] * 6, batch=[2, 2, 2, 2, 1, 1], tokens=6, prefill_seconds=0.4)
-    seconds = 0.5 + 2 * (2 * 0.2 + 2.0) / 2 + 1.0
+    # two texts draft two tokens each; two draft two tokens and none, which a draft reads alone; one drafts none
+    drafted = Trace(together=[(2, 2), (2, 2), (2, 0), (2, 0), (0,)], tokens=8, prefill_seconds=0.5)
+    plain = Trace(together=[(0, 0)] * 4 + [(0,)] * 2, tokens=6, prefill_seconds=0.4)
+    seconds = 0.5 + (2 * 0.2 + 2.0) + (2 * 0.1 + 1.75) + 1.0
     without = 0.4 + 4 * 1.5 / 2 + 2 * 1.0
     assert predicted(drafted, plain, costs) == pytest.approx(without / 6 * 8 / seconds)
 

@@ -16,10 +16,12 @@ from plain_logits import head_logits, response_logits
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from decode.core.draft_lengths import DraftLengths
 from decode.core.drafter import Drafter
 from decode.core.errors import UserError
 from decode.core.options import MethodOptions
 from decode.core.rng import TorchRng
+from decode.core.round_costs import RoundCosts
 from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule, negative_entropy
@@ -229,6 +231,15 @@ def test_a_head_that_was_passed_over_for_copies_drafts_what_a_fresh_one_does(tin
     hybrid = HybridDrafter(Checked(head, runner, GREEDY), match=2, length=4)
     trace = assert_decodes(runner, System("hybrid", hybrid, StopRule(4)), wanted, prompt)
     assert 2 < len(asked) < trace.rounds - 2
+
+    # dear drafts: the prompt is not read at first, and what rounds without a draft passed over is read at the next one
+    lengths = DraftLengths(RoundCosts({1: 1.0}, {1: 0.9}, {1: {1: 1.0, 2: 1.0}}), 4)
+    asked.clear()
+    for _ in range(3):
+        dear = System("dear", Checked(head, runner, GREEDY), StopRule(4), lengths=lengths)
+        trace = assert_decodes(runner, dear, wanted, prompt)
+    assert asked
+    assert len(asked) < trace.rounds
 
 
 @pytest.mark.parametrize("version", [1, 3])

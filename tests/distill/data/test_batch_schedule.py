@@ -1,12 +1,16 @@
 """Batches: what is in them, and an order that is a pure function of seed and step."""
 
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
 import numpy as np
 import pytest
 from datasets import Dataset
 
 from distill.data.batch_schedule import EvalBatches, Schedule
 from distill.data.datamodule import TrainLoader
-from distill.data.token_dataset import TokenDataset, label_mask
+from distill.data.token_dataset import Batch, TokenDataset, label_mask
 from distill.data.tokenize import IGNORE
 
 
@@ -77,6 +81,40 @@ def test_ranks_share_every_batch_without_overlap() -> None:
         tokens = sorted(int(x) for share in shares for x in share[step]["input_ids"].flatten() if x)
         assert tokens == sorted(int(x) for x in whole[step]["input_ids"].flatten() if x)
     assert len(TrainLoader(rows, schedule, 4, 0)) == len(whole) == 4
+
+
+@pytest.mark.parametrize("row_length", [None, 9])
+def test_processes_that_make_batches_ahead_make_the_same_and_the_place_is_that_of_what_was_drawn(
+    row_length: int | None,
+) -> None:
+    rows = TokenDataset.of(dataset())
+    rows.signals["value"] = np.arange(5, dtype=np.float32)
+    schedule = Schedule(rows.lengths, batch_size=3, seed=0)
+
+    def loader(workers: int) -> TrainLoader:
+        return TrainLoader(rows, schedule, 6, 0, micros=2, look_ahead=True, row_length=row_length, workers=workers)
+
+    def content(batches: Iterable[Batch]) -> list[Any]:
+        return [
+            [
+                {name: values.tolist() for name, values in part.items() if name != "step"}
+                for part in (batch, *step.ahead)
+            ]
+            + [step.counts.tolist(), step.part]
+            for batch in batches
+            if (step := batch["step"])
+        ]
+
+    alone, before = loader(0), loader(2)
+    whole, drawn = content(alone), content(islice(before, 4))
+    again = loader(2)
+    again.load_state_dict(before.state_dict())
+    assert drawn + content(again) == whole
+    assert before.drawn == 4
+    assert (again.seen.tokens + before.seen.tokens, again.seen.places + before.seen.places) == (
+        alone.seen.tokens,
+        alone.seen.places,
+    )
 
 
 def test_evaluation_sees_every_example_once() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tiny_run import bench, tiny_settings
 
+from decode.core.errors import UserError
 from distill.core import ranks
 from distill.data import DataSettings, load_corpus, train_tokenizer
 from distill.data.corpus import Corpus
@@ -32,6 +33,18 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def rows_of(corpus: Corpus) -> list[Any]:
     return [getattr(corpus, split)[:] for split in ("train", "validation", "test")]
+
+
+def test_a_process_whose_data_are_not_the_first_one_s_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = tiny_settings(tmp_path, data=written(tmp_path))
+    assert len(bench(settings)[0].corpus.train)
+    monkeypatch.setattr(ranks, "is_first", lambda: False)
+    monkeypatch.setattr(ranks, "rank", lambda: 1)
+    monkeypatch.setattr("distill.data.corpus_cache.PATIENCE", 0.3)
+    assert len(bench(settings)[0].corpus.train)
+    settings.data.max_length = 100
+    with pytest.raises(UserError, match=r"process 1 has other data than process 0, which made .*corpus"):
+        _ = bench(settings)[0].corpus
 
 
 def written(folder: Path) -> DataSettings:

@@ -164,13 +164,13 @@ def test_cached_states_are_those_of_a_forward_pass(run) -> None:
     assert stored.shape[1] == (1 if head.version == 1 else 3) * head.config.hidden_size
 
 
-def test_recomputed_features_train_the_same_head(run, tmp_path: Path) -> None:
+def test_a_target_beside_the_head_trains_the_same_one(run, tmp_path: Path) -> None:
     settings, folder = run
     again = copy.deepcopy(settings)
-    again.name, again.output_dir = "recomputed", str(tmp_path)
-    again.reference.signal = "recompute"
+    again.name, again.output_dir = "online", str(tmp_path)
+    again.reference.signal, again.target.devices = "online", ["cpu"]
     run_tiny(again)
-    one, two = (load_file(path / "draft" / "model.safetensors") for path in (folder.folder, tmp_path / "recomputed"))
+    one, two = (load_file(path / "draft" / "model.safetensors") for path in (folder.folder, tmp_path / "online"))
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-3)  # Adam makes much of a last digit
 

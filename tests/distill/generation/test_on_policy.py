@@ -132,7 +132,7 @@ def on_policy_settings(folder: Path, **responses: Any) -> Settings:
 
 @pytest.mark.parametrize(
     ("responses", "signal"),
-    [({}, "hidden"), ({"source": "mixed", "fixed": "target"}, "recompute"), ({"source": "mixed"}, "hidden")],
+    [({}, "hidden"), ({"source": "mixed", "fixed": "target"}, "online"), ({"source": "mixed"}, "hidden")],
     ids=["draft", "mixed-target", "mixed-dataset"],
 )
 def test_a_killed_run_trains_on_the_same_texts_and_ends_with_the_same_weights(

@@ -4,7 +4,7 @@ import http.server
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -254,3 +254,58 @@ def test_a_run_continues_with_the_responses_that_a_server_had_given(tmp_path: Pa
     assert ran == ["reference", "draft"]
     assert "train: 20, 13 of them written now" in printed
     assert len(played.bodies) == 13 + 8
+
+
+# -- several servers --------------------------------------------------------------------------------------------------
+
+
+def asked_of(
+    several: Sequence[Played | str], tokenizer: PreTrainedTokenizerBase, told: list[str], **server: Any
+) -> Iterator[Response]:
+    urls = [played if isinstance(played, str) else played.url for played in several]
+    settings = ResponseSettings(source="target", server=ServerSettings(urls=urls, **server))
+    return answered_by_server(settings, 5, tokenizer, {0}, Path("runs/x/target"), told.append)(JOBS, range(12))
+
+
+def test_servers_share_the_work(tokenizer: PreTrainedTokenizerBase) -> None:
+    together = threading.Barrier(2)
+
+    def slow(body: dict[str, Any], number: int) -> Reply:
+        together.wait(20)  # answers nothing before the other server is asked too
+        return good(body, number)
+
+    with serving(Played(slow)) as one, serving(Played(slow)) as two:
+        found = list(asked_of([one, two], tokenizer, told := [], concurrency=1))
+    assert sorted(response.example for response in found) == list(range(12))
+    assert (len(one.bodies), len(two.bodies), told) == (6, 6, [])
+
+
+def test_what_a_server_leaves_behind_is_answered_by_the_others(tokenizer: PreTrainedTokenizerBase) -> None:
+    def dies(body: dict[str, Any], number: int) -> Reply:
+        return good(body, number) if number <= 2 else (500, {}, {"error": "out of memory"})
+
+    with serving(Played(dies)) as one, serving(Played(good)) as two:
+        found = list(asked_of([one, "http://127.0.0.1:9/v1", two], tokenizer, told := [], concurrency=2, retries=1))
+    assert sorted(response.example for response in found) == list(range(12))
+    assert len(told) == 2
+    assert "2 go on with its work: no server answers at http://127.0.0.1:9/v1" in told[0]
+    assert "1 go on with its work: http" in told[1]
+    assert "out of memory" in told[1]
+
+
+def test_a_run_is_continued_with_other_servers_from_what_was_answered(tmp_path: Path) -> None:
+    def dies(body: dict[str, Any], number: int) -> Reply:
+        return good(body, number) if number <= 5 else (500, {}, {"error": "out of memory"})
+
+    settings = tiny_settings(tmp_path, comparisons=[])
+    settings.reference.responses.source = "target"
+    server = settings.reference.responses.server
+    server.concurrency, server.retries = 1, 0
+    with serving(Played(dies)) as one, serving(Played(dies)) as two:
+        server.urls = [one.url, two.url]
+        with pytest.raises(UserError, match="failed 1 times"):
+            run_tiny(settings)
+    with serving(Played(good)) as third:
+        server.urls = [third.url]
+        run_tiny(settings)
+    assert len(third.bodies) == 20 + 8 - 10  # training and validation prompts, ten of them answered before

@@ -9,6 +9,7 @@ from families import build_tiny
 from tiny_run import bench, tiny_settings
 
 from decode.core.errors import UserError
+from distill.config.eagle import EagleSettings
 from distill.models.attention import use_attention
 from distill.pipeline.input_checks import check_inputs
 from distill.teacher.signal_choice import choose_signal
@@ -45,9 +46,12 @@ def test_an_attention_and_an_optimiser_that_are_not_here(tmp_path: Path) -> None
         check_inputs(bench(settings)[0])
 
 
-def test_a_disk_that_will_not_hold_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.reference.signal = "hidden"
+@pytest.mark.parametrize("eagle", [EagleSettings(), EagleSettings(kind="eagle"), EagleSettings(kind="eagle3")])
+def test_a_disk_that_will_not_hold_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eagle: EagleSettings
+) -> None:
+    settings = tiny_settings(tmp_path, eagle=eagle)
+    settings.reference.signal, settings.target.architecture.layers = "hidden", 4
     context, _ = bench(settings)
     check_inputs(context)
     with_free(monkeypatch, 1000)
@@ -68,10 +72,10 @@ def test_the_signal_is_the_first_that_there_is_room_for_and_stays(
     assert [chosen(free, f"at {free}") for free in (10_000_000, 8_000_001, 1_000_000)] == [
         "hidden",
         "topk",
-        "recompute",
+        "online",
     ]
     assert chosen(10_000_000, "a") == chosen(1000, "a") == "hidden"  # the disk is full of it by now
     settings.reference.signal_limit_gb = 0.002
     assert chosen(10_000_000, "a") == "topk"
-    settings.reference.signal = "recompute"
-    assert chosen(10_000_000, "a") == "recompute"
+    settings.reference.signal = "online"
+    assert chosen(10_000_000, "a") == "online"

@@ -288,7 +288,7 @@ def test_the_description_of_a_stage_names_what_it_was_made_from(finished: tuple[
     assert note["made_from"]["reference"]["training"]["steps"] == 12
 
 
-@pytest.mark.parametrize("signal", ["recompute", "topk", "log_probs"])
+@pytest.mark.parametrize("signal", ["online", "topk", "log_probs"])
 def test_every_signal_trains_and_the_frozen_models_leave_memory(
     finished: tuple[Path, RunDir], signal: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -303,13 +303,14 @@ def test_every_signal_trains_and_the_frozen_models_leave_memory(
     settings = tiny_settings(tmp_path)
     settings.reference.signal = signal  # type: ignore[assignment]
     made, text = bench(settings)
-    monkeypatch.setattr("distill.teacher.prepare.load_model", load)
+    for module in ("target_model", "prepare"):
+        monkeypatch.setattr(f"distill.teacher.{module}.load_model", load)
     material = prepare(made, Objective(selection=Selection()))
     gc.collect()
     target, reference = (ref() for ref in loaded)
     assert reference is None
-    assert (target is None) == (signal != "recompute")
-    kept = set() if signal == "recompute" else {f"target_{signal}"}
+    assert (target is None) == (signal != "online")
+    kept = set() if signal == "online" else {f"target_{signal}"}
     assert set(material.train.signals) == {"reference_loss"} | kept
     assert (f"the target's signal ({signal}): " in text.getvalue()) == bool(kept)
     assert ("alpha is off by at most that much" in text.getvalue()) == (signal == "topk")

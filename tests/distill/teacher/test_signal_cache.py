@@ -187,7 +187,7 @@ def test_a_kill_while_it_is_made_leaves_nothing_that_would_be_used(tmp_path: Pat
 
 
 def test_a_disk_without_room_is_noticed_before_it_starts(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"x.npy needs .* GB and .* GB are free .* to recompute"):
+    with pytest.raises(UserError, match=r"x.npy needs .* GB and .* GB are free .* to online"):
         cached(tmp_path / "x.npy", "a", (1 << 50,), never())
 
 

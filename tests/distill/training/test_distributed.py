@@ -1,4 +1,4 @@
-"""Two processes, over gloo, end with the weights of one: DDP and FSDP, every scope, accumulation, on-policy texts."""
+"""Two processes, over gloo, end with the weights of one: DDP, FSDP, scopes, micro-batches, own texts, online."""
 
 import json
 import os

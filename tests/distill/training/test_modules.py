@@ -1,5 +1,6 @@
 """The two Lightning modules: what a step computes, what validation adds up, on tiny models."""
 
+import copy
 from collections.abc import Callable
 
 import lightning as L
@@ -13,12 +14,16 @@ from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.models.structure import decoder_layers
-from distill.data.token_dataset import label_mask
+from distill.config.distillation import Signal
+from distill.data.batch_schedule import Schedule
+from distill.data.datamodule import TrainLoader
+from distill.data.token_dataset import TokenDataset, label_mask
 from distill.data.tokenize import IGNORE
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
 from distill.models.lm_head import LMHead, check_head, last_hidden
 from distill.models.loading import checkpoint_layers
+from distill.teacher.signal_cache import target_signal
 from distill.teacher.target_distribution import TargetSignal, TargetSource
 from distill.training.causal_lm import CausalLMModule
 from distill.training.distillation import DistillModule, token_counts
@@ -204,3 +209,36 @@ def test_cached_hidden_states_give_the_recomputed_loss(tiny: Tiny) -> None:
     cached = TargetSource(model, TargetSignal("hidden"))
     assert cached.model is None
     assert torch.allclose(logits_of(cached, batch | {"target_hidden": hidden}, mask), recomputed, atol=1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["hidden", "log_probs"])
+def test_a_target_beside_the_draft_gives_the_losses_and_gradients_of_its_kept_signal(
+    tiny: Tiny, kind: Signal, packed: bool
+) -> None:
+    rows, target = some_rows(), tiny("llama", seed=4)
+    rows.signals["reference_loss"] = np.random.default_rng(1).random(rows.label_count).astype(np.float32)
+    kept, signal = copy.copy(rows), TargetSignal(kind, vocab=LMHead(target).vocab)
+    kept.signals = rows.signals | {signal.name: target_signal(target, signal, rows)}
+    schedule, length = Schedule(rows.lengths, 5), 64 if packed else None
+
+    def trained(made: TokenDataset, source: TargetSource) -> tuple[float, list[torch.Tensor]]:
+        source.to(torch.device("cpu"))
+        module = DistillModule(
+            tiny("llama", seed=5), TRAINING, 4, target=source, objective=Objective(selection=Selection(0.4))
+        )
+        return loss_and_gradients(module, next(iter(TrainLoader(made, schedule, 1, 0, row_length=length))))
+
+    wanted = trained(kept, TargetSource(target, signal))
+    found = trained(rows, TargetSource(target, TargetSignal("online"), stays=True))
+    assert found[0] == pytest.approx(wanted[0], rel=1e-6)
+    for ours, theirs in zip(found[1], wanted[1], strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def test_the_draft_gets_a_copy_of_the_head_of_a_target_that_stays_on_its_own_device(tiny: Tiny) -> None:
+    model = tiny("llama-tied", seed=4)  # its head is its embedding
+    source = TargetSource(model, TargetSignal("online"), stays=True)
+    source.to(torch.device("meta"))
+    assert source.head.linear.weight.device.type == "meta"
+    assert {weight.device.type for weight in model.parameters()} == {"cpu"}

@@ -1,0 +1,89 @@
+"""Where the frozen target is, and in what format: devices dealt out, what is refused before the first step."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import bench, run_tiny, tiny_settings
+
+from decode.core.errors import UserError
+from distill.pipeline.stage_fingerprint import stage_fingerprints
+from distill.teacher.target_model import check_place, open_target, share_of
+
+
+@pytest.mark.parametrize(
+    ("count", "world", "wanted"),
+    [(0, 2, [[], []]), (1, 2, [[0], [0]]), (2, 2, [[0], [1]]), (4, 2, [[0, 1], [2, 3]]), (3, 2, [[0], [1, 2]])],
+)
+def test_devices_are_dealt_out_to_the_processes_of_a_machine(count: int, world: int, wanted: list[list[int]]) -> None:
+    assert [share_of(range(count), rank, world) for rank in range(world)] == wanted
+
+
+def test_a_device_that_is_not_there_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.target.devices = ["cuda:77"]
+    with pytest.raises(UserError, match="device is 'cuda:77', but"):
+        run_tiny(settings)
+    assert not (tmp_path / "tiny" / "target").exists()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "wanted"),
+    [
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "cannot be used here .*itsandbytes.*: install what",
+        ),
+        ({"quant_method": "of my own"}, "which cannot be used here .*of my own"),
+    ],
+)
+def test_a_quantisation_that_cannot_be_had_here_is_refused_before_the_first_step(
+    tmp_path: Path, quantization: dict[str, Any], wanted: str
+) -> None:
+    if quantization["quant_method"] == "bitsandbytes" and importlib.util.find_spec("bitsandbytes"):
+        pytest.skip("bitsandbytes is installed")
+    settings = tiny_settings(tmp_path)
+    settings.target.quantization = quantization
+    with pytest.raises(UserError, match=wanted):
+        check_place(bench(settings)[0])
+
+
+def test_the_quantisation_is_asked_of_transformers_and_the_signals_are_those_of_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = tiny_settings(tmp_path)
+    plain = stage_fingerprints(settings)
+    settings.target.quantization = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    assert settings.target.placed
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr("distill.teacher.target_model.load_model", lambda *_, **options: seen.update(options))
+    open_target(bench(settings)[0])
+    assert seen["quantization_config"].load_in_8bit
+    assert seen["device"] == torch.device("cpu")
+    keys = stage_fingerprints(settings)
+    assert [stage for stage in keys if keys[stage] == plain[stage]] == ["target", "initial"]
+
+
+def test_where_the_target_is_does_not_make_another_one(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    plain = stage_fingerprints(settings)
+    settings.target.devices = ["cuda:1"]
+    assert stage_fingerprints(settings) == plain
+
+
+def test_what_a_sharded_target_cannot_do_is_refused(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.target.sharded = True
+    with pytest.raises(UserError, match=r"and 1 was started: start several by torchrun"):
+        check_place(bench(settings)[0])
+    settings.reference.responses.source = "target"
+    with pytest.raises(UserError, match=r"a sharded target writes no answers; let servers write them"):
+        settings.validate()
+    settings.reference.responses.source = "draft"
+    with pytest.raises(UserError, match=r"leave out target.sharded"):
+        settings.validate()
+    settings.target.devices = ["cpu"]
+    with pytest.raises(UserError, match=r"target.devices and target.sharded are set"):
+        settings.validate()
