@@ -26,12 +26,10 @@ class Command:
     positional: str | None = None  # the option that values without a name belong to
 
 
-def _commands() -> dict[str, Command]:
-    found = yaml.safe_load((Path(__file__).parent / "commands" / "commands.yaml").read_text(encoding="utf-8"))
-    return {name: Command(**entry) for name, entry in found.items()}
-
-
-COMMANDS = _commands()
+COMMANDS = {
+    name: Command(**entry)
+    for name, entry in yaml.safe_load((Path(__file__).parent / "commands/commands.yaml").read_text("utf-8")).items()
+}
 
 
 def _overview() -> str:

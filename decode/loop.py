@@ -21,9 +21,9 @@ from decode.core.drafter import Asked, Drafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.rng import Rng, TorchRng
+from decode.core.runner import synchronize
 from decode.core.sampling import Warp, one_hot
 from decode.core.stopping import StopRule
-from decode.core.synchronize import synchronize
 from decode.core.target import Target, score_together
 from decode.core.trace import Round, Trace
 from decode.verify import Measured, verify, verify_greedy
@@ -156,7 +156,6 @@ class Text:
         system.drafter.stop_ids = self.stop_ids
         system.drafter.waits = system.lengths is not None and not system.lengths.chosen
         system.drafter.start(self.ids)
-        system.stop.start()
         system.rule.start()
         synchronize(runner.device)
         self.trace.prefill_seconds += time.perf_counter() - began

@@ -12,11 +12,10 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.acceptance import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical
-from decode.core.draft_lengths import DraftLengths
+from decode.core.draft_lengths import DraftLengths, RoundCosts
 from decode.core.drafter import Drafter, NoDrafter
 from decode.core.errors import UserError, choose
 from decode.core.options import MethodOptions
-from decode.core.round_costs import RoundCosts
 from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping import (
@@ -75,10 +74,6 @@ def _feature_tree(inputs: MethodInputs) -> Drafter:
     return FeatureTreeDrafter(head, inputs.target, inputs.warp, width=options.tree_width, nodes=options.tree_nodes)
 
 
-def _lookup(inputs: MethodInputs) -> Drafter:
-    return LookupDrafter(length=inputs.window(10))
-
-
 def _rest(inputs: MethodInputs) -> Drafter:
     if inputs.datastore is None:
         raise UserError("rest needs a datastore; build one with python -m decode datastore build, give --datastore DIR")
@@ -111,10 +106,6 @@ def smaller_store(folder: Path, texts: int | None) -> Path:
     return folder if texts is None else folder / f"texts-{texts}"
 
 
-def _lookahead(inputs: MethodInputs) -> Drafter:
-    return LookaheadDrafter()
-
-
 def exit_layer(inputs: MethodInputs) -> int:
     """The exit layer asked for, or a quarter of the model's layers."""
     if inputs.options.exit_layer is not None:
@@ -133,12 +124,10 @@ def _separate(inputs: MethodInputs) -> Drafter:
 
 
 def _layer_subset(inputs: MethodInputs) -> Drafter:
-    options = inputs.options
-    if not options.skip_attention and not options.skip_mlp:
+    attention, mlp, runner = inputs.options.skip_attention, inputs.options.skip_mlp, self_speculating(inputs.target)
+    if not attention and not mlp:
         return _early_exit(inputs)
-    runner = self_speculating(inputs.target)
-    part = LayerSubset.skipping(runner.depth, options.skip_attention, options.skip_mlp)
-    return EarlyExitDrafter(runner, inputs.warp, part)
+    return EarlyExitDrafter(runner, inputs.warp, LayerSubset.skipping(runner.depth, attention, mlp))
 
 
 DRAFTERS: dict[str, Callable[[MethodInputs], Drafter]] = {
@@ -147,11 +136,11 @@ DRAFTERS: dict[str, Callable[[MethodInputs], Drafter]] = {
     "feature": lambda inputs: FeatureDrafter(head_of(inputs.draft), inputs.target, inputs.warp),
     "feature-tree": _feature_tree,
     "hybrid": _hybrid,
-    "prompt-lookup": _lookup,
+    "prompt-lookup": lambda inputs: LookupDrafter(length=inputs.window(10)),
     "rest": _rest,
     "adaptix": _adaptix(best_first=False),
     "adaptix-best-first": _adaptix(best_first=True),
-    "lookahead": _lookahead,
+    "lookahead": lambda inputs: LookaheadDrafter(),
     "early-exit": _early_exit,
     "early-exit-separate": _separate,
     "layer-subset": _layer_subset,
@@ -175,11 +164,9 @@ def _dynamic(schedule: str, roc: bool) -> MakeStop:
 
 
 def _controlled(product: bool, default: float) -> MakeStop:
-    def make(inputs: MethodInputs) -> StopRule:
-        window = inputs.window(12)
-        return StopRule(window, token_probability, product=product, threshold=_controller(inputs, default, not product))
-
-    return make
+    return lambda inputs: StopRule(
+        inputs.window(12), token_probability, product=product, threshold=_controller(inputs, default, not product)
+    )
 
 
 def _controller(inputs: MethodInputs, default: float, keep_at_cap: bool) -> TargetAcceptance:

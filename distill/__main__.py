@@ -81,16 +81,14 @@ def main(argv: list[str] | None = None) -> None:
     if measure:
         from rich.console import Console
 
-        from distill.pipeline.measured_estimate import measured_estimate
-        from distill.pipeline.measured_estimate import show as show_estimate
+        from distill.pipeline.estimate import measured_estimate
+        from distill.pipeline.estimate import show as show_estimate
 
         console = Console()
         return show_estimate(measured_estimate(settings, console), settings, console)
     if dry_run:
-        from distill.pipeline.dry_run import shrink, tell_size
+        from distill.pipeline.dry_run import shrink
 
-        settings.validate()
-        tell_size(settings)
         settings = shrink(settings)
     if show:
         show_example(settings)

@@ -15,9 +15,9 @@ from decode.drafters.layer_search import Text
 from decode.models.batched_generation import draws_named, write_texts
 from decode.models.open import stop_ids
 from decode.prompts.suites import Suite
+from distill.data.corpus import test_suite
 from distill.data.stage_context import StageContext
 from distill.data.tokenize import prompt_part
-from distill.evaluation.evaluate import test_suite
 from probes.features import Features, collect
 from probes.settings import ProbeSettings, ProbesSettings
 

@@ -9,13 +9,13 @@ from decode.drafters.layer_search import search
 from decode.measure.bench_entries import BenchEntry
 from decode.measure.bench_session import BenchOptions, Session
 from decode.measure.benchmark import Benchmark
-from decode.measure.cost import measure_cost
+from decode.measure.cost import CostMeter
+from decode.measure.exit_costs import measure, of_weights
 from decode.measure.predict import replayed_speedup
 from decode.measure.statistics import median_interval, paired_ratios, plain
 from decode.methods import SELF_SPECULATIVE
 from decode.models.runners.fast_runner import FastRunner
 from probes.context import Mode, ProbeContext
-from probes.costs import measure, of_weights
 from probes.metrics import probability
 from probes.predict import HINDSIGHT, METHODS, Choice, best_of, predict, split_texts
 
@@ -30,7 +30,7 @@ def predict_speedups(
     """Predicted speedups of all settings, on the held-out texts that chose nothing but penalties.
 
     Returns:
-        The settings priced by this machine's costs, and by those of `probes.costs.of_weights`; the costs here.
+        The settings priced by this machine's costs, and by `decode.measure.exit_costs.of_weights`; the costs here.
     """
     settings, held = context.options, mode.features["validation"]
     found: tuple[list[Choice], list[Choice]] = ([], [])
@@ -74,7 +74,7 @@ def find_subset(context: ProbeContext, mode: Mode, runner: FastRunner, costs: Ma
     if not texts:
         return {}
     with context.step("subset", "search of a layer subset"):
-        cost = measure_cost(runner, widths=(1, 2, 3, 5, 9, 13), seconds=2.0)
+        cost = CostMeter(runner, widths=(1, 2, 3, 5, 9, 13)).run(seconds=2.0)
         fixed = next(iter(costs["exits"].values()))["per_token"] + costs["confidence"].get("token", 0.0)
         found = search(
             runner, texts, mode.warp, speedup=replayed_speedup, verify_cost=cost.v, fixed=min(0.5, fixed + 0.05)

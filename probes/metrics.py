@@ -12,7 +12,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import Tensor
 
-from decode.core.standard_error import clustered_ratio
+from decode.core.trace import clustered_ratio
 from decode.drafters.acceptance_probe import AcceptanceProbe
 from decode.measure.statistics import bootstrap
 from probes.features import EXTRAS, Features

@@ -71,9 +71,7 @@ def _experiment(settings: ProbesSettings, stages: StageContext) -> dict[str, Any
     run_stages(stages, only=("target",))
     stages.console.print("[bold]probes[/bold]", highlight=False)
     options, target, folder = settings.probes, settings.target, stages.run.folder / "probes"
-    model = load_model(
-        stages.run.target, device=stages.device, dtype=target.dtype, trust_remote_code=target.trust_remote_code
-    )
+    model = stages.open_target()
     context = ProbeContext(settings, stages, model, exit_layers(model, options.layers))
     modes = [
         Mode("greedy", Warp(), "match", ("match",)),

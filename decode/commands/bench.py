@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.commands.bench_batches import enough_prompts, measure, with_defaults
 from decode.commands.bench_checkpoint import Checkpoint, draft_names
@@ -46,7 +45,7 @@ from decode.models.other_vocabulary import DraftModel
 from decode.models.pair import Pair
 from decode.prompts.suites import Suite
 from decode.report.bench_report import write_report
-from decode.report.tables import ALPHA_COLUMNS, by_block, category_table, console_table, mode, ratios, table
+from decode.report.tables import ALPHA_COLUMNS, by_block, category_table, console_table, drafting, mode, ratios, table
 
 
 def open_models(settings: BenchSettings) -> tuple[Pair, dict[str, DraftModel]]:
@@ -97,7 +96,7 @@ def bench(
     chosen, suites = check(settings), _suites(settings)
     drafts = {"draft": pair.draft} if pair.draft is not None else {}
     with tempfile.TemporaryDirectory() as folder:
-        built = bench_options(settings, chosen, pair.target, pair.tokenizer, Path(settings.output or folder))
+        built = bench_options(settings, chosen, pair, Path(settings.output or folder))
         session, entries = Session(pair.target, drafts, pair.tokenizer, built), plan_entries(settings, chosen, drafts)
         if settings.batch_sizes:
             return measure(session, settings, suites, entries, None)
@@ -109,13 +108,8 @@ def bench(
 def _suites(settings: BenchSettings) -> list[Suite]:
     if settings.batch_sizes:
         return enough_prompts(settings)
-    return open_suites(
-        settings.suite,
-        limit=settings.limit,
-        seed=settings.seed,
-        split=settings.split,
-        allow_code_execution=settings.allow_code_execution,
-    )
+    names = ("limit", "seed", "split", "allow_code_execution")
+    return open_suites(settings.suite, **{name: getattr(settings, name) for name in names})
 
 
 def run(settings: BenchSettings) -> None:
@@ -132,7 +126,7 @@ def run(settings: BenchSettings) -> None:
     folder = check_writable(settings.output or "runs/bench")
     pair, drafts = open_models(settings)
     entries = plan_entries(settings, methods, drafts)
-    options = bench_options(settings, methods, pair.target, pair.tokenizer, folder)
+    options = bench_options(settings, methods, pair, folder)
     console.print(f"{settings.target} {placement(pair.target)}", soft_wrap=True)
     if followed := described(pair.target, options.warp):
         console.print(followed, soft_wrap=True)
@@ -186,8 +180,7 @@ SWEPT = (
 
 def sweep_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The numbers of the fastest method that drafts, by which W&B compares the runs of a sweep."""
-    drafting = [r for r in rows if not r["peer"] and r["method"] != "autoregressive" and r.get("speedup")]
-    best = max(drafting, key=lambda row: row["speedup"], default={})
+    best = next(iter(drafting(rows)), {})
     return {key: float(best[key]) for key in SWEPT if isinstance(best.get(key), int | float)}
 
 
@@ -231,13 +224,7 @@ def plan_entries(settings: BenchSettings, methods: Sequence[str], drafts: dict[s
     )
 
 
-def bench_options(
-    settings: BenchSettings,
-    methods: Sequence[str],
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-) -> BenchOptions:
+def bench_options(settings: BenchSettings, methods: Sequence[str], pair: Pair, folder: Path) -> BenchOptions:
     """Options of the measurement; stores that are needed and not given are built from the corpus."""
     datastore, trigrams = store_folders(settings)
     chosen = [split_spec(method) for method in methods]
@@ -252,11 +239,10 @@ def bench_options(
             orders = {own.get("order", 3) for own in tables if own.get("texts") == texts}
             if not orders and (texts or "datastore" not in missing):
                 continue
-            read = join_documents(
-                read_corpus(settings.corpus, tokenizer, texts or settings.corpus_texts, settings.seed)
-            )
+            count = texts or settings.corpus_texts
+            read = join_documents(read_corpus(settings.corpus, pair.tokenizer, count, settings.seed))
             whole = texts is None and "datastore" in missing
-            write_stores(read, smaller_store(built, texts), tokenizer, datastore=whole, orders=orders)
+            write_stores(read, smaller_store(built, texts), pair.tokenizer, datastore=whole, orders=orders)
         datastore, trigrams = datastore or built, trigrams or built
-    chat, warp = use_chat(settings, tokenizer), make_warp(settings, target)
+    chat, warp = use_chat(settings, pair.tokenizer), make_warp(settings, pair.target)
     return measure_options(settings, chat=chat, warp=warp, datastore=datastore, trigrams=trigrams)

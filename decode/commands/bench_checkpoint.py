@@ -9,7 +9,7 @@ from typing import Any
 
 from decode.commands.settings import BenchSettings
 from decode.core.errors import UserError
-from decode.core.files import write_text
+from decode.core.files import read_json, write_text
 from decode.measure.benchmark import ResultBlock
 
 
@@ -41,11 +41,8 @@ class Checkpoint:
 
     def read(self) -> list[ResultBlock]:
         """Blocks that need not be measured again."""
-        try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return []
-        if isinstance(content, dict) and content.get("key") == self.key:
+        content = read_json(self.path)
+        if content.get("key") == self.key:
             self.blocks = [ResultBlock(**block) for block in content["blocks"]]
         return list(self.blocks)
 
@@ -63,16 +60,7 @@ class Checkpoint:
 def fingerprint(settings: BenchSettings) -> str:
     """Of the settings, and of the weights that lie in the models' folders."""
     facts: dict[str, Any] = dataclasses.asdict(settings)
-    for name in [
-        settings.target,
-        *draft_names(settings.draft).values(),
-        *([settings.probes] if settings.probes else []),
-    ]:
-        weights = sorted(Path(str(name)).glob("*.safetensors"))
-        facts[f"weights of {name}"] = [(str(file), *_stat(file)) for file in weights]
+    for name in filter(None, (settings.target, *draft_names(settings.draft).values(), settings.probes)):
+        weights = {file: file.stat() for file in sorted(Path(name).glob("*.safetensors"))}
+        facts[f"weights of {name}"] = [(str(file), state.st_size, state.st_mtime_ns) for file, state in weights.items()]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _stat(file: Path) -> tuple[int, int]:
-    status = file.stat()
-    return status.st_size, status.st_mtime_ns

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
 from decode.commands.bench_checkpoint import draft_names
@@ -73,11 +73,11 @@ def _make_models(small: BenchSettings, folder: Path, console: Console) -> None:
     deepest = max([*exits, small.exit_layer or 0, *small.skip_attention, *small.skip_mlp], default=0)
     tokenizer = tiny_tokenizer()
     target = tiny_model(str(small.target), tokenizer, WIDTHS["target"], max(4, deepest + 1), console)
-    small.target = _save(target, tokenizer, folder / "models" / "target")
+    small.target = save_tiny(target, tokenizer, folder / "models" / "target")
     drafts = []
     for name, path in draft_names(small.draft).items():
         draft = tiny_model(path, tokenizer, WIDTHS["draft"], NARROWEST, console)
-        drafts.append(f"{name}={_save(draft, tokenizer, folder / 'models' / name.replace('/', '-'))}")
+        drafts.append(f"{name}={save_tiny(draft, tokenizer, folder / 'models' / name.replace('/', '-'))}")
     small.draft = drafts
     methods = {split_spec(spec)[0] for spec in small.methods}
     if small.probes is not None or methods & (PROBED & SELF_SPECULATIVE):
@@ -86,22 +86,16 @@ def _make_models(small: BenchSettings, folder: Path, console: Console) -> None:
 
 
 def tiny_model(
-    name: str, tokenizer: PreTrainedTokenizerFast, width: int, layers: int, console: Console
+    name: str, tokenizer: PreTrainedTokenizerBase, width: int, layers: int, console: Console, *, tied: bool = True
 ) -> PreTrainedModel:
-    """A random model of the family of the named one."""
+    """A random model of the family of the named one; ``tied``: with one matrix for embedding and output head."""
     family, grouped, told = family_of(name)
     if told:
         console.print(f"  {told}", highlight=False)
     config = config_for(
-        family,
-        width=width,
-        layers=layers,
-        heads=4,
-        kv_heads=2 if grouped else None,
-        vocab=len(tokenizer),
-        positions=4096,
-        tokenizer=tokenizer,
-    )
+        family, hidden_size=width, layers=layers, heads=4, kv_heads=2 if grouped else None, vocab=len(tokenizer),
+        positions=4096, tie_embeddings=tied, tokenizer=tokenizer,
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -124,7 +118,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> str:
+def save_tiny(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
+    """Write a model and its tokenizer without a bar; returns the folder."""
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     model.save_pretrained(folder)
@@ -137,15 +132,9 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pa
 def _random_probes(model: PreTrainedModel) -> list[AcceptanceProbe]:
     depth, width = model.config.num_hidden_layers, model.config.hidden_size
     made = torch.Generator().manual_seed(0)
+    extras = {kind: torch.zeros(len(FEATURES) if kind != "probe" else 0) for kind in KINDS}
     return [
-        AcceptanceProbe(
-            layer,
-            kind,
-            label,
-            torch.randn(width, generator=made) / width,
-            torch.zeros(len(FEATURES) if kind != "probe" else 0),
-            1.0,
-        )
+        AcceptanceProbe(layer, kind, label, torch.randn(width, generator=made) / width, extras[kind], 1.0)
         for layer in range(1, depth)
         for kind in KINDS
         for label in ("match", "accept")

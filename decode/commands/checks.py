@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.commands.settings import ChatSettings, LoadSettings, MethodSettings, SamplingSettings, required
+from decode.core.draft_lengths import RoundCosts
 from decode.core.errors import UserError, choose
 from decode.core.files import read_json
 from decode.core.options import MethodOptions, split_spec
-from decode.core.round_costs import RoundCosts
 from decode.core.sampling import Warp
 from decode.measure.bench_session import BenchOptions
 from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
@@ -20,7 +20,6 @@ from decode.models.generation_config import NEUTRAL, own_warp
 from decode.models.open import choose_device, choose_dtype
 from decode.models.pair import Pair, load
 from decode.models.runners.compiled import check_compile
-from decode.models.runners.packing import check_pack
 from decode.models.text import check_template
 from decode.prompts.suites import Suite, load_suite
 
@@ -73,9 +72,6 @@ def check_models(settings: LoadSettings) -> None:
         check_compile(settings.compile, str(device))
         if settings.device_map is not None:
             raise UserError("a model that is compiled has to be on one device; give --device, or leave compile at none")
-    check_pack(settings.pack)
-    if settings.draft_vocabulary not in ("same", "intersection"):
-        raise UserError(f"draft_vocabulary is {settings.draft_vocabulary!r}; choose same or intersection")
 
 
 def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -147,7 +143,8 @@ def api_settings(settings_class: type[Settings], pair: Pair, **options: Any) -> 
     known = {f.name: f for f in dataclasses.fields(settings_class) if f.name not in PLACED}
     for name in options:
         choose("option", name, known)
-    return settings_class(target=pair.target_name or "the given model", compile=pair.compile, pack=pair.pack, **options)
+    opened: dict[str, Any] = {"compile": pair.compile, "pack": pair.pack}
+    return settings_class(target=pair.target_name or "the given model", **opened, **options)
 
 
 def measure_options(settings: LoadSettings, **more: Any) -> BenchOptions:

@@ -209,11 +209,6 @@ def _help(parser: Any) -> str:
     return text.replace("Show this help message and exit.", configs).rstrip()
 
 
-def known_keys(settings_class: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a settings class, sections included, in order of definition."""
-    return (name for name, _ in _typed_keys(settings_class, prefix))
-
-
 def _typed_keys(settings_class: type | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, hint in _hints(settings_class).items():
         yield prefix + name, hint

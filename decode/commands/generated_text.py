@@ -10,14 +10,7 @@ from rich.text import Text
 
 from decode.core.trace import FORMULAS, Trace
 from decode.measure.statistics import plain
-
-ENDS = {
-    "eos": "the end-of-text token",
-    "stop": "a stop string",
-    "length": "max_new_tokens",
-    "context": "the end of the model's context",
-}
-"""What ends a text."""
+from decode.report.page import WRITERS
 
 
 @dataclass
@@ -34,7 +27,8 @@ class Generation:
     trace: Trace = field(default_factory=Trace, repr=False)  # rounds so far
     text: str = ""  # text so far
     tokens: list[dict[str, str]] = field(default_factory=list, repr=False)  # marked tokens so far
-    finish_reason: str | None = None  # a key of `ENDS`, once the text has ended
+    # once the text has ended, what ended it: eos, stop (a stop string), length (max_new_tokens) or context (it is full)
+    finish_reason: str | None = None
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -65,22 +59,13 @@ STYLES = {
 }
 """How ``--show`` marks who wrote a token."""
 
-LEGEND = {
-    "accepted": "drafted and accepted",
-    "rejected": "drafted and rejected",
-    "corrected": "corrected by the target",
-    "bonus": "added by the target after a whole accepted draft",
-}
+LEGEND = {who: WRITERS[who] for who in ("accepted", "rejected", "corrected", "bonus")}
 
 
 def colored(pieces: Sequence[dict[str, str]]) -> Text:
-    """Marked text in the colours of those who wrote it."""
-    return Text.assemble(*((_visible(piece), STYLES[piece["who"]]) for piece in pieces))
-
-
-def _visible(piece: dict[str, str]) -> str:
-    """A rejected line end is shown as a sign, so that it does not break the text."""
-    return piece["text"].replace("\n", "⏎") if piece["who"] == "rejected" else piece["text"]
+    """Marked text in the colours of those who wrote it; a rejected line end is a sign, so that it breaks no line."""
+    shown = ((p["text"].replace("\n", "⏎") if p["who"] == "rejected" else p["text"], p["who"]) for p in pieces)
+    return Text.assemble(*((text, STYLES[who]) for text, who in shown))
 
 
 def show_statistics(generation: Generation, console: Console) -> None:

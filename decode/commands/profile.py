@@ -26,7 +26,7 @@ from decode.measure import machine
 from decode.measure.bench_session import Session
 from decode.measure.profile import PairProfile, profile_pair
 from decode.models.pair import Pair
-from decode.report.forecast_report import forecast_tables, record_forecast
+from decode.report.batch_report import forecast_tables, record_forecast
 from decode.report.tables import TABLES, console_table
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -30,14 +30,14 @@ class LoadSettings(Checked):
     """Spread the target over several devices, such as auto (needs accelerate); overrides device."""
     trust_remote_code: bool = False
     """Run the Python code that a hub repository brings."""
-    draft_vocabulary: str = "same"
+    draft_vocabulary: Literal["same", "intersection"] = "same"
     """same refuses a draft whose tokenizer is not the target's; intersection lets it draft the tokens that both
     vocabularies have, which stays lossless (arXiv 2502.05202)."""
-    compile: str = "none"
+    compile: Literal["none", "default", "reduce-overhead"] = "none"
     """torch.compile for target and draft, with a cache of fixed size: none, default, or reduce-overhead, which replays
     CUDA graphs. For GPUs; on CPUs the plain forward is faster. Each length of input is compiled when it first occurs,
     which takes seconds to minutes; drafts by the target's own layers and feature heads stay as they are."""
-    pack: str = "auto"
+    pack: Literal["off", "on", "auto"] = "auto"
     """On CPUs, weights in the order that the kernels read them, copied at loading: off, on, or auto, which measures
     each shape and packs where that is faster (models up to 1 GiB). Checking several tokens then costs little more than
     reading one."""
@@ -92,6 +92,18 @@ class ChatSettings(Checked):
 
 
 @dataclass
+class SuiteSettings(Checked):
+    """Which prompts are measured on."""
+
+    suite: list[str] = field(default_factory=lambda: ["arithmetic"])
+    """Prompts; see `python -m decode bench --help`."""
+    split: str = "test"
+    """Split of suites that have several."""
+    seed: Seed = 0
+    """Of prompts and everything random."""
+
+
+@dataclass
 class DemoSettings(ChatSettings, SamplingSettings, MethodSettings, LoadSettings):
     """Settings of python -m decode demo, and those that generate shares with it."""
 
@@ -130,7 +142,7 @@ class GenerateSettings(DemoSettings):
 
 
 @dataclass
-class BenchSettings(ChatSettings, SamplingSettings, MethodSettings, LoadSettings):
+class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSettings, LoadSettings):
     """Settings of python -m decode bench, and of the section bench of a configuration."""
 
     draft: list[str] = field(default_factory=list)
@@ -149,8 +161,6 @@ class BenchSettings(ChatSettings, SamplingSettings, MethodSettings, LoadSettings
     suite: list[str] = field(default_factory=lambda: ["arithmetic"])
     """Prompts: arithmetic, chat, gsm8k, humaneval, mbpp, mmlu, alpaca, mt_bench, spec_bench, cnn_dailymail, xsum, open;
     a local file, whose columns say what it is, or NAME=PATH; arithmetic:2 is a difficulty, chat:qa a category."""
-    split: str = "test"
-    """Split of suites that have several."""
     limit: PositiveInt | None = 20
     """Prompts of each suite (also --prompts), a sample chosen by the seed, evenly from its categories; null: all."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0])
@@ -165,8 +175,6 @@ class BenchSettings(ChatSettings, SamplingSettings, MethodSettings, LoadSettings
     ignore_eos: bool = False
     """Generate max_new_tokens always, so that all texts are equally long. Speed ratios of relaxed and sampled methods
     are then over equal lengths; accuracy means nothing."""
-    seed: Seed = 0
-    """Of prompts, sampling and the bootstrap."""
     corpus: list[str] = field(default_factory=list)
     """Text or .jsonl files, or suites (their training split), from which the stores of rest and adaptix are built
     where none is given."""
@@ -183,15 +191,11 @@ class BenchSettings(ChatSettings, SamplingSettings, MethodSettings, LoadSettings
 
 
 @dataclass
-class ProfileSettings(ChatSettings, SamplingSettings, LoadSettings):
+class ProfileSettings(SuiteSettings, ChatSettings, SamplingSettings, LoadSettings):
     """Settings of python -m decode profile."""
 
     draft: str | None = None
     """Folder, hub name or GGUF file of the draft model. Required."""
-    suite: list[str] = field(default_factory=lambda: ["arithmetic"])
-    """Prompts that α is measured on; see `python -m decode bench --help`."""
-    split: str = "test"
-    """Split of suites that have several."""
     limit: PositiveInt | None = 16
     """Prompts of each suite."""
     temperature: Temperature = 0.0
@@ -204,8 +208,6 @@ class ProfileSettings(ChatSettings, SamplingSettings, LoadSettings):
     """Also measure the costs of so many texts at once, and predict speedup and goodput at each of these batch sizes.
     The best draft lengths are written into the speculation_profile.json of the draft's folder, where there is one, as
     vLLM takes them (num_speculative_tokens_per_batch_size), and into its model card."""
-    seed: Seed = 0
-    """Of prompts and sampling."""
     json: bool = False
     """Print one JSON object."""
 

@@ -17,7 +17,8 @@ def write_safely(path: str | Path, write: Callable[[Path], object]) -> None:
         OSError: the folder cannot be written to, or the disk is full; a file already there is unchanged.
     """
     path = Path(path)
-    check_replaceable(path)
+    if path.exists() and not path.is_file():
+        raise UserError(f"{str(path)!r} is not a file that can be replaced but a folder or a device; give another path")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
@@ -49,9 +50,3 @@ def write_section(path: Path, name: str, text: str) -> None:
     before, found, rest = path.read_text(encoding="utf-8").partition(begin)
     after = rest.partition(end)[2] if found else ""
     write_text(path, f"{before.rstrip()}\n\n{begin}\n{text}\n{end}\n{after.lstrip()}")
-
-
-def check_replaceable(path: Path) -> None:
-    """Refuse a path whose place a renamed file must not take."""
-    if path.exists() and not path.is_file():
-        raise UserError(f"{str(path)!r} is not a file that can be replaced but a folder or a device; give another path")

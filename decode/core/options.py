@@ -85,13 +85,9 @@ def _number(name: str, value: Any, number: Any) -> Any:
     try:
         return number._type(number(value))
     except (ValueError, TypeError, OverflowError):
-        raise UserError(f"{name} is {value!r}, expected {describe_type(number)}") from None
-
-
-def describe_type(number: Any) -> str:
-    """A constrained type in words, such as ``a whole number >=0 and <4294967296``."""
-    kind = "a whole number" if number._type is int else "a number"
-    return kind + " " + re.sub(r"\bv|\.0\b", "", number._expression)
+        kind = "a whole number" if number._type is int else "a number"
+        limits = re.sub(r"\bv|\.0\b", "", number._expression)  # such as >=0 and <4294967296
+        raise UserError(f"{name} is {value!r}, expected {kind} {limits}") from None
 
 
 @cache

@@ -188,3 +188,9 @@ class WrappedRunner(Runner):
     def truncate(self, length: int) -> None:
         """See `Runner.truncate`."""
         self.inner.truncate(length)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a clock read on the host means something."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -62,9 +62,7 @@ class StopRule:
     product: bool = False  # aggregate by the product over the draft (AdaSPEED) instead of the last value
     threshold: Threshold = field(default_factory=Fixed)  # constant or adaptive
     refuse: bool = False  # ask before drawing; only for confidences that read the distribution alone
-    # ``constant``, or Hugging Face's ``heuristic`` (window + 2 after a full acceptance, else − 1) and
-    # ``heuristic_transient`` (the same, reset for every text)
-    schedule: str = "constant"
+    schedule: str = "constant"  # or Hugging Face's ``heuristic``: window + 2 after a full acceptance, else − 1
 
     def __post_init__(self) -> None:
         self._window = self.window
@@ -106,11 +104,6 @@ class StopRule:
         if self.schedule != "constant" and round.drafted:
             full = round.accepted == round.drafted
             self._window = self._window + 2 if full else max(1, self._window - 1)
-
-    def start(self) -> None:
-        """A new text begins."""
-        if self.schedule == "heuristic_transient":
-            self._window = self.window
 
     def reset(self) -> None:
         """Forget everything learned."""

@@ -11,6 +11,9 @@ class Threshold:
 
     value: float
 
+    def __post_init__(self) -> None:
+        self.reset()
+
     def calibrate(self, confidence: float) -> float:
         """The confidence as it is compared with `value`."""
         return confidence
@@ -51,9 +54,6 @@ class TargetAcceptance(Threshold):
     value: float = field(init=False)
     rate: float = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.reset()
-
     def observe(self, round: Round, confidence: list[float]) -> None:
         """Move towards the target acceptance."""
         if not round.drafted:
@@ -78,9 +78,6 @@ class MeanOfRejected(Threshold):
 
     value: float = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.reset()
-
     def observe(self, round: Round, confidence: list[float]) -> None:
         """Record the confidence of the first rejected token."""
         if round.accepted < len(confidence):
@@ -100,9 +97,6 @@ class Roc(Threshold):
     start: float = 0.4
     limit: int = 4096
     value: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reset()
 
     def observe(self, round: Round, confidence: list[float]) -> None:
         """Add accepted tokens and the first rejected one; refit once both kinds have been seen."""
@@ -145,9 +139,6 @@ class CostOptimal(Threshold):
     table: list[list[float]] = field(init=False, repr=False)
     time: float = field(init=False, repr=False)
     tokens: float = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self.reset()
 
     def calibrate(self, confidence: float) -> float:
         """Estimated acceptance probability at this confidence."""

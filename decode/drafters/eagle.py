@@ -42,8 +42,8 @@ class FeatureDrafter(ModelDrafter):
 
     runner: HeadRunner
 
-    def __init__(self, runner: HeadRunner, target: Runner, warp: Warp, *, keep_logits: bool = False) -> None:
-        super().__init__(runner, warp, target.vocab_size, keep_logits=keep_logits)
+    def __init__(self, runner: HeadRunner, target: Runner, warp: Warp) -> None:
+        super().__init__(runner, warp, target.vocab_size)
         self.target = target  # the target's runner, whose `features` are read
 
     @property

@@ -71,8 +71,8 @@ class EarlyExitDrafter(ModelDrafter):
     and the target's own rollback is the draft's. Stop rules see the hidden state that the head saw at the exit.
     """
 
-    def __init__(self, runner: FastRunner, warp: Warp, subset: LayerSubset, *, keep_logits: bool = False) -> None:
-        super().__init__(LayerSubsetRunner(runner, subset), warp, runner.vocab_size, keep_logits=keep_logits)
+    def __init__(self, runner: FastRunner, warp: Warp, subset: LayerSubset) -> None:
+        super().__init__(LayerSubsetRunner(runner, subset), warp, runner.vocab_size)
         self.subset = subset  # the sub-layers that run; `LayerSubset(E)` exits after layer E
 
     def fork(self, targets: Sequence[Runner]) -> list[Drafter]:

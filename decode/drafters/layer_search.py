@@ -16,6 +16,7 @@ from decode.core.sampling import Warp
 from decode.models.runners.fast_runner import FastRunner
 from decode.models.runners.layer_subset import LayerSubset
 
+PATIENCE = 3  # steps without a better set before the search ends
 Text = tuple[list[int], int]  # token ids, and how many of them are the prompt
 Sublayer = tuple[str, int]  # ``("attention", layer)`` or ``("mlp", layer)``
 Speedup = Callable[[Sequence[Sequence[float]], int, float, Callable[[int], float]], float]
@@ -76,13 +77,11 @@ def search(
     verify_cost: Callable[[int], float],
     fixed: float = 0.1,
     longest: int = 12,
-    patience: int = 3,
-    progress: Callable[[int, float], None] | None = None,
 ) -> Subset:
     """Grow the skip set by the sub-layer whose loss hurts the predicted speedup least, and keep the best set seen.
 
     A draft forward costs `fixed` (embedding, norm, head, bookkeeping) plus the rest by share of sub-layers; adding
-    goes on for `patience` steps past the best set, since skipping pays only once enough is skipped.
+    goes on for `PATIENCE` steps past the best set, since skipping pays only once enough is skipped.
 
     Args:
         runner: the target.
@@ -92,14 +91,13 @@ def search(
         verify_cost: v(n), an n-token target forward in one-token ones.
         fixed: share of a one-token forward that does not depend on the layers.
         longest: longest draft considered.
-        patience: steps without a better set before the search ends.
-        progress: called with the number of skipped sub-layers and their predicted speedup.
     """
     total = 2 * runner.depth
     rows = target_rows(runner, texts, warp)
 
     def predicted(skip: frozenset[Sublayer]) -> Subset:
-        subset = _subset(runner.depth, skip)
+        no_attention, no_mlp = ([layer for kind, layer in skip if kind == what] for what in ("attention", "mlp"))
+        subset = LayerSubset.skipping(runner.depth, no_attention, no_mlp)
         accept = acceptance(runner, subset, texts, rows, warp)
         c = fixed + (1 - fixed) * subset.sublayers / total
         # the shared layers are not run again for what the draft has read
@@ -115,21 +113,13 @@ def search(
     everything = [(what, layer) for layer in range(runner.depth) for what in ("attention", "mlp")]
     best = current = predicted(frozenset())
     since = 0
-    while len(current.skip) < total - 1 and since < patience + total // 2:
+    while len(current.skip) < total - 1 and since < PATIENCE + total // 2:
         current = max(
             (predicted(current.skip | {s}) for s in everything if s not in current.skip),
             key=lambda s: (s.speedup, s.alpha),
         )
         since = 0 if current.speedup > best.speedup else since + 1
         best = max(best, current, key=lambda s: s.speedup)
-        if progress is not None:
-            progress(len(current.skip), current.speedup)
-        if best.skip and since >= patience:
+        if best.skip and since >= PATIENCE:
             break
     return best
-
-
-def _subset(layers: int, skip: frozenset[Sublayer]) -> LayerSubset:
-    return LayerSubset.skipping(
-        layers, [i for what, i in skip if what == "attention"], [i for what, i in skip if what == "mlp"]
-    )

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from random import Random
 
 from decode.core.drafter import Drafter
-from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
 from decode.core.stopping import StopRule
@@ -34,13 +33,6 @@ class LookaheadDrafter(Drafter):
     _bottom: list[int | None] = field(default_factory=list, init=False, repr=False)
     _pending: int = field(default=-1, init=False, repr=False)
     _pooled: int = field(default=0, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.level < 2 or self.window < 1 or self.guesses < 0:
-            raise UserError(
-                "lookahead needs level >= 2, window >= 1 and guesses >= 0, got "
-                f"{self.level}, {self.window} and {self.guesses}"
-            )
 
     def start(self, ids: list[int]) -> None:
         """Forget the previous text."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 import torch
 
 from decode.core.drafter import Drafter
-from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
 from decode.core.stopping import StopRule
@@ -20,13 +19,6 @@ class LookupDrafter(Drafter):
     min_ngram: int = 1  # shortest n-gram looked up
     _after: dict[tuple[int, ...], int] = field(default_factory=dict, init=False, repr=False)
     _indexed: int = field(default=0, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_ngram <= self.max_ngram or self.length < 1:
-            raise UserError(
-                "prompt lookup needs 1 <= min_ngram <= max_ngram and length >= 1, got "
-                f"min_ngram={self.min_ngram}, max_ngram={self.max_ngram}, length={self.length}"
-            )
 
     def start(self, ids: list[int]) -> None:
         """Forget the previous text and index this one."""

@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from decode.core.draft_lengths import RoundCosts
 from decode.core.files import read_json
-from decode.core.round_costs import RoundCosts
 from decode.core.sampling import Warp
 from decode.engines.causes import OFF_BY_ONE, Cause, as_recorded, causes_in_files, causes_in_numbers, fits
 from decode.engines.counts import (

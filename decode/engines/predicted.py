@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from decode.core.sampling import Warp
-from decode.core.standard_error import clustered_ratio
+from decode.core.trace import clustered_ratio
 from decode.engines.counts import Drafts, median
 from decode.measure.acceptance_offline import prefixes
 from decode.models.other_vocabulary import DraftModel

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decode.core.round_costs import RoundCosts
+from decode.core.draft_lengths import RoundCosts
 from decode.engines.counts import Drafts, mean_length
 from decode.engines.predicted import Acceptance, Rounds, predicted_drafts
 from decode.engines.server import Server

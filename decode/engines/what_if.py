@@ -39,7 +39,7 @@ def write_random_draft(folder: Path, target: str, shape: str, seed: int) -> int:
     width, layers, heads = parse_shape(shape)
     config = config_for(
         "llama",
-        width=width,
+        hidden_size=width,
         layers=layers,
         heads=heads,
         vocab=ours.vocab_size,

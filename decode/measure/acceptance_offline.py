@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from decode.core.acceptance import overlap
 from decode.core.sampling import Warp
-from decode.core.standard_error import clustered_ratio
+from decode.core.trace import clustered_ratio
 from decode.models.other_vocabulary import DraftModel
 from decode.models.teacher_forcing import Forced, Text, teacher_forced
 

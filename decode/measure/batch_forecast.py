@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from decode.core.round_costs import RoundCosts
+from decode.core.draft_lengths import RoundCosts
 from decode.measure.acceptance_offline import OfflineAlpha
 from decode.measure.cost import CostModel, round_costs
 from decode.measure.predict import best_length, replay

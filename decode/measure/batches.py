@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from decode.core.draft_lengths import RoundCosts
 from decode.core.progress import current
 from decode.core.rng import TorchRng
-from decode.core.round_costs import RoundCosts
 from decode.core.target import Target
 from decode.core.trace import Trace
 from decode.measure.acceptance_offline import prompt_numbers

@@ -10,7 +10,6 @@ from decode.core.acceptance import JensenShannon
 from decode.core.errors import UserError
 from decode.core.options import MethodOptions, split_spec
 from decode.core.rng import TorchRng
-from decode.core.round_costs import RoundCosts
 from decode.core.target import Target
 from decode.loop import Output, System, decode
 from decode.measure.bench_session import BASELINE, Session
@@ -158,6 +157,9 @@ class EntryRun:
 
     def _build(self) -> System:
         session, entry = self.session, self.entry
+        costs = session.round_costs.get(entry.draft)  # measured before the first text, and fixed from then on
+        if costs is None and entry.draft is not None and entry.draft in session.costs:
+            costs = round_costs([session.costs[entry.draft]])
         inputs = MethodInputs(
             session.runner,
             self.warp,
@@ -166,16 +168,9 @@ class EntryRun:
             session.options.datastore,
             session.options.trigrams,
             entry.options,
-            self._costs(),
+            costs,
         )
         return build(entry.method, inputs, stop=entry.stop, rule=entry.rule)
-
-    def _costs(self) -> RoundCosts | None:
-        """The costs measured before the first text, fixed from then on."""
-        measured = self.session.round_costs.get(self.entry.draft)
-        if measured is None and self.entry.draft in self.session.costs and self.entry.draft is not None:
-            return round_costs([self.session.costs[self.entry.draft]])
-        return measured
 
     @property
     def draft_length(self) -> int | None:

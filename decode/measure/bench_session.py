@@ -1,7 +1,7 @@
 """The models, prompts and costs that a benchmark works with."""
 
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decode.core.draft_lengths import RoundCosts
 from decode.core.errors import UserError
 from decode.core.rng import TorchRng
-from decode.core.round_costs import RoundCosts
 from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.target import Target
@@ -51,11 +51,6 @@ class BenchOptions:
     cost_turns: int = 24  # measurements of the costs, spread over a block's prompts (a few of them come first)
     compile: str = "none"  # see `decode.models.open_runner.open_runner`
     pack: str = "auto"  # see `decode.models.open_runner.open_runner`
-
-    def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it has to be at least 1")
 
 
 @dataclass
@@ -104,7 +99,10 @@ class Session:
 
     def items(self, suite: Suite) -> list[Item]:
         """All prompts, and in chats all turns, that fit the contexts together with their answers."""
-        items = self._turns(suite.prompts) if self.options.chat else [self._item(prompt) for prompt in suite.prompts]
+        if self.options.chat:
+            items = self._turns(suite.prompts)
+        else:
+            items = [Item(p, list(p.ids) or prompt_ids(self.tokenizer, p.text), p.text) for p in suite.prompts]
         room = min(r.limit for r in [self.runner, *self.drafts.values()])
         fitting = [item for item in items if len(item.ids) + self.options.max_new_tokens <= room + 1]
         if not fitting:
@@ -125,10 +123,6 @@ class Session:
             self.vocabularies[suite.name] = "; ".join(sentences)
         return fitting
 
-    def _item(self, prompt: Prompt) -> Item:
-        ids = list(prompt.ids) or prompt_ids(self.tokenizer, prompt.text)
-        return Item(prompt, ids, prompt.text)
-
     def _turns(self, prompts: Sequence[Prompt]) -> list[Item]:
         """The turns of chats; the target's greedy answers stand between them, the same for every method."""
         chats: list[list[Item]] = [[] for _ in prompts]
@@ -140,21 +134,30 @@ class Session:
                 histories[i] += user_says(said[i][turn], None if turn else self.options.system)
                 chats[i].append(Item(prompts[i], chat_ids(self.tokenizer, histories[i]), said[i][turn]))
             answered = [i for i in going if turn + 1 < len(said[i])]
-            for i, answer in zip(answered, self._answers([chats[i][-1].ids for i in answered])):
+            greedy = replace(self.options.warp, temperature=0.0)
+            for i, answer in zip(answered, self.written([chats[i][-1].ids for i in answered], greedy)):
                 histories[i].append({"role": "assistant", "content": self.text(answer)})
         return [item for chat in chats for item in chat]
 
-    def _answers(self, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """The target's greedy answers, several at once; none where the prompt fills the context."""
+    def written(
+        self,
+        prompts: Sequence[list[int]],
+        warp: Warp,
+        batch_size: int = ANSWERED_AT_ONCE,
+        progress: Callable[[int], None] | None = None,
+        ends: Collection[int] | None = None,
+    ) -> list[list[int]]:
+        """What the target writes after each prompt, several at once; nothing where the prompt fills the context."""
         longest, limit = self.options.max_new_tokens, self.runner.limit
         return write_texts(
             self.model,
             prompts,
-            replace(self.options.warp, temperature=0.0),
-            budgets=[min(longest, limit + 1 - len(ids)) for ids in prompts],
-            stop_ids=stop_ids(self.model, self.tokenizer),
+            warp,
+            budgets=[min(longest, limit - len(ids)) for ids in prompts],
+            stop_ids=stop_ids(self.model, self.tokenizer) if ends is None else ends,
             draws=draws_of_loop(self.options.seed),
-            batch_size=ANSWERED_AT_ONCE,
+            batch_size=batch_size,
+            progress=progress,
         )
 
     def answer(self, ids: list[int], warp: Warp, seed: int = 0) -> list[int]:

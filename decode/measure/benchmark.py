@@ -50,11 +50,6 @@ TURN_SEED = 101  # distance of the seeds of a chat's turns
 Chat = Sequence[Item]  # the turns of one prompt
 
 
-def by_prompt_of(items: Iterable[Item]) -> list[Chat]:
-    """The turns of each prompt, which follow each other."""
-    return [list(turns) for _, turns in groupby(items, key=lambda item: id(item.prompt))]
-
-
 @dataclass
 class ResultBlock:
     """The results of one suite at one temperature."""
@@ -117,7 +112,10 @@ class Benchmark:
         done = {(block.suite, block.temperature) for block in self.blocks}
         session, options = self.session, self.session.options
         self.items = items = {suite.name: session.items(suite) for suite in suites}
-        chats = {name: by_prompt_of(some) for name, some in items.items()}
+        chats: dict[str, list[Chat]] = {
+            name: [list(turns) for _, turns in groupby(some, key=lambda item: id(item.prompt))]
+            for name, some in items.items()
+        }
         if options.costs:
             session.measure_costs(
                 [item for some in items.values() for item in some],

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from decode.core.round_costs import RoundCosts
-from decode.core.runner import Runner
-from decode.core.synchronize import synchronize
+from decode.core.draft_lengths import RoundCosts
+from decode.core.runner import Runner, synchronize
 from decode.models.other_vocabulary import ForeignRunner
 
 LONGEST = 15  # draft lengths are compared up to here: v is measured for 1 to 16 tokens
@@ -170,11 +169,14 @@ class CostMeter:
         synchronize(first.device)
         return time.perf_counter() - began
 
-    def cost(self) -> CostModel:
-        """Medians over all turns so far."""
-        one = statistics.median(self.plain)
-        spent = statistics.median(self.drafting) if self.drafting else 0.0
-        verify = {1: 1.0} | {n: statistics.median(times) / one for n, times in self.verifying.items()}
+    def cost(self, share: float = 0.5) -> CostModel:
+        """Costs from the median of all times so far, or from another quantile of them.
+
+        Other work on the machine makes single forwards slower, the long ones most; a lower quantile sees less of it.
+        """
+        one = float(np.quantile(self.plain, share))
+        spent = float(np.quantile(self.drafting, share)) if self.drafting else 0.0
+        verify = {1: 1.0} | {n: float(np.quantile(times, share)) / one for n, times in self.verifying.items()}
         seconds = {"target_seconds": one, "draft_seconds": spent}
         return CostModel(spent / one, verify, **seconds, context=self.context, batch=self.batch)
 
@@ -202,17 +204,3 @@ def _texts(runner: Runner, count: int) -> Iterator[Texts]:
     finally:
         for fork in reversed(forks):
             fork.close()
-
-
-def measure_cost(
-    target: Runner,
-    draft: Runner | None = None,
-    *,
-    widths: Iterable[int] = range(1, LONGEST + 2),
-    context: int = 128,
-    repeats: int = 21,
-    seconds: float = 5.0,
-    batch: int = 1,
-) -> CostModel:
-    """Costs of one pair, or of the target alone (see `CostMeter` and its `run`)."""
-    return CostMeter(target, draft, widths=widths, context=context, batch=batch).run(repeats, seconds)

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from decode.core.runner import Runner
-from decode.core.synchronize import synchronize
+from decode.core.runner import Runner, synchronize
 
 
 class ForwardTimer:

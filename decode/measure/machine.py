@@ -11,8 +11,7 @@ import torch
 import transformers
 
 from decode.core.errors import UserError
-from decode.core.runner import Runner
-from decode.core.synchronize import synchronize
+from decode.core.runner import Runner, synchronize
 
 SLOW = 0.05  # seconds of a one-token forward above which more threads always pay, and measuring that would take long
 

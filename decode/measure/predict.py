@@ -118,16 +118,18 @@ def best_length(speedups: dict[int, float]) -> int:
 
 
 def break_even(draft_length: int, c: float, v: Callable[[int], float], o: float = 0.0) -> float | None:
-    """The α from which a draft of this length gains, by bisection; None where even α = 1 does not."""
-    if predicted_speedup(1.0, draft_length, c, v, o) < 1:
+    """The α from which a draft of this length gains; None where even α = 1 does not."""
+    return least_alpha(lambda alpha: predicted_speedup(alpha, draft_length, c, v, o) >= 1)
+
+
+def least_alpha(enough: Callable[[float], bool]) -> float | None:
+    """The acceptance rate from which something holds, by bisection to 1e-6; None where even 1 is not enough."""
+    if not enough(1.0):
         return None
     low, high = 0.0, 1.0
     while high - low > 1e-6:
         middle = (low + high) / 2
-        if predicted_speedup(middle, draft_length, c, v, o) >= 1:
-            high = middle
-        else:
-            low = middle
+        low, high = (low, middle) if enough(middle) else (middle, high)
     return high
 
 

@@ -15,7 +15,7 @@ from decode.measure.acceptance_offline import OfflineAlpha, offline_alpha
 from decode.measure.batch_forecast import BatchForecast, forecast
 from decode.measure.bench_entries import BenchEntry, EntryRun
 from decode.measure.bench_session import Item, Session
-from decode.measure.cost import LONGEST, CostModel, measure_cost
+from decode.measure.cost import LONGEST, CostMeter, CostModel
 from decode.measure.forward_timer import time_forwards
 from decode.measure.predict import best_length, predict, verdict
 from decode.measure.statistics import plain
@@ -118,7 +118,7 @@ def batch_costs(
     for size in sorted(set(sizes)):
         current().update(name=f"costs of forwards at batch {size}")
         runners = session.runner, session.drafts[draft]
-        found.append(measure_cost(*runners, widths=widths, context=context, repeats=9, batch=size))
+        found.append(CostMeter(*runners, widths=widths, context=context, batch=size).run(9))
         add_overhead(session, draft, items, warp, found[-1])
     return found
 

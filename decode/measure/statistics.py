@@ -109,15 +109,14 @@ class Record:
 
 
 def bootstrap(
-    values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], *, seed: int = 0, level: float = 0.95
+    values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], *, seed: int = 0
 ) -> tuple[float, float, float]:
-    """A statistic with its percentile bootstrap interval over resampled rows.
+    """A statistic with its 95 % percentile bootstrap interval over resampled rows.
 
     Args:
         values: ``[n, ...]``, a row for each independent observation (a prompt).
         statistic: ``[samples, n, ...]`` to ``[samples]``.
         seed: of the resampling.
-        level: of the interval.
 
     Returns:
         The statistic of the values themselves, and the ends of its interval; NaN without values.
@@ -126,7 +125,7 @@ def bootstrap(
         return math.nan, math.nan, math.nan
     picks = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
     drawn = statistic(values[picks])
-    low, high = np.quantile(drawn[np.isfinite(drawn)], [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(drawn[np.isfinite(drawn)], [0.025, 0.975])
     return float(statistic(values[None])[0]), float(low), float(high)
 
 
@@ -146,14 +145,14 @@ def sums_by(groups: Sequence[int], a: Sequence[float], b: Sequence[float]) -> It
     return sums.values()
 
 
-def median_interval(values: Sequence[float], *, seed: int = 0, level: float = 0.95) -> tuple[float, float, float]:
-    """Median and its percentile bootstrap interval over the values.
+def median_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float, float]:
+    """Median and its 95 % percentile bootstrap interval over the values.
 
     Returns:
         The median, and the ends of the interval, which always contains it; NaN without values.
     """
     known = np.array([v for v in values if math.isfinite(v)])
-    middle, low, high = bootstrap(known, lambda drawn: np.median(drawn, axis=1), seed=seed, level=level)
+    middle, low, high = bootstrap(known, lambda drawn: np.median(drawn, axis=1), seed=seed)
     return middle, min(middle, low), max(middle, high)
 
 
@@ -190,11 +189,8 @@ def fastest_lossless(rows: Sequence[Mapping[str, Any]], temperature: float | Non
         return None
     drafting = (r for r in rows if r["lossless"] and not r["peer"] and r["method"] != "autoregressive")
     drafting = (r for r in drafting if temperature in (None, r["temperature"]))
-    return max((r for r in drafting if r.get("speedup") and r["name"] not in wrong), key=_speedup, default=None)
-
-
-def _speedup(row: Mapping[str, Any]) -> float:
-    return float(row["speedup"])
+    known = (r for r in drafting if r.get("speedup") and r["name"] not in wrong)
+    return max(known, key=lambda row: float(row["speedup"]), default=None)
 
 
 def speeds(record: Record, of: Mapping[str, Record], seed: int) -> dict[str, Any]:

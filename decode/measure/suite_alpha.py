@@ -6,9 +6,8 @@ from typing import Any
 
 from decode.core.progress import current
 from decode.measure.acceptance_offline import OfflineAlpha, offline_alpha
-from decode.measure.bench_session import ANSWERED_AT_ONCE, Item, Session
+from decode.measure.bench_session import Item, Session
 from decode.measure.statistics import plain, ratio_interval, sums_by
-from decode.models.batched_generation import draws_of_loop, write_texts
 
 
 def suite_alphas(session: Session, suite: str, items: Sequence[Item], temperature: float) -> list[dict[str, Any]]:
@@ -22,19 +21,9 @@ def suite_alphas(session: Session, suite: str, items: Sequence[Item], temperatur
     """
     work = current()
     warp = replace(session.options.warp, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
-    longest, limit = session.options.max_new_tokens, session.runner.limit
     work.update(name=f"{suite} texts of the target, T={temperature:g}")
     work.begin(0, len(items))
-    written = write_texts(
-        session.model,
-        [item.ids for item in items],
-        warp,
-        budgets=[min(longest, limit - len(item.ids)) for item in items],
-        stop_ids=session.stop_ids,
-        draws=draws_of_loop(session.options.seed),
-        batch_size=ANSWERED_AT_ONCE,
-        progress=work.advance,
-    )
+    written = session.written([item.ids for item in items], warp, progress=work.advance, ends=session.stop_ids)
     kept = [(item, [*item.ids, *text]) for item, text in zip(items, written) if text]
     rows = []
     for name, draft in session.draft_models.items():

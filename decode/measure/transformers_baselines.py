@@ -11,8 +11,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from decode.core.runner import synchronize
 from decode.core.sampling import Warp
-from decode.core.synchronize import synchronize
 
 TRANSFORMERS_BASELINES = {
     "generate": "model.generate",

@@ -70,14 +70,14 @@ def family_of(model: str) -> tuple[str, bool, str]:
 def config_for(
     model_type: str,
     *,
-    width: int,
+    hidden_size: int,
     layers: int,
     heads: int,
     vocab: int,
     kv_heads: int | None = None,
-    inner: int | None = None,
+    intermediate_size: int | None = None,
     positions: int = 512,
-    tied: bool = True,
+    tie_embeddings: bool = True,
     tokenizer: PreTrainedTokenizerBase | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> PretrainedConfig:
@@ -85,14 +85,14 @@ def config_for(
 
     Args:
         model_type: family as transformers names it.
-        width: of the hidden states.
+        hidden_size: width of the hidden states.
         layers: depth.
         heads: attention heads.
         vocab: tokens.
         kv_heads: key and value heads; None: as many as heads.
-        inner: width inside the MLP; None: 8/3 of the width, rounded up to a multiple of 32.
+        intermediate_size: width inside the MLP; None: 8/3 of the width, rounded up to a multiple of 32.
         positions: longest text.
-        tied: one matrix for embedding and head.
+        tie_embeddings: one matrix for embedding and head.
         tokenizer: gives the special tokens.
         extra: further fields of the family's configuration class.
 
@@ -100,22 +100,22 @@ def config_for(
         UserError: a family that transformers does not know, or fields that it refuses.
     """
     values: dict[str, Any] = {
-        "hidden_size": width,
+        "hidden_size": hidden_size,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or heads,
-        "intermediate_size": inner or -(-width * 8 // 96) * 32,
+        "intermediate_size": intermediate_size or -(-hidden_size * 8 // 96) * 32,
         "max_position_embeddings": positions,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": tie_embeddings,
         "vocab_size": vocab,
         **{name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     }
     if model_type in ("gpt2", "codegen", "gptj"):
         values = {GPT2_NAMES.get(key, key): value for key, value in values.items() if key != "num_key_value_heads"}
         if model_type != "gpt2":
-            values["rotary_dim"] = width // heads
+            values["rotary_dim"] = hidden_size // heads
     elif model_type.startswith(("qwen3", "gemma")):
-        values["head_dim"] = width // heads
+        values["head_dim"] = hidden_size // heads
     try:
         return AutoConfig.for_model(model_type, **(values | dict(extra or {})))
     except (ValueError, TypeError) as error:

@@ -23,9 +23,8 @@ from transformers.utils import logging as hf_logging
 from decode.core.errors import UserError
 from decode.models.eagle.files import is_head, load_head
 from decode.models.gguf import forget_packing, gguf_config, gguf_file, quiet_in_files, split_digits, unpacking
-from decode.models.other_vocabulary import DraftModel, ForeignDraft
+from decode.models.other_vocabulary import DraftModel, ForeignDraft, Intersection, Vocabulary
 from decode.models.unreadable import EXPECTED, quantized, unreadable
-from decode.models.vocabulary import Intersection, Vocabulary
 
 DTYPES = {
     "float32": torch.float32,

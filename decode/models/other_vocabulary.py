@@ -1,17 +1,146 @@
-"""A draft model of another vocabulary, in the role of one of the target's own."""
+"""A draft model of another vocabulary, in the role of one of the target's own.
 
-from collections.abc import Iterator, Sequence
+It drafts in the intersection of the two (token-level intersection, arXiv 2502.05202): its distribution, renormalised to
+the tokens that both have, is one more q for the exact rule, and the residual covers all other tokens. What tokens have
+in common is the bytes of their text, not the signs that a tokenizer writes them with (``Ġthe`` and ``▁the``), and for
+special tokens their role.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.runner import Runner, WrappedRunner
 from decode.models.eagle.head import FeatureHead
-from decode.models.vocabulary import Intersection
+
+LEAST = 100  # fewest tokens an intersection may have: less does not even spell the letters, digits and signs of English
+BOS, EOS = "<bos>", "<eos>"
+Token = bytes | str
+"""A token whatever its tokenizer: the bytes of its text; `BOS`, `EOS` or the content of another special token."""
+SPACE = "\u2581"  # SentencePiece's sign for a space
+RAW_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's tokens for bytes that no other token spells
+
+
+CHARACTERS = [bytes_to_unicode()[byte] for byte in range(256)]  # GPT-2's character of each byte
+BYTES = {character: byte for byte, character in enumerate(CHARACTERS)}
+
+
+class Vocabulary:
+    """The tokens of one tokenizer that its model knows.
+
+    Attributes:
+        tokens: by id.
+        ids: by token; where several ids have one text the lowest, and a raw byte only where no other token spells it.
+
+    Raises:
+        UserError: a tokenizer of another kind, whose pieces have no text of their own.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int, whose: str) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        decoder = backend.decoder.__getstate__().decode() if backend is not None and backend.decoder else ""
+        self.byte_level = "ByteLevel" in decoder
+        if backend is None or not (self.byte_level or SPACE in decoder):
+            raise UserError(
+                f"the {whose}'s tokenizer ({type(tokenizer).__name__}) is neither byte-level nor like SentencePiece, "
+                "so its tokens cannot be compared with another vocabulary's; use a draft of the target's model family"
+            )
+        self.size = size
+        self._model = backend.model
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        roles = {tokenizer.bos_token_id: BOS} | {tokenizer.eos_token_id: EOS}  # of a token with both, the end counts
+        named = {i: token for token, i in tokenizer.get_vocab().items() if i < size}
+        self.tokens: dict[int, Token] = {
+            i: roles[i] if i in roles else token if i in special else self._bytes(token) for i, token in named.items()
+        }
+        last = sorted(named, key=lambda i: (RAW_BYTE.fullmatch(named[i]) is not None, i), reverse=True)
+        self.ids: dict[Token, int] = {self.tokens[i]: i for i in last}
+        self._unknown = self.ids.get(EOS, 0)
+
+    def _bytes(self, token: str) -> bytes:
+        if self.byte_level:
+            known = all(character in BYTES for character in token)
+            return bytes(BYTES[character] for character in token) if known else token.encode()
+        raw = RAW_BYTE.fullmatch(token)
+        return bytes([int(raw[1], 16)]) if raw else token.replace(SPACE, " ").encode()
+
+    def spell(self, token: Token | None) -> list[int]:
+        """A token of another vocabulary in this one's ids: its own id, or at least one id that spells its text."""
+        if token in self.ids:
+            return [self.ids[token]]
+        if token in (None, BOS, EOS):  # GPT-2 and others begin texts with the token that ends them
+            return [self._unknown]
+        text = token.encode() if isinstance(token, str) else token or b""
+        return [i for i in self._split(text) if i < self.size] or [self._unknown]
+
+    def _split(self, text: bytes) -> list[int]:
+        """The tokenizer's own merges on a piece of text: nothing is put before it, as at the start of a text."""
+        if self.byte_level:
+            written = "".join(CHARACTERS[byte] for byte in text)
+        else:
+            try:
+                written = text.decode().replace(" ", SPACE)
+            except UnicodeDecodeError:  # a part of a character
+                return [self.ids[bytes([byte])] for byte in text if bytes([byte]) in self.ids]
+        return [piece.id for piece in self._model.tokenize(written)]
+
+
+class Intersection:
+    """The tokens that the vocabularies of a target and of a draft have in common, one id to one id.
+
+    Raises:
+        UserError: they have fewer than `LEAST` in common.
+    """
+
+    def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
+        self.target, self.draft = target, draft
+        pairs = sorted((i, draft.ids[token]) for token, i in target.ids.items() if token in draft.ids)
+        if len(pairs) < LEAST:
+            raise UserError(
+                f"the vocabularies have {len(pairs)} tokens in common, {len(target.ids)} being the target's and "
+                f"{len(draft.ids)} the draft's; at least {LEAST} are needed; use a draft of the same model family"
+            )
+        self._pairs = torch.tensor(pairs).T
+        self.shared: Collection[int] = {i for i, _ in pairs}  # the target's ids of them
+        self._spelt: dict[int, list[int]] = {}
+
+    @property
+    def target_ids(self) -> Tensor:
+        """The target's ids of the common tokens, ascending, long ``[shared]``."""
+        return self._pairs[0]
+
+    def translate(self, token: int) -> list[int]:
+        """The draft's ids for one id of the target: exactly one for a common token, else one or more.
+
+        A text is translated token by token, so what is translated stays as it is when the text goes on.
+        """
+        if token not in self._spelt:
+            self._spelt[token] = self.draft.spell(self.target.tokens.get(token))
+        return self._spelt[token]
+
+    def to_target(self, logits: Tensor) -> Tensor:
+        """The draft's logits ``[n, draft's ids]`` as ``[n, target's ids]``; tokens it does not share are impossible."""
+        self._pairs = self._pairs.to(logits.device)
+        target, draft = self._pairs
+        rows = logits.new_full((len(logits), self.target.size), -torch.inf)
+        return rows.index_copy_(1, target, logits[:, draft])
+
+    def sentence(self, prompt: Collection[int]) -> str:
+        """How much of the target's vocabulary, and of the tokens of some prompts, the draft can draft."""
+        shared, whole = len(self.shared), len(self.target.tokens)
+        known = sum(i in self.shared for i in prompt) / max(1, len(prompt))
+        return (
+            f"the draft shares {shared} of the target's {whole} tokens ({shared / whole:.1%}), "
+            f"{known:.1%} of the prompts' tokens"
+        )
 
 
 @dataclass

@@ -1,8 +1,7 @@
 """How good an answer is: final number, letter, ROUGE, and whether generated code passes its tests (pass@1)."""
 
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -36,24 +35,20 @@ def letter_score(reference: str, output: str) -> float:
     return float(wanted is not None and chosen == wanted)
 
 
-def rouge(reference: str, output: str) -> dict[str, float]:
-    """ROUGE-1, ROUGE-2 and ROUGE-L as F1 over lower-case words and numbers, without stemming.
+def rouge_score(reference: str, output: str) -> float:
+    """ROUGE-L F1 over lower-case words and numbers of the whole text, without stemming.
 
-    Lin (2004), "ROUGE: A Package for Automatic Evaluation of Summaries"; ROUGE-L over the whole text, not by
-    sentence.
+    Lin (2004), "ROUGE: A Package for Automatic Evaluation of Summaries".
     """
     wanted, given = (re.findall(r"[a-z0-9]+", text.lower()) for text in (reference, output))
-    scores = {}
-    for n in (1, 2):
-        left, right = (Counter(zip(*(words[i:] for i in range(n)))) for words in (wanted, given))
-        scores[f"rouge{n}"] = _f1((left & right).total(), left.total(), right.total())
-    scores["rougeL"] = _f1(_common_subsequence(wanted, given), len(wanted), len(given))
-    return scores
-
-
-def rouge_score(reference: str, output: str) -> float:
-    """ROUGE-L F1."""
-    return rouge(reference, output)["rougeL"]
+    row = [0] * (len(given) + 1)  # of the table of longest common subsequences
+    for word in wanted:
+        diagonal = 0
+        for place, other in enumerate(given, 1):
+            above = row[place]
+            row[place] = diagonal + 1 if word == other else max(above, row[place - 1])
+            diagonal = above
+    return 2 * row[-1] / (len(wanted) + len(given)) if row[-1] else 0.0
 
 
 def humaneval_program(row: Row, output: str) -> str:
@@ -102,22 +97,6 @@ def _letter(text: str) -> str | None:
     stated = re.search(r"answer(?:\s+is)?\s*:?\s*\(?([A-D])\b", text, re.IGNORECASE)
     found = stated or re.search(r"(?<![\w'])([A-D])(?![\w'])", text)
     return found.group(1).upper() if found else None
-
-
-def _f1(common: int, wanted: int, given: int) -> float:
-    return 2 * common / (wanted + given) if common else 0.0
-
-
-def _common_subsequence(left: Sequence[str], right: Sequence[str]) -> int:
-    """Length of the longest common subsequence, by rows."""
-    row = [0] * (len(right) + 1)
-    for word in left:
-        diagonal = 0
-        for place, other in enumerate(right, 1):
-            above = row[place]
-            row[place] = diagonal + 1 if word == other else max(above, row[place - 1])
-            diagonal = above
-    return row[-1]
 
 
 def _unfenced(output: str) -> str:

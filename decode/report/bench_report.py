@@ -53,6 +53,10 @@ LENGTHS = {
     True: "The end-of-text token is ignored and all texts have the full length, so that speeds are comparable "
     "whatever was written; accuracy is then not a measure of anything.",
 }
+PREDICTED = (
+    "predicted_speedup", "speedup_without_prefill", "Measured against predicted speedup",
+    "predicted: tokens per round ÷ (c·drafted + v(drafted + 1)) (×)", "measured speedup (×)",
+)  # fmt: skip
 TESTED = 30  # rounds that must have reached a position for its acceptance rate to be drawn
 QUALITIES = {
     "tv_spent": "TV spent: mean of a(x) − min(1, p(x)/q(x))",
@@ -187,14 +191,15 @@ def method_figures(rows: Sequence[Row], details: Sequence[Row]) -> dict[str, tup
                 "left is closer to the target's distribution" if key == "tv_spent" else "right is more often correct"
             )
             caption = f"Further up is faster, further {nearer}."
-            found[key] = (plots.speed_against_quality(compared, key, label), caption)
+            svg = plots.points(compared, key, "speedup", "Speed against quality", label, "speedup (×)")
+            found[key] = svg, caption
     distinct: dict[str, Row] = {}  # the fastest method of each prediction, to a digit
     for row in drafting(rows):
         if row.get("predicted_speedup") and row.get("speedup_without_prefill"):
             distinct.setdefault(f"{row['predicted_speedup']:.1f}", row)
     if distinct:
         found["predicted"] = (
-            plots.measured_against_predicted(list(distinct.values())[:7], "speedup_without_prefill"),
+            plots.points(list(distinct.values())[:7], *PREDICTED, diagonal=True),
             "Points on the dashed line are as fast as predicted; without the time of reading prompts.",
         )
     chosen = of_fastest(details, rows)

@@ -268,13 +268,10 @@ def _templates() -> Environment:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
-        "code": _code, "own_ids": _own_ids, "next": next, "present": present, "visible": _visible, "writer": _writer
+        "code": lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))),
+        "own_ids": _own_ids, "next": next, "present": present, "visible": _visible, "writer": _writer,
     }  # fmt: skip
     return environment
-
-
-def _code(text: object) -> Markup:
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _own_ids(svg: str, number: int) -> Markup:

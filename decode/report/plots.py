@@ -149,19 +149,6 @@ def points(rows: Sequence[Row], x: str, y: str, title: str, xlabel: str, ylabel:
     return as_svg(axes, legend=True)
 
 
-def speed_against_quality(rows: Sequence[Row], quality: str, xlabel: str) -> str:
-    """What a relaxed rule buys: speedup against ``tv_spent``, ``accuracy`` or ``js_distance``."""
-    return points(rows, quality, "speedup", "Speed against quality", xlabel, "speedup (×)")
-
-
-def measured_against_predicted(rows: Sequence[Row], measured: str = "speedup") -> str:
-    """Measured against predicted speedup; points on the diagonal lose nothing to bookkeeping."""
-    return points(
-        rows, "predicted_speedup", measured, "Measured against predicted speedup",
-        "predicted: tokens per round ÷ (c·drafted + v(drafted + 1)) (×)", "measured speedup (×)", diagonal=True,
-    )  # fmt: skip
-
-
 @mpl.rc_context(STYLE)
 def lines(
     series: Mapping[str, Iterable[Sequence[float]]],
@@ -288,14 +275,3 @@ def by_batch(series: Mapping[str, Sequence[Row]], key: str, title: str, ylabel: 
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
     return as_svg(axes, legend=True)
-
-
-def speedup_by_batch(series: Mapping[str, Sequence[Row]]) -> str:
-    """Speedup over the same batch without a draft."""
-    return by_batch(series, "speedup", "Speedup by batch size", "tokens/s ÷ tokens/s without a draft (×)")
-
-
-def throughput_by_batch(series: Mapping[str, Sequence[Row]]) -> str:
-    """Tokens per second of all texts."""
-    title = "Tokens per second by batch size"
-    return by_batch(series, "tokens_per_second", title, "Σ tokens ÷ seconds", log_y=True)

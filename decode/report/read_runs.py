@@ -1,5 +1,6 @@
 """Reports of runs, read back: the comparisons of methods that any report.json holds."""
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -111,6 +112,9 @@ def _comparisons(content: Mapping[str, Any], path: Path, run: str) -> Iterable[C
     created = max((str(part["created"]) for part in about if part.get("created")), default=None)
     date = created or datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat()
     facts: Mapping[str, Any] = next((part["machine"] for part in about if isinstance(part.get("machine"), Mapping)), {})
+    place = ""
+    with contextlib.suppress(KeyError):  # a report of another program
+        place = machine.sentence(dict(facts))
     notes: Mapping[str, Any] = next((part["notes"] for part in about if isinstance(part.get("notes"), Mapping)), {})
     pages = sorted(file for file in path.parent.glob("*.html") if file.name != "index.html")
     for part, value in content.items():
@@ -123,7 +127,7 @@ def _comparisons(content: Mapping[str, Any], path: Path, run: str) -> Iterable[C
             if samples and temperature == 0 and not own:
                 own = [{"name": content.get("name", run), "samples": samples}]
             yield Comparison(
-                run, part.replace("_", " "), str(suite), float(temperature), ours, own, _machine(facts),
+                run, part.replace("_", " "), str(suite), float(temperature), ours, own, place,
                 date[:16].replace("T", " "), pages, str(notes.get(suite, "")),
             )  # fmt: skip
 
@@ -131,10 +135,3 @@ def _comparisons(content: Mapping[str, Any], path: Path, run: str) -> Iterable[C
 def _items(value: Any, keys: set[str]) -> list[Mapping[str, Any]]:
     listed = value if isinstance(value, list) else []
     return [item for item in listed if isinstance(item, Mapping) and item.keys() >= keys]
-
-
-def _machine(facts: Mapping[str, Any]) -> str:
-    try:
-        return machine.sentence(dict(facts))
-    except KeyError:
-        return ""

@@ -1,7 +1,7 @@
 """Settings of a draft that is distilled after the reference: AdaSPEC, its variations, and drafts for comparison."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
@@ -25,20 +25,9 @@ TAKEN = ("target", "initial", "reference", "draft", "undistilled", "distillspec"
 FILES = ("signals", "responses", "corpus", "ablation", "report", "lock")
 """What else lies in ``work/``, where drafts for comparison have their folders."""
 
-LATER: dict[str, Any] = {
-    "name": PLAIN,
-    "select_by": "delta",
-    "divergence": None,
-    "kl_first": 0.0,
-    "k_start": None,
-    "k_ramp": 1.0,
-    "on_policy": None,
-    "seed": None,
-    "weigh_by": "none",
-    "block": 7,
-}
-"""Settings that are not part of a draft's fingerprint while they have these values: folders made before there were
-such settings stay valid."""
+EVER = ("k", "scope", "normalisation", "iso", "epochs", "lr", "method")
+"""Settings that are always part of a draft's fingerprint; the others are where they are not the defaults, so that
+folders made before there were such settings stay valid."""
 
 
 @dataclass
@@ -100,11 +89,11 @@ class AdaSpecSettings:
     def variations(self) -> list[str]:
         """The settings by which this is not AdaSPEC as published."""
         own = ("select_by", "divergence", "kl_first", "k_start", "on_policy", "weigh_by")
-        return [name for name in own if getattr(self, name) != LATER[name]]
+        return [name for name in own if getattr(self, name) != DEFAULTS[name]]
 
     def key(self) -> dict[str, Any]:
         """What decides the draft, beside the reference."""
-        return {n: value for n, value in asdict(self).items() if n not in LATER or value != LATER[n]}
+        return {n: value for n, value in asdict(self).items() if n in EVER or value != DEFAULTS[n]}
 
     def validate(self, where: str) -> None:
         """Check the name and the variations."""
@@ -115,6 +104,9 @@ class AdaSpecSettings:
                 f"{where}.name is {self.name!r}, but with {', '.join(self.variations)} set this is not AdaSPEC as "
                 "published: give it a name of its own, such as tv-after-kl"
             )
+
+
+DEFAULTS = {field.name: field.default for field in fields(AdaSpecSettings)}
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -94,6 +95,26 @@ def remove(path: Path) -> None:
         path.unlink()
     elif path.exists():
         shutil.rmtree(path)
+
+
+@contextmanager
+def replaced(out_dir: Path) -> Iterator[Path]:
+    """An empty folder to write to, which takes the place of `out_dir` at the end; whatever fails, the old one stays."""
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    for stale in out_dir.parent.glob(f".{out_dir.name}.partial-*"):
+        shutil.rmtree(stale)
+    with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}.partial-", dir=out_dir.parent) as scratch:
+        partial, old = Path(scratch) / "new", Path(scratch) / "old"
+        partial.mkdir()
+        yield partial
+        if out_dir.exists():
+            out_dir.rename(old)
+        try:
+            partial.rename(out_dir)
+        except OSError:
+            if old.exists():
+                old.rename(out_dir)
+            raise
 
 
 def fingerprint(*parts: object) -> str:

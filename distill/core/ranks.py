@@ -114,12 +114,6 @@ def failing_together(folder: Path) -> Iterator[None]:
         _FOLDER = None
 
 
-def forget_failures(folder: Path) -> None:
-    """Removes what processes of earlier starts have left."""
-    for note in folder.glob("failed-*.txt"):
-        note.unlink(missing_ok=True)
-
-
 def _failed_elsewhere(seconds: float = 0.0) -> str | None:
     """What another process of this start has failed with; looked for so long."""
     end = time.monotonic() + seconds

@@ -4,12 +4,12 @@
 description that is there always speaks of the folder beside it.
 """
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from decode.core.files import read_json
 from distill.core import ranks
 from distill.core.files import checksum, checksum_once, read_sealed, remove, sealed, write_json
 
@@ -31,10 +31,6 @@ class Account:
     teacher_tokens: int = 0  # Label tokens whose target distribution was used, counted every time
     selected_tokens: int = 0  # Label tokens that entered the loss
     cumulative_teacher_tokens: int = 0  # With those of the reference, where the training needs one
-
-    def row(self) -> dict[str, int]:
-        """As columns of a table."""
-        return asdict(self)
 
 
 @dataclass
@@ -165,24 +161,15 @@ class RunDir:
         folder = self.work / f"checkpoints-{stage}"
         note = folder / "fingerprint.json"
         if not ranks.is_first():
-            ranks.wait_for(lambda: _read(note) == key or None, f"the checkpoints' folder of {stage}")
-            return folder
-        if not note.exists() or _read(note) != key:
+            ranks.wait_for(lambda: read_json(note).get("stage") == key or None, f"the checkpoints' folder of {stage}")
+        elif read_json(note).get("stage") != key:
             remove(folder)
             folder.mkdir(parents=True)
-            write_json(note, key)
+            write_json(note, {"stage": key})
         return folder
 
     def _note(self, stage: str) -> Path:
         return self.work / f"{stage}.json"
-
-
-def _read(note: Path) -> Any:
-    """A JSON file's content; None if it is not there, or not yet complete."""
-    try:
-        return json.loads(note.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def sizes(folder: Path) -> dict[str, int]:

@@ -12,22 +12,23 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
 from decode.models.open import load_tokenizer
 from decode.prompts.files import Row, quiet_datasets
+from decode.prompts.presets import PRESETS
+from decode.prompts.scorers import SCORERS
+from decode.prompts.suites import Prompt, Suite
 from distill.config.data import DataSettings
 from distill.data.chats import ChatFormat
 from distill.data.example_table import example_table
 from distill.data.own_prompts.prompt_rows import prompt_rows
 from distill.data.own_prompts.sampler import PromptSampler
-from distill.data.show_example import check_masks, show
+from distill.data.show_example import check_masks
 from distill.data.sources import SPLITS, SourceRows, load_rows
-from distill.data.tokenize import IGNORE
-from distill.data.train_tokenizer import train_tokenizer
+from distill.data.tokenize import IGNORE, prompt_part, train_tokenizer
 
 
 @dataclass
@@ -135,9 +136,17 @@ def collate(rows: Sequence[Mapping[str, Any]], pad_id: int) -> dict[str, Tensor]
     return batch
 
 
-def show_example(corpus: Corpus, index: int = 0, split: str = "train", console: Console | None = None) -> None:
-    """Prints one example in colour: what is masked dim, what is learned green in [[ ]], special tokens reversed."""
-    show(getattr(corpus, split)[index], corpus.tokenizer, console)
+def test_suite(corpus: Corpus, source: str, count: int) -> Suite:
+    """The first test prompts of a corpus, with the scorer of their task where it has one."""
+    preset = PRESETS.get(source)
+    score = SCORERS.get(preset.scorer) if preset is not None and preset.scorer else None
+    rows = corpus.test.select(range(min(count, len(corpus.test))))
+    ids = [prompt_part(ids, labels) for ids, labels in zip(rows["input_ids"], rows["labels"])]
+    prompts = [
+        Prompt(f"test/{i}", prompt, response, ids=tuple(known))
+        for i, (prompt, response, known) in enumerate(zip(rows["prompt"], rows["response"], ids))
+    ]
+    return Suite(source, prompts, None if score is None else (lambda p, text: score(text, p.reference or "")))
 
 
 def _tokenizer(settings: DataSettings, train: Sequence[Row], seed: int) -> PreTrainedTokenizerBase:

@@ -179,7 +179,10 @@ class _Make:
             if self.settings.from_target:
                 found = [prompt_example(self.chat, row["messages"])]
             else:
-                found = chat_examples(self.chat, row.get("messages") or _as_chat(row), row.get("tools"))
+                # a pair is the chat that it stands for; what only separates the two is left to the template
+                said = [] if "messages" in row else [row.get("said") or row["prompt"], row["response"]]
+                pair = [{"role": role, "content": text.strip()} for role, text in zip(("user", "assistant"), said)]
+                found = chat_examples(self.chat, row.get("messages") or pair, row.get("tools"))
         except UnusableRow as error:
             yield _Entry(None, number, f"{error.reason} dropped", error.detail)
             return
@@ -227,11 +230,3 @@ def _table(entries: Iterator[_Entry]) -> dict[str, list[Any]]:
         for name in ("number", "reason", "detail", "several"):
             table[name].append(getattr(entry, name))
     return table
-
-
-def _as_chat(row: Row) -> list[dict[str, Any]]:
-    """A pair as the chat that it stands for; what only separates prompt and response is left to the template."""
-    return [
-        {"role": "user", "content": (row.get("said") or row["prompt"]).strip()},
-        {"role": "assistant", "content": row["response"].strip()},
-    ]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from lightning.pytorch.loggers import Logger
@@ -120,6 +121,12 @@ class StageContext:
     def examples(self) -> TokenDataset:
         """The examples for distillation."""
         return TokenDataset.of(self.corpus.train, self.settings.reference.examples)
+
+    def open_target(self, dtype: str | None = None, device: str | torch.device | None = None) -> PreTrainedModel:
+        """The run's target; None: in its own number format, where this process trains."""
+        own = self.settings.target
+        how: dict[str, Any] = {"dtype": dtype or own.dtype, "trust_remote_code": own.trust_remote_code}
+        return load_model(self.run.target, device=self.device if device is None else device, **how)
 
     @property
     def pad_id(self) -> int:

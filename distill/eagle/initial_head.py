@@ -9,9 +9,6 @@ from decode.core.errors import UserError
 from decode.models.eagle.head import FeatureHead, RMSNorm
 from decode.models.structure import decoder_layers, final_norm
 
-EMBEDDED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
-"""Weights of EAGLE-3's layer whose first columns read the embedding."""
-
 
 @torch.no_grad()
 def start_from_target(head: FeatureHead, target: PreTrainedModel) -> list[str]:

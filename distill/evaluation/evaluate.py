@@ -6,12 +6,9 @@ import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.options import MethodOptions
 from decode.core.progress import Progress, as_current
@@ -23,19 +20,14 @@ from decode.measure.bench_session import BenchOptions, Session
 from decode.measure.benchmark import Benchmark
 from decode.measure.cost import CostModel
 from decode.measure.predict import best_length, break_even, speedups_by_length, verdict
-from decode.models.batched_generation import draws_of_loop, write_texts
-from decode.models.eagle.files import is_head, load_head
-from decode.models.eagle.head import FeatureHead
 from decode.models.generation_config import described, own_warp
-from decode.models.open import load_model, stop_ids
+from decode.models.open import open_draft
 from decode.models.teacher_forcing import Forced
-from decode.prompts.presets import PRESETS
-from decode.prompts.scorers import SCORERS
-from decode.prompts.suites import Prompt, Suite
+from decode.prompts.suites import Suite
 from distill.config.drafts import PLAIN
-from distill.config.settings import Settings
-from distill.core.run_dir import RunDir, account_of
-from distill.data import Corpus, prompt_part
+from distill.core.run_dir import account_of
+from distill.data.corpus import test_suite
+from distill.data.stage_context import StageContext
 from distill.evaluation.analysis import Histograms, lifts
 
 Text = tuple[list[int], int]  # token ids, and how many of them are the prompt
@@ -43,51 +35,8 @@ PROFILE_TURNS, COST_TURNS = 12, 8
 """Measurements of costs for the profile, and within a block of timed texts (one a prompt where there are more)."""
 
 
-def evaluate(
-    run: RunDir,
-    settings: Settings,
-    corpus: Corpus,
-    device: torch.device,
-    evaluation: type[Evaluation] | None = None,
-    console: Console | None = None,
-) -> dict[str, Any]:
-    """Measure a run's drafts on the corpus's test prompts.
-
-    Args:
-        run: the folder with the target and the drafts; ``distillspec`` is what the others are compared with, in
-            pairs, and ``adaspec`` is the one to be exported.
-        settings: `evaluation` says how much is measured, `data.source` how answers are scored.
-        corpus: gives the test prompts.
-        device: where everything is measured, in the number format `evaluation.dtype`.
-        evaluation: how drafts of another kind are measured.
-        console: where progress is shown.
-
-    Returns:
-        The report but for its name and settings: ``target``, ``drafts``, ``paired``, ``decoding``, ``profile``,
-        ``analysis``, ``samples``, ``machine``, ``created``.
-    """
-    threads = torch.get_num_threads()
-    try:
-        return (evaluation or Evaluation)(run, settings, corpus, device, console).report()
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_suite(corpus: Corpus, source: str, count: int) -> Suite:
-    """The first test prompts of a corpus, with the scorer of their task where it has one."""
-    preset = PRESETS.get(source)
-    score = SCORERS.get(preset.scorer) if preset is not None and preset.scorer else None
-    rows = corpus.test.select(range(min(count, len(corpus.test))))
-    ids = [prompt_part(ids, labels) for ids, labels in zip(rows["input_ids"], rows["labels"])]
-    prompts = [
-        Prompt(f"test/{i}", prompt, response, ids=tuple(known))
-        for i, (prompt, response, known) in enumerate(zip(rows["prompt"], rows["response"], ids))
-    ]
-    return Suite(source, prompts, None if score is None else (lambda p, text: score(text, p.reference or "")))
-
-
 class Evaluation:
-    """The measurements of a run whose drafts are language models.
+    """The measurements of a run whose drafts are language models, on the corpus's test prompts.
 
     Attributes:
         shown: drafts whose margins and divergences from the target are.
@@ -95,21 +44,19 @@ class Evaluation:
 
     depths = 1  # drafted tokens whose offline acceptance is measured at temperature 1, of drafts that are feature heads
 
-    def __init__(
-        self, run: RunDir, full: Settings, corpus: Corpus, device: torch.device, console: Console | None = None
-    ) -> None:
-        self.console, self.threads, self.histograms = console, torch.get_num_threads(), Histograms()
-        settings, source, self.full = full.evaluation, full.data.source, full
-        self.settings, self.seed, self.corpus, self.run = settings, full.seed, corpus, run
-        self.tokenizer: PreTrainedTokenizerBase = corpus.tokenizer
-        self.device, self.dtype = device, settings.dtype or full.target.dtype
-        self.target = load_model(
-            run.target, device=device, dtype=self.dtype, trust_remote_code=full.target.trust_remote_code
-        )
-        self.models = {name: self._load(path) for name, path in run.drafts.items()}
+    def __init__(self, context: StageContext) -> None:
+        self.console, self.threads, self.histograms = context.console, torch.get_num_threads(), Histograms()
+        self.full, self.run, self.corpus = context.settings, context.run, context.corpus
+        full, run, source, settings = self.full, self.run, self.full.data.source, self.full.evaluation
+        self.settings, self.tokenizer = settings, context.corpus.tokenizer
+        self.target, trust = context.open_target(settings.dtype), full.initial.trust_remote_code
+        self.models = {
+            name: open_draft(path, self.target, self.tokenizer, trust_remote_code=trust)
+            for name, path in run.drafts.items()
+        }
         self.comparisons = {c.name: c.method for c in full.comparisons}
         count = max(settings.prompts, settings.accuracy_prompts, settings.decode_prompts)
-        whole = test_suite(corpus, source, count)
+        whole = test_suite(self.corpus, source, count)
         self.prompts = list(whole.prompts)
         self.prompt_ids = [list(prompt.ids) for prompt in self.prompts]
         self.suite = Suite(source, self.prompts[: settings.decode_prompts], whole.score)
@@ -123,7 +70,6 @@ class Evaluation:
             warp=self._warp(0.0),
         )
         self.session = Session(self.target, self.models, self.tokenizer, options)
-        self.stops = stop_ids(self.target, self.tokenizer)
         pair = [run.names[stage] for stage in ("reference", "draft")]
         self.shown = [name for name in pair if self._whole(name)]
 
@@ -132,19 +78,23 @@ class Evaluation:
         """The draft that is exported."""
         return self.run.chosen(self.full.export.choose)
 
-    def _load(self, path: Path) -> PreTrainedModel | FeatureHead:
-        if is_head(path):
-            return load_head(path, self.target)
-        return load_model(
-            path, device=self.device, dtype=self.dtype, trust_remote_code=self.full.initial.trust_remote_code
-        )
-
     def _whole(self, name: str) -> bool:
         """Whether a draft gives every token a probability, so that a divergence from it is finite."""
         return True
 
     def report(self) -> dict[str, Any]:
-        """Measure everything."""
+        """Measure everything.
+
+        Returns:
+            The run's report but for its name and settings: ``target``, ``drafts``, ``paired``, ``decoding``,
+            ``profile``, ``analysis``, ``samples``, ``machine``, ``created``.
+        """
+        try:
+            return self._report()
+        finally:
+            torch.set_num_threads(self.threads)
+
+    def _report(self) -> dict[str, Any]:
         with Progress(self.console) as self.bar:
             if followed := described(self.target, self._warp(1.0)):
                 self.bar.console.print(followed, soft_wrap=True)
@@ -164,7 +114,7 @@ class Evaluation:
             "profile": profile,
             "analysis": extra["analysis"] | self._analysis(by_depth),
             "samples": extra["samples"],
-            "machine": machine.describe(self.target.device) | {"dtype": self.dtype},
+            "machine": machine.describe(self.target.device) | {"dtype": self.settings.dtype or self.full.target.dtype},
         }
 
     # -- texts and acceptance --------------------------------------------------------------------------------------
@@ -178,18 +128,8 @@ class Evaluation:
         name = "greedy texts of the target" if temperature == 0 else f"texts of the target, T = {temperature:g}"
         prompts = self.prompt_ids[:count]
         work = self.bar.add(name, len(prompts))
-        longest, limit = self.settings.max_new_tokens, self.session.runner.limit
         with self._all_threads():
-            texts = write_texts(
-                self.target,
-                prompts,
-                self._warp(temperature),
-                budgets=[min(longest, limit - len(ids)) for ids in prompts],
-                stop_ids=self.stops,
-                draws=draws_of_loop(self.seed),
-                batch_size=self.settings.batch_size,
-                progress=work.advance,
-            )
+            texts = self.session.written(prompts, self._warp(temperature), self.settings.batch_size, work.advance)
         return [([*ids, *text], len(ids)) for ids, text in zip(prompts, texts)]
 
     def _alphas(self, texts: list[Text], temperature: float, depth: int = 1) -> dict[str, list[OfflineAlpha]]:
@@ -239,7 +179,7 @@ class Evaluation:
             "offline_alpha_greedy": greedy.mean,
             "offline_alpha_greedy_se": greedy.se,
             "validation_alpha": self.run.validation_alpha(name),
-            **(account_of(record).row()),
+            **vars(account_of(record)),
             "seconds": record.seconds,
         }
 

@@ -17,9 +17,8 @@ from rich.console import Console
 from decode.core.errors import UserError
 from decode.core.options import Seed
 from decode.measure.acceptance_offline import OfflineAlpha, offline_alpha, prompt_numbers
-from decode.models.eagle.files import load_head
 from decode.models.generation_config import own_warp
-from decode.models.open import load_model
+from decode.models.open import open_draft
 from distill.config.drafts import ComparisonSettings
 from distill.config.responses import ResponseSettings
 from distill.config.settings import Settings
@@ -92,7 +91,7 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
                 draft = drafted(name, seed)
                 run_stages(bench, (draft,))
                 record = run.draft_record(draft)
-                used = account_of(record).row() | {"seconds": record.seconds}
+                used = {**vars(account_of(record)), "seconds": record.seconds}
                 measured.add(name, asdict(variant), seed, meter.measure(draft), used)
                 write_table(run.folder, measured, console)
     return run.folder
@@ -117,13 +116,7 @@ class Meter:
 
     def __init__(self, bench: StageContext, batch_size: int) -> None:
         self.bench, self.folder = bench, bench.run.work / "ablation"
-        self.dtype = bench.settings.evaluation.dtype or bench.settings.target.dtype
-        self.target = load_model(
-            bench.run.target,
-            device=bench.device,
-            dtype=self.dtype,
-            trust_remote_code=bench.settings.target.trust_remote_code,
-        )
+        self.target = bench.open_target(bench.settings.evaluation.dtype)
         self.keys = {stage: key for stage, (key, _) in stage_fingerprints(bench.settings).items()}
         self.made_from: dict[str, str] = {}  # of each mode's texts
         self.texts = {mode: self._texts(mode, temperature, batch_size) for mode, temperature in MODES.items()}
@@ -147,12 +140,7 @@ class Meter:
         ends = np.cumsum([len(ids) - start for ids, start in texts])
 
         def parts() -> Iterator[tuple[slice, Array]]:
-            path = self.bench.run.path(draft)
-            model = (
-                load_head(path, self.target)
-                if self.bench.settings.eagle.enabled
-                else load_model(path, device=self.bench.device, dtype=self.dtype)
-            )
+            model = open_draft(self.bench.run.path(draft), self.target, self.bench.corpus.tokenizer)
             found = offline_alpha(self.target, model, texts, own_warp(self.target, temperature, {}))
             yield slice(None), np.concatenate([np.asarray(text) for text in found.texts])
 

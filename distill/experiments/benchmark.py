@@ -28,14 +28,13 @@ from decode.models.open import load_model
 from decode.report.tables import plain_table
 from distill.config.drafts import AdaSpecSettings
 from distill.config.settings import Settings
-from distill.config.trainer import TrainerSettings, TrainingSettings
 from distill.core.files import write_json
 from distill.core.run_dir import RunDir
 from distill.data import load_corpus
 from distill.data.batch_schedule import Schedule
 from distill.data.datamodule import DistillDataModule
 from distill.data.token_dataset import TokenDataset
-from distill.experiments.huggingface_trainer import trainer
+from distill.experiments.huggingface_trainer import TrainingCase, trainer
 from distill.experiments.loss_benchmark import Memory, alone, bytes_of, loss_table, show_losses
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
@@ -87,22 +86,6 @@ class TrainingBenchSettings(Settings):
     """The measurement."""
 
 
-@dataclass
-class TrainingCase:
-    """A training that both sides do."""
-
-    folder: str
-    rows: TokenDataset
-    training: TrainingSettings
-    trainer: TrainerSettings
-    selection: Selection
-    signal: TargetSignal
-    steps: int
-    batch_size: int
-    seed: int
-    threads: int
-
-
 def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict[str, Any]:
     """Measures, prints a table, writes the numbers.
 
@@ -115,7 +98,7 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
     console, threads = console or Console(), settings.threads or torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         with working(console, "models and data"):
-            job, about = _prepare(settings, Path(folder), threads)
+            job, about = _prepare(settings, Path(folder))
         console.print(f"  {about}", highlight=False)
         training: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         for number in range(settings.speed.rounds):
@@ -135,7 +118,7 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def _prepare(settings: TrainingBenchSettings, folder: Path, threads: int) -> tuple[TrainingCase, str]:
+def _prepare(settings: TrainingBenchSettings, folder: Path) -> tuple[TrainingCase, str]:
     """The three models in folders, and what to train on: the run's own if it is finished, else random weights."""
     run, names = RunDir(Path(settings.output_dir) / settings.name), ("target", "initial", "reference")
     trained = all(run.record(name) is not None for name in names)
@@ -154,29 +137,23 @@ def _prepare(settings: TrainingBenchSettings, folder: Path, threads: int) -> tup
                     parameter.data.mul_(1.01)
             model.save_pretrained(folder / name)
     rows = TokenDataset.of(corpus.train, settings.reference.examples)
-    reference, draft = settings.reference.training, _published(settings)
+    drafts = [settings.draft, *(other for other in settings.comparisons if other.method == "adaspec")]
+    # AdaSPEC as the run has it: its draft, or the first comparison without a variation of our own
+    draft = next((draft for draft in drafts if not draft.variations), AdaSpecSettings())
+    reference = settings.reference.training
     plan = plan_draft(plan_reference(reference, len(rows)), draft.k, draft.iso)
     selection = Selection(draft.k, draft.scope, draft.normalisation)
     models = [load_model(folder / name, device="cpu", dtype="float32") for name in ("target", "initial")]
     signal = TargetSignal.of(settings.reference, min(LMHead(model).vocab for model in models))
+    schedule = Schedule(rows.lengths, plan.batch_size, reference.length_bucket, settings.seed)
     job = TrainingCase(
-        str(folder), rows, reference, settings.trainer, selection, signal, settings.speed.steps, plan.batch_size,
-        settings.seed, threads,
+        str(folder), rows, reference, settings.trainer, selection, signal, settings.speed.steps, schedule,
+        settings.seed,
     )  # fmt: skip
     sizes = [model.num_parameters() for model in models]
     weights = f"weights of {run.folder}" if trained else "weights of no run (train one to measure on it)"
     pair = f"target {sizes[0]:,} and draft {sizes[1]:,} parameters, vocabulary {vocab:,}"
     return job, f"{pair}, k = {selection.k:g}, the target's signal {signal.kind}, {weights}"
-
-
-def _published(settings: Settings) -> AdaSpecSettings:
-    """AdaSPEC as the run's settings have it: its draft, or the first comparison without a variation of our own."""
-    drafts = [settings.draft, *(other for other in settings.comparisons if other.method == "adaspec")]
-    return next((draft for draft in drafts if not draft.variations), AdaSpecSettings())
-
-
-def _schedule(job: TrainingCase) -> Schedule:
-    return Schedule(job.rows.lengths, job.batch_size, job.training.length_bucket, job.seed)
 
 
 def _models(job: TrainingCase, *names: str) -> list[PreTrainedModel]:
@@ -202,10 +179,7 @@ def _train_straightforward(job: TrainingCase) -> dict[str, Any]:
     target, draft, reference = _models(job, "target", "initial", "reference")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     memory = Memory(device)
-    made = trainer(
-        draft.train(), target, reference, job.rows, _schedule(job), job.training, job.steps, Path(job.folder) / "hf",
-        k=job.selection.k, mean=job.selection.normalisation == "paper", clip=job.trainer.gradient_clip,
-    )  # fmt: skip
+    made = trainer(job, draft.train(), target, reference)
     made.train()
     return _measured(job, made.ends, made.losses, memory.peak(), 0.0)
 
@@ -229,9 +203,8 @@ def _train_here(job: TrainingCase) -> dict[str, Any]:
         draft.train(), job.training, job.steps, target=target, objective=Objective(selection=job.selection),
         seed=job.seed,
     )  # fmt: skip
-    few = TokenDataset(rows.ids, rows.labels, rows.offsets[:5], rows.label_offsets[:5], rows.signals)
     clock = _StepClock(module)
-    data = DistillDataModule(rows, few, _schedule(job), job.steps, 0)
+    data = DistillDataModule(rows, rows.first(4), job.schedule, job.steps, 0)
     settings = replace(job.trainer, validate_every=job.steps)
     fit(module, data, settings, folder / "work", name="bench", console=Console(quiet=True), callbacks=(clock,))
     return _measured(job, clock.ends, clock.losses, memory.peak(), prepared)
@@ -240,8 +213,7 @@ def _train_here(job: TrainingCase) -> dict[str, Any]:
 def _measured(
     job: TrainingCase, ends: list[float], losses: list[torch.Tensor], peak: int | None, prepared: float
 ) -> dict[str, Any]:
-    schedule = _schedule(job)
-    tokens = sum(job.rows.labels_of(schedule.batch(step)) for step in range(WARM, job.steps))
+    tokens = sum(job.rows.labels_of(job.schedule.batch(step)) for step in range(WARM, job.steps))
     seconds = ends[-1] - ends[WARM - 1]
     return {
         "tokens_per_second": tokens / seconds,
@@ -259,18 +231,17 @@ def _judge(training: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     apart = [abs(a - b) / abs(a) for round in zip(*losses) for a, b in zip(*round, strict=True)]
     rates = ([found["tokens_per_second"] for found in training[side]] for side in SIDES)
     ratios = [ours / theirs for theirs, ours in zip(*rates)]
-    return {
-        side: {key: _median([found[key] for found in training[side]]) for key in training[side][0]} for side in SIDES
-    } | {
+
+    def median(side: str, key: str) -> Any:
+        values = [found[key] for found in training[side]]
+        return None if None in values else statistics.median(values)
+
+    return {side: {key: median(side, key) for key in training[side][0]} for side in SIDES} | {
         "speedup": statistics.median(ratios),
         "speedups": ratios,
         "loss_difference": max(apart),
         "loss_difference_mean": statistics.fmean(apart),
     }
-
-
-def _median(values: list[Any]) -> Any:
-    return None if None in values else statistics.median(values)
 
 
 def _show(result: dict[str, Any], console: Console) -> None:

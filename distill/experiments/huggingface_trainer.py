@@ -7,8 +7,8 @@ tokens are selected (they threshold at a quantile), and no model computes the ne
 """
 
 import time
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from decode.measure import machine
-from distill.config.trainer import TrainingSettings
+from distill.config.trainer import TrainerSettings, TrainingSettings
 from distill.data.batch_schedule import Schedule
 from distill.data.corpus import collate
 from distill.data.token_dataset import TokenDataset
 from distill.data.tokenize import IGNORE
-from distill.losses.token_selection import share
+from distill.losses.token_selection import Selection, share
 from distill.models.optim import make_optimizer, make_schedule
+from distill.teacher.target_distribution import TargetSignal
 
 
 def examples(rows: TokenDataset, schedule: Schedule, steps: int) -> list[dict[str, list[int]]]:
@@ -98,43 +99,32 @@ class ThreeModels(Trainer):
         return SequentialSampler(self.train_dataset)  # the schedule has shuffled already
 
 
-def trainer(
-    draft: PreTrainedModel,
-    target: PreTrainedModel,
-    reference: PreTrainedModel,
-    rows: TokenDataset,
-    schedule: Schedule,
-    training: TrainingSettings,
-    steps: int,
-    folder: Path,
-    *,
-    k: float,
-    mean: bool,
-    clip: float,
-) -> ThreeModels:
+@dataclass
+class TrainingCase:
+    """A training that both sides do."""
+
+    folder: str  # of the three models
+    rows: TokenDataset
+    training: TrainingSettings
+    trainer: TrainerSettings
+    selection: Selection
+    signal: TargetSignal
+    steps: int
+    schedule: Schedule
+    seed: int
+
+
+def trainer(job: TrainingCase, draft: Any, target: PreTrainedModel, reference: PreTrainedModel) -> ThreeModels:
     """The trainer for the same batches, optimiser and learning rates as draftsmith's own training."""
-    optimizer = make_optimizer(draft, training)
-    cpu = not torch.cuda.is_available()
+    optimizer, cpu = make_optimizer(draft, job.training), not torch.cuda.is_available()
+    arguments = TrainingArguments(
+        output_dir=f"{job.folder}/hf", max_steps=job.steps, per_device_train_batch_size=job.schedule.batch_size,
+        max_grad_norm=job.trainer.gradient_clip, logging_strategy="no", save_strategy="no", report_to=[],
+        disable_tqdm=True, use_cpu=cpu, remove_unused_columns=False, dataloader_pin_memory=not cpu,
+    )  # fmt: skip
     return ThreeModels(
-        target=target,
-        reference=reference,
-        k=k,
-        mean=mean,
-        model=draft,
-        args=TrainingArguments(
-            output_dir=str(folder),
-            max_steps=steps,
-            per_device_train_batch_size=schedule.batch_size,
-            max_grad_norm=clip,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=cpu,
-            remove_unused_columns=False,
-            dataloader_pin_memory=not cpu,
-        ),
-        train_dataset=examples(rows, schedule, steps),
+        target=target, reference=reference, k=job.selection.k, mean=job.selection.normalisation == "paper",
+        model=draft, args=arguments, train_dataset=examples(job.rows, job.schedule, job.steps),
         data_collator=partial(collate, pad_id=0),
-        optimizers=(optimizer, make_schedule(optimizer, training, steps)),
-    )
+        optimizers=(optimizer, make_schedule(optimizer, job.training, job.steps)),
+    )  # fmt: skip

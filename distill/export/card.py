@@ -127,58 +127,40 @@ def _rounded(value: float | None) -> float | None:
 
 def model_card(
     profile: Mapping[str, Any],
-    model: PreTrainedModel,
+    model: PreTrainedModel | FeatureHead,
     target: str,
     folder: str,
     length: int,
-    trained_vocabulary: int,
     notes: Sequence[str] = (),
+    *,
+    trained_vocabulary: int = 0,
+    layers: int = 0,
 ) -> str:
-    """The README.md of an exported draft: what it is, what was measured, how to use it.
+    """The README.md of an exported draft or feature head: what it is, what was measured, how to use it.
 
     Args:
         profile: optional keys `draft_name`, `target_name`, `offline_alpha`, `offline_alpha_se`, `alpha`,
             `block_efficiency`, `accepted_per_drafted`, `speedup`, `speedup_ci95`, `speedup_vs_generate`,
             `predicted_speedup`, `cost_ratio`, `break_even_alpha`, `best_draft_length`, `identical_to_target`,
             `conditions`. What is absent is left out.
-        model: the exported model.
+        model: the exported model or head.
         target: the target's folder or hub name, for the commands.
         folder: the export's folder, for the commands.
         length: drafted tokens per round.
-        trained_vocabulary: vocabulary size before padding or cutting.
         notes: further ones of this pair; empty ones are left out.
+        trained_vocabulary: of a draft model, its vocabulary size before padding or cutting.
+        layers: of the target of a head.
     """
-    return _card(
-        "draft", profile, model, str(profile.get("target_name") or target), folder, length, notes,
-        vocabulary=model.config.get_text_config().vocab_size, trained_vocabulary=trained_vocabulary,
-    )  # fmt: skip
-
-
-def head_card(
-    profile: Mapping[str, Any], head: FeatureHead, target: str, folder: str, length: int, layers: int, note: str = ""
-) -> str:
-    """The README.md of an exported feature head; as `model_card`, with the target's number of layers and one note."""
-    three = head.version == 3
-    return _card(
-        KINDS[head.version], profile, head, target, folder, length, [note], layers=layers,
-        behind_norm=three and max(head.captured_layers) == layers,
-        captured_elsewhere=three and head.captured_layers != default_captured_layers(layers),
-        token_map=head.version == 1 and head.reduced,
-    )  # fmt: skip
-
-
-def _card(
-    kind: str,
-    profile: Mapping[str, Any],
-    model: PreTrainedModel | FeatureHead,
-    target: str,
-    folder: str,
-    length: int,
-    notes: Sequence[str],
-    *,
-    token_map: bool = False,
-    **facts: Any,
-) -> str:
+    kind, token_map, facts = "draft", False, {"trained_vocabulary": trained_vocabulary, "layers": layers}
+    if isinstance(model, FeatureHead):
+        kind, three, captured = KINDS[model.version], model.version == 3, model.captured_layers
+        token_map = not three and model.reduced
+        facts |= {
+            "behind_norm": three and max(captured) == layers,
+            "captured_elsewhere": three and captured != default_captured_layers(layers),
+        }
+    else:
+        facts["vocabulary"], target = model.config.get_text_config().vocab_size, profile.get("target_name") or target
     environment = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True)
     environment.filters["grouped"] = "{:,}".format
     text = environment.get_template("card.md").render(

@@ -5,10 +5,7 @@ place, so a folder of that name is always complete.
 """
 
 import json
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ from decode.core.errors import UserError
 from decode.engines.fingerprint import weight_fingerprints
 from decode.models.open import check_tokenizers
 from distill.config.export import ExportSettings
-from distill.core.files import save_tokenizer
+from distill.core.files import replaced, save_tokenizer
 from distill.export.card import model_card, speculation_profile
 
 # vLLM reads a speculative method from these parts of the draft's path, even when the method is given.
@@ -84,10 +81,13 @@ def export_draft(
     # The number format is set at loading: model.to() would round the rope frequencies as well.
     dtype = "auto" if settings.dtype == "keep" else getattr(torch, settings.dtype)
     model = AutoModelForCausalLM.from_pretrained(draft_dir, dtype=dtype, **options)
-    probe = _probe_ids(min(vocabulary, model.config.get_text_config().vocab_size), model.config)
+    own = model.config.get_text_config()
+    longest = min(32, getattr(own, "max_position_embeddings", None) or 64)
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randint(min(vocabulary, own.vocab_size), (2, longest), generator=generator)
     source = _logits(model, probe)
     trained_vocabulary = fit_vocabulary(model, vocabulary)
-    notes = [fit_context(model.config.get_text_config(), target.get_text_config()), engine_note(target)]
+    notes = [fit_context(own, target.get_text_config()), engine_note(target)]
     target_generation = _generation_config(target_dir, options)
 
     with replaced(out_dir) as partial:
@@ -105,7 +105,8 @@ def export_draft(
         model.save_pretrained(partial, max_shard_size="1TB")
         add_legacy_fields(partial / "config.json")
         save_tokenizer(tokenizer, partial)
-        card = model_card(profile, model, str(target_dir), str(out_dir), length, trained_vocabulary, notes)
+        names = str(target_dir), str(out_dir)
+        card = model_card(profile, model, *names, length, notes, trained_vocabulary=trained_vocabulary)
         write_beside(partial, speculation_profile(profile, length), card)
         _check_reload(partial, model.config, probe, source, options)
     return out_dir
@@ -258,12 +259,6 @@ def _generation_config(target_dir: str | Path, options: dict[str, Any]) -> Gener
         return GenerationConfig.from_model_config(AutoConfig.from_pretrained(target_dir, **options))
 
 
-def _probe_ids(vocabulary: int, config: PreTrainedConfig) -> Tensor:
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 64
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(vocabulary, (2, min(32, longest)), generator=generator)
-
-
 @torch.no_grad()
 def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return model.eval()(input_ids=ids.to(model.device)).logits.float().cpu()
@@ -282,23 +277,3 @@ def _check_reload(folder: Path, config: PreTrainedConfig, ids: Tensor, source: T
     rope, again = (dict(getattr(c, "rope_parameters", None) or {}) for c in (config, reloaded.config))
     if any(again.get(key) != value for key, value in rope.items()):
         raise RuntimeError(f"The exported configuration changes rope_parameters from {rope} to {again}.")
-
-
-@contextmanager
-def replaced(out_dir: Path) -> Iterator[Path]:
-    """An empty folder to write to, which takes the place of `out_dir` at the end; whatever fails, the old one stays."""
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    for stale in out_dir.parent.glob(f".{out_dir.name}.partial-*"):
-        shutil.rmtree(stale)
-    with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}.partial-", dir=out_dir.parent) as scratch:
-        partial, old = Path(scratch) / "new", Path(scratch) / "old"
-        partial.mkdir()
-        yield partial
-        if out_dir.exists():
-            out_dir.rename(old)
-        try:
-            partial.rename(out_dir)
-        except OSError:
-            if old.exists():
-                old.rename(out_dir)
-            raise

@@ -18,9 +18,9 @@ from decode.models.eagle.files import load_head, save_head
 from decode.models.eagle.head import FeatureHead
 from decode.models.open import load_model, load_tokenizer
 from distill.config.export import ExportSettings
-from distill.core.files import save_tokenizer
-from distill.export.card import KINDS, TOKEN_MAP, head_card, speculation_profile
-from distill.export.draft import add_legacy_fields, check_export_path, draft_length, engine_note, replaced, write_beside
+from distill.core.files import replaced, save_tokenizer
+from distill.export.card import KINDS, TOKEN_MAP, model_card, speculation_profile
+from distill.export.draft import add_legacy_fields, check_export_path, draft_length, engine_note, write_beside
 
 LAYER = (
     "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight",
@@ -78,7 +78,8 @@ def export_head(
     with replaced(out_dir) as partial:
         write_head(head, partial, tokenizer, length, dtype)
         layers = int(target.config.get_text_config().num_hidden_layers)
-        card = head_card(profile, head, str(target_dir), str(out_dir), length, layers, engine_note(target.config))
+        names, note = (str(target_dir), str(out_dir)), engine_note(target.config)
+        card = model_card(profile, head, *names, length, [note], layers=layers)
         write_beside(partial, speculation_profile(profile, length) | {"method": KINDS[head.version]}, card)
         check_files(partial)
         again = load_head(partial, target)

@@ -28,19 +28,7 @@ def build_config(shape: Architecture, vocab: int, tokenizer: PreTrainedTokenizer
     Raises:
         UserError: A family that transformers does not know, or fields that it refuses.
     """
-    return config_for(
-        shape.model_type,
-        width=shape.hidden_size,
-        layers=shape.layers,
-        heads=shape.heads,
-        vocab=vocab,
-        kv_heads=shape.kv_heads,
-        inner=shape.intermediate_size,
-        positions=shape.positions,
-        tied=shape.tie_embeddings,
-        tokenizer=tokenizer,
-        extra=shape.extra,
-    )
+    return config_for(**vars(shape), vocab=vocab, tokenizer=tokenizer)
 
 
 def build_model(

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from decode.core.errors import UserError
 from decode.core.progress import Work, working
-from distill.config.package import PackageSettings
+from distill.config.models import PackageSettings
 from distill.core import ranks
 from distill.core.files import BLOCK, remove
 

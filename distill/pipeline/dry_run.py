@@ -10,27 +10,20 @@ import copy
 import math
 import shutil
 import string
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
 
-from decode.commands.bench_dry_run import row_with, write_rows
-from decode.core.errors import UserError
-from decode.models.config_from_shape import family_of
+from decode.commands.bench_dry_run import row_with, save_tiny, tiny_model, write_rows
 from decode.prompts.presets import PRESETS
 from distill.config.export import HubSettings
-from distill.config.models import Architecture, ModelSettings
-from distill.config.responses import ResponseSettings
+from distill.config.models import ModelSettings
 from distill.config.settings import Settings
 from distill.config.trainer import TrainingSettings
-from distill.core.files import save_tokenizer
 from distill.data import DataSettings, load_corpus
-from distill.models.loading import build_model
-from distill.models.package import package_path
-from distill.pipeline.estimate import estimate, measure_machine, table
 
 STEPS = 4
 
@@ -69,15 +62,15 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
         name = model.package.file if model.package else model.model
         model.package = None
         if name is None:
-            model.architecture = _shape(model.architecture.model_type, width, layers, model.architecture)
-            model.architecture.tie_embeddings &= not own_head
+            shape = model.architecture
+            grouped = shape.kv_heads is not None and shape.kv_heads < shape.heads
+            model.architecture = replace(
+                shape, hidden_size=width, layers=layers, heads=4, kv_heads=2 if grouped else None,
+                intermediate_size=None, positions=2048, tie_embeddings=shape.tie_embeddings and not own_head,
+            )  # fmt: skip
         else:
-            family, grouped, told = family_of(name)
-            if told:
-                console.print(f"  {told}", highlight=False)
-            shape = _shape(family, width, layers, grouped=grouped)
-            shape.tie_embeddings = not own_head
-            model.model = _save(shape, tokenizer, folder / "models" / stage)
+            made = tiny_model(name, tokenizer, width, layers, console, tied=not own_head)
+            model.model = save_tiny(made, tokenizer, folder / "models" / stage)
         if model.trained:
             _shorten(model.training)
     small.initial.layers, small.target.layerskip.exits = 1, []
@@ -85,7 +78,11 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     largest = math.ceil(4 / min(draft.k for draft in (small.draft, *small.comparisons)))  # batch, see plan_draft
     small.reference.examples = max(16, largest)
     small.data.train_examples = max(48, 2 * largest)
-    _shrink_responses(small.reference.responses, console)
+    responses = small.reference.responses  # short, and written here whatever server is meant to
+    responses.max_new_tokens, responses.batch_size, responses.refresh_every = 8, 8, STEPS // 2
+    if addresses := responses.server.addresses:
+        console.print(f"  the target made here answers in place of {', '.join(addresses)}", highlight=False)
+        responses.server.url, responses.server.urls = None, []
     for draft in (small.draft, *small.comparisons):
         draft.epochs = None if draft.epochs is None else 1.0
     trainer, evaluation = small.trainer, small.evaluation
@@ -105,70 +102,9 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     return small
 
 
-def tell_size(settings: Settings, console: Console | None = None) -> None:
-    """Prints what the real run will write and how long it will take here, where that can be told without network."""
-    console = console or Console()
-    real = copy.deepcopy(settings)
-    for model in (real.target, real.initial):
-        if model.package is not None:
-            model.model = str(package_path(model.package, real.output_dir))
-        if model.model is not None and not Path(model.model).exists():
-            console.print(f"what it will take can be told once {model.model} is on this machine", highlight=False)
-            return
-    if real.threads is not None:
-        torch.set_num_threads(real.threads)
-    try:
-        steps = estimate(real, measure_machine())
-    except UserError as error:
-        console.print(f"sizes and times cannot be told: {error}", highlight=False, soft_wrap=True)
-        return
-    console.print(f"{settings.name}, every text as long as it may be, on this machine's CPU:", highlight=False)
-    console.print(table(steps))
-
-
 def _shorten(training: TrainingSettings) -> None:
     training.steps, training.epochs, training.batch_size = STEPS, None, 4
     training.warmup_steps = min(1, training.warmup_steps)
-
-
-def _shrink_responses(responses: ResponseSettings, console: Console) -> None:
-    """Short texts, written here whatever server is meant to."""
-    responses.max_new_tokens, responses.batch_size, responses.refresh_every = 8, 8, STEPS // 2
-    if addresses := responses.server.addresses:
-        console.print(f"  the target made here answers in place of {', '.join(addresses)}", highlight=False)
-        responses.server.url, responses.server.urls = None, []
-
-
-def _shape(
-    family: str, width: int, layers: int, like: Architecture | None = None, *, grouped: bool = False
-) -> Architecture:
-    """A tiny model of a family; grouped-query attention, tying and extra fields as in ``like``."""
-    if like is not None:
-        grouped = like.kv_heads is not None and like.kv_heads < like.heads
-    return Architecture(
-        model_type=family,
-        hidden_size=width,
-        layers=layers,
-        heads=4,
-        kv_heads=2 if grouped else None,
-        positions=2048,
-        tie_embeddings=like is None or like.tie_embeddings,
-        extra=dict(like.extra) if like else {},
-    )
-
-
-def _save(shape: Architecture, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
-    """Writes a tiny random model with its tokenizer; returns the folder."""
-    try:
-        model = build_model(shape, len(tokenizer), tokenizer, seed=0)
-    except UserError as error:
-        raise UserError(
-            f"no tiny model of the family {shape.model_type} can be made for the dry run: {error}"
-        ) from error
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(folder)
-    save_tokenizer(tokenizer, folder)
-    return str(folder)
 
 
 def _shrink_data(data: DataSettings, folder: Path, console: Console) -> None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from decode.models.eagle.files import head_config, load_head
 from decode.models.eagle.head import FeatureHead
-from decode.models.open import load_model, stop_ids
+from decode.models.open import stop_ids
 from distill.config.trainer import TrainingSettings
 from distill.core.run_dir import StageRecord
 from distill.data.stage_context import StageContext
@@ -28,7 +28,7 @@ KINDS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}  # settings' names for the hea
 def initial(context: StageContext, key: str) -> StageResult:
     """A head for the target, its vocabulary chosen; its weights random, or the target's as far as they fit."""
     settings, console = context.settings.eagle, context.console
-    target = _target(context)
+    target = context.open_target("float32", "cpu")
     config = head_config(target.config.get_text_config(), settings.version, **settings.shape())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(context.settings.seed)
@@ -83,7 +83,7 @@ def begin(
     }
     module = HeadModule(head, training, steps, **how, seed=seed)
     parameters = sum(p.numel() for p in head.parameters())
-    writer = None if not share else HeadTexts(head, _target(context).to(context.device), full.eagle.steps)
+    writer = None if not share else HeadTexts(head, context.open_target("float32"), full.eagle.steps)
     return Distillation(
         module,
         data.train,
@@ -92,11 +92,6 @@ def begin(
         lambda: head.eval().cpu(),
         lambda schedule: None if writer is None else data.on_policy(context, writer, schedule, steps, seed),
     )
-
-
-def _target(context: StageContext) -> PreTrainedModel:
-    trust = context.settings.target.trust_remote_code
-    return load_model(context.run.target, device="cpu", dtype="float32", trust_remote_code=trust)
 
 
 def _texts(context: StageContext, target: PreTrainedModel) -> TokenDataset:

@@ -1,160 +1,194 @@
-"""What a run will write and how long it will take, roughly: floating-point operations over what this machine does.
+"""``--estimate``: what a run will read, write and take, from a few steps of each of its parts on this machine.
 
-Upper bounds where lengths are not known beforehand: every example is taken to be as long as it may be.
+The run's own data and models are used, in a folder that is removed again: as many examples as two steps need, a few
+steps of every training, batches as large as the run's. What depends on the number of texts is scaled up; measurement
+and export at the end of a run are not in it.
 """
 
-import time
-from collections.abc import Callable
+from __future__ import annotations
+
+import copy
+import resource
+import shutil
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from decode.core.progress import duration
-from decode.models.eagle.files import head_config
-from decode.models.eagle.head import FeatureHead
-from decode.models.open import load_config
-from distill.config.models import ModelSettings
-from distill.config.settings import Settings
-from distill.models.layer_pruning import kept_layers
-from distill.models.loading import build_config
-from distill.pipeline.training_budget import plan_draft, plan_reference
+from distill.config.settings import ComparisonSettings, Settings
+from distill.core import ranks
+from distill.core.files import remove
+from distill.core.run_dir import RunDir
+from distill.data.datamodule import Seen
+from distill.data.stage_context import Measured, StageContext
+from distill.data.token_dataset import TokenDataset
+from distill.pipeline.runner import alone_in, run_of, run_stages
+from distill.pipeline.stages import plan_of
+from distill.pipeline.training_budget import Plan, plan_reference
+from distill.teacher.prepare import ANSWERS, LOSSES, SIGNAL
 
-EFFICIENCY = 0.5  # of the speed of large products, what training and reading texts reach
-
-
-USABLE = 0.7  # of the prompts that an instruct target writes, what is left after filtering
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What was measured here: operations a second in large products, bytes a second read from memory."""
-
-    flops: float
-    bytes: float
+STEPS = 8
+"""Of every training; the first one is not counted."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """A part of the run: what it is, bytes written, seconds."""
+class Part:
+    """A part of the run: what it is, tokens read, bytes written, seconds."""
 
     name: str
-    bytes: float
-    seconds: float
+    tokens: float = 0.0
+    bytes: float = 0.0
+    seconds: float = 0.0
 
 
-def measure_machine() -> Machine:
-    """Half a second of float32 products on this machine's CPU, and of reading."""
-    square, wide, vector = torch.ones(768, 768), torch.ones(4096, 8192), torch.ones(8192)
+@dataclass(frozen=True)
+class Estimate:
+    """The parts of a run, and the most memory that any of them takes: of the GPU, or of this process."""
 
-    def best(work: Callable[[], object]) -> float:
-        times = []
-        for _ in range(8):
-            began = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - began)
-        return min(times)
-
-    return Machine(2 * 768**3 / best(lambda: square @ square), wide.nbytes / best(lambda: wide @ vector))
+    parts: list[Part]
+    memory: float
+    place: str
 
 
-def estimate(settings: Settings, machine: Machine) -> list[Step]:
-    """The parts of a run, in order; the models' configurations have to be on this machine.
+def measured_estimate(settings: Settings, console: Console) -> Estimate:
+    """Runs a little of everything; the tokenised data are kept for the run itself.
 
     Raises:
-        UserError: a model cannot be found.
+        UserError: what the run itself would refuse.
     """
-    data, reference, evaluation = settings.data, settings.reference, settings.evaluation
-    vocab = data.tokenizer_vocab_size
-    config = _config(settings.target, vocab)
-    target = _parameters(config)
-    draft, signal_width = _draft(settings, config, target, vocab)
-    examples = min(reference.examples or data.train_limit or 0, data.train_limit or reference.examples or 0)
-    texts = examples + settings.trainer.validation_examples
-    speed = machine.flops * EFFICIENCY
+    settings = copy.deepcopy(settings)
+    settings.validate()
+    real = StageContext(settings, run_of(settings), console)
+    small = _shortened(settings)
+    run = run_of(small)
+    remove(run.folder)
+    try:
+        with alone_in(real.run, settings, console), alone_in(run, small, console):
+            drafts = (None, settings.draft, *settings.comparisons)
+            largest = max(plan_of(real, draft)[1].batch_size for draft in drafts)
+            small.reference.examples = min(len(real.examples), 2 * largest)  # as two steps of any distillation take
+            context = StageContext(small, run, Console(quiet=True))
+            context.corpus = real.corpus
+            console.print(f"a few steps of every part, on {context.device}", highlight=False)
+            run_stages(context)
+            memory = _peak(context.device)
+            return Estimate(_parts(real, context), memory, str(context.device))
+    finally:
+        remove(run.folder)
 
-    def written(count: int, longest: int, batch: int) -> float:
-        """Seconds in which the target writes texts: weights read once a step, products for the whole batch."""
-        steps = count / batch * longest
-        return steps * (4 * target / machine.bytes + 2 * target * batch / speed)
 
-    def trained(steps: int, batch: int, weights: float, length: int) -> float:
-        return steps * batch * length * 6 * weights / speed
-
-    steps = []
-    if settings.target.package is not None:
-        steps.append(Step("package", settings.target.package.size, settings.target.package.size / 10e6))
-    full = plan_reference(settings.target.training, data.train_limit or 0) if settings.target.trained else None
-    seconds = trained(full.steps, full.batch_size, target, data.max_length) if full else 0.0
-    steps.append(Step(f"target, {target / 1e6:.1f} M parameters", 4.0 * target, seconds))
-    if data.from_target:
-        count, own = (data.train_limit or 0) + data.validation_examples + data.test_examples, data.prompts
-        count = round(count / USABLE)
-        steps.append(Step(f"{count:,} prompts", count * 500.0, written(count, own.max_tokens, own.batch_size)))
-    answers = min(reference.responses.max_new_tokens, data.max_length)
-    if reference.responses.from_target:
-        steps.append(
-            Step(f"{texts:,} answers", texts * answers * 10.0, written(texts, answers, reference.responses.batch_size))
-        )
-    length = data.max_length if settings.eagle.enabled else answers
-    if reference.signal != "online":
-        seconds = texts * data.max_length * 2 * target / speed
-        steps.append(Step(f"signal ({reference.signal})", texts * length * signal_width, seconds))
-    whole = plan_reference(reference.training, examples)
-    unroll = settings.eagle.steps if settings.eagle.enabled else 1
-    head = 2 / 6 * config.get_text_config().hidden_size * config.get_text_config().vocab_size  # p, once a token
-    for name, plan in [
-        ("reference", whole),
-        *((d.name, plan_draft(whole, d.k, d.iso)) for d in (settings.draft, *settings.comparisons)),
-    ]:
-        seconds = trained(plan.steps, plan.batch_size, unroll * (draft + head), length)
-        steps.append(Step(f"{name}, {draft / 1e6:.1f} M parameters, {plan.steps} steps", 16.0 * draft, seconds))
-    tried = (2 + len(settings.comparisons) + len(evaluation.draft_lengths)) * len(evaluation.temperatures)
-    alone = (
-        evaluation.decode_prompts * evaluation.repeats * tried * evaluation.max_new_tokens * 4 * target / machine.bytes
+def show(found: Estimate, settings: Settings, console: Console) -> None:
+    """Prints it."""
+    table = Table("part", "tokens", "writes", "takes about", box=None, pad_edge=False)
+    whole = Part("in all", 0, *(sum(getattr(p, name) for p in found.parts) for name in ("bytes", "seconds")))
+    for part in (*found.parts, whole):
+        tokens = f"{part.tokens / 1e6:.2f} M" if part.tokens else ""
+        table.add_row(part.name, tokens, _size(part.bytes), duration(part.seconds))
+    console.print(table)
+    folder = Path(settings.output_dir)
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    console.print(
+        f"most memory: {_size(found.memory)} ({found.place}); disk: {_size(whole.bytes)}, of which "
+        f"{_size(shutil.disk_usage(place).free)} are free. Without the measurement and the export at the end",
+        highlight=False,
     )
-    both = 2 * written(evaluation.prompts, evaluation.max_new_tokens, evaluation.batch_size)
-    steps.append(Step("evaluation and export", 4.0 * draft, both + alone))
-    return steps
 
 
-def table(steps: list[Step]) -> Table:
-    """For the terminal."""
-    shown = Table("stage", "writes", "takes about", box=None, pad_edge=False)
-    whole = Step("in all", sum(s.bytes for s in steps), sum(s.seconds for s in steps))
-    for step in (*steps, whole):
-        size = f"{step.bytes / 1e9:.1f} GB" if step.bytes >= 1e9 else f"{step.bytes / 1e6:.0f} MB"
-        shown.add_row(step.name, size, duration(step.seconds))
-    return shown
+def _shortened(settings: Settings) -> Settings:
+    """The same run, a few steps of every training long, in one process."""
+    small = copy.deepcopy(settings)
+    small.name, small.comparisons, small.tracker.kind = f"{settings.name}-estimate", [], "none"
+    trainer = small.trainer
+    trainer.accumulate *= _processes(settings)
+    trainer.devices, trainer.num_nodes, trainer.strategy = 1, 1, "auto"
+    trainer.validate_every, trainer.checkpoint_every = 10**6, None
+    for model in (small.target, small.initial):
+        if model.trained:
+            model.training.steps, model.training.epochs = STEPS, None
+    small.reference.training.steps, small.reference.training.epochs, small.draft.epochs = STEPS, None, None
+    return small
 
 
-def _config(model: ModelSettings, vocab: int) -> PretrainedConfig:
-    if model.model is None:
-        return build_config(model.architecture, vocab)
-    return load_config(model.model, trust_remote_code=model.trust_remote_code)
+def _parts(real: StageContext, small: StageContext) -> list[Part]:
+    settings, parts = real.settings, []
+    texts, few, checked = len(real.examples), len(small.examples), len(real.validation)
+    more = texts / few
+    written = settings.reference.responses.from_target or not real.corpus.answered
+    if (found := small.measured.get(f"{ANSWERS} train")) is not None:
+        size = _bytes(small.run.work / "responses", "*.jsonl") * (texts + checked) / (few + checked)
+        parts.append(Part("the target's answers", 0, size, found.seconds / found.count * (texts + checked)))
+    folder = small.run.work / "signals"
+    labels = more if written else real.examples.label_count / small.examples.label_count
+    for name, told, patterns in (
+        (SIGNAL, "the target's signal", ("target_*.npy", "features_*.npy")),
+        (LOSSES, f"the {LOSSES}", ("reference_*.npy",)),
+    ):
+        if (found := small.measured.get(f"{name} train")) is None:
+            continue
+        checks = small.measured.get(f"{name} validation", Measured(0.0, 0))  # as many as in the run
+        tokens = found.count * more if written else len(real.examples.ids)
+        same = _bytes(folder, "*_validation.npy") if name == SIGNAL else 0
+        size = same + (sum(_bytes(folder, pattern) for pattern in patterns) - same) * labels
+        seconds = found.seconds / found.count * tokens + checks.seconds
+        parts.append(Part(told, tokens + checks.count, size, seconds))
+    for stage in ("target", "initial"):
+        if (seen := small.seen.get(stage)) is not None:
+            model = settings.target if stage == "target" else settings.initial
+            rows = TokenDataset.of(real.corpus.train)
+            plan = plan_reference(model.training, len(rows))
+            whole = rows if real.corpus.answered else None
+            parts.append(_training(stage, seen, plan, STEPS * plan.batch_size, whole, real, small.run))
+    for draft in (None, settings.draft, *settings.comparisons):
+        plain = draft is None or (isinstance(draft, ComparisonSettings) and draft.method == "distillspec")
+        stage = "reference" if plain else "draft"
+        (_, before), (_, plan) = plan_of(small, None if plain else settings.draft), plan_of(real, draft)
+        name = "reference" if draft is None else draft.name
+        known, count = None if written else real.examples, before.steps * before.batch_size
+        parts.append(_training(name, small.seen[stage], plan, count, known, real, small.run, stage))
+    return parts
 
 
-def _parameters(config: PretrainedConfig) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+def _training(
+    name: str,
+    seen: Seen,
+    plan: Plan,
+    examples: int,
+    rows: TokenDataset | None,
+    real: StageContext,
+    run: RunDir,
+    stage: str | None = None,
+) -> Part:
+    """A training, from some batches of it that held so many examples; ``rows`` are all of its examples, if known."""
+    each = seen.tokens / examples if rows is None else float(rows.lengths.mean())
+    tokens = plan.steps * plan.batch_size * each
+    a_token = (seen.seconds - seen.first) / (seen.tokens * (1 - 1 / max(2, seen.batches)))
+    validations = 2 + plan.steps // real.settings.trainer.validate_every
+    seconds = tokens * a_token + validations * seen.validation / max(1, seen.validations)
+    return Part(name, tokens, _bytes(run.path(stage or name), "**/*"), seconds / _processes(real.settings))
 
 
-def _draft(settings: Settings, config: PretrainedConfig, target: int, vocab: int) -> tuple[int, float]:
-    """Parameters of the draft, and bytes of the signal for each token."""
-    text, reference = config.get_text_config(), settings.reference
-    hidden = text.hidden_size * (2 if reference.signal_dtype == "bfloat16" else 4)
-    bytes = {"hidden": hidden, "topk": 8 * reference.signal_k, "log_probs": 4 * text.vocab_size, "online": 0}
-    if settings.eagle.enabled:
-        own = settings.eagle
-        made = head_config(text, own.version, **own.shape())
-        with torch.device("meta"):
-            parameters = sum(p.numel() for p in FeatureHead(made).parameters())
-        kept = 1 if own.version == 1 else 4 if reference.signal == "hidden" else 3
-        return parameters, kept * hidden + (bytes["topk"] if reference.signal == "topk" else 0)
-    initial = settings.initial
-    if initial.kind == "cut":
-        share = len(kept_layers(initial.layers, text.num_hidden_layers)) / text.num_hidden_layers
-        embedding = text.hidden_size * text.vocab_size
-        return int(embedding + share * (target - embedding)), bytes[reference.signal]
-    return _parameters(_config(initial, vocab)), bytes[reference.signal]
+def _processes(settings: Settings) -> int:
+    trainer = settings.trainer
+    return ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)
+
+
+def _bytes(folder: Path, pattern: str) -> int:
+    """Size of the files of a folder that is not a link."""
+    if not pattern or folder.is_symlink():
+        return 0
+    return sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
+
+
+def _peak(device: torch.device) -> int:
+    """The most memory taken so far, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _size(value: float) -> str:
+    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"

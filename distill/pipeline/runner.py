@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -17,7 +17,6 @@ from transformers.utils import logging as hf_logging
 from decode.core.errors import UserError
 from decode.core.files import read_json, write_text
 from decode.core.progress import working
-from distill import data
 from distill.config.drafts import PLAIN, AdaSpecSettings
 from distill.config.settings import Settings
 from distill.core import ranks
@@ -31,6 +30,7 @@ from distill.core.files import (
     write_json,
 )
 from distill.core.run_dir import HEAD_NAMES, NAMES, RunDir
+from distill.data.show_example import show
 from distill.data.stage_context import StageContext
 from distill.export.card import export_profile
 from distill.export.draft import check_export_path, export_draft
@@ -93,8 +93,7 @@ def alone_in(run: RunDir, settings: Settings, console: Console | None = None) ->
         torch.set_num_threads(settings.threads)
     with only_one(run.work / "lock"), ranks.failing_together(run.work):
         if ranks.is_first():
-            ranks.forget_failures(run.work)
-            for left in [*run.folder.glob(".tmp-*"), *run.work.rglob(".tmp-*")]:
+            for left in [*run.folder.glob(".tmp-*"), *run.work.rglob(".tmp-*"), *run.work.glob("failed-*.txt")]:
                 remove(left)
         fetch_models(settings, console or Console())
         yield
@@ -150,7 +149,8 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
     console = console or Console()
     fetch_models(settings, console)
     run = RunDir(Path(settings.output_dir) / settings.name)
-    data.show_example(StageContext(settings, run, console, keep_corpus=False).corpus, console=console)
+    corpus = StageContext(settings, run, console, keep_corpus=False).corpus
+    show(corpus.train[0], corpus.tokenizer, console)
 
 
 def run_stages(context: StageContext, only: Collection[str] | None = None) -> list[str]:
@@ -190,7 +190,7 @@ def run_stages(context: StageContext, only: Collection[str] | None = None) -> li
 def measure(context: StageContext) -> dict[str, Any]:
     """Evaluation, export and report, unless they are there and nothing they depend on has changed."""
     from distill.evaluation.eagle import HeadEvaluation
-    from distill.evaluation.evaluate import Evaluation, evaluate
+    from distill.evaluation.evaluate import Evaluation
 
     settings, run, console = context.settings, context.run, context.console
     console.print("[bold]evaluation[/bold]", highlight=False)
@@ -203,14 +203,14 @@ def measure(context: StageContext) -> dict[str, Any]:
             return report
         console.print("  the report or the export is not as it was written, and is made again", highlight=False)
     started, kind = time.monotonic(), HeadEvaluation if settings.eagle.enabled else Evaluation
-    added = added_by_probes(report) if known.get("target") in (None, target) else {}
+    parts = PROBED if known.get("target") in (None, target) else ()
     with working(console, "evaluation", bars=False):
-        measured = evaluate(run, settings, context.corpus, context.device, kind, console)
+        measured = kind(context).report()
     report = {
         "name": settings.name,
         **measured,
         "settings": asdict(settings),
-        **added,
+        **{part: report[part] for part in parts if part in report},
         "commands": {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"},
     }
     write_settings(settings, run.folder / "settings.yaml")
@@ -260,11 +260,8 @@ def plan_stages(context: StageContext) -> list[tuple[str, str, Callable[[str], S
 
 MEASURED = ("name", "target", "drafts", "paired", "decoding", "profile", "analysis", "samples")
 """Parts of the report that no other command changes."""
-
-
-def added_by_probes(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a report that ``python -m probes`` added, which stay true as long as the target does."""
-    return {part: report[part] for part in ("probes", "self_speculation", "probe_settings") if part in report}
+PROBED = ("probes", "self_speculation", "probe_settings")
+"""Parts that ``python -m probes`` adds, which stay true as long as the target does."""
 
 
 def _state(key: str, target: str, report: dict[str, Any], export: Path) -> dict[str, Any]:

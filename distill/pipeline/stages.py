@@ -113,12 +113,7 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
         return StageResult(record, ready_to_save(model, tokenizer), tokenizer)
     offset = ("target", "initial").index(stage)
     if isinstance(settings, InitialDraftSettings) and settings.kind == "cut":
-        model = cut(
-            load_model(
-                context.run.target, device="cpu", dtype="float32", trust_remote_code=full.target.trust_remote_code
-            ),
-            settings.layers,
-        )
+        model = cut(context.open_target("float32", "cpu"), settings.layers)
     else:  # a draft with as many ids as the target's embedding can be served without padding
         vocab = len(tokenizer)
         if stage != "target":
@@ -179,7 +174,7 @@ def distil(
         key,
         parameters=draft.parameters,
         seconds=prepared + seconds,
-        account=used.row(),
+        account=vars(used),
         history=history,
         selected=[(tokenizer.decode([token]), count) for token, count in most],
     )

@@ -84,7 +84,9 @@ def _drafts(report: Row) -> Iterable[Block]:
     yield Heading("Drafts", "All drafts are judged on the same texts, which the target wrote for held-out prompts.")
     yield Table(TABLES["drafts"], [draft_row(row) for row in report["drafts"]])
     if pairs := report.get("paired"):
-        named = [{**p, "pair": f"{summary.display(p['a'])} − {summary.display(p['b'])}", "p": _p(p)} for p in pairs]
+        named = [{**p, "pair": f"{summary.display(p['a'])} − {summary.display(p['b'])}"} for p in pairs]
+        for pair in [pair for pair in named if pair.get("p_value") is not None]:
+            pair["p"] = summary.p_value(pair["p_value"]).removeprefix("p ").removeprefix("= ")
         yield Table(TABLES["paired"], named, "Paired comparison")
 
 
@@ -108,11 +110,6 @@ def _decoding(report: Row) -> Iterable[Block]:
         if sentence := profile.get("verdict"):
             yield Text(sentence[:1].upper() + sentence[1:].rstrip(".") + ".")
     yield Figures(list(decoding_figures(report).values()))
-
-
-def _p(pair: Row) -> str | None:
-    p = pair.get("p_value")
-    return None if p is None else summary.p_value(p).removeprefix("p ").removeprefix("= ")
 
 
 def draft_row(row: Row) -> dict[str, Any]:

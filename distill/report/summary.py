@@ -129,9 +129,9 @@ def p_value(p: float) -> str:
     return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
 
 
-def signed(value: float, digits: int = 4) -> str:
+def signed(value: float) -> str:
     """A difference with its sign, minus as a minus."""
-    return f"{value:+.{digits}f}".replace("-", "−")
+    return f"{value:+.4f}".replace("-", "−")
 
 
 def choice(report: Row) -> list[Finding]:

@@ -16,7 +16,7 @@ from lightning_utilities.core.imports import RequirementCache
 
 from decode.core.errors import UserError
 from decode.report.tables import markdown_table
-from distill.config.tracker import TrackerSettings
+from distill.config.settings import TrackerSettings
 from distill.tracking.wandb_run import StagedWandb, WandbRun
 
 
@@ -81,10 +81,10 @@ def log_report(logger: Logger | None, report: Mapping[str, Any], figures: Plots 
         logger.save()
 
 
-def log_draft(logger: Logger | None, folder: str | Path, metadata: Mapping[str, Any] | None = None) -> None:
+def log_draft(logger: Logger | None, folder: str | Path) -> None:
     """Records the exported draft as a W&B model artifact; the other trackers have no such thing."""
     if isinstance(logger, StagedWandb) and logger.shared.settings.log_draft:
-        logger.shared.log_artifact(Path(folder), metadata or {})
+        logger.shared.log_artifact(Path(folder))
 
 
 def finish(logger: Logger | None) -> None:

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from decode.core.errors import UserError
 from decode.core.files import read_json
-from distill.config.tracker import TrackerSettings
+from distill.config.settings import TrackerSettings
 from distill.core.files import fingerprint, write_json
 
 Mode = Literal["online", "offline", "disabled"]
@@ -114,12 +114,12 @@ class WandbRun:
         self.start().summary.update(dict(values))
 
     @rank_zero_only
-    def log_artifact(self, folder: Path, metadata: Mapping[str, Any]) -> None:
+    def log_artifact(self, folder: Path) -> None:
         """Records `folder` as a model artifact, read in place at upload time (no second copy)."""
         run = self.start()
         import wandb
 
-        artifact = wandb.Artifact(f"draft-{self.run_id}", type="model", metadata=dict(metadata))
+        artifact = wandb.Artifact(f"draft-{self.run_id}", type="model")
         for path in sorted(p for p in folder.rglob("*") if p.is_file()):
             name = path.relative_to(folder).as_posix()
             artifact.add_file(str(path.resolve()), name=name, policy="immutable", skip_cache=True)

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from decode import loop, verify
 from decode.core.acceptance import Ears, Exact, Fuzzy, JensenShannon, Typical
-from decode.core.draft_lengths import DraftLengths
+from decode.core.draft_lengths import DraftLengths, RoundCosts
 from decode.core.proposal import Draft
 from decode.core.rng import Rng, TorchRng
-from decode.core.round_costs import RoundCosts
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule, max_probability, negative_entropy, token_probability
 from decode.core.thresholds import Fixed, Threshold

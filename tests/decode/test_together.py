@@ -14,12 +14,11 @@ from scripted import corpus_drafters
 from transformers import PreTrainedModel
 
 from decode.core.acceptance import AcceptanceRule
-from decode.core.draft_lengths import DraftLengths
+from decode.core.draft_lengths import DraftLengths, RoundCosts
 from decode.core.drafter import Drafter, NoDrafter
 from decode.core.errors import UserError
 from decode.core.options import MethodOptions
 from decode.core.rng import TorchRng
-from decode.core.round_costs import RoundCosts
 from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule

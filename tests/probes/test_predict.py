@@ -10,10 +10,10 @@ from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
 from decode.measure.cost import CostModel
+from decode.measure.exit_costs import Costs, measure, of_weights
 from decode.methods import MethodInputs, build
 from decode.models.runners.fast_runner import fast_runner
 from decode.models.structure import decoder_layers
-from probes.costs import Costs, measure, of_weights
 from probes.exit_search import entry_of
 from probes.features import collect
 from probes.predict import HINDSIGHT, METHODS, Choice, best_of, predict, simulate, split_texts

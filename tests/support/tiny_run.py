@@ -16,8 +16,7 @@ from distill.config.data import DataSettings
 from distill.config.distillation import DistillSettings
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
 from distill.config.models import Architecture, InitialDraftSettings, TargetSettings
-from distill.config.settings import Settings
-from distill.config.tracker import TrackerSettings
+from distill.config.settings import Settings, TrackerSettings
 from distill.config.trainer import TrainerSettings, TrainingSettings
 from distill.core.run_dir import RunDir
 from distill.data.stage_context import StageContext

@@ -24,7 +24,7 @@ from decode.engines.engine import ENGINES, EngineSettings
 from decode.engines.gguf import convert
 from decode.measure import machine
 from decode.measure.bench_session import Session
-from decode.measure.cost import measure_cost, round_costs
+from decode.measure.cost import CostMeter, round_costs
 from decode.measure.statistics import plain
 from decode.models.eagle.files import is_head
 from decode.models.eagle.head import FeatureHead
@@ -67,7 +67,7 @@ def run(settings: ServeCheckSettings) -> None:
         for size in settings.batch_sizes if max(settings.batch_sizes) > 1 else []:
             widths = sorted({n + 1 for n in settings.draft_lengths})
             forwards = session.runner, session.drafts["draft"]
-            costs.append(measure_cost(*forwards, widths=widths, context=costs[0].context, repeats=9, batch=size))
+            costs.append(CostMeter(*forwards, widths=widths, context=costs[0].context, batch=size).run(9))
         found = serve_check(
             settings.engine,
             engine_settings(settings, pair.draft, *files),
@@ -102,8 +102,6 @@ def check(settings: ServeCheckSettings) -> None:
     check_models(settings)
     required(settings, "draft")
     choose("engine", settings.engine, dict.fromkeys(ENGINES))
-    if settings.draft_sampling not in ("greedy", "probabilistic"):
-        raise UserError(f"draft_sampling is {settings.draft_sampling!r}; choose greedy or probabilistic")
     if settings.engine == "transformers" and is_head(str(settings.draft)):
         raise UserError(
             f"{settings.draft} holds a feature head, which transformers cannot draft with; take --engine vllm, or "

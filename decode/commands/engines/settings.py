@@ -1,25 +1,22 @@
 """Settings of the commands about serving engines; the texts below each key are their help."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 
-from decode.commands.settings import ChatSettings, LoadSettings
-from decode.core.options import Checked, Seed, Temperature
+from decode.commands.settings import ChatSettings, LoadSettings, SuiteSettings
+from decode.core.options import Checked, Temperature
 
 
 @dataclass
-class ServeCheckSettings(ChatSettings, LoadSettings):
+class ServeCheckSettings(SuiteSettings, ChatSettings, LoadSettings):
     """Settings of python -m decode serve-check."""
 
     engine: str = "transformers"
     """transformers, vllm or llama.cpp; `make engines` sets up the last two."""
     draft: str | None = None
     """Folder of the draft model or feature head, as it is to be served. Required."""
-    suite: list[str] = field(default_factory=lambda: ["arithmetic"])
-    """Prompts; see `python -m decode bench --help`."""
-    split: str = "test"
-    """Split of suites that have several."""
     limit: PositiveInt | None = 16
     """Prompts of each suite."""
     draft_lengths: list[PositiveInt] = field(default_factory=lambda: [3, 5, 7])
@@ -30,10 +27,8 @@ class ServeCheckSettings(ChatSettings, LoadSettings):
     """Most tokens of each text."""
     batch_sizes: list[PositiveInt] = field(default_factory=lambda: [1])
     """Requests under way at a time, greedy, such as 1,4,8; what is accepted by position is measured one at a time."""
-    draft_sampling: str = "greedy"
+    draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
     """What vLLM and llama.cpp draft above temperature 0: greedy, their default, or probabilistic."""
-    seed: Seed = 0
-    """Of prompts and sampling."""
     python: str | None = None
     """Interpreter of an environment that has vLLM; null: .venv-vllm/bin/python."""
     binary: str | None = None
@@ -79,7 +74,7 @@ class ServedSettings(Checked):
 
 
 @dataclass
-class WhatIfSettings(Checked):
+class WhatIfSettings(SuiteSettings):
     """Settings of python -m decode what-if."""
 
     target: str | None = None
@@ -90,18 +85,14 @@ class WhatIfSettings(Checked):
     """Conditional acceptance rates to suppose, the same at every position."""
     profile: str | None = None
     """Take the rates of this speculation_profile.json (or the folder that holds it) instead."""
-    engine: str = "vllm"
+    engine: Literal["vllm"] = "vllm"
     """vllm."""
     draft_lengths: list[PositiveInt] = field(default_factory=lambda: [5])
     """Tokens drafted a round; the engine is started once for each length."""
-    suite: list[str] = field(default_factory=lambda: ["arithmetic"])
-    """Prompts; see `python -m decode bench --help`."""
     limit: PositiveInt | None = 8
     """Prompts of each suite."""
     max_new_tokens: PositiveInt = 64
     """Tokens of each text."""
-    seed: Seed = 0
-    """Of prompts and random weights."""
     python: str | None = None
     """Interpreter of an environment that has vLLM; null: .venv-vllm/bin/python."""
     threads: PositiveInt | None = None

@@ -25,8 +25,6 @@ from decode.report.tables import TABLES, console_table
 def run(settings: WhatIfSettings) -> None:
     """Time the supposed draft and print what it brings."""
     required(settings, "target", "draft_shape")
-    if settings.engine != "vllm":
-        raise UserError(f"engine is {settings.engine!r}; drafts that are not trained yet are timed in vllm only")
     parse_shape(str(settings.draft_shape))
     rates: dict[str, Callable[[int], Sequence[float]]]
     if settings.profile:
@@ -35,7 +33,7 @@ def run(settings: WhatIfSettings) -> None:
     else:
         rates = {f"{alpha:g}": partial(marginal_rates, alpha) for alpha in settings.acceptance}
     tokenizer = load_tokenizer(str(settings.target))
-    suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed)
+    suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
     items = [Item(prompt, prompt_ids(tokenizer, prompt.text)) for suite in suites for prompt in suite.prompts]
     engine = EngineSettings(
         target=str(settings.target),

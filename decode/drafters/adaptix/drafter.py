@@ -9,13 +9,12 @@ from random import Random
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.drafter import Drafter
-from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
 from decode.core.runner import Runner
 from decode.core.stopping import StopRule
 from decode.drafters.adaptix.ngrams import NgramTable
-from decode.drafters.adaptix.search import BACKUPS, best_tree, most_visited, search
+from decode.drafters.adaptix.search import best_tree, most_visited, search
 from decode.drafters.corpus_files import require_fingerprint
 
 DEPTHS = {"mcts": 3, "best-first": 8}
@@ -36,7 +35,6 @@ class TrigramDrafter(Drafter):
     # deepest node searched; null takes 3 for MCTS, whose sequences grow by one more token, and 8 for best-first
     depth: int | None = None
     sequences: int = 24  # most visited sequences taken from MCTS, each then extended
-    backup: str = "sum"  # ``sum`` scores a path with 1 + Σ w, ``log`` with Σ ln w (the paper's Eq. 8).
     gain: float = 0.04  # weight added to a recent n-gram; 0 turns learning off
     ceiling: float = 3.0  # the weight that learning stops at
     recent: int = 16  # tokens of the text whose n-grams are learned each time
@@ -48,14 +46,8 @@ class TrigramDrafter(Drafter):
     _random: Random = field(default_factory=Random, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.method not in DEPTHS or self.backup not in BACKUPS:
-            raise UserError(
-                f"unknown search {self.method!r} with backup {self.backup!r}: give mcts or best-first, and sum or log"
-            )
         if self.depth is None:
             self.depth = DEPTHS[self.method]
-        if min(self.nodes, self.searches, self.depth, self.sequences) < 1 or self.gain < 0:
-            raise UserError("the search needs at least one node, iteration, level and sequence, and no negative gain")
         self._random.seed(self.seed)
 
     def start(self, ids: list[int]) -> None:
@@ -88,14 +80,7 @@ class TrigramDrafter(Drafter):
             tree = best_tree(root, self.successors, bits=bits, mask=mask, nodes=self.nodes, depth=depth)
             return tree.draft()
         found = search(
-            root,
-            self.successors,
-            bits=bits,
-            mask=mask,
-            iterations=self.searches,
-            depth=depth,
-            random=self._random,
-            backup=self.backup,
+            root, self.successors, bits=bits, mask=mask, iterations=self.searches, depth=depth, random=self._random
         )
         tree = most_visited(*found, self.successors, sequences=self.sequences, nodes=self.nodes, max_depth=max_depth)
         return tree.draft()

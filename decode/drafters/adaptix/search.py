@@ -15,9 +15,6 @@ Successors = Callable[[int], tuple[list[int], list[float]]]
 C1, C2 = 32.0, 8.0
 
 
-BACKUPS: dict[str, Callable[[float], float] | None] = {"sum": None, "log": math.log}
-
-
 def search(
     root: int,
     successors: Successors,
@@ -27,13 +24,13 @@ def search(
     iterations: int,
     depth: int,
     random: Random,
-    backup: str = "sum",
 ) -> tuple[Trie, list[int], list[int]]:
     """Adaptix's Monte Carlo tree search (Eqs. 2 and 3).
 
     An iteration walks down by PUCT, Q + (C1 + ln((N + C2 + 1) / C2)) · P · √N / (1 + n), an unvisited child
     first; expands the node it ends at, steps into its heaviest child, goes on to ``depth`` by sampling
-    successors, and backs the path's score up.
+    successors, and backs the path's score 1 + Σ w up. (Eq. 8 has Σ ln w; the published code looks each w up one token
+    early, so its score hardly varies.)
 
     Args:
         root: the packed context.
@@ -43,22 +40,19 @@ def search(
         iterations: number of searches.
         depth: deepest node.
         random: for the samples.
-        backup: ``sum`` scores a path with 1 + Σ w, ``log`` with Σ ln w (Eq. 8). The published code looks each w
-            up one token early, so its score hardly varies.
 
     Returns:
         The tree of visited nodes, the visits of each and the packed context after each; a node comes after
         its parent.
     """
     # One function over flat lists: node objects and calls would cost more than the search itself.
-    transform, base = BACKUPS[backup], 1.0 if backup == "sum" else 0.0
     # Node 0 is the root. The children of n are first[n] .. last[n] - 1; fresh[n] is its next unvisited one.
     token, context, parent, gain = [-1], [root], [-1], [0.0]
     prior, first, last, fresh = [0.0], [0], [0], [0]
     visits, total, mean, bonus = [0], [0.0], [0.0], [0.0]
     sqrt, log, uniform = math.sqrt, math.log, random.random
     for _ in range(iterations):
-        node, level, score, path = 0, 0, base, [0]
+        node, level, score, path = 0, 0, 1.0, [0]
         while level < depth:
             low = first[node]
             if low < 0:
@@ -76,7 +70,7 @@ def search(
                 token += tokens
                 context += [(above | t) & mask for t in tokens]
                 prior += weights
-                gain += weights if transform is None else map(transform, weights)
+                gain += weights
                 parent += [node] * n
                 zeros = [0] * n
                 first += zeros
@@ -115,7 +109,7 @@ def search(
                 if left < 0:
                     break
             here = ((here << bits) | t) & mask
-            score += weight if transform is None else transform(weight)
+            score += weight
             level += 1
         for i in path:
             n = visits[i] = visits[i] + 1

@@ -6,7 +6,6 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.drafter import Drafter
-from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
 from decode.core.stopping import StopRule
@@ -26,23 +25,10 @@ class RetrievalDrafter(Drafter):
     hits: int = 5000  # most occurrences read
     length: int = 10  # tokens read after each occurrence
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_span <= self.max_span or min(self.nodes, self.hits, self.length) < 1:
-            raise UserError("retrieval needs 1 <= min_span <= max_span and at least one node, hit and token of length")
-        if self.max_span + self.length > self.store.depth:
-            raise UserError(
-                f"max_span {self.max_span} plus length {self.length} exceeds the datastore's depth "
-                f"{self.store.depth}: lower them, or build the datastore with a greater depth"
-            )
-
     def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
         """The tree of continuations, at most ``max_depth`` deep; empty where no tail of the text is known."""
         rows = self.store.continuations(
-            ids,
-            length=min(self.length, max_depth),
-            limit=self.hits,
-            max_span=self.max_span,
-            min_span=self.min_span,
+            ids, length=min(self.length, max_depth), limit=self.hits, max_span=self.max_span, min_span=self.min_span
         )
         return heaviest_tree(rows, self.nodes)
 

@@ -1,4 +1,4 @@
-"""Weights of a decoder layer as the hand-written forward reads them (see `decode.models.runners.fast_runner`).
+"""Weights and norms of a decoder layer as the hand-written forward (`decode.models.runners.fast_runner`) reads them.
 
 Two layouts. `tuned` weights are copies for the CPU: scales of RMS norms folded into the projection behind them, and
 rows of q and k sorted so that rotation is one multiplication of complex numbers. Where a copy would cost too much, or
@@ -7,7 +7,7 @@ one weight: a copy, or for models of more than `COPIED` bytes the model's own me
 views (they keep their values, and can be trained and saved).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,67 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from decode.models.runners.fast_norms import WIDE, Function, RmsNorm, norm, rms_norm
-from decode.models.runners.linear import Linear
-from decode.models.runners.packing import Linears
+from decode.models.runners.packing import Linear, Linears
+
+Function = Callable[[Tensor], Tensor]
+
+WIDE = (torch.float32, torch.float64)
+
+
+@dataclass(eq=False)
+class RmsNorm:
+    """x/√(Σx²/d + ε)·w over the last axis, as x/hypot(‖x‖, √(dε))·(w√d): fewer operations, the same to rounding."""
+
+    floor: Tensor  # √(dε)
+    scale: Tensor | None  # w√d; None where the projection behind it holds it
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of ``x [.., d]``."""
+        y = x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.floor)
+        return y if self.scale is None else y.mul_(self.scale)
+
+
+@dataclass(eq=False)
+class NarrowRmsNorm:
+    """The same for weights of 16 bits, rounded where transformers rounds."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of ``x [.., d]``."""
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+
+@dataclass(eq=False)
+class LayerNorm:
+    """A layer norm without the cost of a module's call."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of ``x [.., d]``."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def rms_norm(weight: Tensor, eps: float) -> RmsNorm | NarrowRmsNorm:
+    """An RMS norm with these weights ``[.., d]``."""
+    if weight.dtype not in WIDE:
+        return NarrowRmsNorm(weight, eps)
+    width = weight.shape[-1]
+    return RmsNorm(weight.new_tensor((eps * width) ** 0.5), weight.detach() * width**0.5)
+
+
+def norm(module: Any) -> Function:
+    """A layer norm or an RMS norm."""
+    if isinstance(module, nn.LayerNorm):
+        return LayerNorm(module.weight, module.bias, module.eps)
+    return rms_norm(module.weight, module.variance_epsilon)
+
 
 COPIED = 1 << 30  # most bytes of a model whose weights are copied
 

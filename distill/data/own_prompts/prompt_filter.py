@@ -11,12 +11,6 @@ WORD = re.compile(r"\w+")
 Triple = tuple[str, ...]
 
 
-def ascii_share(text: str) -> float:
-    """Share of a text's letters that are ASCII; 0 for a text without letters."""
-    letters = [character for character in text if character.isalpha()]
-    return sum(character.isascii() for character in letters) / len(letters) if letters else 0.0
-
-
 class PromptFilter:
     """Keeps what is new and usable, and counts why the others were dropped.
 
@@ -77,7 +71,8 @@ class PromptFilter:
             return "broken characters"
         if any(marker in text for marker in self.markers):
             return "template markers inside"
-        if settings.ascii_letters and ascii_share(text) < settings.ascii_letters:
+        letters = [character for character in text if character.isalpha()]
+        if sum(map(str.isascii, letters)) < settings.ascii_letters * max(1, len(letters)):
             return f"less than {settings.ascii_letters:.0%} ASCII letters"
         return None
 

@@ -48,7 +48,7 @@ def prompt_rows(
     notes = []
     if own.file is not None:
         given, unusable = _given(own.file, seed)
-        found = (messages for messages in given if kept.given(_first_words(messages)))
+        found = (messages for messages in given if kept.given(str(messages[-1]["content"])))
         for split in ORDER:
             wanted = round(own.file_share * limits[split])
             splits[split] = [{"messages": m, "number": i} for i, m in zip(range(1, wanted + 1), found)]
@@ -91,10 +91,6 @@ def prompt_rows(
 
 def _reasons(kept: PromptFilter) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in kept.dropped.most_common())
-
-
-def _first_words(messages: list[dict[str, Any]]) -> str:
-    return str(messages[-1]["content"])
 
 
 def _given(path: str, seed: int) -> tuple[list[list[dict[str, Any]]], int]:

@@ -16,7 +16,6 @@ from decode.measure.bench_session import ANSWERED_AT_ONCE
 from decode.measure.cost import LONGEST
 from decode.measure.statistics import plain
 from decode.models.generation_config import own_warp
-from decode.models.open import load_model
 from decode.models.open_runner import open_runner
 from decode.report.tables import console_table
 from distill.config.responses import ResponseSettings
@@ -26,9 +25,8 @@ from distill.core.run_dir import RunDir
 from distill.data.stage_context import StageContext
 from distill.data.token_dataset import TokenDataset
 from distill.experiments.design import untrained
-from distill.experiments.design.clock import Clock
 from distill.experiments.design.costs import Pricing, price_all, threads
-from distill.experiments.design.halving import Race
+from distill.experiments.design.halving import Clock, Race
 from distill.experiments.design.page import VERIFIED, Results
 from distill.experiments.design.predict import best_of, forecast, slope_of
 from distill.experiments.design.report import Entry, show
@@ -82,13 +80,7 @@ class Design:
     @cached_property
     def target(self) -> PreTrainedModel:
         """The target as it decodes."""
-        full = self.context.settings
-        return load_model(
-            self.context.run.target,
-            device=self.context.device,
-            dtype=full.evaluation.dtype or full.target.dtype,
-            trust_remote_code=full.target.trust_remote_code,
-        ).eval()
+        return self.context.open_target(self.context.settings.evaluation.dtype).eval()
 
     @cached_property
     def shapes(self) -> list[Shape]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,13 +20,13 @@ from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.measure import machine
 from decode.measure.bench_session import WIDE, BenchOptions, Item, Session
-from decode.measure.cost import SETTLE, STEADY, CostMeter, CostModel
-from decode.measure.predict import predicted_speedup
+from decode.measure.cost import CostMeter, CostModel
+from decode.measure.exit_costs import measure
+from decode.measure.predict import least_alpha, predicted_speedup
 from decode.measure.profile import add_overhead
 from decode.models.eagle.head import FeatureHead
 from decode.models.open_runner import open_draft_runner
-from decode.models.runners.fast_runner import FastRunner
-from decode.models.runners.layer_subset import LayerSubset
+from decode.models.runners.fast_runner import self_speculating
 from decode.prompts.suites import Prompt
 from distill.config.settings import Settings
 from distill.core.files import write_json
@@ -36,6 +35,8 @@ from distill.experiments.design.space import Shape
 PRICED = (3, 6)  # widths between which drafts are timed
 TURNS, SECONDS = 5, 0.3  # most measurements of a shape in a pass, and seconds after which none begins
 PASSES = 3  # over all shapes: what disturbs the machine for a while meets each of them once at most
+EXIT_SECONDS = 4.0  # for all early exits together, in turn
+CALM = 0.25  # the quantile of the times that is taken for the cost
 BOOKED_PROMPTS, BOOKED_TOKENS = 4, 32
 """Texts, and most tokens of each, on which the bookkeeping of a family of drafts is measured."""
 
@@ -71,13 +72,7 @@ class Price:
 
     def needed(self, speedup: float, longest: int) -> float | None:
         """The acceptance rate from which this speedup is reached with the best draft length; None if not even by 1."""
-        if self.best(1.0, longest) < speedup:
-            return None
-        low, high = 0.0, 1.0
-        while high - low > 1e-4:
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.best(middle, longest) >= speedup else (middle, high)
-        return high
+        return least_alpha(lambda alpha: self.best(alpha, longest) >= speedup)
 
     def row(self) -> dict[str, Any]:
         """As data."""
@@ -132,7 +127,7 @@ class Pricing:
         self.widths = [*range(1, longest + 2), *WIDE]
         meter = CostMeter(self.session.runner, widths=self.widths, context=self.context, batch=batch_size)
         meter.run()
-        self.verify = undisturbed(meter.plain, meter.drafting, meter.verifying, meter.context, batch_size)
+        self.verify = meter.cost(CALM)
         self.booked: dict[str, CostModel] = {}
 
     def price(self, shape: Shape) -> Price:
@@ -141,96 +136,40 @@ class Pricing:
             return Price(replace(self.verify))
         runner = self.session.runner
         if shape.family == "exit" and self.batch == 1:
-            if not isinstance(runner, FastRunner):
-                raise UserError(f"{runner.name} cannot draft with its own layers")
-            subset = LayerSubset.early_exit(runner.depth, shape.layers)
-            return Price(self._book(shape, None, exit_cost(runner, subset, self.context)))
+            return Price(self.exits[shape.layers])
         draft = shape.random(self.full, self.target)
         opened = open_draft_runner(draft, self.target, pack="auto")
         meter = CostMeter(runner, opened, widths=PRICED, context=self.context, batch=self.batch)
         meter.run(TURNS, SECONDS)
-        found = undisturbed(meter.plain, meter.drafting, meter.verifying, meter.context, self.batch)
+        found = meter.cost(CALM)
         cost = replace(self.verify, cost_ratio=found.cost_ratio, draft_seconds=found.draft_seconds)
         parameters = 0 if shape.family == "exit" else sum(p.numel() for p in draft.parameters())
-        return Price(self._book(shape, (draft, opened), cost), parameters)
+        return Price(self._book(shape, draft, opened, cost), parameters)
+
+    @cached_property
+    def exits(self) -> dict[int, CostModel]:
+        """Costs of drafting with the target's first layers, whose work verification takes over; by exit layer."""
+        runner = self_speculating(self.session.runner)
+        length = min(self.context, runner.limit // 2)
+        texts = [(item.ids * (length // len(item.ids) + 1))[:length] for item in self.items]
+        return measure(runner, range(1, runner.depth), {}, Warp(0.0), texts, seconds=EXIT_SECONDS).exits
 
     def parameters(self, shape: Shape) -> int:
         """Weights of a draft."""
         return sum(p.numel() for p in shape.random(self.full, self.target).parameters())
 
-    def _book(self, shape: Shape, draft: tuple[Any, Runner] | None, cost: CostModel) -> CostModel:
-        """With the bookkeeping of the shape's family, measured on the first of it; an exit's is a draft model's."""
+    def _book(self, shape: Shape, model: Any, runner: Runner, cost: CostModel) -> CostModel:
+        """With the bookkeeping of the shape's family, measured on the first of it."""
         family = shape.family if shape.is_head else "model"
-        if family not in self.booked and draft is not None:
-            model, runner = draft
+        if family not in self.booked:
             self.session.draft_models = {"draft": model}
             self.session.drafts = {"draft": runner}
             booked = replace(cost)
             if not isinstance(model, FeatureHead) or self.batch == 1:
                 add_overhead(self.session, "draft", self.items, Warp(0.0), booked)
             self.booked[family] = booked
-        known = self.booked.get(family, cost)
-        return replace(
-            cost,
-            overhead=known.overhead,
-            draft_overhead=known.draft_overhead,
-            step_overhead=known.step_overhead,
-        )
-
-
-@torch.inference_mode()
-def exit_cost(runner: FastRunner, subset: LayerSubset, context: int) -> CostModel:
-    """Costs of drafting with the target's first layers, whose work verification takes over."""
-    context = min(context, runner.limit - STEADY - 1)
-    longest = max(STEADY, min(16, runner.limit - context))
-    widths = [n for n in (2, 3, 5, 8, 12, 16) if n <= longest]
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(runner.vocab_size, (context + longest,), generator=generator).to(runner.device)
-    runner.truncate(0)
-    runner.reserve(len(tokens))
-    runner.read(tokens[:context], head=0)
-    plain: list[float] = []
-    drafting: list[float] = []
-    verifying: dict[int, list[float]] = {n: [] for n in widths}
-
-    def timed(times: list[float], read: Callable[[], object]) -> None:
-        began = time.perf_counter()
-        read()
-        times.append(time.perf_counter() - began)
-
-    began = time.perf_counter()
-    for turn in range(TURNS):
-        if turn > 2 and time.perf_counter() - began > SECONDS:
-            break
-        settling: list[float] = []
-        while sum(settling) < SETTLE:
-            timed(settling, lambda: runner.read(tokens[context : context + 1], head=1))
-            runner.truncate(context)
-        for i in range(STEADY):
-            timed(plain, lambda i=i: runner.read(tokens[context + i : context + i + 1], head=1))  # type: ignore[misc]
-        runner.truncate(context)
-        for n in widths:
-            for i in range(n - 1):
-                at = tokens[context + i : context + i + 1]
-                timed(drafting, lambda at=at: runner.read_subset(at, subset))  # type: ignore[misc]
-            timed(verifying[n], lambda n=n: runner.read(tokens[context : context + n]))  # type: ignore[misc]
-            runner.truncate(context)
-    runner.truncate(0)
-    return undisturbed(plain, drafting, verifying, context)
-
-
-def undisturbed(
-    plain: Sequence[float],
-    drafting: Sequence[float],
-    verifying: Mapping[int, Sequence[float]],
-    context: int,
-    batch: int = 1,
-) -> CostModel:
-    """Costs from the lower quartiles of the times: other work makes single forwards slower, the long ones most."""
-    one, spent = float(np.quantile(plain, 0.25)), float(np.quantile(drafting, 0.25)) if drafting else 0.0
-    verify = {1: 1.0} | {n: float(np.quantile(times, 0.25)) / one for n, times in verifying.items()}
-    seconds = {"target_seconds": one, "draft_seconds": spent}
-    return CostModel(spent / one, verify, **seconds, context=context, batch=batch)
+        parts = ("overhead", "draft_overhead", "step_overhead")
+        return replace(cost, **{part: getattr(self.booked[family], part) for part in parts})
 
 
 @dataclass

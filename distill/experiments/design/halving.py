@@ -1,7 +1,9 @@
 """Successive halving: all shapes few steps, the better ones twice as many, until one is left or time is over."""
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,12 +13,45 @@ from decode.core.errors import UserError
 from decode.core.files import read_json
 from decode.core.progress import duration, working
 from distill.core.files import write_json
-from distill.experiments.design.clock import Clock
 from distill.experiments.design.predict import UNKNOWN, Slope, best_of, common_slope, forecast, slope_of
 from distill.experiments.design.report import Entry
 from distill.experiments.design.settings import DesignSettings
 from distill.experiments.design.space import Shape
 from distill.experiments.design.trials import Trial, Trials
+
+
+class Clock:
+    """Counts time on disk, so that a run that is continued has what is left.
+
+    Args:
+        path: the file.
+        made_from: fingerprint of what the time is spent on; for something else it begins at 0.
+        budget: seconds in all.
+    """
+
+    def __init__(self, path: Path, made_from: str, budget: float) -> None:
+        self.path, self.made_from, self.budget = path, made_from, budget
+        known = read_json(path)
+        self.spent = float(known.get("seconds", 0.0)) if known.get("made_from") == made_from else 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds left; below 0 where the last piece of work took longer than foreseen."""
+        return self.budget - self.spent
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts what is done inside, once it is done."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent += time.monotonic() - began
+            write_json(self.path, {"made_from": self.made_from, "seconds": self.spent})
+
+    def __str__(self) -> str:
+        return f"{duration(max(0.0, self.left))} of {duration(self.budget)} left"
+
 
 LEFT = 2  # shapes, beside the configuration's own, that are trained to the full length if there is time
 FIXED = 3.0  # seconds of a trial beside its steps, before one is known
@@ -69,7 +104,9 @@ class Race:
                 if entry.shape != self.default:
                     entry.status = "out"
             alive = [entry for entry in best if not entry.status]
-            self._forget(alive)
+            groups = {self.trials.group(entry.shape) for entry in self.entries if entry.shape.trained}
+            for group in groups - {self.trials.group(entry.shape) for entry in alive}:
+                self.trials.forget(group)
             steps = min(2 * steps, full)
         for entry in alive:
             entry.status = entry.status or ("left" if entry.history else "not reached")
@@ -181,9 +218,3 @@ class Race:
                     f"at α = {self.settings.ceiling:g} its speedup would be {entry.at_ceiling:.2f}; after {best.steps} "
                     f"steps {best.shape.name} has {best.speedup:.2f}"
                 )
-
-    def _forget(self, alive: Sequence[Entry]) -> None:
-        """Remove the signals of kinds of drafts of which none is left."""
-        kept = {self.trials.group(entry.shape) for entry in alive}
-        for group in {self.trials.group(entry.shape) for entry in self.entries if entry.shape.trained} - kept:
-            self.trials.forget(group)

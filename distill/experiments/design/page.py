@@ -30,41 +30,23 @@ LAW = (
 
 @dataclass
 class Results:
-    """All that is shown.
+    """All that is shown."""
 
-    Attributes:
-        name: of the run.
-        entries: every shape.
-        default: the configuration's own.
-        winner: the best trained shape; None before anything was trained.
-        full_steps: of the full training.
-        slope: the common exponent of the curves; None before two rounds.
-        rounds: what happened in each.
-        more: what longer training and more data would bring, in sentences.
-        spent: seconds.
-        budget: seconds.
-        facts: how it was measured.
-        longest: longest draft.
-        verified: what was measured of the shapes trained in full.
-        correlations: rank correlations, by what of.
-        created: when.
-    """
-
-    name: str
-    entries: Sequence[Entry]
-    default: Shape
-    winner: Entry | None
-    full_steps: int
-    longest: int
-    spent: float
-    budget: float
-    facts: dict[str, Any]
-    created: str
-    slope: Slope | None = None
-    rounds: Sequence[str] = ()
-    more: Sequence[str] = ()
-    verified: Sequence[dict[str, Any]] = ()
-    correlations: dict[str, float | None] = field(default_factory=dict)
+    name: str  # of the run
+    entries: Sequence[Entry]  # every shape
+    default: Shape  # the configuration's own
+    winner: Entry | None  # the best trained shape; None before anything was trained
+    full_steps: int  # of the full training
+    longest: int  # longest draft
+    spent: float  # seconds
+    budget: float  # seconds
+    facts: dict[str, Any]  # how it was measured
+    created: str  # when
+    slope: Slope | None = None  # the common exponent of the curves; None before two rounds
+    rounds: Sequence[str] = ()  # what happened in each
+    more: Sequence[str] = ()  # what longer training and more data would bring, in sentences
+    verified: Sequence[dict[str, Any]] = ()  # what was measured of the shapes trained in full
+    correlations: dict[str, float | None] = field(default_factory=dict)  # rank correlations, by what of
 
     @property
     def own(self) -> Entry:
@@ -115,8 +97,8 @@ class Results:
         """What decoding with the winner and with the configuration's own shape says to the prediction."""
         assert self.winner is not None
         found = {row["name"]: row for row in self.verified}
-        pair = [found.get(entry.shape.name) for entry in (self.winner, self.own)]
-        if pair[0] is None or pair[1] is None:
+        pair = [found[entry.shape.name] for entry in (self.winner, self.own) if entry.shape.name in found]
+        if len(pair) < 2:
             return ""
         (a, b), (low, high) = [row["speedup"] for row in pair], [row["speedup_ci95"] for row in pair]
         told = " and ".join(f"{x:.2f} ({ends[0]:.2f} to {ends[1]:.2f})" for x, ends in ((a, low), (b, high)))

@@ -118,10 +118,7 @@ class Shape:
             model = build_model(made.initial.architecture, int(text.vocab_size), None, 0)
             return model.to(target.device, target.dtype).eval()
         own = made.eagle
-        config = head_config(
-            text, own.version, intermediate_size=own.intermediate_size, heads=own.heads, kv_heads=own.kv_heads,
-            draft_vocab=own.draft_vocab, captured_layers=tuple(own.layers) or None,
-        )  # fmt: skip
+        config = head_config(text, own.version, **own.shape())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             head = FeatureHead(config)

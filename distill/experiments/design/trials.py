@@ -10,7 +10,6 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,7 +27,6 @@ from distill.core.run_dir import RunDir
 from distill.data.batch_schedule import Schedule
 from distill.data.datamodule import TrainLoader
 from distill.data.stage_context import StageContext
-from distill.data.token_dataset import TokenDataset
 from distill.eagle.prepare import prepare_head
 from distill.experiments.design.space import Shape, default_shape
 from distill.experiments.target_texts import Text
@@ -135,7 +133,7 @@ class Trials:
         context, key = self._context(settings, shape), fingerprint(self._key(settings, examples))
         data = self.prepared(shape)
         began = time.monotonic()
-        rows = data.train if examples is None else first(data.train, examples)
+        rows = data.train if examples is None else data.train.first(examples)
         initial = self._initial(context, shape, key)
 
         def begin(
@@ -143,7 +141,12 @@ class Trials:
         ) -> Distillation:
             module = self._module(context, initial, training, steps, seed, data)
             parameters = sum(p.numel() for p in initial.parameters())
-            return Distillation(module, rows, data.validation, parameters, lambda: _finished(initial, context))
+            return Distillation(module, rows, data.validation, parameters, finished)
+
+        def finished() -> Model:
+            if isinstance(initial, FeatureHead):
+                return initial.eval().cpu()
+            return ready_to_save(initial, context.corpus.tokenizer)
 
         try:
             made = distil(context, "reference", key, begin)
@@ -259,12 +262,7 @@ class Trials:
     # -- training ----------------------------------------------------------------------------------------------------
 
     def _initial(self, context: StageContext, shape: Shape, key: str) -> Model:
-        make: Callable[[], Any] = (
-            (lambda: eagle_heads.initial(context, key))
-            if shape.is_head
-            else (lambda: language_model(context, "initial", key))
-        )
-        made = make()
+        made = eagle_heads.initial(context, key) if shape.is_head else language_model(context, "initial", key)
         if made.model is None:  # a model that is taken as it is
             return shape.random(context.settings, self.target).float()
         return made.model
@@ -295,14 +293,3 @@ class Trials:
         if settings.eagle.enabled or not settings.initial.trained:
             return 0
         return plan_reference(settings.initial.training, len(self.base.corpus.train)).steps
-
-
-def _finished(model: Model, context: StageContext) -> Model:
-    return model.eval().cpu() if isinstance(model, FeatureHead) else ready_to_save(model, context.corpus.tokenizer)
-
-
-def first(rows: TokenDataset, count: int) -> TokenDataset:
-    """The first examples, with their kept signals."""
-    made = TokenDataset(rows.ids, rows.labels, rows.offsets[: count + 1], rows.label_offsets[: count + 1])
-    made.signals, made.tokens = rows.signals, rows.tokens
-    return made

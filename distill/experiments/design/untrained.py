@@ -57,7 +57,6 @@ def go_along(drafter: Drafter, stop: StopRule, texts: Sequence[Text]) -> Rounds:
     for ids, start in texts:
         at = start
         drafter.start(ids[:at])
-        stop.start()
         while at < len(ids):
             began = time.perf_counter()
             stop.begin()

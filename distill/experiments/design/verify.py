@@ -4,18 +4,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from decode.core.options import MethodOptions
 from decode.core.sampling import Warp
 from decode.measure.bench_entries import BenchEntry
 from decode.measure.bench_session import BenchOptions, Session
 from decode.measure.benchmark import Benchmark
-from decode.models.eagle.files import load_head
-from decode.models.open import load_model
+from decode.models.eagle.head import FeatureHead
+from decode.models.open import open_draft
 from decode.prompts.suites import Suite
 from distill.core.run_dir import RunDir, StageRecord
+from distill.data.corpus import test_suite
 from distill.data.stage_context import StageContext
-from distill.evaluation.evaluate import test_suite
 from distill.experiments.design.predict import best_of
 from distill.experiments.design.report import Entry
 from distill.experiments.design.space import Shape
@@ -102,8 +103,9 @@ def _trained(shape: Shape, trials: Trials, context: StageContext, folder: RunDir
         model, seconds = trials.train(shape, trials.full_steps)
         record = StageRecord(key, parameters=sum(p.numel() for p in model.parameters()), seconds=seconds)
         folder.put(stage, record, StageResult(record, model, context.corpus.tokenizer).save)
-    path = folder.path(stage)
-    return load_head(path, trials.target) if shape.is_head else load_model(path, device="cpu", dtype="float32")
+    made = open_draft(folder.path(stage), trials.target, context.corpus.tokenizer)
+    assert isinstance(made, FeatureHead | PreTrainedModel)
+    return made
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float | None:

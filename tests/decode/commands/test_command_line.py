@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from decode.commands.command_line import known_keys, parse, take_flag
+from decode.commands.command_line import _typed_keys, parse, take_flag
 from decode.commands.exit_status import run_main
 from decode.core.errors import UserError
 
@@ -152,7 +152,7 @@ def test_help_shows_every_key_with_its_docstring(capsys: pytest.CaptureFixture[s
 
 
 def test_known_keys_walks_nested_sections() -> None:
-    assert list(known_keys(Outer)) == [
+    assert [name for name, _ in _typed_keys(Outer)] == [
         "name", "inner", "inner.rate", "inner.kind", "extra", "extra.rate", "extra.kind", "depth", "sizes",
     ]  # fmt: skip
 

@@ -38,7 +38,7 @@ def test_a_whole_check_in_transformers(folder, capsys) -> None:
     ("more", "sentence"),
     [
         (["--engine", "vlm"], "did you mean 'vllm'"),
-        (["--draft-sampling", "mixed"], "choose greedy or probabilistic"),
+        (["--draft-sampling", "mixed"], "'draft_sampling': Expected a Literal['greedy', 'probabilistic']"),
         (["--url", "http://127.0.0.1:9"], "drafts one length"),
         (["--engine", "vllm", "--python", "/nowhere/python"], "no program that can be run"),
     ],

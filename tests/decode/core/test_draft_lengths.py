@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from decode.core.draft_lengths import DraftLengths
-from decode.core.round_costs import RoundCosts, between
+from decode.core.draft_lengths import DraftLengths, RoundCosts, between
 
 
 def decode(lengths: DraftLengths, rates: list[float], tokens: int, batch: int = 1, seed: int = 0) -> float:

@@ -3,7 +3,6 @@ import random
 import pytest
 import torch
 
-from decode.core.errors import UserError
 from decode.core.rng import TorchRng
 from decode.core.stopping import StopRule
 from decode.core.trace import Round
@@ -192,8 +191,3 @@ def test_a_new_text_starts_with_an_empty_pool_and_window():
     drafter.start([40, 41])
     draft = drafter.propose([40, 41], STOP, 100, RNG)
     assert set(draft.tokens.tolist()) <= {40, 41}
-
-
-def test_impossible_sizes_are_refused():
-    with pytest.raises(UserError, match="level >= 2"):
-        LookaheadDrafter(level=1)

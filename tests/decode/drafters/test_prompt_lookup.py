@@ -2,7 +2,6 @@ import random
 
 import pytest
 
-from decode.core.errors import UserError
 from decode.core.rng import TorchRng
 from decode.core.stopping import StopRule
 from decode.drafters.prompt_lookup import LookupDrafter
@@ -93,8 +92,3 @@ def test_a_new_text_knows_nothing_of_the_last_one():
     drafter.start([1, 2, 3])
     drafter.start([4, 1])
     assert proposed(drafter, [4, 1]) == []
-
-
-def test_impossible_settings_are_refused():
-    with pytest.raises(UserError, match="min_ngram=4, max_ngram=3"):
-        LookupDrafter(min_ngram=4)

@@ -88,14 +88,6 @@ def test_same_text_gives_the_same_draft(tmp_path):
     assert (one.tokens.tolist(), one.parents) == (two.tokens.tolist(), two.parents)
 
 
-def test_settings_that_the_store_cannot_answer_are_refused(tmp_path):
-    store = opened(tmp_path, [[1, 2, 3]])
-    with pytest.raises(UserError, match="max_span 16 plus length 20 exceeds the datastore's depth 32"):
-        RetrievalDrafter(store, length=20)
-    with pytest.raises(UserError, match="min_span <= max_span"):
-        RetrievalDrafter(store, min_span=20)
-
-
 def test_rest_opens_only_with_the_tokenizer_it_was_built_with(tmp_path):
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)

@@ -9,9 +9,9 @@ import pytest
 from pairs import make_pair, make_suite, make_tokenizer
 
 from decode.commands.bench import bench
+from decode.core.draft_lengths import RoundCosts
 from decode.core.errors import UserError
 from decode.core.progress import Work, as_current
-from decode.core.round_costs import RoundCosts
 from decode.core.trace import Trace
 from decode.measure.batches import MEASURED, BatchBenchmark, Written, _interval, cells, predicted
 from decode.measure.bench_entries import plan

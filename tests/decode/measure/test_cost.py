@@ -14,7 +14,7 @@ from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
 from decode.measure.acceptance_offline import offline_alpha
-from decode.measure.cost import CostModel, measure_cost
+from decode.measure.cost import CostMeter, CostModel
 from decode.measure.forward_timer import time_forwards
 from decode.measure.predict import (
     best_length,
@@ -144,18 +144,18 @@ def test_verify_cost_is_interpolated_and_extended():
 
 def test_costs_are_measured_at_every_width_and_leave_no_trace_in_the_caches(tiny):
     target, draft = (open_runner(model) for model in make_pair(tiny))
-    cost = measure_cost(target, draft, context=20, repeats=3)
+    cost = CostMeter(target, draft, context=20).run(3)
     assert sorted(cost.verify_cost) == list(range(1, 17))
     assert cost.verify_cost[1] == 1
     assert cost.cost_ratio == pytest.approx(cost.draft_seconds / cost.target_seconds)
     assert cost.context == 20
     assert target.length == draft.length == 0
-    assert measure_cost(target, repeats=1).cost_ratio == 0
+    assert CostMeter(target).run(1).cost_ratio == 0
 
 
 def test_costs_stay_within_a_short_context(tiny):
     runner = open_runner(tiny("gpt2", n_positions=12))
-    cost = measure_cost(runner, context=128, repeats=1)
+    cost = CostMeter(runner, context=128).run(1)
     assert max(cost.verify_cost) < 12
     assert cost.context + max(cost.verify_cost) <= 12
 

@@ -16,12 +16,11 @@ from plain_logits import head_logits, response_logits
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from decode.core.draft_lengths import DraftLengths
+from decode.core.draft_lengths import DraftLengths, RoundCosts
 from decode.core.drafter import Drafter
 from decode.core.errors import UserError
 from decode.core.options import MethodOptions
 from decode.core.rng import TorchRng
-from decode.core.round_costs import RoundCosts
 from decode.core.runner import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping import StopRule, negative_entropy

@@ -29,11 +29,10 @@ from decode.loop import System, decode
 from decode.measure.bench_entries import plan
 from decode.measure.bench_session import BenchOptions
 from decode.methods import STOPS, MethodInputs
-from decode.models import vocabulary
+from decode.models import other_vocabulary as vocabulary
 from decode.models.open import open_draft
 from decode.models.open_runner import open_draft_runner, open_runner
-from decode.models.other_vocabulary import ForeignDraft, ForeignRunner
-from decode.models.vocabulary import Intersection, Vocabulary
+from decode.models.other_vocabulary import ForeignDraft, ForeignRunner, Intersection, Vocabulary
 
 TOLERANCE = 1e-12
 SAMPLE = Warp(temperature=0.7)
@@ -284,7 +283,7 @@ def test_sampled_text_depends_on_the_seed_alone(folder, capsys) -> None:
 def test_a_tokenizer_that_differs_is_refused_with_the_option_that_allows_it(folder) -> None:
     with pytest.raises(UserError, match=r"is not the target's: id .* --draft-vocabulary intersection"):
         generate.start(settings_for(folder, draft_vocabulary="same"), "Hi")
-    with pytest.raises(UserError, match="draft_vocabulary is 'both'; choose same or intersection"):
+    with pytest.raises(UserError, match="draft_vocabulary is 'both', expected same or intersection"):
         generate.start(settings_for(folder, draft_vocabulary="both"), "Hi")
 
 

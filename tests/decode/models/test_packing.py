@@ -11,8 +11,7 @@ from decode.models.open_runner import open_runner
 from decode.models.runners import fast_weights, packing
 from decode.models.runners.fast_runner import FastRunner, fast_runner
 from decode.models.runners.layer_subset import LayerSubset
-from decode.models.runners.linear import Linear
-from decode.models.runners.packing import Linears, PackedLinear, measure, packable
+from decode.models.runners.packing import Linear, Linears, PackedLinear, measure, packable
 
 
 @pytest.mark.parametrize("biased", [True, False])

@@ -18,10 +18,10 @@ HISTOGRAM = {"edges": [-1, 1, 2, 3], "counts": [5, 0, 2]}
 RATES = [{"conditional": 0.9}, {"conditional": 0.8}, {"conditional": None}]
 PLOTS = {
     "bars": (plots.speedup_bars(METHODS), ["tokens/s ÷ tokens/s without a draft"]),
-    "quality": (plots.speed_against_quality(METHODS, "tv_spent", "a − min(1, p/q)"), ["a − min(1, p/q)", "speedup"]),
+    "quality": (plots.points(METHODS, "tv_spent", "speedup", "", "p/q", "speedup"), ["p/q", "speedup"]),
     "positions": (plots.acceptance_by_position({"vanilla": RATES, "rest": RATES[:1]}), ["accepted ÷ reached"]),
     "lengths": (plots.draft_lengths({"vanilla": {"4": 10, "2": 1}, "b": {"0": 3}}), ["drafted tokens in a round"]),
-    "predicted": (plots.measured_against_predicted(METHODS), ["tokens per round ÷ (c·drafted + v(drafted + 1))"]),
+    "predicted": (plots.points(METHODS, "predicted_speedup", "speedup", "", "p", "", diagonal=True), ["p"]),
     "by_length": (plots.speedup_by_length({1: 1.2, 2: 1.4}, {2: METHODS[0]}), ["draft length k", "speedup"]),
     "costs": (plots.verify_cost({"a": [1, 1.5], "b": {"1": 1.0, "8": 2.0}}), ["v(n) = time of n tokens ÷ of 1"]),
     "calibration": (plots.calibration({"a": [(0.1, 0.2, 30), (0.9, 0.8, 300)]}, "c"), ["accepted ÷ tested"]),

@@ -11,7 +11,8 @@ from solutions import check_solution
 from decode.core.errors import UserError
 from decode.prompts.presets import PRESETS
 from decode.prompts.suites import load_suite
-from distill.data import IGNORE, DataSettings, collate, load_corpus, prompt_part, show_example, train_tokenizer
+from distill.data import IGNORE, DataSettings, collate, load_corpus, prompt_part, train_tokenizer
+from distill.data.show_example import show
 from distill.data.sources import load_rows
 
 SPLITS = ("train", "validation", "test")
@@ -282,7 +283,7 @@ def test_collate_pads_on_the_right(corpus):
 
 
 def test_an_example_is_printed(corpus, capsys):
-    show_example(corpus, 2, "test")
+    show(corpus.test[2], corpus.tokenizer)
     printed = " ".join(capsys.readouterr().out.split())
     assert " ".join(corpus.test[2]["prompt"].split()) in printed
     assert "<|endoftext|>]]" in printed

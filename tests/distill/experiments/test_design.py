@@ -21,11 +21,11 @@ from decode.core.errors import UserError
 from decode.core.stopping import StopRule
 from decode.drafters.prompt_lookup import LookupDrafter
 from decode.measure.acceptance_offline import OfflineAlpha
-from decode.measure.cost import CostModel
+from decode.measure.cost import CostMeter, CostModel
 from decode.measure.predict import predicted_speedup, replayed_speedup
 from distill.config.settings import Settings
 from distill.experiments.design.command import design
-from distill.experiments.design.costs import Price, undisturbed
+from distill.experiments.design.costs import CALM, Price
 from distill.experiments.design.predict import Slope, common_slope, forecast, own_slope, replayed, slope_of
 from distill.experiments.design.settings import DesignRunSettings, DesignSettings
 from distill.experiments.design.space import Shape, default_shape, space
@@ -61,7 +61,10 @@ def test_the_acceptance_needed_is_where_the_best_length_reaches_the_speedup() ->
 
 def test_costs_do_not_follow_a_machine_that_other_work_slows_down_now_and_then() -> None:
     """Half of the target's forwards and a third of the draft's were interrupted."""
-    found = undisturbed([1.0, 1.0, 5.0, 9.0], [0.1, 0.1, 0.8], {4: [1.5, 1.5, 1.5, 7.0]}, 64)
+    meter = CostMeter.__new__(CostMeter)
+    meter.plain, meter.drafting, meter.verifying = [1.0, 1.0, 5.0, 9.0], [0.1, 0.1, 0.8], {4: [1.5, 1.5, 1.5, 7.0]}
+    meter.context, meter.batch = 64, 1
+    found = meter.cost(CALM)
     assert found.cost_ratio == pytest.approx(0.1)
     assert found.verify_cost == {1: 1.0, 4: pytest.approx(1.5)}
 

@@ -16,8 +16,7 @@ from distill.config.responses import ResponseSettings
 from distill.core import ranks
 from distill.data.response_file import Response, ResponseFile
 from distill.data.token_dataset import label_mask
-from distill.data.tokenize import IGNORE
-from distill.data.train_tokenizer import train_tokenizer
+from distill.data.tokenize import IGNORE, train_tokenizer
 from distill.generation import response_store
 from distill.generation.response_store import (
     Job,

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from decode.core.errors import UserError
-from distill.config.package import PackageSettings
+from distill.config.models import PackageSettings
 from distill.models import package
 from distill.models.package import fetch, package_path
 

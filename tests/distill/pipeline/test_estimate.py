@@ -1,69 +1,49 @@
-"""What a run will write and take: exact where the configuration says it, proportional to the work elsewhere."""
+"""What ``--estimate`` tells of a run, beside what the run then reads and writes."""
 
 from __future__ import annotations
 
-import copy
 import io
-from collections.abc import Callable
 from pathlib import Path
 
-from gguf_files import write_gguf
-from pairs import make_tokenizer
+import pytest
 from rich.console import Console
-from tiny_run import tiny_settings
-from transformers import PreTrainedModel
+from tiny_run import bench, tiny_settings
 
-from distill.config.eagle import EagleSettings
-from distill.config.models import TargetSettings
-from distill.config.package import PackageSettings
-from distill.config.settings import Settings
-from distill.models.package import package_path
-from distill.pipeline.dry_run import tell_size
-from distill.pipeline.estimate import Machine, estimate, measure_machine
-
-HERE = Machine(1e11, 1e10)
+from distill.pipeline.estimate import measured_estimate, show
+from distill.pipeline.runner import run_stages
 
 
-def given(tmp_path: Path, tiny: Callable[..., PreTrainedModel]) -> Settings:
-    """An EAGLE-3 head for a tiny model out of a package that is downloaded already."""
-    package = PackageSettings("tiny-model==1.0", "tiny_model/tiny.gguf", "0" * 64, 1000)
-    settings = tiny_settings(tmp_path, target=TargetSettings(kind="as_is", package=package))
-    settings.eagle, settings.reference.signal = EagleSettings(kind="eagle3", draft_vocab=64), "hidden"
-    settings.reference.responses.source = "target"
-    path = package_path(package, str(tmp_path))
-    path.parent.mkdir(parents=True)
-    model = copy.deepcopy(tiny("llama-tied", vocab_size=280, num_hidden_layers=6, max_position_embeddings=256))
-    write_gguf(path, model, make_tokenizer())
-    settings.target.model = str(path)
-    return settings
+def test_tokens_and_bytes_are_those_of_the_run_and_nothing_else_is_left(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.reference.examples, settings.reference.training.steps = 40, 30
+    settings.draft.iso, settings.trainer.validate_every = "epochs", 10
+    found = measured_estimate(settings, Console(quiet=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+    parts = {part.name: part for part in found.parts}
+    assert list(parts) == ["the target's signal", "the reference's losses", "target", "initial", "reference",
+                           "adaspec", "equal-tokens"]  # fmt: skip
+    context, _ = bench(settings)
+    run_stages(context)
+    for name, stage in (("target", "target"), ("reference", "reference"), ("adaspec", "draft")):
+        assert parts[name].tokens == pytest.approx(context.seen[stage].tokens, rel=0.05)
+        assert parts[name].seconds > 0
+    signals = context.run.work / "signals"
+    for name, pattern in (("the target's signal", "target_*.npy"), ("the reference's losses", "reference_*.npy")):
+        written = sum(path.stat().st_size for path in signals.glob(pattern))
+        assert parts[name].bytes == pytest.approx(written, rel=0.05)
+    assert parts["the target's signal"].tokens == len(context.examples.ids) + len(context.validation.ids)
+    assert found.memory > 1e8
+    assert settings.reference.training.steps == 30
 
 
-def test_sizes_follow_from_the_configuration(tmp_path: Path, tiny: Callable[..., PreTrainedModel]) -> None:
-    settings = given(tmp_path, tiny)
-    found = {step.name.split(",")[0]: step for step in estimate(settings, HERE)}
-    model = tiny("llama-tied", vocab_size=280, num_hidden_layers=6, max_position_embeddings=256)
-    assert list(found) == ["package", "target", "28 answers", "signal (hidden)", "reference", "adaspec", "equal-tokens",
-                           "evaluation and export"]  # fmt: skip
-    assert found["target"].bytes == 4 * model.num_parameters()
-    assert found["target"].seconds == 0
-    assert found["signal (hidden)"].bytes == 28 * 256 * 4 * 32 * 4  # three states that are fused, and the last
-    settings.reference.training.steps *= 2
-    longer = {step.name.split(",")[0]: step for step in estimate(settings, HERE)}
-    assert longer["reference"].seconds == 2 * found["reference"].seconds > 0
-    assert longer["28 answers"] == found["28 answers"]
-
-
-def test_the_dry_run_tells_what_the_real_run_takes(tmp_path: Path, tiny: Callable[..., PreTrainedModel]) -> None:
-    settings, text = given(tmp_path, tiny), io.StringIO()
-    tell_size(settings, Console(file=text, width=100))
-    assert "signal (hidden)" in text.getvalue()
+def test_texts_that_the_target_has_yet_to_write_are_scaled_up(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path, comparisons=[])
+    settings.reference.examples = 40
+    responses = settings.reference.responses
+    responses.source, responses.max_new_tokens, responses.batch_size = "target", 8, 8
+    found, text = measured_estimate(settings, Console(quiet=True)), io.StringIO()
+    show(found, settings, Console(file=text, width=120))
+    assert [part.name for part in found.parts][:2] == ["the target's answers", "the target's signal"]
+    assert found.parts[0].bytes > 0
+    assert "most memory" in text.getvalue()
     assert "in all" in text.getvalue()
-    package_path(settings.target.package, str(tmp_path)).unlink()
-    tell_size(settings, Console(file=text, width=100))
-    assert "can be told once" in text.getvalue()
-
-
-def test_the_machine_is_measured() -> None:
-    found = measure_machine()
-    assert found.flops > 1e6
-    assert found.bytes > 1e6

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from decode.core.errors import UserError
-from distill.config.tracker import TrackerSettings
+from distill.config.settings import TrackerSettings
 from distill.tracking import logger as tracking
 from distill.tracking import wandb_run
 from distill.tracking.logger import finish, for_stage, log_draft, log_report, make_logger, where
@@ -143,7 +143,7 @@ def test_the_draft_artifact_refers_to_its_files_without_copying_them(tmp_path):
     draft.mkdir()
     (draft / "model.safetensors").write_bytes(os.urandom(1 << 20))
     logger = make_logger(TrackerSettings(), tmp_path, "quick", {})
-    log_draft(logger, draft, {"alpha": 0.93})
+    log_draft(logger, draft)
     finish(logger)
 
     artifact = records(tmp_path)["artifact"][0]
