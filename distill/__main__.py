@@ -50,17 +50,15 @@ DESIGN_EXAMPLES = """\
   python -m distill --config runs/quickstart/design/winner.yaml                 train what was found"""
 
 FOREIGN = {"bench", "probes", "ablation", "design"}  # sections of a shared configuration of other commands
+TRACKER = {"tracker": "tracker.kind"}
 
 
 def main(argv: list[str] | None = None) -> None:
     """Parses the arguments and runs."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["bench"]:
-        return _bench(argv[1:])
-    if argv[:1] == ["ablate"]:
-        return _ablate(argv[1:])
-    if argv[:1] == ["design"]:
-        return _design(argv[1:])
+    others = {"bench": _bench, "ablate": _ablate, "design": _design}
+    if argv and argv[0] in others:
+        return others[argv[0]](argv[1:])
     if not argv:
         raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")
     dry_run, show = take_flag(argv, "--dry-run"), take_flag(argv, "--show-example")
@@ -68,13 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     from distill.config.settings import Settings
 
     settings = parse(
-        Settings,
-        argv,
-        prog="python -m distill",
-        description=ABOUT,
-        examples=EXAMPLES,
-        foreign=FOREIGN,
-        aliases={"tracker": "tracker.kind"},
+        Settings, argv, prog="python -m distill", description=ABOUT, examples=EXAMPLES, foreign=FOREIGN, aliases=TRACKER
     )
     from distill.pipeline.runner import run_pipeline, show_example
 
@@ -99,23 +91,15 @@ def main(argv: list[str] | None = None) -> None:
 def _bench(argv: list[str]) -> None:
     from distill.experiments.benchmark import TrainingBenchSettings, run
 
-    run(
-        parse(
-            TrainingBenchSettings,
-            _with_config(argv, "configs/quickstart.yaml"),
-            prog="python -m distill bench",
-            description=BENCH,
-            foreign=FOREIGN,
-            aliases={"json": "speed.json"},
-        )
-    )
+    argv, aliases = _with_config(argv), {"json": "speed.json"}
+    prog = "python -m distill bench"
+    run(parse(TrainingBenchSettings, argv, prog=prog, description=BENCH, foreign=FOREIGN, aliases=aliases))
 
 
 def _ablate(argv: list[str]) -> None:
     from distill.experiments.ablate import AblateSettings, ablate
 
-    argv = _with_config(argv, "configs/ablation.yaml")
-    foreign = FOREIGN - {"ablation"}
+    argv, foreign = _with_config(argv, "configs/ablation.yaml"), FOREIGN - {"ablation"}
     ablate(parse(AblateSettings, argv, prog="python -m distill ablate", description=ABLATE, foreign=foreign))
 
 
@@ -124,20 +108,21 @@ def _design(argv: list[str]) -> None:
     from distill.experiments.design.settings import DesignRunSettings
 
     keys = ("budget", "batch_size", "temperature", "costs", "costs_only", "verify")
-    design(
-        parse(
-            DesignRunSettings,
-            _with_config(argv, "configs/quickstart.yaml"),
-            prog="python -m distill design",
-            description=DESIGN,
-            examples=DESIGN_EXAMPLES,
-            foreign=FOREIGN - {"design"},
-            aliases={key: f"design.{key}" for key in keys},
-        )
+    aliases, foreign = {key: f"design.{key}" for key in keys}, FOREIGN - {"design"}
+    argv, prog = _with_config(argv), "python -m distill design"
+    settings = parse(
+        DesignRunSettings,
+        argv,
+        prog=prog,
+        description=DESIGN,
+        examples=DESIGN_EXAMPLES,
+        foreign=foreign,
+        aliases=aliases,
     )
+    design(settings)
 
 
-def _with_config(argv: list[str], default: str) -> list[str]:
+def _with_config(argv: list[str], default: str = "configs/quickstart.yaml") -> list[str]:
     """The arguments, with a configuration where none is given."""
     if config_paths(argv) or "-h" in argv or "--help" in argv:
         return argv

@@ -27,14 +27,15 @@ def main(argv: list[str] | None = None) -> None:
     if not argv:
         raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")
     dry_run = take_flag(argv, "--dry-run")
+    foreign, aliases = {"bench", "ablation", "design"}, {"tracker": "tracker.kind"}
     settings = parse(
         ProbesSettings,
         argv,
         prog="python -m probes",
         description=ABOUT,
         examples=EXAMPLES,
-        foreign={"bench", "ablation", "design"},
-        aliases={"tracker": "tracker.kind"},
+        foreign=foreign,
+        aliases=aliases,
     )
     if dry_run:
         from probes.settings import shrink

@@ -71,7 +71,7 @@ def _experiment(settings: ProbesSettings, stages: StageContext) -> dict[str, Any
     run_stages(stages, only=("target",))
     stages.console.print("[bold]probes[/bold]", highlight=False)
     options, target, folder = settings.probes, settings.target, stages.run.folder / "probes"
-    model = stages.open_target()
+    model = stages.load_target()
     context = ProbeContext(settings, stages, model, exit_layers(model, options.layers))
     modes = [
         Mode("greedy", Warp(), "match", ("match",)),

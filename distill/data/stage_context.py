@@ -122,8 +122,11 @@ class StageContext:
         """The examples for distillation."""
         return TokenDataset.of(self.corpus.train, self.settings.reference.examples)
 
-    def open_target(self, dtype: str | None = None, device: str | torch.device | None = None) -> PreTrainedModel:
-        """The run's target; None: in its own number format, where this process trains."""
+    def load_target(self, dtype: str | None = None, device: str | torch.device | None = None) -> PreTrainedModel:
+        """The run's target, whole on one device; None: in its own number format, where this process trains.
+
+        While drafts are trained it may be elsewhere: `distill.teacher.target_model.open_target`.
+        """
         own = self.settings.target
         how: dict[str, Any] = {"dtype": dtype or own.dtype, "trust_remote_code": own.trust_remote_code}
         return load_model(self.run.target, device=self.device if device is None else device, **how)

@@ -49,7 +49,7 @@ class Evaluation:
         self.full, self.run, self.corpus = context.settings, context.run, context.corpus
         full, run, source, settings = self.full, self.run, self.full.data.source, self.full.evaluation
         self.settings, self.tokenizer = settings, context.corpus.tokenizer
-        self.target, trust = context.open_target(settings.dtype), full.initial.trust_remote_code
+        self.target, trust = context.load_target(settings.dtype), full.initial.trust_remote_code
         self.models = {
             name: open_draft(path, self.target, self.tokenizer, trust_remote_code=trust)
             for name, path in run.drafts.items()

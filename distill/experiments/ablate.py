@@ -116,7 +116,7 @@ class Meter:
 
     def __init__(self, bench: StageContext, batch_size: int) -> None:
         self.bench, self.folder = bench, bench.run.work / "ablation"
-        self.target = bench.open_target(bench.settings.evaluation.dtype)
+        self.target = bench.load_target(bench.settings.evaluation.dtype)
         self.keys = {stage: key for stage, (key, _) in stage_fingerprints(bench.settings).items()}
         self.made_from: dict[str, str] = {}  # of each mode's texts
         self.texts = {mode: self._texts(mode, temperature, batch_size) for mode, temperature in MODES.items()}

@@ -28,7 +28,7 @@ KINDS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}  # settings' names for the hea
 def initial(context: StageContext, key: str) -> StageResult:
     """A head for the target, its vocabulary chosen; its weights random, or the target's as far as they fit."""
     settings, console = context.settings.eagle, context.console
-    target = context.open_target("float32", "cpu")
+    target = context.load_target("float32", "cpu")
     config = head_config(target.config.get_text_config(), settings.version, **settings.shape())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(context.settings.seed)
@@ -83,7 +83,7 @@ def begin(
     }
     module = HeadModule(head, training, steps, **how, seed=seed)
     parameters = sum(p.numel() for p in head.parameters())
-    writer = None if not share else HeadTexts(head, context.open_target("float32"), full.eagle.steps)
+    writer = None if not share else HeadTexts(head, context.load_target("float32"), full.eagle.steps)
     return Distillation(
         module,
         data.train,

@@ -113,7 +113,7 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
         return StageResult(record, ready_to_save(model, tokenizer), tokenizer)
     offset = ("target", "initial").index(stage)
     if isinstance(settings, InitialDraftSettings) and settings.kind == "cut":
-        model = cut(context.open_target("float32", "cpu"), settings.layers)
+        model = cut(context.load_target("float32", "cpu"), settings.layers)
     else:  # a draft with as many ids as the target's embedding can be served without padding
         vocab = len(tokenizer)
         if stage != "target":

@@ -80,7 +80,7 @@ class Design:
     @cached_property
     def target(self) -> PreTrainedModel:
         """The target as it decodes."""
-        return self.context.open_target(self.context.settings.evaluation.dtype).eval()
+        return self.context.load_target(self.context.settings.evaluation.dtype).eval()
 
     @cached_property
     def shapes(self) -> list[Shape]:
