@@ -49,8 +49,8 @@ NOTED = Features(
 SEVERAL = "made into an example for each assistant's turn, because the template rewrites earlier turns"
 BATCH = 1000
 """Rows tokenised together."""
-ROUND = 50_000
-"""Rows between two looks at whether there are enough examples."""
+ROUND, STREAMED = 50_000, 20_000
+"""Rows between two looks at whether there are enough examples; of a stream, so many are in memory."""
 A_PROCESS = 5000
 """Rows for which a further process is worth its start."""
 
@@ -77,7 +77,7 @@ def example_table(
     parts: list[Dataset] = []
     have, start = 0, 0
     while start < len(ordered) and (limit is None or have < limit):
-        wanted = len(ordered) if rows.kind == "text" else ROUND
+        wanted = len(ordered) if rows.kind == "text" else STREAMED if settings.streaming else ROUND
         if limit is not None and rows.kind != "text":  # some rows will be left out
             wanted = min(wanted, max(BATCH, round(1.1 * (limit - have))))
         made = _made(make, select(found, ordered[start : start + wanted]), settings.workers, limit)
