@@ -181,9 +181,9 @@ class TargetSettings(ModelSettings):
     servers. Needs several processes, started by torchrun."""
     quantization: dict[str, Any] | None = None
     """Weights of the frozen target in few bits while it answers and makes signals: transformers' quantisation
-    configuration, such as {quant_method: bitsandbytes, load_in_4bit: true} or {quant_method: torchao, quant_type: ...},
-    by the package of that name. The draft then learns what the rounded target says; the measurement at the end, and
-    serving, are of the target as it is, so acceptance can be lower than in training."""
+    configuration as it stands in a config.json, such as {quant_method: bitsandbytes, load_in_4bit: true}, by the
+    package of that name (bitsandbytes, torchao). The draft then learns what the rounded target says; the measurement at
+    the end, and serving, are of the target as it is, so acceptance can be lower than in training."""
 
     @property
     def placed(self) -> bool:

@@ -61,8 +61,8 @@ def check_place(context: StageContext) -> None:
     try:
         made = AutoHfQuantizer.from_config(AutoQuantizationConfig.from_dict(wanted.quantization), pre_quantized=False)
         made.validate_environment(device_map={"": wanted.devices[0] if wanted.devices else context.device})
-    except (ImportError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        why = str(error).strip().splitlines()[0]
+    except (ImportError, ValueError, TypeError, KeyError, AssertionError, RuntimeError) as error:
+        why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise UserError(
             f"target.quantization is {wanted.quantization}, which cannot be used here ({why}): install what is "
             "missing, or leave it out and set target.dtype to bfloat16, target.devices or target.sharded"
