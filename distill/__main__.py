@@ -44,7 +44,7 @@ interrupted design continues, a larger --budget continues a finished one. Withou
 DESIGN_EXAMPLES = """\
   python -m distill design --config configs/quickstart.yaml --budget 10m
   python -m distill design --config configs/quickstart.yaml --costs-only      which acceptance each shape would need
-  python -m distill design --config configs/quickstart.yaml --budget 10m --verify    and hold it to account
+  python -m distill design --config configs/quickstart.yaml --budget 10m --verify    and compare it with decoding
   python -m distill design --config configs/smollm2.yaml --budget 2h --batch-size 8    for eight texts at once
   python -m distill design --design.layers 1 --design.widths 32,48,64 --design.heads [] --budget 5m
   python -m distill --config runs/quickstart/design/winner.yaml                 train what was found"""

@@ -1,9 +1,9 @@
 """The linear probes of all layers, fitted at once by Newton's method.
 
-The losses of different probes share nothing, so each takes its own Newton step, all of them in the same few batched
-products. The gradient sees all tokens, the curvature a part of them that moves on from step to step: enough of a
-direction, at a fraction of its cost, and the line search does the rest. About ten steps reach the optimum whatever
-the scale and correlation of the hidden states.
+The losses of different probes are independent, so each takes its own Newton step, all of them in the same few batched
+products. The gradient is over all tokens, the Hessian over a part of them, another one in each step, at a fraction of
+the cost; a line search chooses the length of the step. About ten steps reach the optimum whatever the scale and
+correlation of the hidden states.
 """
 
 import torch
@@ -19,7 +19,7 @@ from probes.settings import ProbeSettings
 CURVATURE_ROWS = 20  # tokens that the curvature is taken from, per input
 STEPS = 1.0, 0.5, 0.25, 0.1, 0.02, 0.0  # lengths of a Newton step that are tried; each probe takes the best
 EXTRA_PENALTY = 1e-4
-"""Penalty on the extras, which is not part of the choice: a strong one on the state leaves them free to speak."""
+"""Penalty on the extras, the same for all penalties on the state, so that a strong one there does not shrink them."""
 PROGRESS = 1e-4  # smallest gain in the mean validation loss that counts as one
 LARGE = 1 << 28  # numbers in the inputs from which a GPU is used where there is one
 

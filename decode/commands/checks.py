@@ -91,7 +91,7 @@ def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase) -> bool
 
 
 def told_chat(settings: ChatSettings, chat: bool) -> str:
-    """What to say of a chat template that nobody asked for; empty where there is nothing to say."""
+    """A sentence for a chat template that is used though the settings leave it open; else empty."""
     if not chat or settings.chat:
         return ""
     return "prompts are put into the tokenizer's chat template (--chat false continues them as plain text)"

@@ -1,4 +1,4 @@
-"""How a command ends: what a user can mend, stop or run out of becomes one line and an exit status."""
+"""How a command ends: an error that the user can correct, an interrupt or a full disk becomes one line and a status."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ WRITING = {
 
 
 def run_main(function: Callable[[], object]) -> int:
-    """Run a command and turn what a user can mend, stop or run out of into one clear line.
+    """Run a command; an error that the user can correct, an interrupt or a full disk is told in one line.
 
     Returns:
         0 on success, 2 after a `UserError` or where files cannot be written, 130 after Ctrl-C. Other exceptions pass

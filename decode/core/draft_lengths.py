@@ -1,7 +1,7 @@
 """How long the drafts of a round may be: the length, the same for all texts, that should give most tokens a second.
 
 Which tokens are accepted is learned from earlier rounds; what a round costs is known before decoding. Where no length
-pays nothing is drafted but for a round now and then that finds out whether that has changed. A round's limit depends on
+pays, nothing is drafted, except in an occasional round that tests whether this has changed. A round's limit depends on
 finished rounds alone, so that exact rules stay exact; but a sampled text then depends on the texts decoded with it.
 """
 

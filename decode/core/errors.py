@@ -1,4 +1,4 @@
-"""The one error type for mistakes that a user can mend."""
+"""The one error type for mistakes that a user can correct."""
 
 import difflib
 from collections.abc import Collection, Mapping

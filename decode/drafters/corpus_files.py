@@ -34,7 +34,7 @@ def require_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
 
 
 def join_documents(documents: Iterable[Sequence[int] | np.ndarray]) -> np.ndarray:
-    """All documents in one array of ``id + 1``, with a 0 after each, so that nothing runs across a border.
+    """All documents in one array of ``id + 1``, with a 0 after each, so that no match runs across documents.
 
     Returns:
         uint16 ``[n]``, or uint32 where an id does not fit.

@@ -94,8 +94,6 @@ class FeatureTreeDrafter(FeatureDrafter):
 
     def __init__(self, runner: HeadRunner, target: Runner, warp: Warp, *, width: int = 10, nodes: int = 60) -> None:
         super().__init__(runner, target, warp)
-        if min(width, nodes) < 1:
-            raise UserError(f"tree_width is {width} and tree_nodes {nodes}; give at least 1 of each")
         self.width, self.nodes = width, nodes
 
     def _drafting(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Drafting:

@@ -1,4 +1,4 @@
-"""Speedup and goodput by batch size and draft length, foreseen from measured costs and acceptances.
+"""Speedup and goodput by batch size and draft length, predicted from measured costs and acceptances.
 
 At batch size B every round of B texts that draft γ tokens each takes γ draft forwards over B tokens, a target forward
 over (γ + 1)·B tokens, and the bookkeeping of both. With c(B) and v(n·B) in target forwards over B tokens:
@@ -72,7 +72,7 @@ class BatchForecast:
     def schedule(self, longest: int | None = None) -> Schedule:
         """vLLM's ``num_speculative_tokens_per_batch_size`` up to the largest measured batch size.
 
-        The length of the batch size before stays where it is as fast as the best one but for `EVEN`.
+        The length of the batch size before stays where it is within `EVEN` of the best one.
         """
         entries: Schedule = []
         for size in range(1, self.sizes[-1] + 1):
@@ -93,22 +93,16 @@ class BatchForecast:
         for cost in self.costs:
             plain, speedups = cost.batch / self.seconds.plain(cost.batch), self.speedups(cost.batch)
             best = best_length(speedups)
+            lengths = [{"draft_length": k, "predicted_speedup": s, "goodput": s * plain} for k, s in speedups.items()]
             found.append(
-                {
+                cost.to_dict()
+                | {
                     "batch_size": cost.batch,
-                    "target_seconds": cost.target_seconds,
-                    "cost_ratio": cost.cost_ratio,
-                    "verify_cost": [[n, v] for n, v in sorted(cost.verify_cost.items())],
-                    "overhead": cost.overhead,
-                    "draft_overhead": cost.draft_overhead,
-                    "step_overhead": cost.step_overhead,
                     "goodput_without_draft": plain,
                     "best_draft_length": best,
                     "best_speedup": speedups.get(best, 1.0),
                     "best_goodput": plain * speedups.get(best, 1.0),
-                    "draft_lengths": [
-                        {"draft_length": k, "predicted_speedup": s, "goodput": s * plain} for k, s in speedups.items()
-                    ],
+                    "draft_lengths": lengths,
                 }
             )
         return found

@@ -188,16 +188,7 @@ class BatchBenchmark:
         suite: str,
     ) -> dict[str, Any]:
         entry, seed = run.entry, self.session.options.seed
-        row: dict[str, Any] = {
-            "name": entry.label,
-            "method": entry.method,
-            "draft": entry.draft if entry.needs_draft else None,
-            "draft_length": run.draft_length,
-            "lossless": entry.lossless,
-            "peer": run.peer is not None,
-            "repeats": self.repeats,
-            **dict.fromkeys(MEASURED),
-        }
+        row: dict[str, Any] = {"name": entry.label, **run.about(), **dict.fromkeys(MEASURED)}
         numbers = prompt_numbers([(item.ids, len(item.ids)) for item in items])
         row |= _interval("tokens_per_second", cells(written, numbers), seed)
         for key, method in (("speedup", BASELINE), ("speedup_vs_generate", REFERENCE)):
@@ -205,17 +196,10 @@ class BatchBenchmark:
                 row |= _interval(
                     key, np.concatenate([cells(written, numbers), cells(opponents[method], numbers)], 2), seed
                 )
-        times = [
-            (
-                statistics.median(out.latency[i] for out in written),
-                statistics.fmean(len(out.texts[i]) for out in written),
-            )
-            for i in range(len(items))
-        ]
-        for key, values in (
-            ("seconds_per_text", [seconds for seconds, _ in times]),
-            ("seconds_per_token", [seconds / tokens for seconds, tokens in times if tokens]),
-        ):
+        seconds = [statistics.median(out.latency[i] for out in written) for i in range(len(items))]
+        tokens = [statistics.fmean(len(out.texts[i]) for out in written) for i in range(len(items))]
+        per_token = [s / n for s, n in zip(seconds, tokens) if n]
+        for key, values in (("seconds_per_text", seconds), ("seconds_per_token", per_token)):
             middle, low, high = median_interval(values, seed=seed)
             row |= {key: middle, f"{key}_ci95": [low, high]}
         row["mean_batch"] = sum(sum(out.latency) for out in written) / sum(out.wall for out in written)
@@ -276,8 +260,8 @@ def cells(written: Sequence[Written], prompts: Sequence[int]) -> np.ndarray:
 def _interval(key: str, table: np.ndarray, seed: int) -> dict[str, Any]:
     """Σ tokens / Σ seconds of the first pair of columns, over that of the second where there is one.
 
-    The interval is over prompts and over repeats, which are resampled both: what a neighbour of the machine does in one
-    repeat meets all its texts.
+    The interval is over prompts and over repeats, which are both resampled: a disturbance of the machine in one repeat
+    affects all its texts.
     """
     random = np.random.default_rng(seed)
     picks = random.integers(table.shape[1], size=(RESAMPLES, table.shape[1]))

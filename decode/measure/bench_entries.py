@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -171,6 +172,18 @@ class EntryRun:
             costs,
         )
         return build(entry.method, inputs, stop=entry.stop, rule=entry.rule)
+
+    def about(self) -> dict[str, Any]:
+        """What a row says of the method before anything is measured."""
+        entry = self.entry
+        return {
+            "method": entry.method,
+            "draft": entry.draft if entry.needs_draft else None,
+            "draft_length": self.draft_length,
+            "lossless": entry.lossless,
+            "peer": self.peer is not None,
+            "repeats": self.session.options.repeats,
+        }
 
     @property
     def draft_length(self) -> int | None:

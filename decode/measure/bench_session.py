@@ -82,8 +82,8 @@ class Session:
         self.model = model
         self.tokenizer = tokenizer
         self.draft_models: dict[str, DraftModel] = dict(drafts or {})
-        if (self.options.threads or 0) > 0:  # the layout of weights is chosen by measurement
-            torch.set_num_threads(self.options.threads or 1)
+        if self.options.threads:  # the layout of weights is chosen by measurement
+            torch.set_num_threads(self.options.threads)
         how: dict[str, Any] = {"compile": self.options.compile, "pack": self.options.pack}
         self.runner = open_runner(model, **how)  # the target's
         self.drafts = {name: open_draft_runner(draft, model, **how) for name, draft in self.draft_models.items()}

@@ -3,9 +3,9 @@
 What is compared with what, and why it is fair:
 
 - The baseline of `speedup` is this project's own loop without a drafter, on the same forward and cache;
-  `model.generate` is the baseline of `speedup_vs_generate`. A speedup over a slow baseline says little.
+  `model.generate` is the baseline of `speedup_vs_generate`. Speedups over a slow baseline overstate a method.
 - All methods see a prompt (of a chat all turns) before the next prompt comes, in an order that turns from one repeat to
-  the next, so that a change in the machine's load meets all of them. Ratios are taken between runs side by side.
+  the next, so that a change in the machine's load affects all of them. Ratios are taken between runs side by side.
 - An adaptive method keeps what it learned from prompt to prompt, but every repeat has its own copy of it, so that no
   method has seen a prompt before.
 - Time is wall time of the whole text, reading the prompt included; token ids are counted, not words.
@@ -177,7 +177,7 @@ class Benchmark:
                     work.update(name=f"{suite} T={run.entry.temperature:g} {run.entry.label}", done=work.done + 1)
             for run in running:
                 run.record.texts.append(texts[id(run)])
-            for meter in self.session.meters.values():  # costs too, under the load that the methods meet
+            for meter in self.session.meters.values():  # costs too, under the same load of the machine
                 meter.run(1 + options.cost_turns // len(chats), seconds=1.0)
 
     def _warm_up(self, run: EntryRun, ids: list[int]) -> None:
@@ -206,11 +206,7 @@ class Benchmark:
         session.costs = {name: meter.cost() for name, meter in session.meters.items()}
         rows, details = [], []
         for run in runs:
-            where = {
-                "name": run.entry.label,
-                "suite": suite.name,
-                "temperature": run.entry.temperature,
-            }
+            where = {"name": run.entry.label, "suite": suite.name, "temperature": run.entry.temperature}
             self.records[suite.name, run.entry.temperature, run.entry.label] = run.record
             rows.append(plain(where | self._row(run, suite, chats, opponents(run, runs))))
             if run.record.texts:
@@ -223,16 +219,7 @@ class Benchmark:
     def _row(self, run: EntryRun, suite: Suite, chats: Sequence[Chat], of: dict[str, Record]) -> dict[str, Any]:
         entry, record = run.entry, run.record
         row: dict[str, Any] = dict.fromkeys(COLUMNS)
-        row |= {
-            "method": entry.method,
-            "draft": entry.draft if entry.needs_draft else None,
-            "draft_length": run.draft_length,
-            "lossless": entry.lossless,
-            "peer": run.peer is not None,
-            "note": run.note,
-            "prompts": len(record.texts),
-            "repeats": self.session.options.repeats,
-        }
+        row |= run.about() | {"note": run.note, "prompts": len(record.texts)}
         if not record.texts:
             return row
         row |= speeds(record, of, self.session.options.seed)

@@ -1,4 +1,4 @@
-"""The categories of a suite: what a benchmark measured, for each of them apart."""
+"""The categories of a suite: what a benchmark measured, separately for each."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def category_rows(
         seed: of the bootstrap.
 
     Returns:
-        None where all prompts are of one category.
+        The rows; empty where all prompts are of one category.
     """
     names = list(dict.fromkeys(categories[: len(record.texts)]))
     if len(names) < 2:

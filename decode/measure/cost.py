@@ -78,7 +78,7 @@ class CostMeter:
     A one-token target forward follows several others, as without a draft; the draft's follow each other, and an n-token
     target forward follows n − 1 of them (at most `BURST`). Timed apart from each other the same forwards take up to
     twice as long or half as long, for what the caches of the processor hold. Turns may be spread over a benchmark, so
-    that the costs meet the same load of the machine as the speeds do.
+    that costs and speeds are measured under the same load of the machine.
 
     Args:
         target: the target.

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import transformers
 
-from decode.core.errors import UserError
 from decode.core.runner import Runner, synchronize
 
 SLOW = 0.05  # seconds of a one-token forward above which more threads always pay, and measuring that would take long
@@ -76,13 +75,8 @@ def set_threads(runner: Runner, threads: int | None = None) -> tuple[int, str]:
 
     Returns:
         The count, and a sentence that says why.
-
-    Raises:
-        UserError: fewer than one thread.
     """
     if threads is not None:
-        if threads < 1:
-            raise UserError(f"threads is {threads}; give at least 1, or leave it out to have it measured")
         torch.set_num_threads(threads)
         return threads, f"{threads} thread{'s' if threads > 1 else ''}, as set"
     most = torch.get_num_threads()
@@ -94,11 +88,11 @@ def set_threads(runner: Runner, threads: int | None = None) -> tuple[int, str]:
         torch.set_num_threads(most)
         return most, f"{most} threads: a one-token target forward takes {1e3 * alone:.0f} ms on one, enough to share"
     times: dict[int, list[float]] = {1: [], most: []}
-    for _ in range(3):  # interleaved, so that a neighbour's load meets both
+    for _ in range(3):  # interleaved, so that other load of the machine affects both
         for count, seen in times.items():
             torch.set_num_threads(count)
             seen.append(seconds_per_token(runner, repeats=7))
-    # waiting for a thread that the system has put aside is dear, so more of them have to pay clearly
+    # waiting for a descheduled thread is expensive, so more threads have to be clearly faster
     best = most if min(times[most]) < 0.85 * min(times[1]) else 1
     torch.set_num_threads(best)
     measured = ", ".join(f"{1e3 * min(seen):.2f} ms with {count}" for count, seen in times.items())

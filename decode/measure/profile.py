@@ -41,22 +41,19 @@ class PairProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""
-        facts = {
-            "cost_ratio": self.cost.cost_ratio,
-            "verify_cost": [[n, v] for n, v in sorted(self.cost.verify_cost.items())],
-            "overhead": self.cost.overhead,
-            "draft_overhead": self.cost.draft_overhead,
-            "target_seconds": self.cost.target_seconds,
-            "draft_seconds": self.cost.draft_seconds,
-            "context": self.cost.context,
-            "offline_alpha": self.alpha.mean,
-            "offline_alpha_se": self.alpha.se,
-            "positions": sum(self.alpha.counts),
-            "draft_lengths": self.lengths,
-            "best_draft_length": self.best,
-            "verdict": self.verdict,
-            "machine": self.machine,
-        } | (self.batches.to_dict() if self.batches is not None else {})
+        facts = (
+            self.cost.to_dict()
+            | {
+                "offline_alpha": self.alpha.mean,
+                "offline_alpha_se": self.alpha.se,
+                "positions": sum(self.alpha.counts),
+                "draft_lengths": self.lengths,
+                "best_draft_length": self.best,
+                "verdict": self.verdict,
+                "machine": self.machine,
+            }
+            | (self.batches.to_dict() if self.batches is not None else {})
+        )
         return dict(plain(facts))
 
 
@@ -82,8 +79,6 @@ def profile_pair(
     Raises:
         UserError: a model that decodes one text at a time, or a target that wrote nothing.
     """
-    if longest < 1:
-        raise UserError(f"longest is {longest}; give a draft length of at least 1")
     session.measure_costs(items, [draft], longest=longest)
     cost = session.costs[draft]
     add_overhead(session, draft, items, warp, cost)

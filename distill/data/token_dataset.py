@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -95,10 +95,6 @@ class TokenDataset:
         if self.prompt_lengths is not None:
             return self.ids[place][: self.prompt_lengths[example]].tolist()
         return prompt_part(self.ids[place].tolist(), self.labels[place].tolist())
-
-    def first(self, count: int) -> TokenDataset:
-        """The first examples, with their cached values."""
-        return replace(self, offsets=self.offsets[: count + 1], label_offsets=self.label_offsets[: count + 1])
 
     def all_labelled(self) -> TokenDataset:
         """The same examples with every token a label, and without cached values."""

@@ -142,9 +142,9 @@ def _of_rivals(rivals: Sequence[Row], second: str) -> str:
     over = best["over_adaspec"]
     number = _number(over | {"seeds": best["seeds"]})
     if best["seeds"] == 1:
-        return f"One seed is no verdict; the highest so far is {best['name']}: {number}."
+        return f"One seed is not enough for a verdict; the highest so far is {best['name']}: {number}."
     if over["gain"] > 2 * over["se"]:
-        chosen = f" It is the best of {len(rivals)}, and being chosen for that flatters it." if len(rivals) > 1 else ""
+        chosen = f" It is the best of {len(rivals)}, so its gain is overestimated." if len(rivals) > 1 else ""
         return f"{best['name']} beats {second}: {number}.{chosen}"
     return f"No variant beats {second} by more than twice its error; the nearest is {best['name']}: {number}."
 

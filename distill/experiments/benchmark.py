@@ -204,7 +204,7 @@ def _train_here(job: TrainingCase) -> dict[str, Any]:
         seed=job.seed,
     )  # fmt: skip
     clock = _StepClock(module)
-    data = DistillDataModule(rows, rows.first(4), job.schedule, job.steps, 0)
+    data = DistillDataModule(rows, rows.part(0, min(4, len(rows))), job.schedule, job.steps, 0)
     settings = replace(job.trainer, validate_every=job.steps)
     fit(module, data, settings, folder / "work", name="bench", console=Console(quiet=True), callbacks=(clock,))
     return _measured(job, clock.ends, clock.losses, memory.peak(), prepared)

@@ -1,8 +1,7 @@
-"""Experiment tracking: one record per pipeline run, its stages told apart, never a prompt and never a wait.
+"""Experiment tracking: one record per pipeline run, with its stages; it never asks for input or waits for a server.
 
-W&B is the default, offline unless credentials are found and the server answers (`distill/wandb_run.py`).
-Nothing is imported or started before the first number is logged, so a pipeline that finds every stage done
-pays nothing.
+W&B is the default, offline unless credentials are found and the server answers (`wandb_run`). No tracker is imported
+or started before the first number is logged.
 """
 
 import json

@@ -29,7 +29,7 @@ def suffix_array(text: np.ndarray, depth: int = DEPTH) -> np.ndarray:
     pass packs as many tokens as fit into one 64-bit key, each later one doubles the depth.
 
     Args:
-        text: unsigned ``[n]``, n < 2^31, as `join_documents` returns it: the last token is its own border.
+        text: unsigned ``[n]``, n < 2^31, as `join_documents` returns it: it ends with a separator.
         depth: how many tokens decide; suffixes equal that far keep an arbitrary order.
 
     Returns:
@@ -132,7 +132,7 @@ class Datastore:
         return cls(arrays["text"], arrays["suffixes"], int(manifest["width"]), int(manifest["depth"]))
 
     def __len__(self) -> int:
-        """Number of tokens, one border after each document included."""
+        """Number of tokens, the separator after each document included."""
         return len(self._positions)
 
     def _encode(self, ids: Sequence[int]) -> bytes:

@@ -28,7 +28,7 @@ def unroll(head: Any, embeds: Tensor, features: Tensor, steps: int, rows: Tensor
         ``[rows, hidden]`` for each step; what position t would need from beyond the end is garbage there.
     """
     time = embeds.shape[1]
-    read = rows.flip(1).cummax(1).values.flip(1)  # whoever comes after the last row of a text is read by nobody
+    read = rows.flip(1).cummax(1).values.flip(1)  # positions after a text's last row are not read
     text, wanted = (mask.flatten().nonzero()[:, 0] for mask in (read, rows))
     factors = head.rotary(embeds, position_ids=torch.arange(time + steps, device=embeds.device)[None])
     cos, sin = (values[0] for values in factors)

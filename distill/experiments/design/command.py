@@ -265,7 +265,7 @@ class Design:
         write_settings(replace(full, name=f"{full.name}-designed", evaluation=evaluation), self.folder / "winner.yaml")
 
     def verify(self, results: Results, winner: Entry) -> None:
-        """Train the winner and two losers in full, and decode."""
+        """Train the winner and two other shapes in full, and decode."""
         chosen = verified(self.entries, winner, self.default)
         results.verified = verify(
             chosen, self.trials, self.context, self.trials.warp, self.longest, RunDir(self.folder)
@@ -281,7 +281,7 @@ class Design:
             ),
         }
         self.write(results)
-        self.context.console.print(console_table("Held to account", VERIFIED, rows))
+        self.context.console.print(console_table("Predicted and measured", VERIFIED, rows))
 
     def write(self, results: Results) -> None:
         """design.json and design.html."""

@@ -34,7 +34,7 @@ from distill.experiments.design.space import Shape
 
 PRICED = (3, 6)  # widths between which drafts are timed
 TURNS, SECONDS = 5, 0.3  # most measurements of a shape in a pass, and seconds after which none begins
-PASSES = 3  # over all shapes: what disturbs the machine for a while meets each of them once at most
+PASSES = 3  # over all shapes, so that a disturbance of the machine affects each of them once at most
 EXIT_SECONDS = 4.0  # for all early exits together, in turn
 CALM = 0.25  # the quantile of the times that is taken for the cost
 BOOKED_PROMPTS, BOOKED_TOKENS = 4, 32

@@ -23,7 +23,7 @@ LAW = (
     "A trial of n steps is a whole training in small: learning rates rise and fall within it. Trials of one shape are "
     "carried on by 1 − α(n) = a · n^(−b), through the longest one. b is the mean of the shape's own slope between its "
     "two longest trials and of all shapes' ({b:.2f} ± {sd:.2f} here), weighted by their certainty. Intervals are 95 %: "
-    "of α over texts, and of b. Every rejection on the texts is scaled alike, and the texts are decoded again on paper "
+    "of α over texts, and of b. Every rejection on the texts is scaled alike, and rounds over the texts are replayed "
     "with the costs measured (round cost: c·k + v(k + 1) + bookkeeping), at the best draft length."
 )
 
@@ -142,7 +142,7 @@ class Results:
         if self.more:
             blocks += [Heading("What more would bring"), *map(Text, self.more)]
         if self.verified:
-            blocks += self._accounts()
+            blocks += self._verification()
         rows = [self._row(entry) for entry in ranked(self.entries) if entry not in pruned]
         wide = {"parameters", "speedup_at_ceiling", "draft_length"}
         blocks += [Heading("All shapes"), Table([c for c in COLUMNS if c.key not in wide], rows)]
@@ -194,9 +194,9 @@ class Results:
             figures.append((trials(tried, self.full_steps), caption))
         return Figures(figures)
 
-    def _accounts(self) -> list[Block]:
+    def _verification(self) -> list[Block]:
         told = [f"{what}: {value:.2f}" for what, value in self.correlations.items() if value is not None]
         lead = "Trained in full and decoded, beside what was predicted." + (
             f" Rank correlations: {', '.join(told)}." if told else ""
         )
-        return [Heading("Held to account", lead), Table(VERIFIED, list(self.verified))]
+        return [Heading("Predicted and measured", lead), Table(VERIFIED, list(self.verified))]

@@ -133,7 +133,7 @@ class Trials:
         context, key = self._context(settings, shape), fingerprint(self._key(settings, examples))
         data = self.prepared(shape)
         began = time.monotonic()
-        rows = data.train if examples is None else data.train.first(examples)
+        rows = data.train if examples is None else data.train.part(0, min(examples, len(data.train)))
         initial = self._initial(context, shape, key)
 
         def begin(

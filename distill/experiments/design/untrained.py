@@ -51,7 +51,7 @@ class Rounds:
         return sum(self.accepted) / max(1, tested)
 
 
-def go_along(drafter: Drafter, stop: StopRule, texts: Sequence[Text]) -> Rounds:
+def draft_along(drafter: Drafter, stop: StopRule, texts: Sequence[Text]) -> Rounds:
     """Have a deterministic drafter draft along texts that are known, round by round as decoding would."""
     found, rng = Rounds(), TorchRng(0)
     for ids, start in texts:
@@ -77,7 +77,7 @@ def lookup(target: Runner, warp: Warp, texts: Sequence[Text], price: Price) -> t
     best = (0.0, 0, 0.0)
     for length in LENGTHS:
         system = build("prompt-lookup", MethodInputs(target, warp, options=MethodOptions(draft_length=length)))
-        rounds = go_along(system.drafter, system.stop, texts)
+        rounds = draft_along(system.drafter, system.stop, texts)
         best = max(best, (rounds.speedup(price), length, rounds.alpha))
     return best
 
@@ -95,5 +95,5 @@ def rest(
     documents = [rows.ids[a:b] for a, b in zip(rows.offsets[:-1], rows.offsets[1:])]
     save_datastore(join_documents(documents), work / "datastore", tokenizer_fingerprint(tokenizer))
     system = build("rest", MethodInputs(target, warp, tokenizer=tokenizer, datastore=work / "datastore"))
-    rounds = go_along(system.drafter, system.stop, texts)
+    rounds = draft_along(system.drafter, system.stop, texts)
     return rounds.speedup(price), round(statistics.fmean(rounds.drafted)), rounds.alpha

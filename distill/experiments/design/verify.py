@@ -1,4 +1,4 @@
-"""Held to account: the winner and two losers trained in full and decoded, beside what was predicted of them."""
+"""Check of the predictions: the winner and two other shapes are trained in full and decoded."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -29,7 +29,7 @@ from distill.experiments.design.costs import CALM, Price
 from distill.experiments.design.predict import Slope, common_slope, forecast, own_slope, replayed, slope_of
 from distill.experiments.design.settings import DesignRunSettings, DesignSettings
 from distill.experiments.design.space import Shape, default_shape, space
-from distill.experiments.design.untrained import go_along
+from distill.experiments.design.untrained import draft_along
 from distill.experiments.design.verify import rank_correlation
 
 PRICE = Price(CostModel(0.1, {1: 1.0, 4: 1.2, 8: 1.6, 16: 2.4}, overhead=0.05, draft_overhead=0.02, step_overhead=0.1))
@@ -109,7 +109,7 @@ def test_a_single_curve_leans_on_what_the_others_did() -> None:
 
 def test_retrieval_goes_along_a_text_as_decoding_would() -> None:
     text = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 9]
-    rounds = go_along(LookupDrafter(length=3), StopRule(10), [(text, 5)])
+    rounds = draft_along(LookupDrafter(length=3), StopRule(10), [(text, 5)])
     assert sum(rounds.accepted) + len(rounds.accepted) == len(text) - 5
     assert rounds.drafted[0] == 3
     assert rounds.accepted[0] == 3
@@ -266,5 +266,5 @@ def test_the_winner_and_losers_are_trained_in_full_and_measured_beside_the_predi
     for row in rows:  # a trial of the full length is the full training
         if known[row["name"]]["steps"] == found["full_steps"]:
             assert row["alpha_measured"] == pytest.approx(known[row["name"]]["alpha"], abs=1e-4)
-    assert "Held to account" in (out / "design.html").read_text()
-    assert "Held to account" in printed
+    assert "Predicted and measured" in (out / "design.html").read_text()
+    assert "Predicted and measured" in printed
