@@ -67,8 +67,8 @@ def served_section(served: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "## Served",
         "",
-        "| engine | T | drafted | tokens a round | predicted | tokens/s | without | speedup | texts identical |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| engine | T | drafted | tokens a round | predicted | tokens/s | without | speedup | predicted | identical |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for check in served:
         for row in check["rows"]:
@@ -78,9 +78,14 @@ def served_section(served: Sequence[Mapping[str, Any]]) -> str:
                 f"| {_number(row['served_length'])} ± {_number(row['served_length_se'])} "
                 f"| {_number(row['predicted_length'])} | {_number(row['tokens_per_second'], 1)} "
                 f"| {_number(row['plain_tokens_per_second'], 1)} | {_number(row['speedup'])} "
+                f"| {_number(row.get('engine_predicted_speedup'))} "
                 f"| {'' if same is None else f'{same:.0%}'} |"
             )
-    lines += ["", "One request at a time; tokens a round count the target's own token."]
+    lines += [
+        "",
+        "One request at a time; tokens a round count the target's own token; predicted from the acceptance expected "
+        "and the engine's own time of a round, taken on other texts.",
+    ]
     return "\n".join(lines)
 
 
