@@ -23,6 +23,7 @@ from transformers.utils import logging as hf_logging
 
 from decode.core.errors import UserError
 from decode.core.progress import working
+from decode.core.runner import synchronize
 from decode.measure import machine
 from decode.models.open import load_model
 from decode.report.tables import plain_table
@@ -169,7 +170,7 @@ class _StepClock(Callback):
         self.losses: list[torch.Tensor] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
-        machine.synchronize(self.module.device)
+        synchronize(self.module.device)
         self.ends.append(time.perf_counter())
         assert self.module.last_loss is not None
         self.losses.append(self.module.last_loss)

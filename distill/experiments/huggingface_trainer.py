@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from decode.measure import machine
+from decode.core.runner import synchronize
 from distill.config.trainer import TrainerSettings, TrainingSettings
 from distill.data.batch_schedule import Schedule
 from distill.data.corpus import collate
@@ -62,7 +62,7 @@ class _TrainerClock(TrainerCallback):
         self.ends, self.device = ends, device
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        machine.synchronize(self.device)
+        synchronize(self.device)
         self.ends.append(time.perf_counter())
 
 

@@ -18,7 +18,8 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers.utils import logging as hf_logging
 
-from decode.measure import machine
+from decode.core.runner import synchronize
+from decode.models.free_memory import free_memory
 from decode.report.tables import plain_table
 from distill.experiments.huggingface_trainer import selective_loss
 from distill.losses.chunked_kl import LossRequest, fused_loss
@@ -163,12 +164,12 @@ def bytes_of(count: int | None) -> str:
 
 
 def _measured(case: tuple[int, int, int, float, int]) -> list[dict[str, Any]]:
-    """The lines of one vocabulary and share. In turn, so that other work on the machine meets all ways alike."""
+    """The lines of one vocabulary and share. In turn, so that other work on the machine affects all ways alike."""
     rows, vocab, width, k, rounds = case
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     whole = Sides.of(rows, vocab, width, k, device)
     fits = rows
-    while fits > 64 and fits * vocab * 4 * BUFFERS > _room(device):
+    while fits > 64 and fits * vocab * 4 * BUFFERS > free_memory(device) / 2:
         fits //= 2
     made = ways(k)
     sides = {name: whole.first(fits if name == "plain" else rows) for name in made}
@@ -197,10 +198,10 @@ def _once(way: Callable[[Sides], Tensor], sides: Sides, device: torch.device) ->
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)  # or the next peak begins in memory that is kept
     clock = time.process_time if device.type == "cpu" else time.perf_counter
-    machine.synchronize(device)
+    synchronize(device)
     memory, started = Memory(device), clock()
     way(sides).backward()
-    machine.synchronize(device)
+    synchronize(device)
     return clock() - started, memory.peak()
 
 
@@ -230,17 +231,6 @@ class Memory:
 def _status(name: str) -> int:
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-
-def _room(device: torch.device) -> float:
-    """Half the memory that is free."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] / 2
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return 4e9
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")) / 2
 
 
 def alone(work: Callable[[Any], Any], argument: Any, threads: int) -> Any:

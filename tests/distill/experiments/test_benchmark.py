@@ -72,7 +72,7 @@ def test_the_straightforward_loss_is_the_fused_one() -> None:
 
 
 def test_a_loss_that_does_not_fit_is_measured_on_a_share_and_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_benchmark, "_room", lambda device: 200 * 100 * 4 * loss_benchmark.BUFFERS)
+    monkeypatch.setattr(loss_benchmark, "free_memory", lambda device: 2 * 200 * 100 * 4 * loss_benchmark.BUFFERS)
     monkeypatch.setattr(loss_benchmark, "alone", here)
     monkeypatch.setattr(loss_benchmark, "_once", lambda way, sides, device: (1.0, len(sides.hidden[0]) * 10))
     plain, chunked, *_ = loss_benchmark.loss_table(512, [100], 8, [1.0], 1, 1)
