@@ -59,11 +59,11 @@ class Sides:
 
 def plain(sides: Sides) -> Tensor:
     """Whole logits, PyTorch's KLDivLoss, autograd."""
-    draft, target, reference = (linear(hidden) for linear, hidden in zip(sides.linears, sides.hidden))
+    draft, target = (linear(hidden) for linear, hidden in zip(sides.linears[:2], sides.hidden))
     if sides.k == 1:
         loss = torch.nn.KLDivLoss(reduction="none")(draft.log_softmax(-1), target.softmax(-1))
         return loss.sum(-1).mean()
-    return selective_loss(draft, target, reference, k=sides.k, mean=True)
+    return selective_loss(draft, target, sides.linears[2](sides.hidden[2]), k=sides.k, mean=True)
 
 
 def chunked(sides: Sides, *, compiled: bool = False) -> Tensor:

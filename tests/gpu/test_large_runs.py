@@ -13,6 +13,7 @@ from families import build_tiny
 from tiny_run import run_tiny, tiny_settings
 
 from distill.config.settings import Settings
+from distill.experiments.loss_benchmark import Sides, ways
 from distill.models.attention import use_attention
 from distill.models.lm_head import last_hidden
 
@@ -49,15 +50,17 @@ def test_packed_rows_are_the_texts_by_themselves(attention: str) -> None:
     assert torch.allclose(found.float(), wanted.float(), atol=5e-2 if flash else 1e-4)
 
 
-@pytest.mark.parametrize("change", ["compile", "tf32", "bf16", "accumulate"])
+@pytest.mark.parametrize("change", ["compile", "tf32", "bf16", "accumulate", "background"])
 def test_a_packed_run_with_each_of_the_settings_for_speed(tmp_path: Path, change: str) -> None:
     settings = settings_in(tmp_path)
     if change == "compile":
-        settings.trainer.compile = "default"
+        settings.trainer.compile, settings.trainer.compile_loss = "default", "on"
     elif change == "tf32":
         settings.trainer.tf32 = True
     elif change == "bf16":
         settings.trainer.precision = "bf16-mixed"
+    elif change == "background":
+        settings.trainer.checkpoint_background, settings.trainer.checkpoint_every = True, 1
     else:
         settings.trainer.accumulate = 2
     ran, run, printed = run_tiny(settings)
@@ -74,3 +77,17 @@ def test_a_run_with_adamw_in_8_bits(tmp_path: Path) -> None:
     settings.reference.training.optimizer = "adamw_8bit"
     _, run, _ = run_tiny(settings)
     assert run.record("draft") is not None
+
+
+@pytest.mark.parametrize("k", [1.0, 0.4])
+def test_every_way_to_compute_the_loss_gives_one_loss_and_one_gradient(k: float) -> None:
+    """Whole, in chunks, in torch.compile's kernels, and where it is installed in Liger's."""
+    found = []
+    for way in ways(k).values():
+        sides = Sides.of(300, 1000, 64, k, torch.device(DEVICE))
+        loss = way(sides)
+        loss.backward()
+        found.append((loss.detach(), sides.hidden[0].grad, sides.linears[0].weight.grad))
+    for other in found[1:]:
+        for ours, theirs in zip(found[0], other, strict=True):
+            assert (ours - theirs).abs().max() <= 1e-4 * ours.abs().max()
