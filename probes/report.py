@@ -198,7 +198,7 @@ def _elsewhere(choices: Iterable[Row]) -> str:
 
 
 def _untuned(rows: Mapping[str, Row]) -> str:
-    """What AdaSPEED gains over a constant length that nobody tuned."""
+    """What AdaSPEED gains over a constant length that was not tuned."""
     ours = [row for title, row in rows.items() if title in PRODUCT and row.get("speedup_vs_untuned")]
     if not ours or not rows["layerskip-untuned"].get("speedup_vs_layerskip"):
         return ""

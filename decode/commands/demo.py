@@ -1,6 +1,6 @@
 """``python -m decode demo``: type a prompt, and watch a text being written without and with the draft, side by side.
 
-Both decode in turn in one process, whichever has computed for less time so far, so that a glance tells who is ahead.
+Both decode in turn in one process, the one that has computed for less time first: the longer text is the faster one.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The options that decoding methods leave open: one statement for Python, the command line and configurations.
+"""The options that decoding methods leave open, defined once for Python, the command line and configurations.
 
 `MethodOptions` is what a method gets; the settings of ``generate`` and ``bench`` extend it, and a benchmark's method
 may carry options of its own, ``ears:beta=0.2`` (`split_spec`). Ranges stand in the types and hold however an instance

@@ -139,7 +139,7 @@ _current: ContextVar[Work | None] = ContextVar("work", default=None)
 
 
 def current() -> Work:
-    """The innermost piece of work that was begun with `working`; where there is none, one that nobody sees."""
+    """The innermost piece of work that was begun with `working`; where there is none, one that is not shown."""
     return _current.get() or Work()
 
 

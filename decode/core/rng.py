@@ -1,6 +1,6 @@
-"""Chance: the only two questions a decoder asks of it.
+"""Random choices of decoding: the draw of a token, and the first rejection of a draft.
 
-Production asks torch; the tests put an enumerator in the same seam and so prove losslessness on the loop that runs.
+Decoding uses torch's generators; tests put an enumerator in their place and so prove losslessness on the loop itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Rng(Protocol):
         ...
 
     def draw_rows(self, weights: Tensor) -> Sequence[int]:
-        """One token id for each row of ``[rows, vocab]``; rows that nobody reads need not be drawn."""
+        """One token id for each row of ``[rows, vocab]``; rows that are not read need not be drawn."""
         ...
 
     def first_reject(self, accept: Tensor) -> SupportsInt:

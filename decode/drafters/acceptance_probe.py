@@ -116,7 +116,7 @@ def same_weights(one: Any, other: Any) -> bool:
 def save_probes(
     folder: Path, model: PreTrainedModel, probes: Sequence[AcceptanceProbe], best: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a folder of probes; the description is replaced last, so that it never speaks of older weights.
+    """Write a folder of probes; the description is replaced last, so that it never describes older weights.
 
     Args:
         folder: where to.

@@ -154,7 +154,7 @@ def speedups_by_length(alpha: OfflineAlpha, cost: CostModel, longest: int) -> di
 
 
 def verdict(alpha: float, cost: CostModel, speedups: dict[int, float]) -> str:
-    """One sentence: whether the pair can win on this machine, with what length, and what it hangs on."""
+    """One sentence: whether the pair can win on this machine, with what length, and what decides it."""
     c, o = cost.cost_ratio + cost.draft_overhead, cost.overhead
     best = best_length(speedups)
     needed = {k: a for k in speedups if k and (a := break_even(k, c, cost.v, o)) is not None}

@@ -66,7 +66,7 @@ class TransformersBaseline:
         return [cut_at(row, self.stop_ids) for row in out[:, longest:].tolist()], seconds, forwards[0]
 
     def _config(self, max_new_tokens: int) -> GenerationConfig:
-        """The model's own generation config, which stays but for what the benchmark sets for all methods."""
+        """The model's own generation config, with the values that the benchmark sets for all methods."""
         warp, ends = self.warp, sorted(self.stop_ids)
         config = copy.deepcopy(self.target.generation_config)
         sampling = dict.fromkeys(("temperature", "top_k", "top_p", "min_p"))

@@ -33,7 +33,7 @@ def rows_that_fit(
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that can still be allocated; infinite where nobody says."""
+    """Bytes that can still be allocated; infinite where the system does not tell."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

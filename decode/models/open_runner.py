@@ -62,7 +62,7 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, compile: str = "no
     except Exception as error:  # whatever a forward raises that was not made for a cache that rolls back
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise _unserved(runner.name, f"its forward fails on a cache that rolls back ({reason})") from error
-    # what fails here is refused for good, so rounding gets the benefit of the doubt
+    # a model that fails here is refused altogether, so the tolerance is three times as wide
     if not found.chain < max(3 * found.tolerance, TOLERANCE[torch.float32]):
         raise _unserved(
             runner.name,

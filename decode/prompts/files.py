@@ -87,7 +87,7 @@ def load_hub(
 
 
 def quiet_datasets() -> None:
-    """Keeps the progress bars and chatter of ``datasets`` out of the terminal."""
+    """Keeps the progress bars and messages of ``datasets`` out of the terminal."""
     import datasets
 
     datasets.disable_progress_bars()

@@ -75,7 +75,7 @@ def _content(file: Path) -> list[int]:
 
 
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain data with a hash of itself, for a file that must not be believed once it was altered."""
+    """Plain data with a hash of itself, for a file that is not used once it was altered."""
     return {**value, "seal": fingerprint(dict(value))}
 
 

@@ -1,7 +1,7 @@
 """A run's folder: which stages are in it, what each was made from, and how a new one is put in its place.
 
 ``work/<stage>.json`` describes a stage's folder. It is removed before the folder is replaced and written after, so a
-description that is there always speaks of the folder beside it.
+description that is there always belongs to the folder beside it.
 """
 
 from collections.abc import Callable

@@ -48,9 +48,9 @@ def export_profile(report: Mapping[str, Any], draft: str = "adaspec") -> dict[st
     if costs.get("draft", draft) == draft:
         profile |= {key: costs.get(key) for key in ("cost_ratio", "break_even_alpha")}
     rows = [r for r in report["decoding"] if r["draft"] == draft and r["temperature"] == 0 and r.get("speedup")]
-    honest = [row for row in rows if row.get("identical_to_target") is not False] or rows
-    if honest:
-        best = max(honest, key=lambda row: row["speedup"])
+    unchanged = [row for row in rows if row.get("identical_to_target") is not False] or rows
+    if unchanged:
+        best = max(unchanged, key=lambda row: row["speedup"])
         profile |= {key: best.get(key) for key, _, _ in ROWS if key in best}
         profile |= {key: best.get(key) for key in ("speedup_ci95", "identical_to_target")}
         profile["best_draft_length"] = best["draft_length"]

@@ -167,7 +167,7 @@ class StagedWandb(WandbLogger):
 
 
 def wandb_mode(asked: Literal["auto", "online", "offline"]) -> Mode:
-    """Settings win over WANDB_MODE, which wins over what the credentials suggest. Asks nobody."""
+    """Settings win over WANDB_MODE, which wins over what the credentials suggest. Makes no request."""
     wanted = asked if asked != "auto" else os.environ.get("WANDB_MODE", "auto")
     wanted = {"dryrun": "offline", "run": "online"}.get(wanted, wanted)
     if wanted in ("offline", "disabled"):

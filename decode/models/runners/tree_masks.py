@@ -53,7 +53,7 @@ def masks_of_tree(tree: Draft, past: int, implementation: str, device: torch.dev
 
 
 def tree_refusal(config: PreTrainedConfig, arguments: set[str]) -> str:
-    """Why trees cannot be read, as far as the configuration says; empty if nothing speaks against it."""
+    """Why trees cannot be read, as far as the configuration says; empty if they can."""
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in IMPLEMENTATIONS:
         return f"its attention implementation {implementation} takes no tree mask; load it with sdpa or eager"

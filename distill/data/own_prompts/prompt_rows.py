@@ -16,7 +16,7 @@ ORDER = ("test", "validation", "train")
 
 @dataclass(frozen=True)
 class Sample:
-    """What the target wrote where the user speaks."""
+    """What the target wrote as the user's turn."""
 
     text: str  # Without the end token
     tokens: int  # Its length

@@ -22,7 +22,7 @@ class PromptSampler:
     """Samples number 0, 1, 2, ...; which ones they are depends on the seed and the number alone."""
 
     tokenizer: PreTrainedTokenizerBase  # The target's
-    turn: UserTurn  # Where the user speaks
+    turn: UserTurn  # where the user's text stands
     settings: PromptSettings  # Sampling
     seed: int  # Of the samples
     file: ResponseFile  # Where they are kept

@@ -1,4 +1,4 @@
-"""Where a chat template lets the user speak: what stands before the words, and what ends them."""
+"""The user's turn of a chat template: what stands before the text, and what ends it."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ from decode.commands.command_line import parse
 from decode.models.config_from_shape import FAMILIES
 from decode.prompts.presets import PRESETS
 from distill.__main__ import FOREIGN
-from distill.config.models import InitialDraftSettings, TargetSettings
+from distill.config.models import Architecture, InitialDraftSettings, TargetSettings
 from distill.config.settings import Settings
 from distill.config.trainer import TrainingSettings
 from distill.core.run_dir import RunDir
@@ -17,7 +17,6 @@ from distill.data import DataSettings
 from distill.data.stage_context import StageContext
 from distill.models.lm_head import LMHead, check_head
 from distill.models.loading import build_model, count_parameters
-from distill.pipeline import dry_run
 from distill.pipeline.dry_run import shrink, stand_in
 from distill.pipeline.runner import run_pipeline, run_stages
 
@@ -59,12 +58,12 @@ def test_models_from_the_hub_take_the_path_of_their_kind(kind: str, tmp_path: Pa
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES.values())))
 def test_a_tiny_model_of_every_family_can_be_built_and_distilled(family: str) -> None:
-    model = build_model(dry_run._shape(family, 32, 2), 320, None, seed=0)
+    shape = Architecture(model_type=family, hidden_size=32, layers=2, heads=4, positions=2048)
+    model = build_model(shape, 320, None, seed=0)
     assert model.config.model_type == family
     assert model.num_parameters() < 1_000_000
     check_head(model, LMHead(model))
-    shape = TargetSettings(architecture=dry_run._shape(family, 32, 2))
-    assert count_parameters(shape, 320) == model.num_parameters()
+    assert count_parameters(TargetSettings(architecture=shape), 320) == model.num_parameters()
 
 
 @pytest.mark.parametrize("source", [name for name in PRESETS if name != "arithmetic"])
