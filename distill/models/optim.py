@@ -18,8 +18,7 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: s
     """The optimiser of the trainable parameters; weight decay on the matrices inside the layers only.
 
     AdamW is PyTorch's fused one, but under a ``precision`` of 16-mixed, whose scaled gradients Lightning could not clip
-    then. Muon's matrix products are in bfloat16, as in its authors' code, under a ``precision`` of bfloat16 and on CPUs
-    with instructions for it.
+    then. Under a ``precision`` of bfloat16 Muon's matrix products are in it, too, as in its authors' code.
     """
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
@@ -33,7 +32,7 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: s
         {"params": matrices, "weight_decay": settings.weight_decay, "muon": settings.optimizer == "muon"},
         {"params": others, "weight_decay": 0.0, "muon": False},
     ]
-    groups[0]["bfloat16"] = "bf16" in precision or (bool(matrices) and multiplies_bfloat16(matrices[0].device))
+    groups[0]["bfloat16"] = "bf16" in precision
     groups = [group for group in groups if group["params"]]
     if settings.optimizer == "adamw_8bit":
         return _adamw_8bit()(groups, lr=settings.lr, betas=(0.9, settings.beta2))
@@ -41,11 +40,6 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: s
     optimizer = kind(groups, lr=settings.lr, betas=(0.9, settings.beta2), fused=precision != "16-mixed")
     optimizer._step_supports_amp_scaling = False  # without it Lightning would refuse to clip unscaled ones, too
     return optimizer
-
-
-def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether this is a CPU with instructions for products in bfloat16, which then take half the time."""
-    return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def _adamw_8bit() -> Any:

@@ -103,6 +103,7 @@ def check_machine(context: StageContext, models: Mapping[str, ModelSettings]) ->
         for name, value in {
             "trainer.precision": settings.trainer.precision,
             **{f"{name}.dtype": model.dtype for name, model in models.items() if not model.trained},
+            **{f"{name}.precision": model.precision or "" for name, model in models.items() if model.trained},
         }.items()
         if value.startswith(("bf16", "bfloat16"))
     ]

@@ -118,6 +118,8 @@ def _model_key(settings: ModelSettings) -> dict[str, Any]:
         key.pop("layers", None)
     for name in ("devices", "sharded", "quantization"):  # where, and how it is read, not what
         key.pop(name, None)
+    if settings.precision is None or not settings.trained:  # folders made before there was this setting stay valid
+        del key["precision"]
     package = key.pop("package", None)
     if package is not None:  # wherever it came from
         return key | {"model": None, "files": {"sha256": package["sha256"]}}

@@ -18,7 +18,7 @@ from decode.models.gguf import gguf_file
 from decode.models.open import check_tokenizers, load_model, load_tokenizer
 from distill.config.drafts import AdaSpecSettings
 from distill.config.models import InitialDraftSettings, ModelSettings, TargetSettings
-from distill.config.trainer import TrainingSettings
+from distill.config.trainer import TrainerSettings, TrainingSettings
 from distill.core.files import save_tokenizer
 from distill.core.run_dir import StageRecord, account_of
 from distill.data.batch_schedule import Schedule
@@ -38,6 +38,7 @@ from distill.models.loading import (
     source_folder,
 )
 from distill.models.lora import add_adapter
+from distill.models.precision import training_precision
 from distill.pipeline.training_budget import Plan, account, label_tokens, plan_draft, plan_reference
 from distill.teacher.prepare import answered_by_original, answered_by_target
 from distill.tracking.logger import for_stage
@@ -138,11 +139,23 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
         module.layerskip = LayerSkip(model, settings.layerskip, plan.steps, scratch=settings.kind == "scratch")
     schedule = Schedule(rows.lengths, plan.batch_size, settings.training.length_bucket, full.seed * 10 + offset)
     data = Distillation(module, rows, validation, record.parameters, lambda: model)
-    record.history, record.seconds = _fit(context, stage, key, data, schedule, plan, settings.training, None)
+    trainer = _trainer_of(context, settings)
+    record.history, record.seconds = _fit(context, stage, key, data, schedule, plan, settings.training, trainer)
     if module.layerskip is not None:
         module.layerskip.remove()
     model = module.model if adapted is None else adapted.merge_and_unload()
     return StageResult(record, ready_to_save(model, tokenizer), tokenizer)
+
+
+def _trainer_of(context: StageContext, settings: ModelSettings) -> TrainerSettings:
+    """The trainer of a language model, with the model's own precision.
+
+    In bfloat16 on a CPU the gradient of PyTorch's fused attention takes several times as long as of the plain one.
+    """
+    trainer = context.settings.trainer
+    precision = training_precision(settings.precision or trainer.precision, context.device)
+    slow = trainer.attention == "auto" and "bf16" in precision and context.device.type == "cpu"
+    return replace(trainer, precision=precision, attention="eager" if slow else trainer.attention)
 
 
 def distil(
@@ -159,7 +172,7 @@ def distil(
     schedule = Schedule(draft.train.lengths, plan.batch_size, training.length_bucket, seed * 10 + 2)
     own = draft.own_texts(schedule) if draft.own_texts is not None else None
     prepared = time.monotonic() - started
-    history, seconds = _fit(context, stage, key, draft, schedule, plan, training, own)
+    history, seconds = _fit(context, stage, key, draft, schedule, plan, training, context.settings.trainer, own)
     selected = draft.module.selected
     reference = context.run.record("reference") if selected is not None else None
     used = account(
@@ -200,10 +213,11 @@ def _fit(
     schedule: Schedule,
     plan: Plan,
     training: TrainingSettings,
-    own: OnPolicy | None,
+    trainer: TrainerSettings,
+    own: OnPolicy | None = None,
 ) -> tuple[list[dict[str, float]], float]:
     """Trains; returns the learning curve and the seconds it took, those before an interruption included."""
-    trainer, module = context.settings.trainer, data.module
+    module = data.module
     selection = module.objective.selection if isinstance(module, DistillModule) else None
     batches = DistillDataModule(
         data.train,

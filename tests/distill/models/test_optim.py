@@ -55,21 +55,3 @@ def test_only_matrices_inside_the_layers_are_updated_by_muon() -> None:
     optimizer = make_optimizer(model, TrainingSettings(steps=1, optimizer="muon"))
     by_muon = [p.shape for group in optimizer.param_groups if group["muon"] for p in group["params"]]
     assert by_muon == [model[1].weight.shape]
-
-
-@pytest.mark.parametrize(
-    ("can", "precision", "wanted"), [(True, "32-true", True), (False, "32-true", False), (False, "bf16-mixed", True)]
-)
-def test_muon_multiplies_in_bfloat16_where_the_processor_or_the_training_does(
-    can: bool, precision: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: can)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    model = nn.Linear(24, 8, bias=False)
-    optimizer = make_optimizer(model, TrainingSettings(steps=1, optimizer="muon", lr=LR), precision=precision)
-    gradient = some(8, 24)
-    before, model.weight.grad = model.weight.detach().clone(), gradient.clone()
-    optimizer.step()
-    change = model.weight.detach() - before * (1 - LR * 0.1)
-    off = float((change - stepped(gradient)[0]).abs().max() / change.abs().max())
-    assert 1e-3 < off < 0.1 if wanted else off < 1e-5

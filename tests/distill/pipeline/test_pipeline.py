@@ -20,6 +20,7 @@ from decode.models.open import load_model
 from distill.config.drafts import ComparisonSettings
 from distill.config.models import TargetSettings
 from distill.config.settings import Settings
+from distill.config.trainer import TrainerSettings
 from distill.core.files import only_one
 from distill.core.run_dir import RunDir, StageRecord
 from distill.losses.objective import Objective
@@ -29,6 +30,7 @@ from distill.pipeline.runner import run_of, run_pipeline
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 from distill.pipeline.stages import StageResult, language_model
 from distill.teacher.prepare import prepare
+from distill.training.trainer import fit
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
 
@@ -84,6 +86,7 @@ def test_an_up_to_date_run_reads_no_data(finished: tuple[Path, RunDir], monkeypa
         (setting("data.difficulty", 2), STAGES),
         (setting("seed", 5), STAGES),
         (setting("trainer.precision", "bf16-mixed"), STAGES),
+        (setting("initial.precision", "auto"), ["initial", "reference", "draft", "equal-tokens"]),
         (setting("data.test_examples", 3), []),
         (setting("evaluation.prompts", 3), []),
         (setting("trainer.log_every", 1), []),
@@ -97,6 +100,24 @@ def test_a_changed_setting_makes_its_stage_and_the_later_ones_run_again(
     tmp_path: Path, change: Any, wanted: list[str]
 ) -> None:
     assert changed_stages(tmp_path, change) == wanted
+
+
+@pytest.mark.parametrize(("can", "wanted"), [(True, ("bf16-mixed", "eager")), (False, ("32-true", "auto"))])
+def test_a_model_is_trained_in_its_own_precision_and_the_drafts_in_the_trainers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can: bool, wanted: tuple[str, str]
+) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def note(module: Any, data: Any, trainer: TrainerSettings, *_: Any, **more: Any) -> Any:
+        seen.append((trainer.precision, trainer.attention))
+        return fit(module, data, trainer, *_, **more)
+
+    monkeypatch.setattr("distill.pipeline.stages.fit", note)
+    monkeypatch.setattr("distill.models.precision.cpu_multiplies_bfloat16", lambda device: can)
+    settings = tiny_settings(tmp_path, comparisons=[])
+    settings.target.precision = "auto"
+    run_tiny(settings)
+    assert seen == [wanted, *[("32-true", "auto")] * 3]
 
 
 def test_gradient_checkpointing_trains_the_same_models(
