@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tiny_run import bench, run_tiny, tiny_settings
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -201,14 +202,17 @@ def test_responses_may_be_written_in_another_number_format_than_the_signal(tmp_p
     settings.reference.responses.source, settings.reference.responses.max_new_tokens = "target", 8
     settings.reference.responses.dtype = "bfloat16"
     settings.target.training.steps = settings.initial.training.steps = settings.reference.training.steps = 1
-    asked: list[str | None] = []
+    opened: list[torch.dtype] = []
     with pytest.MonkeyPatch.context() as patch:
-        load = prepare.load_model
-        patch.setattr(prepare, "load_model", lambda *a, **o: (asked.append(o["dtype"]), load(*a, **o))[1])
+        load = prepare.open_target
+        patch.setattr(prepare, "open_target", lambda *a: (opened.append((found := load(*a)).dtype), found)[1])
         made, _ = bench(settings)
         run_stages(made, only=("target", "initial", "reference"))
-    assert asked.count("bfloat16") == 2  # once a split
-    assert asked[0] == "float32"
+    assert opened == [
+        torch.float32,
+        torch.bfloat16,
+        torch.bfloat16,
+    ]  # the signal, answers of two splits
     assert len(made.run.work.joinpath("responses", "train.jsonl").read_bytes().splitlines()) == 20
 
 
