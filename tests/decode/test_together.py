@@ -278,12 +278,19 @@ def test_fewer_texts_are_decoded_at_once_where_memory_does_not_hold_them(
     assert [text.ids for text in texts] == [generate(model, p, 8) if p else [] for p in prompts]
 
 
-def test_every_round_knows_how_many_texts_were_decoded_with_it(tiny: Callable[..., PreTrainedModel]) -> None:
+def test_every_round_knows_the_drafts_of_the_texts_decoded_with_it(methods, tiny) -> None:
     rngs = [TorchRng(0) for _ in range(3)]
-    system = System("plain", NoDrafter(), StopRule())
-    runner = open_runner(tiny("llama"))
-    texts = decode_texts(Target(runner), system, GREEDY, PROMPTS[:3], rngs=rngs, batch_size=2, max_new_tokens=4)
+    model = tiny("llama")
+    runner = open_runner(model)
+    plain = System("plain", NoDrafter(), StopRule())
+    texts = decode_texts(Target(runner), plain, GREEDY, PROMPTS[:3], rngs=rngs, batch_size=2, max_new_tokens=4)
     assert [text.trace.together for text in texts] == [[(0, 0)] * 4, [(0, 0)] * 4, [(0,)] * 4]
+    drafted = System("model", methods("model", model, runner), StopRule(4))
+    one, other = decode_texts(Target(runner), drafted, GREEDY, PROMPTS[:2], rngs=rngs[:2], max_new_tokens=20)
+    pairs = [sorted(pair) for pair in zip(one.trace.drafted, other.trace.drafted)]
+    assert any(a != b for a, b in pairs)
+    for text in (one, other):
+        assert [sorted(drafts) for drafts in text.trace.together[: len(pairs)]] == pairs
 
 
 def test_a_runner_that_serves_one_text_says_so() -> None:
