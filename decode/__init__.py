@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from decode.commands.generated_text import Generation as Generation
     from decode.commands.profile import profile as profile
     from decode.core.errors import UserError as UserError
-    from decode.models.pair import Pair as Pair
-    from decode.models.pair import load as load
+    from decode.models.loading.target_and_draft import Pair as Pair
+    from decode.models.loading.target_and_draft import load as load
 
 __all__ = ["Generation", "Pair", "UserError", "bench", "generate", "load", "profile"]
 
 _HOMES = {
     "Generation": "decode.commands.generated_text",
-    "Pair": "decode.models.pair",
+    "Pair": "decode.models.loading.target_and_draft",
     "UserError": "decode.core.errors",
     "bench": "decode.commands.bench",
     "generate": "decode.commands.generate",
-    "load": "decode.models.pair",
+    "load": "decode.models.loading.target_and_draft",
     "profile": "decode.commands.profile",
 }
 

@@ -2,7 +2,7 @@
 
 In each round the drafter proposes a token tree, the target scores it in one forward, verification keeps a path of it
 and adds one token, both caches roll back to that path, and the adaptive parts learn from what happened. A round is one
-of any number of texts, whose forwards are made together; `decode.together` decodes many prompts with it.
+of any number of texts, whose forwards are made together; `decode.batched_loop` decodes many prompts with it.
 """
 
 import math
@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.core.acceptance import AcceptanceRule, Exact
-from decode.core.draft_lengths import DraftLengths
-from decode.core.drafter import Asked, Drafter
+from decode.core.acceptance_rules import AcceptanceRule, Exact
+from decode.core.drafter_base import Asked, Drafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.rng import Rng, TorchRng
-from decode.core.runner import synchronize
+from decode.core.runner_protocol import synchronize
 from decode.core.sampling import Warp, one_hot
-from decode.core.stopping import StopRule
+from decode.core.stopping.batch_draft_length import DraftLengths
+from decode.core.stopping.stop_rules import StopRule
 from decode.core.target import Target, score_together
-from decode.core.trace import Round, Trace
+from decode.core.trace_metrics import Round, Trace
 from decode.verify import Measured, verify, verify_greedy
 
 

@@ -11,22 +11,22 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.core.acceptance import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical
-from decode.core.draft_lengths import DraftLengths, RoundCosts
-from decode.core.drafter import Drafter, NoDrafter
+from decode.core.acceptance_rules import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical
+from decode.core.drafter_base import Drafter, NoDrafter
 from decode.core.errors import UserError, choose
-from decode.core.options import MethodOptions
-from decode.core.runner import Runner
+from decode.core.method_options import MethodOptions
+from decode.core.runner_protocol import Runner
 from decode.core.sampling import Warp
-from decode.core.stopping import (
+from decode.core.stopping.batch_draft_length import DraftLengths, RoundCosts
+from decode.core.stopping.stop_rules import (
     StopRule,
     max_probability,
     negative_entropy,
     token_probability,
     warped_token_probability,
 )
+from decode.core.stopping.thresholds import CostOptimal, Fixed, MeanOfRejected, Roc, TargetAcceptance
 from decode.core.target import tree_error
-from decode.core.thresholds import CostOptimal, Fixed, MeanOfRejected, Roc, TargetAcceptance
 from decode.drafters.acceptance_probe import advised, load_probe
 from decode.drafters.adaptix.drafter import open_adaptix
 from decode.drafters.draft_model import ModelDrafter
@@ -37,7 +37,7 @@ from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
 from decode.drafters.rest.drafter import open_rest
 from decode.loop import System
-from decode.models.eagle.runner import HeadRunner
+from decode.models.eagle.head_runner import HeadRunner
 from decode.models.runners.fast_runner import FastRunner, self_speculating
 from decode.models.runners.layer_subset import LayerSubset
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from decode.core.acceptance import AcceptanceRule, Raw, js_distance, pick
+from decode.core.acceptance_rules import AcceptanceRule, Raw, js_distance, pick
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
-from decode.core.trace import Values
+from decode.core.trace_metrics import Values
 
 Measured = tuple[Values | None, Values | None, Values | None]
 """Overlap, total variation spent and Jensen–Shannon distance at the tested positions."""

@@ -13,8 +13,8 @@ from decode.core.progress import working
 from decode.core.sampling import Warp
 from decode.drafters.layer_search import Text
 from decode.models.batched_generation import draws_named, write_texts
-from decode.models.open import stop_ids
-from decode.prompts.suites import Suite
+from decode.models.loading.open_model import stop_ids
+from decode.prompts.prompt_suites import Suite
 from distill.data.corpus import test_suite
 from distill.data.stage_context import StageContext
 from distill.data.tokenize import prompt_part

@@ -3,16 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from decode.core.options import MethodOptions
+from decode.core.method_options import MethodOptions
 from decode.drafters.acceptance_probe import KINDS, AcceptanceProbe
 from decode.drafters.layer_search import search
-from decode.measure.bench_entries import BenchEntry
-from decode.measure.bench_session import BenchOptions, Session
-from decode.measure.benchmark import Benchmark
-from decode.measure.cost import CostMeter
-from decode.measure.exit_costs import measure, of_weights
-from decode.measure.predict import replayed_speedup
-from decode.measure.statistics import median_interval, paired_ratios, plain
+from decode.measure.bench.compare_methods import Benchmark
+from decode.measure.bench.entries import BenchEntry
+from decode.measure.bench.session import BenchOptions, Session
+from decode.measure.bootstrap_statistics import median_interval, paired_ratios, plain
+from decode.measure.costs.exit_costs import measure, of_weights
+from decode.measure.costs.forward_costs import CostMeter
+from decode.measure.predicted_speedup import replayed_speedup
 from decode.methods import SELF_SPECULATIVE
 from decode.models.runners.fast_runner import FastRunner
 from probes.context import Mode, ProbeContext
@@ -30,7 +30,7 @@ def predict_speedups(
     """Predicted speedups of all settings, on the held-out texts that chose nothing but penalties.
 
     Returns:
-        The settings priced by this machine's costs, and by `decode.measure.exit_costs.of_weights`; the costs here.
+        The settings priced by this machine's costs, and by `exit_costs.of_weights`; the costs here.
     """
     settings, held = context.options, mode.features["validation"]
     found: tuple[list[Choice], list[Choice]] = ([], [])

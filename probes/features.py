@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.core.acceptance import pick, ratio
+from decode.core.acceptance_rules import pick, ratio
 from decode.core.errors import UserError
 from decode.core.sampling import Warp
 from decode.drafters.acceptance_probe import FEATURES, confidence_features
 from decode.drafters.layer_search import Text
-from decode.models.structure import check_structure, final_norm
+from decode.models.layer_locations import check_structure, final_norm
 from distill.models.lm_head import LMHead
 
 EXTRAS = len(FEATURES)

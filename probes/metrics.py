@@ -12,9 +12,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import Tensor
 
-from decode.core.trace import clustered_ratio
+from decode.core.trace_metrics import clustered_ratio
 from decode.drafters.acceptance_probe import AcceptanceProbe
-from decode.measure.statistics import bootstrap
+from decode.measure.bootstrap_statistics import bootstrap
 from probes.features import EXTRAS, Features
 from probes.train import EXTRA_PENALTY
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from decode.measure import machine
+from decode.measure.costs import machine
 from decode.report import plots
-from decode.report.page import Block, Column, Facts, Figures, Heading, Page, Table, Text, Tile, Tiles, Tone
+from decode.report.html_page import Block, Column, Facts, Figures, Heading, Page, Table, Text, Tile, Tiles, Tone
 from probes.report import (
     BASELINES,
     JUDGED_COLUMNS,

@@ -9,13 +9,13 @@ import torch
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
-from decode.core.files import read_json
+from decode.core.atomic_files import read_json
 from decode.core.sampling import Warp
 from decode.drafters.acceptance_probe import AcceptanceProbe, save_probes
-from decode.measure import machine
-from decode.measure.statistics import plain
-from decode.models.open import check_tokenizers, load_model, load_tokenizer
-from decode.models.open_runner import open_runner
+from decode.measure.bootstrap_statistics import plain
+from decode.measure.costs import machine
+from decode.models.loading.choose_runner import open_runner
+from decode.models.loading.open_model import check_tokenizers, load_model, load_tokenizer
 from decode.models.runners.fast_runner import FastRunner
 from distill.core.files import write_json
 from distill.data.stage_context import StageContext

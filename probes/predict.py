@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.measure.exit_costs import Costs
-from decode.measure.predict import speedup_of_rounds
+from decode.measure.costs.exit_costs import Costs
+from decode.measure.predicted_speedup import speedup_of_rounds
 
 STOPPED = {
     "draft-verify": "token",

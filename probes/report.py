@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from decode.report.page import Column, read_columns
-from decode.report.tables import console_table
+from decode.report.bench_tables import console_table
+from decode.report.html_page import Column, read_columns
 from probes.predict import HINDSIGHT, PRODUCT
 
 Row = Mapping[str, Any]

@@ -9,7 +9,7 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, OpenUnitInterv
 from rich.console import Console
 
 from decode.core.errors import UserError
-from decode.core.options import COLDEST, Share
+from decode.core.method_options import COLDEST, Share
 from distill.config.settings import Settings as DistillSettings
 
 if TYPE_CHECKING:

@@ -29,23 +29,32 @@ from decode.commands.checks import (
 from decode.commands.datastore import read_corpus, write_stores
 from decode.commands.exit_status import check_writable
 from decode.commands.settings import BenchSettings
-from decode.core.options import split_spec
+from decode.core.method_options import split_spec
 from decode.core.progress import working
 from decode.drafters.corpus_files import join_documents
-from decode.measure.bench_entries import BenchEntry, plan
-from decode.measure.bench_session import BenchOptions, Session
-from decode.measure.benchmark import Benchmark
-from decode.measure.suite_alpha import suite_alphas
-from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
+from decode.measure.bench.compare_methods import Benchmark
+from decode.measure.bench.entries import BenchEntry, plan
+from decode.measure.bench.session import BenchOptions, Session
+from decode.measure.bench.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
+from decode.measure.suite_acceptance import suite_alphas
 from decode.methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE, smaller_store
-from decode.models.eagle.files import is_head
-from decode.models.generation_config import described
-from decode.models.open import load_tokenizer, open_draft, placement
+from decode.models.eagle.head_files import is_head
+from decode.models.loading.generation_config import described
+from decode.models.loading.open_model import load_tokenizer, open_draft, placement
+from decode.models.loading.target_and_draft import Pair
 from decode.models.other_vocabulary import DraftModel
-from decode.models.pair import Pair
-from decode.prompts.suites import Suite
+from decode.prompts.prompt_suites import Suite
 from decode.report.bench_report import write_report
-from decode.report.tables import ALPHA_COLUMNS, by_block, category_table, console_table, drafting, mode, ratios, table
+from decode.report.bench_tables import (
+    ALPHA_COLUMNS,
+    by_block,
+    category_table,
+    console_table,
+    drafting,
+    mode,
+    ratios,
+    table,
+)
 
 
 def open_models(settings: BenchSettings) -> tuple[Pair, dict[str, DraftModel]]:

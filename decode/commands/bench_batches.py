@@ -10,11 +10,11 @@ from rich.console import Console
 from decode.commands.checks import open_suites
 from decode.commands.settings import BenchSettings
 from decode.core.progress import working
-from decode.measure.batches import FILLED, BatchBenchmark
-from decode.measure.bench_entries import BenchEntry
-from decode.measure.bench_session import Session
-from decode.measure.transformers_baselines import TRANSFORMERS_BASELINES
-from decode.prompts.suites import Suite
+from decode.measure.bench.compare_batch_sizes import FILLED, BatchBenchmark
+from decode.measure.bench.entries import BenchEntry
+from decode.measure.bench.session import Session
+from decode.measure.bench.transformers_baselines import TRANSFORMERS_BASELINES
+from decode.prompts.prompt_suites import Suite
 from decode.report.batch_report import batch_table, conclusions, write_batch_report
 
 METHODS = ("vanilla", "cost-optimal")  # what is compared with the loop without a draft where no method is asked for

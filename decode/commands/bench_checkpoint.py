@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from decode.commands.settings import BenchSettings
+from decode.core.atomic_files import read_json, write_text
 from decode.core.errors import UserError
-from decode.core.files import read_json, write_text
-from decode.measure.benchmark import ResultBlock
+from decode.measure.bench.compare_methods import ResultBlock
 
 
 def draft_names(given: Sequence[str]) -> dict[str, str]:

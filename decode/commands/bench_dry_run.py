@@ -21,12 +21,12 @@ from transformers.utils import logging as hf_logging
 from decode.commands.bench_checkpoint import draft_names
 from decode.commands.checks import check_models
 from decode.commands.settings import BenchSettings
-from decode.core.options import split_spec
+from decode.core.method_options import split_spec
 from decode.drafters.acceptance_probe import FEATURES, KINDS, AcceptanceProbe, save_probes
 from decode.methods import PROBED, SELF_SPECULATIVE
 from decode.models.config_from_shape import config_for, family_of
-from decode.prompts.arithmetic import problems
-from decode.prompts.presets import PRESETS
+from decode.prompts.arithmetic_problems import problems
+from decode.prompts.data_presets import PRESETS
 
 ROWS = {"train": 48, "validation": 8, "test": 8}
 TEXT_COLUMNS = ("prompt", "question", "instruction", "input", "text", "article", "document")

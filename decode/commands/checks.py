@@ -8,20 +8,20 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.commands.settings import ChatSettings, LoadSettings, MethodSettings, SamplingSettings, required
-from decode.core.draft_lengths import RoundCosts
+from decode.core.atomic_files import read_json
 from decode.core.errors import UserError, choose
-from decode.core.files import read_json
-from decode.core.options import MethodOptions, split_spec
+from decode.core.method_options import MethodOptions, split_spec
 from decode.core.sampling import Warp
-from decode.measure.bench_session import BenchOptions
-from decode.measure.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
+from decode.core.stopping.batch_draft_length import RoundCosts
+from decode.measure.bench.session import BenchOptions
+from decode.measure.bench.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS
-from decode.models.generation_config import NEUTRAL, own_warp
-from decode.models.open import choose_device, choose_dtype
-from decode.models.pair import Pair, load
-from decode.models.runners.compiled import check_compile
-from decode.models.text import check_template
-from decode.prompts.suites import Suite, load_suite
+from decode.models.loading.generation_config import NEUTRAL, own_warp
+from decode.models.loading.open_model import choose_device, choose_dtype
+from decode.models.loading.target_and_draft import Pair, load
+from decode.models.prompt_tokens import check_template
+from decode.models.runners.compiled_forward import check_compile
+from decode.prompts.prompt_suites import Suite, load_suite
 
 Settings = TypeVar("Settings", bound=LoadSettings)
 
@@ -114,7 +114,7 @@ def store_folders(settings: MethodSettings) -> tuple[Path | None, Path | None]:
 
 
 def open_suites(specs: Sequence[str], **options: Any) -> list[Suite]:
-    """Suites by their specs (`decode.prompts.suites.load_suite`), named by what precedes the path where that is unique.
+    """Suites by their specs (see `load_suite`), named by what precedes the path where that is unique.
 
     Raises:
         UserError: none was asked for, or one cannot be read.

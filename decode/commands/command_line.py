@@ -23,7 +23,7 @@ import jsonargparse
 
 from decode.commands.config_files import config_layers, config_paths, merge
 from decode.core.errors import UserError
-from decode.core.options import plain_message
+from decode.core.method_options import plain_message
 
 Settings = TypeVar("Settings")
 

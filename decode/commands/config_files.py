@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from decode.core.errors import UserError
-from decode.core.options import plain_message
+from decode.core.method_options import plain_message
 
 
 def config_paths(argv: Sequence[str]) -> list[Path]:

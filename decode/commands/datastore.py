@@ -14,9 +14,9 @@ from decode.core.errors import UserError
 from decode.drafters.adaptix.ngrams import save_ngram_table
 from decode.drafters.corpus_files import join_documents, tokenize_files, tokenizer_fingerprint
 from decode.drafters.rest.datastore import save_datastore
-from decode.models.open import load_tokenizer
-from decode.prompts.files import READERS
-from decode.prompts.suites import load_suite
+from decode.models.loading.open_model import load_tokenizer
+from decode.prompts.dataset_files import READERS
+from decode.prompts.prompt_suites import load_suite
 
 SUFFIXES = {".txt", ".jsonl", ".md", ".py"}
 

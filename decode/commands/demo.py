@@ -22,7 +22,7 @@ from decode.commands.settings import DemoSettings, GenerateSettings
 from decode.core.errors import UserError
 from decode.methods import METHODS
 from decode.models.eagle.head import FeatureHead
-from decode.models.pair import Pair
+from decode.models.loading.target_and_draft import Pair
 
 OTHER_ROWS = 8  # rows of the terminal that are not text: frames, legend, result
 

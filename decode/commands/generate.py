@@ -27,16 +27,16 @@ from decode.commands.settings import GenerateSettings
 from decode.core.errors import UserError
 from decode.core.rng import TorchRng
 from decode.core.target import Target
-from decode.core.trace import Round
+from decode.core.trace_metrics import Round
 from decode.loop import rejected_tokens, rounds, who_wrote
-from decode.measure import machine
-from decode.measure.bench_entries import exported_length
+from decode.measure.bench.entries import exported_length
+from decode.measure.costs import machine
 from decode.methods import METHODS, MethodInputs, build, is_lossless
-from decode.models.generation_config import described
-from decode.models.open import placement, stop_ids
+from decode.models.loading.generation_config import described
+from decode.models.loading.open_model import placement, stop_ids
+from decode.models.loading.target_and_draft import Pair
 from decode.models.other_vocabulary import ForeignDraft
-from decode.models.pair import Pair
-from decode.models.text import Detokenizer, chat_ids, marked, prompt_ids, stop_at, user_says
+from decode.models.prompt_tokens import Detokenizer, chat_ids, marked, prompt_ids, stop_at, user_says
 
 
 def generate(

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from decode.core.trace import FORMULAS, Trace
-from decode.measure.statistics import plain
-from decode.report.page import WRITERS
+from decode.core.trace_metrics import FORMULAS, Trace
+from decode.measure.bootstrap_statistics import plain
+from decode.report.html_page import WRITERS
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Generation:
     method: str  # the method's name
     lossless: bool  # whether the output distribution is the target's
     seed: int  # of sampling
-    # rounds as marked text (`decode.models.text.marked`), to be iterated once while the text is generated
+    # rounds as marked text (`decode.models.prompt_tokens.marked`), to be iterated once while the text is generated
     pieces: Iterator[list[dict[str, str]]] = field(default_factory=lambda: iter(()), repr=False)
     ids: list[int] = field(default_factory=list)  # tokens generated so far
     trace: Trace = field(default_factory=Trace, repr=False)  # rounds so far
@@ -32,7 +32,7 @@ class Generation:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Acceptance, block efficiency and times; `decode.core.trace.FORMULAS` says how they are computed."""
+        """Acceptance, block efficiency and times; `decode.core.trace_metrics.FORMULAS` says how they are computed."""
         return dict(plain(self.trace.metrics()))
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,13 +21,13 @@ from decode.commands.checks import (
 )
 from decode.commands.settings import ProfileSettings, required
 from decode.core.progress import working
-from decode.core.trace import FORMULAS
-from decode.measure import machine
-from decode.measure.bench_session import Session
-from decode.measure.profile import PairProfile, profile_pair
-from decode.models.pair import Pair
+from decode.core.trace_metrics import FORMULAS
+from decode.measure.bench.pair_profile import PairProfile, profile_pair
+from decode.measure.bench.session import Session
+from decode.measure.costs import machine
+from decode.models.loading.target_and_draft import Pair
 from decode.report.batch_report import forecast_tables, record_forecast
-from decode.report.tables import TABLES, console_table
+from decode.report.bench_tables import TABLES, console_table
 
 
 def profile(pair: Pair, suite: Sequence[str] = ("arithmetic",), **options: Any) -> PairProfile:

@@ -11,7 +11,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloa
 from decode.commands.command_line import parse, read_config
 from decode.commands.config_files import config_paths
 from decode.core.errors import UserError
-from decode.core.options import Checked, MethodOptions, NgramOrder, Seed, Share, Temperature
+from decode.core.method_options import Checked, MethodOptions, NgramOrder, Seed, Share, Temperature
 
 
 @dataclass

@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from decode.core.errors import UserError
-from decode.core.options import COLDEST
+from decode.core.method_options import COLDEST
 
 
 @dataclass

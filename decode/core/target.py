@@ -7,7 +7,7 @@ from torch import Tensor
 
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
-from decode.core.runner import Runner
+from decode.core.runner_protocol import Runner
 
 
 class Target:

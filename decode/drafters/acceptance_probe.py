@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.core.atomic_files import write_safely, write_text
 from decode.core.errors import UserError
-from decode.core.files import write_safely, write_text
-from decode.core.stopping import Step
+from decode.core.stopping.stop_rules import Step
 
 KINDS = ("probe", "confidence-probe")
 """`probe` sees the hidden state alone (AdaSPEED); `confidence-probe` also the exit's `confidence_features`."""
@@ -74,7 +74,7 @@ class AcceptanceProbe:
         return (z + self.bias) / self.temperature
 
     def __call__(self, step: Step) -> float:
-        """Confidence of a drafted token, for `decode.core.stopping.StopRule`."""
+        """Confidence of a drafted token, for `decode.core.stopping.stop_rules.StopRule`."""
         assert step.token is not None
         z = torch.dot(step.hidden.float(), self._weight_on(step.hidden.device)).item() + self.bias
         if len(self.extra):

@@ -12,8 +12,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
+from decode.core.atomic_files import write_safely
 from decode.core.errors import UserError
-from decode.core.files import write_safely
 from decode.core.progress import Progress
 
 FORMAT = "1"

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.core.drafter import Drafter
+from decode.core.drafter_base import Drafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
-from decode.core.runner import Runner
+from decode.core.runner_protocol import Runner
 from decode.core.sampling import Warp
-from decode.core.stopping import StopRule
-from decode.core.trace import Round
+from decode.core.stopping.stop_rules import StopRule
+from decode.core.trace_metrics import Round
 from decode.drafters.draft_model import Drafting, ModelDrafter
-from decode.models.eagle.runner import HeadRunner
+from decode.models.eagle.head_runner import HeadRunner
 
 
 def head_of(draft: Runner | None) -> HeadRunner:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from decode.core.drafter import Drafter
+from decode.core.drafter_base import Drafter
 from decode.core.proposal import Draft
-from decode.core.runner import Runner
+from decode.core.runner_protocol import Runner
 from decode.core.sampling import Warp
 from decode.drafters.draft_model import ModelDrafter
 from decode.models.runners.fast_runner import FastRunner, self_speculating

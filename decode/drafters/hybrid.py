@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from decode.core.drafter import Asked, Drafter
+from decode.core.drafter_base import Asked, Drafter
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
-from decode.core.runner import Runner
-from decode.core.stopping import StopRule
-from decode.core.trace import Round
+from decode.core.runner_protocol import Runner
+from decode.core.stopping.stop_rules import StopRule
+from decode.core.trace_metrics import Round
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
 from decode.drafters.rest.datastore import Datastore

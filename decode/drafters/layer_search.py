@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode.core.acceptance import overlap
+from decode.core.acceptance_rules import overlap
 from decode.core.sampling import Warp
 from decode.models.runners.fast_runner import FastRunner
 from decode.models.runners.layer_subset import LayerSubset
@@ -87,7 +87,7 @@ def search(
         runner: the target.
         texts: what it wrote.
         warp: decoding mode.
-        speedup: predicts it from acceptances, draft length, c and v (`decode.measure.predict.replayed_speedup`).
+        speedup: predicts it from acceptances, draft length, c and v (`predicted_speedup.replayed_speedup`).
         verify_cost: v(n), an n-token target forward in one-token ones.
         fixed: share of a one-token forward that does not depend on the layers.
         longest: longest draft considered.

@@ -10,11 +10,11 @@ exact verification may accept any part of it.
 from dataclasses import dataclass, field
 from random import Random
 
-from decode.core.drafter import Drafter
+from decode.core.drafter_base import Drafter
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
-from decode.core.stopping import StopRule
-from decode.core.trace import Round
+from decode.core.stopping.stop_rules import StopRule
+from decode.core.trace_metrics import Round
 from decode.drafters.token_tree import Trie
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from safetensors import safe_open
 
+from decode.core.atomic_files import read_json
 from decode.core.errors import UserError
-from decode.core.files import read_json
 from decode.engines.fingerprint import changed_weights, weight_fingerprints
-from decode.models.open import check_tokenizers, load_tokenizer
+from decode.models.loading.open_model import check_tokenizers, load_tokenizer
 
 SNIFFED = ("eagle-", "eagle3", "dflash", "dspark")
 """Parts of a draft's path from which vLLM concludes on a method."""

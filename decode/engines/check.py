@@ -14,9 +14,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from decode.core.draft_lengths import RoundCosts
-from decode.core.files import read_json
+from decode.core.atomic_files import read_json
 from decode.core.sampling import Warp
+from decode.core.stopping.batch_draft_length import RoundCosts
 from decode.engines.causes import OFF_BY_ONE, Cause, as_recorded, causes_in_files, causes_in_numbers, fits
 from decode.engines.counts import (
     ServedText,
@@ -33,9 +33,9 @@ from decode.engines.predicted import Acceptance, acceptance, predicted_of, predi
 from decode.engines.server import Server
 from decode.engines.together import Together, together_row, written_together
 from decode.engines.transformers_engine import AssistedGeneration
-from decode.measure.bench_session import Item
-from decode.measure.cost import CostModel
-from decode.measure.statistics import median_interval
+from decode.measure.bench.session import Item
+from decode.measure.bootstrap_statistics import median_interval
+from decode.measure.costs.forward_costs import CostModel
 from decode.models.eagle.head import FeatureHead
 from decode.models.other_vocabulary import DraftModel
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from decode.core.trace import clustered_ratio
+from decode.core.trace_metrics import clustered_ratio
 
 
 @dataclass

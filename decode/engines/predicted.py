@@ -15,9 +15,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from decode.core.sampling import Warp
-from decode.core.trace import clustered_ratio
+from decode.core.trace_metrics import clustered_ratio
 from decode.engines.counts import Drafts, median
-from decode.measure.acceptance_offline import prefixes
+from decode.measure.offline_acceptance import prefixes
 from decode.models.other_vocabulary import DraftModel
 from decode.models.teacher_forcing import teacher_forced
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decode.core.draft_lengths import RoundCosts
+from decode.core.stopping.batch_draft_length import RoundCosts
 from decode.engines.counts import Drafts, mean_length
 from decode.engines.predicted import Acceptance, Rounds, predicted_drafts
 from decode.engines.server import Server
-from decode.measure.bench_session import Item
+from decode.measure.bench.session import Item
 
 FILLED = 2
 """Prompts for each place of a batch, so that it is full for most of the time."""

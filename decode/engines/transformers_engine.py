@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from decode.engines.counts import Drafts, ServedText
-from decode.measure.transformers_baselines import using_config
+from decode.measure.bench.transformers_baselines import using_config
 
 
 @dataclass

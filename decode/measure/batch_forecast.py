@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from decode.core.draft_lengths import RoundCosts
-from decode.measure.acceptance_offline import OfflineAlpha
-from decode.measure.cost import CostModel, round_costs
-from decode.measure.predict import best_length, replay
+from decode.core.stopping.batch_draft_length import RoundCosts
+from decode.measure.costs.forward_costs import CostModel, round_costs
+from decode.measure.offline_acceptance import OfflineAlpha
+from decode.measure.predicted_speedup import best_length, replay
 
 EVEN = 0.01  # share of the speedup by which lengths may differ that count as equally fast
 Schedule = list[list[int]]

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
-from decode.models.gguf import gguf_config, gguf_file
+from decode.models.loading.gguf_files import gguf_config, gguf_file
 
 GPT2_NAMES = {
     "hidden_size": "n_embd",

@@ -18,7 +18,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
-from decode.core.runner import Runner, WrappedRunner
+from decode.core.runner_protocol import Runner, WrappedRunner
 from decode.models.eagle.head import FeatureHead
 
 LEAST = 100  # fewest tokens an intersection may have: less does not even spell the letters, digits and signs of English

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from decode.measure.statistics import bootstrap, median_interval
+from decode.measure.bootstrap_statistics import bootstrap, median_interval
 from decode.papers.results import Block, Result, Results, Row
 
 Verdict = Literal["held", "not held", "within error"]

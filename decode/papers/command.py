@@ -12,13 +12,13 @@ from decode.commands import bench as compare
 from decode.commands.bench_checkpoint import draft_names, fingerprint
 from decode.commands.bench_dry_run import shrink
 from decode.commands.settings import BenchSettings, PaperSettings, bench_settings
+from decode.core.atomic_files import write_text
 from decode.core.errors import UserError, choose
-from decode.core.files import write_text
 from decode.methods import PROBED
 from decode.papers import Paper, papers
 from decode.papers.claims import Ordering
 from decode.papers.results import PaperTable, Results
-from decode.report.tables import plain_table
+from decode.report.bench_tables import plain_table
 
 SCALES = ("quickstart", "gpu-small", "full")
 RUNS = {"quickstart": "runs/quickstart", "gpu-small": "runs/gpu-small"}

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decode.measure.cost import CostModel
-from decode.report.tables import markdown_table, mode
+from decode.measure.costs.forward_costs import CostModel
+from decode.report.bench_tables import markdown_table, mode
 
 Row = Mapping[str, Any]
 Block = tuple[str, float]  # a suite and a temperature

@@ -13,14 +13,14 @@ from typing import Any
 
 from rich.table import Table as Grid
 
-from decode.core.files import read_json, write_section, write_text
-from decode.measure import machine
+from decode.core.atomic_files import read_json, write_section, write_text
 from decode.measure.batch_forecast import BatchForecast
-from decode.measure.bench_session import Session
-from decode.measure.statistics import plain
+from decode.measure.bench.session import Session
+from decode.measure.bootstrap_statistics import plain
+from decode.measure.costs import machine
 from decode.report import plots
-from decode.report.page import Block, Column, Facts, Figures, Heading, Page, Table, Text
-from decode.report.tables import TABLES, by_block, console_table, drafting, markdown_table, mode, shown
+from decode.report.bench_tables import TABLES, by_block, console_table, drafting, markdown_table, mode, shown
+from decode.report.html_page import Block, Column, Facts, Figures, Heading, Page, Table, Text
 
 Row = Mapping[str, Any]
 

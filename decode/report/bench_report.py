@@ -6,13 +6,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from decode.core.files import read_json, write_text
-from decode.core.trace import FORMULAS
-from decode.measure import machine
-from decode.measure.benchmark import Benchmark
-from decode.measure.statistics import fastest_lossless
+from decode.core.atomic_files import read_json, write_text
+from decode.core.trace_metrics import FORMULAS
+from decode.measure.bench.compare_methods import Benchmark
+from decode.measure.bootstrap_statistics import fastest_lossless
+from decode.measure.costs import machine
 from decode.report import plots
-from decode.report.page import (
+from decode.report.bench_tables import (
+    ALPHA_COLUMNS,
+    CATEGORY_COLUMNS,
+    COLUMNS,
+    by_block,
+    category_groups,
+    drafting,
+    mode,
+    ratios,
+    shown,
+)
+from decode.report.html_page import (
     Block,
     Facts,
     Figures,
@@ -26,17 +37,6 @@ from decode.report.page import (
     Tile,
     Tiles,
     Tone,
-)
-from decode.report.tables import (
-    ALPHA_COLUMNS,
-    CATEGORY_COLUMNS,
-    COLUMNS,
-    by_block,
-    category_groups,
-    drafting,
-    mode,
-    ratios,
-    shown,
 )
 
 Row = Mapping[str, Any]
@@ -75,7 +75,7 @@ def write_report(
 
     What other commands wrote into report.json is kept; ``methods``, ``bench`` and ``machine`` are set. The page is
     report.html, or bench.html where another command's report.html already stands. `alphas` are the rows of
-    `decode.measure.suite_alpha`.
+    `decode.measure.suite_acceptance`.
     """
     session = bench.session
     facts = machine.describe(session.runner.device) | {"note": "; ".join([session.threads, *session.packing])}

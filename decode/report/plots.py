@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from decode.report.page import finite
+from decode.report.html_page import finite
 
 Row = Mapping[str, Any]
 

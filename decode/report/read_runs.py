@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from decode.core.errors import UserError
-from decode.measure import machine
-from decode.report.tables import mode
+from decode.measure.costs import machine
+from decode.report.bench_tables import mode
 
 Row = dict[str, Any]
 DEPTH = 3  # how far below a given folder reports are looked for; `runs/papers/<paper>/<scale>` is found from `runs/*`
@@ -27,7 +27,7 @@ class Comparison:
     part: str  # the list of report.json that holds the rows
     suite: str  # of the prompts
     temperature: float  # 0 is greedy
-    rows: list[Row]  # one a method, in the columns of `decode.measure.benchmark.COLUMNS`; keys may be absent
+    rows: list[Row]  # one a method, in the columns of `compare_methods.COLUMNS`; keys may be absent
     # what a row has no room for, samples among it, by the row's ``name``
     details: list[Row] = field(default_factory=list)
     machine: str = ""  # in one line

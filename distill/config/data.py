@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from decode.core.errors import UserError
-from decode.core.options import check_numbers
+from decode.core.method_options import check_numbers
 from distill.config.prompts import PromptSettings
 from distill.config.ranges import ContextLength, MinorShare
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 
 from decode.core.errors import UserError
-from decode.core.options import Seed, Share
+from decode.core.method_options import Seed, Share
 from distill.config.distillation import DivergenceName
 from distill.config.ranges import ShareBelowOne
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from decode.core.errors import UserError
-from decode.core.options import Share
+from decode.core.method_options import Share
 from distill.config.distillation import DistillSettings
 
 Kind = Literal["none", "eagle", "eagle3"]
@@ -71,7 +71,7 @@ class EagleSettings:
         return self.unroll or (7 if self.kind == "eagle3" else 1)
 
     def shape(self) -> dict[str, Any]:
-        """What `decode.models.eagle.files.head_config` takes."""
+        """What `decode.models.eagle.head_files.head_config` takes."""
         names = ("intermediate_size", "heads", "kv_heads", "draft_vocab")
         return {name: getattr(self, name) for name in names} | {"captured_layers": tuple(self.layers) or None}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from jsonargparse.typing import ClosedUnitInterval, PositiveInt
 
 from decode.core.errors import UserError
-from decode.core.options import Share, Temperature
+from decode.core.method_options import Share, Temperature
 
 
 @dataclass

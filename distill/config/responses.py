@@ -6,7 +6,7 @@ from typing import Any, Literal
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from decode.core.errors import UserError
-from decode.core.options import Share, Temperature
+from decode.core.method_options import Share, Temperature
 
 Source = Literal["dataset", "target", "draft", "mixed"]
 

@@ -6,7 +6,7 @@ from typing import Literal
 from jsonargparse.typing import PositiveInt
 
 from decode.core.errors import UserError
-from decode.core.options import Seed, Temperature, check_numbers
+from decode.core.method_options import Seed, Temperature, check_numbers
 from distill.config.data import DataSettings
 from distill.config.distillation import DistillSettings
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings, check_names

@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from decode.core.atomic_files import write_text
 from decode.core.errors import UserError
-from decode.core.files import write_text
 from distill.core import ranks
 
 BLOCK = 1 << 24

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decode.core.files import read_json
+from decode.core.atomic_files import read_json
 from distill.core import ranks
 from distill.core.files import checksum, checksum_once, read_sealed, remove, sealed, write_json
 

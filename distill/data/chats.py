@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
-from decode.models.text import continuation_ids, end_token, render_chat, written_ids
+from decode.models.prompt_tokens import continuation_ids, end_token, render_chat, written_ids
 from distill.data.tokenize import IGNORE, Example, UnusableRow
 
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # shareGPT's roles in the usual words

@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
-from decode.models.open import load_tokenizer
-from decode.prompts.files import Row, quiet_datasets
-from decode.prompts.presets import PRESETS
-from decode.prompts.scorers import SCORERS
-from decode.prompts.suites import Prompt, Suite
+from decode.models.loading.open_model import load_tokenizer
+from decode.prompts.answer_scorers import SCORERS
+from decode.prompts.data_presets import PRESETS
+from decode.prompts.dataset_files import Row, quiet_datasets
+from decode.prompts.prompt_suites import Prompt, Suite
 from distill.config.data import DataSettings
 from distill.data.chats import ChatFormat
 from distill.data.example_table import example_table

@@ -14,7 +14,7 @@ from datasets import Dataset, load_from_disk
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
-from decode.models.open import load_tokenizer
+from decode.models.loading.open_model import load_tokenizer
 from distill.config.data import DataSettings
 from distill.core import ranks
 from distill.core.files import checksum, files_state, fingerprint, read_sealed, remove, sealed, write_json

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
 from decode.core.progress import current
-from decode.prompts.files import Row
+from decode.prompts.dataset_files import Row
 from distill.config.data import DataSettings
 from distill.core.files import fingerprint
 from distill.data.chats import ChatFormat, chat_examples, prompt_example

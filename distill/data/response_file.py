@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.core.files import write_safely
+from decode.core.atomic_files import write_safely
 from distill.core.files import write_json
 
 

@@ -12,7 +12,7 @@ from typing import overload
 import datasets
 import pyarrow as pa
 
-from decode.prompts.files import Row
+from decode.prompts.dataset_files import Row
 
 BATCH = 1000
 """Rows written together."""

@@ -7,8 +7,8 @@ from string import Formatter
 from typing import Any
 
 from decode.core.errors import UserError
-from decode.prompts.files import Row
-from decode.prompts.presets import PRESETS, Preset
+from decode.prompts.data_presets import PRESETS, Preset
+from decode.prompts.dataset_files import Row
 from distill.config.data import DataSettings
 from distill.data.chats import clean_messages
 from distill.data.tokenize import UnusableRow

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from decode.core.errors import UserError
-from decode.prompts.arithmetic import problems
-from decode.prompts.files import READERS, Row, iter_rows, load_hub
-from decode.prompts.presets import PRESETS, Preset, held_out
+from decode.prompts.arithmetic_problems import problems
+from decode.prompts.data_presets import PRESETS, Preset, held_out
+from decode.prompts.dataset_files import READERS, Row, iter_rows, load_hub
 from distill.config.data import DataSettings
 from distill.data.row_file import RowFile, select
 from distill.data.row_shapes import columns_missing, first_shape, from_preset

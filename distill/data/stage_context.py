@@ -15,7 +15,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from decode.core.progress import working
-from decode.models.open import load_model, load_tokenizer
+from decode.models.loading.open_model import load_model, load_tokenizer
 from distill.config.settings import Settings
 from distill.core import ranks
 from distill.core.files import files_state

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decode.core.errors import UserError
-from decode.models.text import batch_prompt_ids, continuation_ids, end_token, plain_ids, start_ids
+from decode.models.prompt_tokens import batch_prompt_ids, continuation_ids, end_token, plain_ids, start_ids
 
 IGNORE = -100  # label of a position that no loss is taken on
 

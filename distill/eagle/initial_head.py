@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.models.eagle.head import FeatureHead, RMSNorm
-from decode.models.structure import decoder_layers, final_norm
+from decode.models.layer_locations import decoder_layers, final_norm
 
 
 @torch.no_grad()

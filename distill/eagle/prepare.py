@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from decode.core.progress import working
-from decode.models.eagle.files import load_head
 from decode.models.eagle.head import FeatureHead
-from decode.models.open import stop_ids
+from decode.models.eagle.head_files import load_head
+from decode.models.loading.open_model import stop_ids
 from distill.config.distillation import Signal
 from distill.core.files import fingerprint
 from distill.data.stage_context import StageContext

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from decode.core.options import MethodOptions
-from decode.measure.acceptance_offline import OfflineAlpha
-from decode.measure.bench_entries import BenchEntry
+from decode.core.method_options import MethodOptions
+from decode.measure.bench.entries import BenchEntry
+from decode.measure.offline_acceptance import OfflineAlpha
 from decode.models.eagle.head import FeatureHead
 from distill.evaluation.evaluate import Evaluation
 

@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from decode.core.options import MethodOptions
+from decode.core.method_options import MethodOptions
 from decode.core.progress import Progress, as_current
 from decode.core.sampling import Warp
-from decode.measure import machine
-from decode.measure.acceptance_offline import OfflineAlpha, offline_alphas, paired
-from decode.measure.bench_entries import BenchEntry
-from decode.measure.bench_session import BenchOptions, Session
-from decode.measure.benchmark import Benchmark
-from decode.measure.cost import CostModel
-from decode.measure.predict import best_length, break_even, speedups_by_length, verdict
-from decode.models.generation_config import described, own_warp
-from decode.models.open import open_draft
+from decode.measure.bench.compare_methods import Benchmark
+from decode.measure.bench.entries import BenchEntry
+from decode.measure.bench.session import BenchOptions, Session
+from decode.measure.costs import machine
+from decode.measure.costs.forward_costs import CostModel
+from decode.measure.offline_acceptance import OfflineAlpha, offline_alphas, paired
+from decode.measure.predicted_speedup import best_length, break_even, speedups_by_length, verdict
+from decode.models.loading.generation_config import described, own_warp
+from decode.models.loading.open_model import open_draft
 from decode.models.teacher_forcing import Forced
-from decode.prompts.suites import Suite
+from decode.prompts.prompt_suites import Suite
 from distill.config.drafts import PLAIN
 from distill.core.run_dir import account_of
 from distill.data.corpus import test_suite

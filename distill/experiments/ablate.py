@@ -15,10 +15,10 @@ from jsonargparse.typing import PositiveInt
 from rich.console import Console
 
 from decode.core.errors import UserError
-from decode.core.options import Seed
-from decode.measure.acceptance_offline import OfflineAlpha, offline_alpha, prompt_numbers
-from decode.models.generation_config import own_warp
-from decode.models.open import open_draft
+from decode.core.method_options import Seed
+from decode.measure.offline_acceptance import OfflineAlpha, offline_alpha, prompt_numbers
+from decode.models.loading.generation_config import own_warp
+from decode.models.loading.open_model import open_draft
 from distill.config.drafts import ComparisonSettings
 from distill.config.responses import ResponseSettings
 from distill.config.settings import Settings

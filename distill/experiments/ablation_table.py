@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.console import Console
 
-from decode.core.files import write_text
-from decode.measure import machine
-from decode.measure.acceptance_offline import OfflineAlpha, paired
-from decode.measure.predict import replay
-from decode.report.tables import markdown_table, plain_table
+from decode.core.atomic_files import write_text
+from decode.measure.costs import machine
+from decode.measure.offline_acceptance import OfflineAlpha, paired
+from decode.measure.predicted_speedup import replay
+from decode.report.bench_tables import markdown_table, plain_table
 from distill.core.files import write_json
 from distill.report.summary import display, signed
 

@@ -23,10 +23,10 @@ from transformers.utils import logging as hf_logging
 
 from decode.core.errors import UserError
 from decode.core.progress import working
-from decode.core.runner import synchronize
-from decode.measure import machine
-from decode.models.open import load_model
-from decode.report.tables import plain_table
+from decode.core.runner_protocol import synchronize
+from decode.measure.costs import machine
+from decode.models.loading.open_model import load_model
+from decode.report.bench_tables import plain_table
 from distill.config.drafts import AdaSpecSettings
 from distill.config.settings import Settings
 from distill.core.files import write_json

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from decode.core.runner import synchronize
+from decode.core.runner_protocol import synchronize
 from distill.config.trainer import TrainerSettings, TrainingSettings
 from distill.data.batch_schedule import Schedule
 from distill.data.corpus import collate

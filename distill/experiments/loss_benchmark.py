@@ -18,9 +18,9 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers.utils import logging as hf_logging
 
-from decode.core.runner import synchronize
+from decode.core.runner_protocol import synchronize
 from decode.models.free_memory import free_memory
-from decode.report.tables import plain_table
+from decode.report.bench_tables import plain_table
 from distill.experiments.huggingface_trainer import selective_loss
 from distill.losses.chunked_kl import LossRequest, fused_loss
 from distill.losses.divergences import Divergence

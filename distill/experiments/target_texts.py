@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from decode.core.progress import track
-from decode.models.open import stop_ids
+from decode.models.loading.open_model import stop_ids
 from distill.config.responses import ResponseSettings
 from distill.core.files import fingerprint
 from distill.data.response_file import ResponseFile

@@ -11,8 +11,8 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, Template
 from transformers import PreTrainedModel
 
-from decode.models.eagle.files import default_captured_layers
 from decode.models.eagle.head import FeatureHead
+from decode.models.eagle.head_files import default_captured_layers
 
 HERE = Path(__file__).parent
 KINDS = {1: "eagle", 3: "eagle3"}  # kinds of feature heads, by the version of EAGLE
@@ -76,7 +76,7 @@ def speculation_profile(profile: Mapping[str, Any], length: int) -> dict[str, An
     takes them (unconditional, non-increasing).
 
     Args:
-        profile: `acceptance_by_position`, the rows of `decode.core.trace.Trace.acceptance_by_position` of drafts of
+        profile: `acceptance_by_position`, the rows of `Trace.acceptance_by_position` of drafts of
             `best_draft_length` tokens; optionally `mean_accept_length_per_request` and `conditions` (data set,
             temperature, prompts, machine, …). Without the rows, or if they belong to another length, the vectors are
             null and `measured` is false.

@@ -23,7 +23,7 @@ from transformers import (
 
 from decode.core.errors import UserError
 from decode.engines.fingerprint import weight_fingerprints
-from decode.models.open import check_tokenizers
+from decode.models.loading.open_model import check_tokenizers
 from distill.config.export import ExportSettings
 from distill.core.files import replaced, save_tokenizer
 from distill.export.card import model_card, speculation_profile

@@ -14,9 +14,9 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
-from decode.models.eagle.files import load_head, save_head
 from decode.models.eagle.head import FeatureHead
-from decode.models.open import load_model, load_tokenizer
+from decode.models.eagle.head_files import load_head, save_head
+from decode.models.loading.open_model import load_model, load_tokenizer
 from distill.config.export import ExportSettings
 from distill.core.files import replaced, save_tokenizer
 from distill.export.card import KINDS, TOKEN_MAP, model_card, speculation_profile

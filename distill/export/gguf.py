@@ -4,7 +4,7 @@ from pathlib import Path
 
 from decode.core.errors import UserError
 from decode.engines.gguf import convert, find_converter
-from decode.models.eagle.files import is_head
+from decode.models.eagle.head_files import is_head
 from distill.config.export import ExportSettings
 
 

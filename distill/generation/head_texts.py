@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.core.acceptance import AcceptanceRule
-from decode.core.options import MethodOptions
+from decode.core.acceptance_rules import AcceptanceRule
+from decode.core.method_options import MethodOptions
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.target import Target
@@ -17,8 +17,8 @@ from decode.loop import decode
 from decode.methods import MethodInputs, build
 from decode.models.batched_generation import Draws
 from decode.models.eagle.head import FeatureHead
-from decode.models.eagle.runner import HeadRunner
-from decode.models.open_runner import open_runner
+from decode.models.eagle.head_runner import HeadRunner
+from decode.models.loading.choose_runner import open_runner
 
 
 @dataclass

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decode.core.progress import current
 from decode.core.sampling import Warp
 from decode.models.batched_generation import GROUP, uniform_draws, write_texts
-from decode.models.text import continuation_ids, end_token
+from decode.models.prompt_tokens import continuation_ids, end_token
 from distill.config.responses import ResponseSettings
 from distill.data.response_file import Response
 from distill.data.token_dataset import TokenDataset

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.core.errors import UserError
-from decode.models.structure import check_structure, decoder_layers
+from decode.models.layer_locations import check_structure, decoder_layers
 
 
 def kept_layers(layers: int | list[int], total: int) -> list[int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
-from decode.models.structure import check_structure, decoder_layers, final_norm, state_of
+from decode.models.layer_locations import check_structure, decoder_layers, final_norm, state_of
 from distill.config.models import LayerSkipSettings
 
 WATCHED = 4  # exits at most whose loss is part of a validation

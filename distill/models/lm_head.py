@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.models.eagle.head import some_outputs
-from decode.models.structure import decoder_layers
+from decode.models.layer_locations import decoder_layers
 
 MIXTURE = "experts", "gate", "router"
 """Parts of an MLP that is a mixture of experts: what it returns depends on the family, and on all tokens."""

@@ -14,8 +14,8 @@ from transformers import (
 
 from decode.core.errors import UserError
 from decode.models.config_from_shape import config_for
-from decode.models.open import load_config, load_model, pinned
-from decode.models.unreadable import OFFLINE
+from decode.models.loading.loading_errors import OFFLINE
+from decode.models.loading.open_model import load_config, load_model, pinned
 from distill.config.models import Architecture, ModelSettings
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]

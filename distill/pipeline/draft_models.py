@@ -5,7 +5,7 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from decode.models.batched_generation import write_texts
-from decode.models.open import load_model
+from decode.models.loading.open_model import load_model
 from distill.config.trainer import TrainingSettings
 from distill.data.stage_context import StageContext
 from distill.losses.objective import Objective

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from decode.commands.bench_dry_run import row_with, save_tiny, tiny_model, write_rows
-from decode.prompts.presets import PRESETS
+from decode.prompts.data_presets import PRESETS
 from distill.config.export import HubSettings
 from distill.config.models import ModelSettings
 from distill.config.settings import Settings

@@ -7,9 +7,9 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
-from decode.models.eagle.files import head_config, load_head
 from decode.models.eagle.head import FeatureHead
-from decode.models.open import stop_ids
+from decode.models.eagle.head_files import head_config, load_head
+from decode.models.loading.open_model import stop_ids
 from distill.config.trainer import TrainingSettings
 from distill.core.run_dir import StageRecord
 from distill.data.stage_context import StageContext

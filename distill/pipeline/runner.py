@@ -14,8 +14,8 @@ import yaml
 from rich.console import Console
 from transformers.utils import logging as hf_logging
 
+from decode.core.atomic_files import read_json, write_text
 from decode.core.errors import UserError
-from decode.core.files import read_json, write_text
 from decode.core.progress import working
 from distill.config.drafts import PLAIN, AdaSpecSettings
 from distill.config.settings import Settings

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.models.eagle.files import save_head
 from decode.models.eagle.head import FeatureHead
-from decode.models.gguf import gguf_file
-from decode.models.open import check_tokenizers, load_model, load_tokenizer
+from decode.models.eagle.head_files import save_head
+from decode.models.loading.gguf_files import gguf_file
+from decode.models.loading.open_model import check_tokenizers, load_model, load_tokenizer
 from distill.config.drafts import AdaSpecSettings
 from distill.config.models import InitialDraftSettings, ModelSettings, TargetSettings
 from distill.config.trainer import TrainerSettings, TrainingSettings

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from decode.report.page import (
+from decode.report.bench_tables import mode
+from decode.report.html_page import (
     LOSSLESS,
     Badge,
     Block,
@@ -23,7 +24,6 @@ from decode.report.page import (
     Tone,
     read_columns,
 )
-from decode.report.tables import mode
 from distill.export import card
 from distill.report import summary
 from distill.report.figures import analysis_figures, decoding_figures

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from decode.report.page import Tone
-from decode.report.tables import mode
+from decode.report.bench_tables import mode
+from decode.report.html_page import Tone
 
 Row = Mapping[str, Any]
 

@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from decode.core.files import write_text
-from decode.measure.statistics import plain
-from decode.report.page import Column
-from decode.report.tables import console_table
+from decode.core.atomic_files import write_text
+from decode.measure.bootstrap_statistics import plain
+from decode.report.bench_tables import console_table
+from decode.report.html_page import Column
 from distill.report.page import TABLES, build_page, decoding_row, draft_row
 from distill.report.summary import exported_row, fastest, findings
 

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from transformers import AutoConfig, PreTrainedModel
 
 from decode.core.progress import working
-from decode.models.open import load_model, stop_ids
+from decode.models.loading.open_model import load_model, stop_ids
 from distill.config.distillation import Signal
 from distill.core import ranks
 from distill.core.files import files_state, fingerprint

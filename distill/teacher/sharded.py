@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
-from decode.models.structure import decoder_layers
+from decode.models.layer_locations import decoder_layers
 from distill.core import ranks
 
 

@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Callable
 from typing import cast, get_args
 
+from decode.core.atomic_files import read_json
 from decode.core.errors import UserError
-from decode.core.files import read_json
 from decode.core.progress import duration
 from distill.config.distillation import Signal
 from distill.core import ranks

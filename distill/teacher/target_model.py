@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
 from decode.core.errors import UserError
-from decode.models.open import choose_device, load_model
+from decode.models.loading.open_model import choose_device, load_model
 from distill.data.stage_context import StageContext
 from distill.teacher.sharded import check_several, shard_layers
 

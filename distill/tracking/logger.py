@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning_utilities.core.imports import RequirementCache
 
 from decode.core.errors import UserError
-from decode.report.tables import markdown_table
+from decode.report.bench_tables import markdown_table
 from distill.config.settings import TrackerSettings
 from distill.tracking.wandb_run import StagedWandb, WandbRun
 

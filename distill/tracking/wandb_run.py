@@ -19,8 +19,8 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from decode.core.atomic_files import read_json
 from decode.core.errors import UserError
-from decode.core.files import read_json
 from distill.config.settings import TrackerSettings
 from distill.core.files import fingerprint, write_json
 

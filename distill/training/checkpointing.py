@@ -20,8 +20,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
 from torch.distributed import checkpoint as sharded
 
+from decode.core.atomic_files import write_safely
 from decode.core.errors import UserError
-from decode.core.files import write_safely
 from distill.core import ranks
 from distill.core.files import remove
 

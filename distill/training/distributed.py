@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from decode.models.structure import decoder_layers
+from decode.models.layer_locations import decoder_layers
 from distill.core.files import remove
 
 

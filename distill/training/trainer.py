@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from decode.models.structure import decoder_layers
+from decode.models.layer_locations import decoder_layers
 from distill.config.trainer import TrainerSettings
 from distill.core import ranks
 from distill.data.datamodule import DistillDataModule

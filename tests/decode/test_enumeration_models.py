@@ -12,16 +12,16 @@ from scripted import RandomTree, corpus_drafters
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.core.drafter import Drafter
-from decode.core.runner import Runner
+from decode.core.drafter_base import Drafter
+from decode.core.runner_protocol import Runner
 from decode.core.sampling import Warp
-from decode.core.stopping import StopRule, negative_entropy, token_probability
-from decode.core.thresholds import Fixed, MeanOfRejected
+from decode.core.stopping.stop_rules import StopRule, negative_entropy, token_probability
+from decode.core.stopping.thresholds import Fixed, MeanOfRejected
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System
 from decode.models.runners.fast_runner import fast_runner
-from decode.models.runners.huggingface import HuggingFaceRunner
-from decode.models.runners.packing import PackedLinear
+from decode.models.runners.huggingface_runner import HuggingFaceRunner
+from decode.models.runners.weight_packing import PackedLinear
 
 TOLERANCE = 1e-12
 VOCAB = 8

@@ -12,20 +12,20 @@ from families import CONTEXT, FAMILIES, VOCAB
 from scripted import Oracle, RandomTree
 from transformers import PreTrainedModel
 
-from decode.core.acceptance import Ears
-from decode.core.drafter import NoDrafter
+from decode.core.acceptance_rules import Ears
+from decode.core.drafter_base import NoDrafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.rng import TorchRng
-from decode.core.runner import Runner
+from decode.core.runner_protocol import Runner
 from decode.core.sampling import Warp
-from decode.core.stopping import StopRule
+from decode.core.stopping.stop_rules import StopRule
 from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode, rounds
-from decode.models.open_runner import open_runner
-from decode.models.runners.fast_runner import supports
-from decode.models.runners.huggingface import HuggingFaceRunner
+from decode.models.loading.choose_runner import open_runner
+from decode.models.runners.fast_architectures import supports
+from decode.models.runners.huggingface_runner import HuggingFaceRunner
 
 PROMPT = [3, 7, 1, 9, 3, 7]
 SAMPLE = Warp(temperature=1.0)

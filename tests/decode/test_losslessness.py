@@ -11,13 +11,13 @@ from scripted import RandomTree, corpus_drafters
 from torch import Tensor
 
 from decode import loop, verify
-from decode.core.acceptance import Ears, Exact, Fuzzy, JensenShannon, Typical
-from decode.core.draft_lengths import DraftLengths, RoundCosts
+from decode.core.acceptance_rules import Ears, Exact, Fuzzy, JensenShannon, Typical
 from decode.core.proposal import Draft
 from decode.core.rng import Rng, TorchRng
 from decode.core.sampling import Warp
-from decode.core.stopping import StopRule, max_probability, negative_entropy, token_probability
-from decode.core.thresholds import Fixed, Threshold
+from decode.core.stopping.batch_draft_length import DraftLengths, RoundCosts
+from decode.core.stopping.stop_rules import StopRule, max_probability, negative_entropy, token_probability
+from decode.core.stopping.thresholds import Fixed, Threshold
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.prompt_lookup import LookupDrafter

@@ -11,15 +11,15 @@ from families import build_tiny
 from scipy.stats import chi2
 from scripted import RandomTree
 
-from decode.core.acceptance import Ears
+from decode.core.acceptance_rules import Ears
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
-from decode.core.stopping import StopRule, token_probability
+from decode.core.stopping.stop_rules import StopRule, token_probability
+from decode.core.stopping.thresholds import Fixed
 from decode.core.target import Target
-from decode.core.thresholds import Fixed
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode
-from decode.models.open_runner import open_runner
+from decode.models.loading.choose_runner import open_runner
 
 
 def p_value(counts: Counter, distribution: Distribution) -> float:

@@ -17,14 +17,14 @@ from rich.console import Console
 from tiny_run import killed, run_tiny, tiny_settings
 from transformers import PreTrainedModel
 
-from decode.core.options import MethodOptions
+from decode.core.method_options import MethodOptions
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
 from decode.methods import MethodInputs, build
-from decode.models.open import load_model
-from decode.models.open_runner import open_draft_runner, open_runner
+from decode.models.loading.choose_runner import open_draft_runner, open_runner
+from decode.models.loading.open_model import load_model
 from distill.config.eagle import EagleSettings
 from distill.config.settings import Settings
 from distill.pipeline.runner import run_pipeline

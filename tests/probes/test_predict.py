@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decode.core.options import MethodOptions
+from decode.core.method_options import MethodOptions
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
-from decode.measure.cost import CostModel
-from decode.measure.exit_costs import Costs, measure, of_weights
+from decode.measure.costs.exit_costs import Costs, measure, of_weights
+from decode.measure.costs.forward_costs import CostModel
 from decode.methods import MethodInputs, build
+from decode.models.layer_locations import decoder_layers
 from decode.models.runners.fast_runner import fast_runner
-from decode.models.structure import decoder_layers
 from probes.exit_search import entry_of
 from probes.features import collect
 from probes.predict import HINDSIGHT, METHODS, Choice, best_of, predict, simulate, split_texts

@@ -14,10 +14,10 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from decode.core.errors import UserError
-from decode.core.options import MethodOptions
+from decode.core.method_options import MethodOptions
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
-from decode.core.stopping import Step
+from decode.core.stopping.stop_rules import Step
 from decode.core.target import Target
 from decode.drafters.acceptance_probe import (
     AcceptanceProbe,
@@ -31,7 +31,7 @@ from decode.drafters.acceptance_probe import (
 from decode.loop import System, decode, rounds
 from decode.methods import MethodInputs, build
 from decode.models.batched_generation import draws_named, write_texts
-from decode.models.open_runner import open_runner
+from decode.models.loading.choose_runner import open_runner
 from probes.features import Features, collect, exit_layers
 from probes.metrics import auroc_gain, calibrate, evaluate, evaluate_exits, pairs_won, probability
 from probes.settings import ProbeSettings

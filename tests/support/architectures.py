@@ -11,7 +11,7 @@ from families import CONTEXT, VOCAB, WIDTH
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.core.errors import UserError
-from decode.models.open_runner import open_runner
+from decode.models.loading.choose_runner import open_runner
 from decode.models.runners.fast_runner import FastRunner
 
 WINDOW = 6

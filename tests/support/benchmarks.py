@@ -6,11 +6,11 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.progress import Work
-from decode.measure.bench_entries import BenchEntry
-from decode.measure.bench_session import BenchOptions, Session
-from decode.measure.benchmark import Benchmark
+from decode.measure.bench.compare_methods import Benchmark
+from decode.measure.bench.entries import BenchEntry
+from decode.measure.bench.session import BenchOptions, Session
 from decode.models.other_vocabulary import DraftModel
-from decode.prompts.suites import Suite
+from decode.prompts.prompt_suites import Suite
 
 
 def run_benchmark(

@@ -18,7 +18,7 @@ from pairs import make_tokenizer
 from decode.__main__ import main
 from decode.engines.engine import CHECKOUT, LLAMA_SERVER, VLLM_PYTHON
 from decode.engines.gguf import convert
-from decode.models.eagle.files import save_head
+from decode.models.eagle.head_files import save_head
 from distill.config.export import ExportSettings
 from distill.export.draft import export_draft
 from distill.export.eagle import export_head

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from decode.batched_loop import decode_texts
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
-from decode.core.runner import Runner
+from decode.core.runner_protocol import Runner
 from decode.core.sampling import Warp
 from decode.core.target import Target
-from decode.core.trace import Trace
+from decode.core.trace_metrics import Trace
 from decode.loop import System, decode
-from decode.together import decode_texts
 
 Distribution = dict[tuple[int, ...], float]
 NEGLIGIBLE = 1e-17  # branches of less mass are rounding noise; ten thousand of them stay below the tolerance

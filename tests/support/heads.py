@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from decode.models.eagle.files import head_config
 from decode.models.eagle.head import FeatureHead
+from decode.models.eagle.head_files import head_config
 
 
 def make_head(target: PreTrainedModel, version: int, seed: int = 3) -> FeatureHead:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from stores import build_datastore, build_trigram_table
 
-from decode.core.drafter import Drafter, NoDrafter
+from decode.core.drafter_base import Drafter, NoDrafter
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
-from decode.core.stopping import StopRule
+from decode.core.stopping.stop_rules import StopRule
 from decode.drafters.adaptix.drafter import TrigramDrafter
 from decode.drafters.adaptix.ngrams import NgramTable
 from decode.drafters.lookahead import LookaheadDrafter

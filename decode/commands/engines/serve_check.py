@@ -16,21 +16,21 @@ from rich.console import Console
 from decode.commands.checks import check_models, measure_options, open_pair, open_suites, told_chat, use_chat
 from decode.commands.engines.settings import ServeCheckSettings
 from decode.commands.settings import required
+from decode.core.atomic_files import read_json
 from decode.core.errors import UserError, choose
-from decode.core.files import read_json
 from decode.engines.causes import causes_in_files
 from decode.engines.check import Check, CheckOptions, serve_check
 from decode.engines.engine import ENGINES, EngineSettings
 from decode.engines.gguf import convert
-from decode.measure import machine
-from decode.measure.bench_session import Session
-from decode.measure.cost import CostMeter, round_costs
-from decode.measure.statistics import plain
-from decode.models.eagle.files import is_head
+from decode.measure.bench.session import Session
+from decode.measure.bootstrap_statistics import plain
+from decode.measure.costs import machine
+from decode.measure.costs.forward_costs import CostMeter, round_costs
 from decode.models.eagle.head import FeatureHead
-from decode.models.open import stop_ids
-from decode.report.served import record, served_page, shown
-from decode.report.tables import TABLES, console_table
+from decode.models.eagle.head_files import is_head
+from decode.models.loading.open_model import stop_ids
+from decode.report.bench_tables import TABLES, console_table
+from decode.report.served_report import record, served_page, shown
 
 
 def run(settings: ServeCheckSettings) -> None:

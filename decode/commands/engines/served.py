@@ -6,11 +6,11 @@ from pathlib import Path
 
 from decode.commands.engines.settings import ServedSettings
 from decode.commands.settings import required
+from decode.core.atomic_files import read_json
 from decode.core.errors import UserError
-from decode.core.files import read_json
 from decode.engines.metrics import Metrics, drift
 from decode.engines.server import Server
-from decode.measure.statistics import plain
+from decode.measure.bootstrap_statistics import plain
 
 
 def run(settings: ServedSettings) -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 
 from decode.commands.settings import ChatSettings, LoadSettings, SuiteSettings
-from decode.core.options import Checked, Temperature
+from decode.core.method_options import Checked, Temperature
 
 
 @dataclass

@@ -11,15 +11,15 @@ from rich.console import Console
 from decode.commands.checks import open_suites
 from decode.commands.engines.settings import WhatIfSettings
 from decode.commands.settings import required
+from decode.core.atomic_files import read_json
 from decode.core.errors import UserError
-from decode.core.files import read_json
 from decode.engines.engine import EngineSettings
 from decode.engines.what_if import marginal_rates, parse_shape, what_if
-from decode.measure.bench_session import Item
-from decode.measure.statistics import plain
-from decode.models.open import load_tokenizer
-from decode.models.text import prompt_ids
-from decode.report.tables import TABLES, console_table
+from decode.measure.bench.session import Item
+from decode.measure.bootstrap_statistics import plain
+from decode.models.loading.open_model import load_tokenizer
+from decode.models.prompt_tokens import prompt_ids
+from decode.report.bench_tables import TABLES, console_table
 
 
 def run(settings: WhatIfSettings) -> None:

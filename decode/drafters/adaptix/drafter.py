@@ -8,11 +8,11 @@ from random import Random
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.core.drafter import Drafter
+from decode.core.drafter_base import Drafter
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
-from decode.core.runner import Runner
-from decode.core.stopping import StopRule
+from decode.core.runner_protocol import Runner
+from decode.core.stopping.stop_rules import StopRule
 from decode.drafters.adaptix.ngrams import NgramTable
 from decode.drafters.adaptix.search import best_tree, most_visited, search
 from decode.drafters.corpus_files import require_fingerprint

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.core.drafter import Drafter
+from decode.core.drafter_base import Drafter
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
-from decode.core.stopping import StopRule
+from decode.core.stopping.stop_rules import StopRule
 from decode.drafters.corpus_files import require_fingerprint
 from decode.drafters.rest.datastore import Datastore
 from decode.drafters.token_tree import heaviest_tree

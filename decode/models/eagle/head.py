@@ -16,7 +16,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.core.errors import UserError
-from decode.models.eagle.unroll import unroll
+from decode.models.eagle.unrolled_drafting import unroll
 
 VERSIONS = {"LlamaForCausalLMEagle": 1, "LlamaForCausalLMEagle3": 3}  # what config.json calls the two kinds
 
@@ -141,7 +141,7 @@ class FeatureHead(nn.Module):
         return x + m.down_proj(F.silu(m.gate_proj(z)) * m.up_proj(z))
 
     def unroll(self, embeds: Tensor, features: Tensor, steps: int, rows: Tensor | None = None) -> Iterator[Tensor]:
-        """See `decode.models.eagle.unroll.unroll`; without ``rows`` from every position, ``[batch, time, hidden]``."""
+        """See `unrolled_drafting.unroll`; without ``rows`` from every position, ``[batch, time, hidden]``."""
         if rows is not None:
             yield from unroll(self, embeds, features, steps, rows)
             return

@@ -2,7 +2,7 @@
 
 Same arithmetic as transformers' modelling code, a few dozen operations a layer less: one projection for q, k and v,
 rotation in place, one preallocated cache for all layers, masks made once a call. On CPUs the weights are laid out anew
-for it (`decode.models.runners.fast_weights`). `decode.models.runners.fast_runner.FastRunner` makes a `Runner` of it.
+for it (`fast_architectures`). `fast_runner.FastRunner` makes a `Runner` of it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decode.core.proposal import Draft
-from decode.models.runners.fast_weights import Layer, Weights
-from decode.models.runners.texts_together import NewTokens, TextsTogether
+from decode.models.runners.fast_architectures import Layer, Weights
+from decode.models.runners.ragged_batch import NewTokens, TextsTogether
 from decode.models.runners.tree_masks import tree_mask
 
 CacheSlots = tuple[Any, Tensor, Tensor]

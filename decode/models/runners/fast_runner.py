@@ -6,56 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
-from decode.core.runner import Runner
-from decode.models.runners.cache_rows import RowRunner, hand_out
-from decode.models.runners.compiled import CompiledChain
+from decode.core.runner_protocol import Runner
+from decode.models.runners.compiled_forward import CompiledChain
+from decode.models.runners.fast_architectures import FAMILIES, is_small, model_weights, tunable
 from decode.models.runners.fast_forward import FastForward, Mask, cos_and_sin
-from decode.models.runners.fast_weights import FAMILIES, is_small, model_weights, tunable
-from decode.models.runners.huggingface import facts_of, weight_bytes
+from decode.models.runners.huggingface_runner import facts_of, weight_bytes
+from decode.models.runners.kv_cache_rows import RowRunner, hand_out
 from decode.models.runners.layer_subset import LayerSubset
-from decode.models.runners.packing import Linears
-from decode.models.runners.texts_together import NewTokens, TextsTogether
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Scalings whose rotation of a position is the same in every forward."""
-
-
-def supports(model: PreTrainedModel) -> bool:
-    """Whether the hand-written forward knows this model, on one device, with plain weights and plain layers.
-
-    Adapters, quantised weights and hooks are none of it: they go through the ordinary model call.
-    """
-    if not isinstance(model, PreTrainedModel) or model.config.model_type not in FAMILIES:
-        return False
-    config, parameters = model.config, list(model.parameters())
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") not in ROPE_TYPES or len(set(getattr(config, "layer_types", None) or ())) > 1:
-        return False
-    if config.model_type == "phi" and getattr(config, "qk_layernorm", False):
-        return False
-    if len({p.device for p in parameters}) != 1 or not all(p.is_floating_point() for p in parameters):
-        return False
-    return getattr(model, "hf_quantizer", None) is None and all(map(_is_plain, model.modules()))
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a module does what its class in torch or transformers says, and its weights are all there is to it."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    # transformers leaves hooks of its own once hidden states have been asked for; they change nothing
-    if "forward" in vars(module) or any(
-        not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks
-    ):
-        return False
-    if not type(module).__module__.startswith(("torch.", "transformers.")):
-        return False
-    holds_weights = any(True for _ in module.parameters(recurse=False))
-    kinds = (nn.Linear, nn.Embedding, nn.LayerNorm)
-    return not holds_weights or type(module) in kinds or type(module).__name__.endswith("RMSNorm")
+from decode.models.runners.ragged_batch import NewTokens, TextsTogether
+from decode.models.runners.weight_packing import Linears
 
 
 def fast_runner(model: PreTrainedModel, *, compile: str = "none", pack: str = "off") -> FastRunner:
@@ -64,7 +28,7 @@ def fast_runner(model: PreTrainedModel, *, compile: str = "none", pack: str = "o
     Args:
         model: the model.
         compile: mode of torch.compile for chains, or ``none``.
-        pack: of `decode.models.runners.packing.MODES`; large models (`COPIED`) are packed by ``on`` only.
+        pack: of `decode.models.runners.weight_packing.MODES`; large models (`COPIED`) are packed by ``on`` only.
     """
     facts, rotary = facts_of(model), model.base_model.rotary_emb
     rotated = cos_and_sin(rotary, 1, facts["dtype"], facts["device"])[0].shape[-1]
@@ -81,7 +45,7 @@ def fast_runner(model: PreTrainedModel, *, compile: str = "none", pack: str = "o
 class FastRunner(RowRunner):
     """A model by `FastForward`, equal to its own forward to rounding.
 
-    Where weights are copied (see `decode.models.runners.fast_weights`), later changes to the model are not seen: open
+    Where weights are copied (see `fast_architectures`), later changes to the model are not seen: open
     it anew.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from decode.core.proposal import Draft
-from decode.core.runner import Runner, WrappedRunner
+from decode.core.runner_protocol import Runner, WrappedRunner
 
 
 def longrope_boundary(config: PreTrainedConfig) -> int | None:

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from decode.core.errors import UserError
-from decode.prompts.files import Row, read_rows
+from decode.prompts.dataset_files import Row, read_rows
 from distill.config.data import DataSettings
 from distill.data.own_prompts.prompt_filter import PromptFilter
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decode.core.progress import current
 from decode.core.sampling import Warp
 from decode.models.batched_generation import GROUP, uniform_draws, write_texts
-from decode.models.text import written_ids
+from decode.models.prompt_tokens import written_ids
 from distill.config.prompts import PromptSettings
 from distill.core import ranks
 from distill.data.own_prompts.prompt_rows import Sample

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from decode.core.errors import UserError
-from decode.models.text import plain_ids, written_ids
+from decode.models.prompt_tokens import plain_ids, written_ids
 from distill.data.chats import ChatFormat
 from distill.data.tokenize import UnusableRow
 

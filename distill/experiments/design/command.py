@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.core.progress import working
-from decode.measure.acceptance_offline import OfflineAlpha, offline_alphas, paired
-from decode.measure.bench_session import ANSWERED_AT_ONCE
-from decode.measure.cost import LONGEST
-from decode.measure.statistics import plain
-from decode.models.generation_config import own_warp
-from decode.models.open_runner import open_runner
-from decode.report.tables import console_table
+from decode.measure.bench.session import ANSWERED_AT_ONCE
+from decode.measure.bootstrap_statistics import plain
+from decode.measure.costs.forward_costs import LONGEST
+from decode.measure.offline_acceptance import OfflineAlpha, offline_alphas, paired
+from decode.models.loading.choose_runner import open_runner
+from decode.models.loading.generation_config import own_warp
+from decode.report.bench_tables import console_table
 from distill.config.responses import ResponseSettings
 from distill.config.settings import Settings
 from distill.core.files import fingerprint, write_json

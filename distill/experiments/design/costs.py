@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decode.core.atomic_files import read_json
 from decode.core.errors import UserError
-from decode.core.files import read_json
 from decode.core.progress import track
-from decode.core.runner import Runner
+from decode.core.runner_protocol import Runner
 from decode.core.sampling import Warp
-from decode.measure import machine
-from decode.measure.bench_session import WIDE, BenchOptions, Item, Session
-from decode.measure.cost import CostMeter, CostModel
-from decode.measure.exit_costs import measure
-from decode.measure.predict import least_alpha, predicted_speedup
-from decode.measure.profile import add_overhead
+from decode.measure.bench.pair_profile import add_overhead
+from decode.measure.bench.session import WIDE, BenchOptions, Item, Session
+from decode.measure.costs import machine
+from decode.measure.costs.exit_costs import measure
+from decode.measure.costs.forward_costs import CostMeter, CostModel
+from decode.measure.predicted_speedup import least_alpha, predicted_speedup
 from decode.models.eagle.head import FeatureHead
-from decode.models.open_runner import open_draft_runner
+from decode.models.loading.choose_runner import open_draft_runner
 from decode.models.runners.fast_runner import self_speculating
-from decode.prompts.suites import Prompt
+from decode.prompts.prompt_suites import Prompt
 from distill.config.settings import Settings
 from distill.core.files import write_json
 from distill.experiments.design.space import Shape

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from decode.core.atomic_files import read_json
 from decode.core.errors import UserError
-from decode.core.files import read_json
 from decode.core.progress import duration, working
 from distill.core.files import write_json
 from distill.experiments.design.predict import UNKNOWN, Slope, best_of, common_slope, forecast, slope_of

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decode.core.progress import duration
-from decode.measure import machine
-from decode.report.page import Block, Code, Column, Facts, Figures, Heading, Page, Table, Text, Tile, Tiles
+from decode.measure.costs import machine
+from decode.report.html_page import Block, Code, Column, Facts, Figures, Heading, Page, Table, Text, Tile, Tiles
 from distill.experiments.design.figures import cost_against_acceptance, front, pareto, trials
 from distill.experiments.design.predict import Slope
 from distill.experiments.design.report import COLUMNS, TABLES, Entry, ranked

@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from decode.measure.acceptance_offline import OfflineAlpha
-from decode.measure.predict import replay
+from decode.measure.offline_acceptance import OfflineAlpha
+from decode.measure.predicted_speedup import replay
 from distill.experiments.design.costs import Price
 
 UNKNOWN = (0.3, 0.3)

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from decode.report.page import read_columns
-from decode.report.tables import console_table
+from decode.report.bench_tables import console_table
+from decode.report.html_page import read_columns
 from distill.experiments.design.costs import Price
 from distill.experiments.design.predict import Forecast
 from distill.experiments.design.space import Shape

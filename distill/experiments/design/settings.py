@@ -10,7 +10,7 @@ from typing import Literal
 from jsonargparse.typing import NonNegativeInt, OpenUnitInterval, PositiveFloat, PositiveInt
 
 from decode.core.errors import UserError
-from decode.core.options import Temperature
+from decode.core.method_options import Temperature
 from distill.config.settings import Settings
 
 UNITS = {"s": 1, "m": 60, "h": 3600}

@@ -11,9 +11,9 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from decode.core.errors import UserError
-from decode.models.eagle.files import head_config
 from decode.models.eagle.head import FeatureHead
-from decode.models.open import load_model
+from decode.models.eagle.head_files import head_config
+from decode.models.loading.open_model import load_model
 from distill.config.models import Architecture
 from distill.config.settings import Settings
 from distill.experiments.design.settings import DesignSettings

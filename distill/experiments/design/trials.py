@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from decode.core.sampling import Warp
-from decode.measure.acceptance_offline import OfflineAlpha, offline_alphas
+from decode.measure.offline_acceptance import OfflineAlpha, offline_alphas
 from decode.models.eagle.head import FeatureHead
 from distill.config.settings import Settings
 from distill.config.trainer import TrainingSettings

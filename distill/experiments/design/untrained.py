@@ -12,16 +12,16 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.core.drafter import Drafter
-from decode.core.options import MethodOptions
+from decode.core.drafter_base import Drafter
+from decode.core.method_options import MethodOptions
 from decode.core.proposal import Draft
 from decode.core.rng import TorchRng
-from decode.core.runner import Runner
+from decode.core.runner_protocol import Runner
 from decode.core.sampling import Warp
-from decode.core.stopping import StopRule
+from decode.core.stopping.stop_rules import StopRule
 from decode.drafters.corpus_files import join_documents, tokenizer_fingerprint
 from decode.drafters.rest.datastore import save_datastore
-from decode.measure.predict import speedup_of_rounds
+from decode.measure.predicted_speedup import speedup_of_rounds
 from decode.methods import MethodInputs, build
 from distill.data.token_dataset import TokenDataset
 from distill.experiments.design.costs import Price

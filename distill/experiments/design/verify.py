@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from decode.core.options import MethodOptions
+from decode.core.method_options import MethodOptions
 from decode.core.sampling import Warp
-from decode.measure.bench_entries import BenchEntry
-from decode.measure.bench_session import BenchOptions, Session
-from decode.measure.benchmark import Benchmark
+from decode.measure.bench.compare_methods import Benchmark
+from decode.measure.bench.entries import BenchEntry
+from decode.measure.bench.session import BenchOptions, Session
 from decode.models.eagle.head import FeatureHead
-from decode.models.open import open_draft
-from decode.prompts.suites import Suite
+from decode.models.loading.open_model import open_draft
+from decode.prompts.prompt_suites import Suite
 from distill.core.run_dir import RunDir, StageRecord
 from distill.data.corpus import test_suite
 from distill.data.stage_context import StageContext

@@ -13,8 +13,8 @@ from decode.commands.bench_dry_run import preset_row, row_with, shrink, write_ro
 from decode.commands.settings import BenchSettings
 from decode.core.errors import UserError
 from decode.models.config_from_shape import FAMILIES, family_of
-from decode.prompts.presets import PRESETS
-from decode.prompts.suites import load_suite
+from decode.prompts.data_presets import PRESETS
+from decode.prompts.prompt_suites import load_suite
 
 
 @pytest.fixture(autouse=True)

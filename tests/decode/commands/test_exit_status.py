@@ -15,7 +15,7 @@ from pairs import save_pair
 
 from decode.__main__ import main
 from decode.commands.exit_status import WRITING, run_main
-from decode.core.files import write_text
+from decode.core.atomic_files import write_text
 
 ROOT = Path(__file__).parents[3]
 FULL = "/dev/full"
@@ -100,7 +100,7 @@ def test_a_limit_on_file_sizes_leaves_nothing_half_written_and_the_next_run_goes
 def test_a_benchmark_whose_output_cannot_be_written_is_refused_before_models_are_loaded(
     folder, tmp_path, capsys, monkeypatch, occupied
 ):
-    monkeypatch.setattr("decode.models.open.load_model", lambda *args, **extra: pytest.fail("loaded a model"))
+    monkeypatch.setattr("decode.models.loading.open_model.load_model", lambda *_, **__: pytest.fail("loaded a model"))
     (tmp_path / "here").write_text("a file")
     argv = ["bench", "--target", str(folder / "target"), "--suite", "open", "--methods", "prompt-lookup"]
     assert main([*argv, "--output", str(tmp_path / occupied)]) == 2
@@ -108,7 +108,7 @@ def test_a_benchmark_whose_output_cannot_be_written_is_refused_before_models_are
 
 
 def test_chat_without_a_template_is_refused_before_models_are_loaded(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("decode.models.open.load_model", lambda *args, **extra: pytest.fail("loaded a model"))
+    monkeypatch.setattr("decode.models.loading.open_model.load_model", lambda *_, **__: pytest.fail("loaded a model"))
     bare = tmp_path / "bare"
     bare.mkdir()
     for file in (folder / "target").iterdir():

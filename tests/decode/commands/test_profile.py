@@ -11,10 +11,10 @@ from decode.commands.profile import run
 from decode.commands.settings import ProfileSettings
 from decode.core.errors import UserError
 from decode.core.sampling import Warp
-from decode.measure.acceptance_offline import offline_alpha
-from decode.measure.bench_session import BenchOptions, Session
-from decode.measure.predict import predicted_speedup
-from decode.measure.profile import profile_pair
+from decode.measure.bench.pair_profile import profile_pair
+from decode.measure.bench.session import BenchOptions, Session
+from decode.measure.offline_acceptance import offline_alpha
+from decode.measure.predicted_speedup import predicted_speedup
 
 
 @pytest.fixture(scope="module")

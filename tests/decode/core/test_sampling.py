@@ -18,13 +18,13 @@ from transformers import (
 from decode.core.errors import UserError
 from decode.core.rng import TorchRng
 from decode.core.sampling import TopP, Warp, argmax, one_hot
-from decode.core.stopping import StopRule
+from decode.core.stopping.stop_rules import StopRule
 from decode.core.target import Target
-from decode.core.trace import Trace
+from decode.core.trace_metrics import Trace
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, rounds
 from decode.methods import MethodInputs, build
-from decode.models.open_runner import open_runner
+from decode.models.loading.choose_runner import open_runner
 
 PROMPT = [3, 7, 1, 9, 3, 7, 22, 3]
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}

@@ -8,7 +8,7 @@ from stores import build_trigram_table
 
 from decode.core.errors import UserError
 from decode.core.rng import TorchRng
-from decode.core.stopping import StopRule
+from decode.core.stopping.stop_rules import StopRule
 from decode.drafters.adaptix.drafter import TrigramDrafter
 from decode.drafters.adaptix.ngrams import NgramTable
 from decode.drafters.adaptix.search import C1, C2, most_visited, search

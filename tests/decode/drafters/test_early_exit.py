@@ -7,20 +7,20 @@ import torch
 from enumeration import Experiment
 
 from decode.core.errors import UserError
-from decode.core.options import MethodOptions
+from decode.core.method_options import MethodOptions
 from decode.core.proposal import Draft
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
-from decode.core.stopping import StopRule, max_probability, token_probability
+from decode.core.stopping.stop_rules import StopRule, max_probability, token_probability
+from decode.core.stopping.thresholds import Fixed
 from decode.core.target import Target
-from decode.core.thresholds import Fixed
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.loop import System, decode, rounds
 from decode.methods import MethodInputs, build
-from decode.models.open_runner import open_runner
+from decode.models.loading.choose_runner import open_runner
+from decode.models.runners.fast_architectures import FAMILIES
 from decode.models.runners.fast_forward import FastForward
 from decode.models.runners.fast_runner import FastRunner, fast_runner, self_speculating
-from decode.models.runners.fast_weights import FAMILIES
 from decode.models.runners.layer_subset import LayerSubset
 
 WALKED = ["llama", "llama-mha", "llama-tied", "mistral", "qwen2", "qwen3", "phi", "gpt_neox", "gpt_neox-sequential"]

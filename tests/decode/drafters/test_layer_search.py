@@ -7,7 +7,7 @@ import torch
 
 from decode.core.sampling import Warp
 from decode.drafters.layer_search import acceptance, search, target_rows
-from decode.measure.predict import replayed_speedup
+from decode.measure.predicted_speedup import replayed_speedup
 from decode.models.runners.fast_runner import FastRunner, fast_runner
 from decode.models.runners.layer_subset import LayerSubset
 

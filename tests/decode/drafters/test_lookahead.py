@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from decode.core.rng import TorchRng
-from decode.core.stopping import StopRule
-from decode.core.trace import Round
+from decode.core.stopping.stop_rules import StopRule
+from decode.core.trace_metrics import Round
 from decode.drafters.lookahead import LookaheadDrafter
 
 RNG, STOP, VOCAB = TorchRng(seed=0), StopRule(), 50

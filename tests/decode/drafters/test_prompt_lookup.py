@@ -3,7 +3,7 @@ import random
 import pytest
 
 from decode.core.rng import TorchRng
-from decode.core.stopping import StopRule
+from decode.core.stopping.stop_rules import StopRule
 from decode.drafters.prompt_lookup import LookupDrafter
 
 RNG = TorchRng(seed=0)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decode.core.errors import UserError
 from decode.core.rng import TorchRng
-from decode.core.stopping import StopRule
+from decode.core.stopping.stop_rules import StopRule
 from decode.drafters.corpus_files import tokenizer_fingerprint
 from decode.drafters.rest.datastore import Datastore
 from decode.drafters.rest.drafter import RetrievalDrafter, open_rest

@@ -16,12 +16,12 @@ from decode.engines.causes import causes_in_files, causes_in_numbers
 from decode.engines.check import CheckOptions, serve_check
 from decode.engines.engine import EngineSettings
 from decode.engines.fingerprint import weight_fingerprints
-from decode.measure.bench_session import Item
-from decode.models.eagle.files import head_config, save_head
+from decode.measure.bench.session import Item
 from decode.models.eagle.head import FeatureHead
-from decode.models.pair import load
-from decode.prompts.suites import Prompt
-from decode.report.served import record, served_page
+from decode.models.eagle.head_files import head_config, save_head
+from decode.models.loading.target_and_draft import load
+from decode.prompts.prompt_suites import Prompt
+from decode.report.served_report import record, served_page
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from decode.core.errors import UserError
 from decode.engines.engine import LLAMA_SERVER, VLLM_PYTHON, EngineSettings, opened
 from decode.engines.process import free_port, running
 from decode.engines.server import Server
-from decode.models.open import load_model
+from decode.models.loading.open_model import load_model
 
 pytestmark = pytest.mark.engine
 SAMPLING = "the engine's sampling with a draft is not the target's"

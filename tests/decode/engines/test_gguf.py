@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from decode.core.errors import UserError
 from decode.engines.engine import CHECKOUT
 from decode.engines.gguf import CONVERTER, convert, split_of
-from decode.models.eagle.files import head_config
 from decode.models.eagle.head import FeatureHead
+from decode.models.eagle.head_files import head_config
 from distill.config.export import ExportSettings
 from distill.export.eagle import write_head
 from distill.export.gguf import check_gguf, export_gguf

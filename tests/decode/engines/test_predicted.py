@@ -9,7 +9,7 @@ import torch
 from heads import learned_head
 from pairs import make_pair
 
-from decode.core.options import MethodOptions
+from decode.core.method_options import MethodOptions
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.engines.counts import Drafts, difference, mean_length, rates
@@ -18,7 +18,7 @@ from decode.engines.predicted import Acceptance, Rounds, acceptance, predicted_d
 from decode.engines.transformers_engine import AssistedGeneration
 from decode.loop import decode
 from decode.methods import MethodInputs, build
-from decode.models.open_runner import open_draft_runner, open_runner
+from decode.models.loading.choose_runner import open_draft_runner, open_runner
 
 PROMPTS = [[5, 9, 17], [40, 41, 42, 43], [7], [100, 3, 55, 8, 9]]
 

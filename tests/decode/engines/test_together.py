@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decode.core.draft_lengths import RoundCosts
+from decode.core.stopping.batch_draft_length import RoundCosts
 from decode.engines.counts import Drafts
 from decode.engines.predicted import Acceptance, Rounds
 from decode.engines.together import Together, places, together_row

@@ -11,12 +11,12 @@ from pairs import make_pair, make_suite, make_tokenizer, save_pair
 from decode.commands.profile import run
 from decode.commands.settings import ProfileSettings
 from decode.core.sampling import Warp
-from decode.measure.acceptance_offline import OfflineAlpha
 from decode.measure.batch_forecast import forecast
-from decode.measure.bench_session import BenchOptions, Session
-from decode.measure.cost import CostModel
-from decode.measure.predict import replayed_speedup
-from decode.measure.profile import profile_pair
+from decode.measure.bench.pair_profile import profile_pair
+from decode.measure.bench.session import BenchOptions, Session
+from decode.measure.costs.forward_costs import CostModel
+from decode.measure.offline_acceptance import OfflineAlpha
+from decode.measure.predicted_speedup import replayed_speedup
 
 ALPHA = OfflineAlpha([[0.8] * 60, [1.0, 0.2] * 30])
 

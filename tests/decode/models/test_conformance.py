@@ -15,18 +15,19 @@ from peft import LoraConfig, get_peft_model
 from scripted import Oracle, RandomTree
 from transformers import PreTrainedModel
 
-from decode.core.drafter import NoDrafter
+from decode.core.drafter_base import NoDrafter
 from decode.core.errors import UserError
-from decode.core.options import MethodOptions
-from decode.core.stopping import StopRule
+from decode.core.method_options import MethodOptions
+from decode.core.stopping.stop_rules import StopRule
 from decode.core.target import Target
 from decode.loop import System, decode
 from decode.methods import MethodInputs, build
-from decode.models.open_runner import compare, open_runner
-from decode.models.runners import fast_weights, tree_masks
-from decode.models.runners import huggingface as huggingface_module
-from decode.models.runners.fast_runner import FastRunner, fast_runner, supports
-from decode.models.runners.huggingface import HuggingFaceRunner
+from decode.models.loading.choose_runner import compare, open_runner
+from decode.models.runners import fast_architectures, tree_masks
+from decode.models.runners import huggingface_runner as huggingface_module
+from decode.models.runners.fast_architectures import supports
+from decode.models.runners.fast_runner import FastRunner, fast_runner
+from decode.models.runners.huggingface_runner import HuggingFaceRunner
 
 SERVED = [name for name in ARCHITECTURES if name not in REFUSED]
 TREES = [name for name in SERVED if name not in NO_TREES]
@@ -157,7 +158,7 @@ def test_opening_a_model_leaves_its_parameters_where_they_are(name: str, dtype: 
 
 
 def test_a_large_models_projections_are_fused_in_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_weights, "COPIED", 0)
+    monkeypatch.setattr(fast_architectures, "COPIED", 0)
     model = build_architecture("Llama")
     weights = {key: weight.clone() for key, weight in model.state_dict().items()}
     runner = open_runner(model)

@@ -16,27 +16,27 @@ from plain_logits import head_logits, response_logits
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from decode.core.draft_lengths import DraftLengths, RoundCosts
-from decode.core.drafter import Drafter
+from decode.batched_loop import decode_texts
+from decode.core.drafter_base import Drafter
 from decode.core.errors import UserError
-from decode.core.options import MethodOptions
+from decode.core.method_options import MethodOptions
 from decode.core.rng import TorchRng
-from decode.core.runner import Runner
+from decode.core.runner_protocol import Runner
 from decode.core.sampling import Warp
-from decode.core.stopping import StopRule, negative_entropy
+from decode.core.stopping.batch_draft_length import DraftLengths, RoundCosts
+from decode.core.stopping.stop_rules import StopRule, negative_entropy
+from decode.core.stopping.thresholds import MeanOfRejected
 from decode.core.target import Target
-from decode.core.thresholds import MeanOfRejected
 from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter
 from decode.drafters.hybrid import HybridDrafter
 from decode.loop import Output, System, decode
-from decode.measure.acceptance_offline import offline_alpha
+from decode.measure.offline_acceptance import offline_alpha
 from decode.methods import MethodInputs, build
-from decode.models.eagle.files import default_captured_layers, is_head, load_head, save_head
-from decode.models.eagle.runner import HeadRunner
-from decode.models.open_runner import open_runner
+from decode.models.eagle.head_files import default_captured_layers, is_head, load_head, save_head
+from decode.models.eagle.head_runner import HeadRunner
+from decode.models.loading.choose_runner import open_runner
 from decode.models.runners.fast_runner import fast_runner
-from decode.models.runners.huggingface import HuggingFaceRunner
-from decode.together import decode_texts
+from decode.models.runners.huggingface_runner import HuggingFaceRunner
 
 FAMILIES = ["llama", "qwen3", "gpt_neox", "gpt2"]
 SMALL = 8

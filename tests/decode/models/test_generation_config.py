@@ -14,11 +14,11 @@ from pairs import make_pair, make_suite, make_tokenizer, save_pair
 
 from decode.commands.generate import start
 from decode.commands.settings import GenerateSettings
-from decode.measure.bench_entries import plan
-from decode.measure.bench_session import BenchOptions
-from decode.models.generation_config import described, own_warp
-from decode.models.open import load_model
-from decode.models.text import prompt_ids
+from decode.measure.bench.entries import plan
+from decode.measure.bench.session import BenchOptions
+from decode.models.loading.generation_config import described, own_warp
+from decode.models.loading.open_model import load_model
+from decode.models.prompt_tokens import prompt_ids
 
 PROMPT = "Tom has 3 apples and 4 apples and"
 OWN = [

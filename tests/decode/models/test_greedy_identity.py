@@ -9,16 +9,16 @@ from families import CONTEXT, VOCAB, resembling
 from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
 from scripted import WAYS, Oracle, corpus_drafters
 
-from decode.core.drafter import Drafter
-from decode.core.runner import Runner
+from decode.core.drafter_base import Drafter
+from decode.core.runner_protocol import Runner
 from decode.core.sampling import Warp
-from decode.core.stopping import StopRule
+from decode.core.stopping.stop_rules import StopRule
 from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.hybrid import HybridDrafter
 from decode.loop import System, decode
 from decode.methods import STOPS, MethodInputs
-from decode.models.open_runner import open_runner
+from decode.models.loading.choose_runner import open_runner
 from decode.models.runners.fast_runner import FastRunner
 
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.target import Target
-from decode.models.open_runner import open_runner
+from decode.models.loading.choose_runner import open_runner
+from decode.models.runners import fast_architectures
 from decode.models.runners import fast_runner as fast_module
-from decode.models.runners import fast_weights
-from decode.models.runners.huggingface import HuggingFaceRunner
+from decode.models.runners.huggingface_runner import HuggingFaceRunner
 from decode.models.runners.tree_masks import tree_mask
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
@@ -141,7 +141,7 @@ def test_the_fast_forward_is_given_up_where_it_does_not_reproduce_the_model(
     tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = copy.deepcopy(tiny("llama"))
-    monkeypatch.setattr(fast_weights, "norm", lambda module: torch.tanh)
+    monkeypatch.setattr(fast_architectures, "norm", lambda module: torch.tanh)
     with pytest.warns(UserWarning, match="differs from LlamaForCausalLM"):
         assert type(open_runner(model)) is HuggingFaceRunner
 

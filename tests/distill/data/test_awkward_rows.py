@@ -10,7 +10,7 @@ import pytest
 from tokenizers_of_kinds import CHAT_TEMPLATES, with_start
 
 from decode.core.errors import UserError
-from decode.models.text import start_ids
+from decode.models.prompt_tokens import start_ids
 from distill.config.data import DataSettings
 from distill.data import IGNORE, Corpus, load_corpus
 

@@ -9,8 +9,8 @@ import torch
 from solutions import check_solution
 
 from decode.core.errors import UserError
-from decode.prompts.presets import PRESETS
-from decode.prompts.suites import load_suite
+from decode.prompts.data_presets import PRESETS
+from decode.prompts.prompt_suites import load_suite
 from distill.data import IGNORE, DataSettings, collate, load_corpus, prompt_part, train_tokenizer
 from distill.data.show_example import show
 from distill.data.sources import load_rows

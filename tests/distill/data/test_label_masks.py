@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from decode.core.errors import UserError
-from decode.models.text import continuation_ids, prompt_ids
+from decode.models.prompt_tokens import continuation_ids, prompt_ids
 from distill.data import IGNORE, prompt_part, train_tokenizer
 from distill.data.chats import ChatFormat, chat_examples
 from distill.data.show_example import check_masks, render, show

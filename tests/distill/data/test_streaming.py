@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from decode.core.errors import UserError
-from decode.prompts.presets import PRESETS
+from decode.prompts.data_presets import PRESETS
 from distill.data import DataSettings, load_corpus
 from distill.data.corpus import Corpus
 from distill.data.row_file import RowFile

@@ -2,7 +2,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from decode.core.errors import UserError
-from decode.prompts.arithmetic import problems
+from decode.prompts.arithmetic_problems import problems
 from distill.data import train_tokenizer
 
 TEXTS = [f"{p.question}\n{p.solution}" for p in problems(0, "train", 300)]

@@ -19,18 +19,18 @@ from tiny_run import bench, killed, run_tiny, tiny_settings
 
 from decode.commands.command_line import parse
 from decode.core.errors import UserError
-from decode.core.options import MethodOptions
+from decode.core.method_options import MethodOptions
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
-from decode.measure.acceptance_offline import offline_alpha
+from decode.measure.offline_acceptance import offline_alpha
 from decode.methods import MethodInputs, build
-from decode.models.eagle.files import head_config, load_head
 from decode.models.eagle.head import FeatureHead
-from decode.models.eagle.runner import HeadRunner
-from decode.models.open import load_model
-from decode.models.open_runner import open_runner
+from decode.models.eagle.head_files import head_config, load_head
+from decode.models.eagle.head_runner import HeadRunner
+from decode.models.loading.choose_runner import open_runner
+from decode.models.loading.open_model import load_model
 from distill.__main__ import FOREIGN
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
 from distill.config.eagle import EagleSettings

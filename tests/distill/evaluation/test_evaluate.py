@@ -10,11 +10,11 @@ from heads import make_head
 from plain_logits import head_logits, response_logits
 from tiny_run import bench, run_tiny, tiny_settings
 
-from decode.core.acceptance import overlap
+from decode.core.acceptance_rules import overlap
 from decode.core.progress import Progress
 from decode.core.sampling import Warp
-from decode.measure.acceptance_offline import offline_alpha
-from decode.measure.cost import CostModel
+from decode.measure.costs.forward_costs import CostModel
+from decode.measure.offline_acceptance import offline_alpha
 from distill.config.settings import EvaluationSettings, Settings
 from distill.core.run_dir import RunDir
 from distill.evaluation.analysis import Histograms

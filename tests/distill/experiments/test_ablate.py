@@ -15,8 +15,8 @@ from rich.console import Console
 from tiny_run import run_tiny, tiny_settings
 
 from decode.core.errors import UserError
-from decode.measure.acceptance_offline import OfflineAlpha, paired, prompt_numbers
-from decode.measure.predict import replay
+from decode.measure.offline_acceptance import OfflineAlpha, paired, prompt_numbers
+from decode.measure.predicted_speedup import replay
 from distill.config.distillation import DistillSettings
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
 from distill.core.run_dir import RunDir

@@ -18,11 +18,11 @@ from transformers import LlamaConfig
 
 from decode.commands.command_line import parse
 from decode.core.errors import UserError
-from decode.core.stopping import StopRule
+from decode.core.stopping.stop_rules import StopRule
 from decode.drafters.prompt_lookup import LookupDrafter
-from decode.measure.acceptance_offline import OfflineAlpha
-from decode.measure.cost import CostMeter, CostModel
-from decode.measure.predict import predicted_speedup, replayed_speedup
+from decode.measure.costs.forward_costs import CostMeter, CostModel
+from decode.measure.offline_acceptance import OfflineAlpha
+from decode.measure.predicted_speedup import predicted_speedup, replayed_speedup
 from distill.config.settings import Settings
 from distill.experiments.design.command import design
 from distill.experiments.design.costs import CALM, Price

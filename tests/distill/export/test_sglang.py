@@ -14,8 +14,8 @@ from sglang_classes import sglang_classes
 from transformers import LlamaConfig
 
 from decode.engines.engine import CHECKOUT
-from decode.models.eagle.files import head_config
 from decode.models.eagle.head import FeatureHead
+from decode.models.eagle.head_files import head_config
 from distill.export.eagle import TABLES, check_files, write_head
 
 WHEEL = next(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.commands.command_line import parse
 from decode.core.errors import UserError
-from decode.models.structure import decoder_layers, final_norm, state_of
+from decode.models.layer_locations import decoder_layers, final_norm, state_of
 from distill.config.models import InitialDraftSettings, LoraSettings
 from distill.config.settings import Settings
 from distill.config.trainer import TrainingSettings

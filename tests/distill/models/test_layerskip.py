@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from decode.core.errors import UserError
-from decode.core.options import check_numbers
-from decode.models.structure import check_structure, decoder_layers, final_norm
+from decode.core.method_options import check_numbers
+from decode.models.layer_locations import check_structure, decoder_layers, final_norm
 from distill.config.models import LayerSkipSettings
 from distill.config.settings import Settings
 from distill.config.trainer import TrainingSettings

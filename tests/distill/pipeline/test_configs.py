@@ -22,7 +22,7 @@ from decode.commands.bench_dry_run import shrink as shrink_bench
 from decode.commands.command_line import parse, read_config
 from decode.commands.settings import BenchSettings, bench_settings
 from decode.models.config_from_shape import family_of
-from decode.prompts.presets import PRESETS
+from decode.prompts.data_presets import PRESETS
 from distill.__main__ import FOREIGN
 from distill.config.settings import Settings
 from distill.core.run_dir import RunDir

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from decode.commands.command_line import parse
 from decode.models.config_from_shape import FAMILIES
-from decode.prompts.presets import PRESETS
+from decode.prompts.data_presets import PRESETS
 from distill.__main__ import FOREIGN
 from distill.config.models import Architecture, InitialDraftSettings, TargetSettings
 from distill.config.settings import Settings

@@ -13,7 +13,7 @@ from pairs import make_tokenizer
 from tiny_run import run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from decode.models.open import load_model
+from decode.models.loading.open_model import load_model
 from distill.config.models import TargetSettings
 
 

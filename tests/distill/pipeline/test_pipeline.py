@@ -16,7 +16,7 @@ from tiny_run import bench, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from decode.core.errors import UserError
-from decode.models.open import load_model
+from decode.models.loading.open_model import load_model
 from distill.config.drafts import ComparisonSettings
 from distill.config.models import TargetSettings
 from distill.config.settings import Settings

@@ -13,7 +13,7 @@ from some_rows import TRAINING, some_rows
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
-from decode.models.structure import decoder_layers
+from decode.models.layer_locations import decoder_layers
 from distill.config.distillation import Signal
 from distill.data.batch_schedule import Schedule
 from distill.data.datamodule import TrainLoader

@@ -1,0 +1,1 @@
+"""When drafting stops: confidences, thresholds, and the length for a batch of texts; imports core only."""

@@ -1,0 +1,1 @@
+"""Opening models: device, number format, checks, and which runner serves one; imports eagle, runners and core."""

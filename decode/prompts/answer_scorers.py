@@ -1,0 +1,114 @@
+"""How good an answer is: final number, letter, ROUGE, and whether generated code passes its tests (pass@1)."""
+
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any
+
+from decode.prompts.code_sandbox import runs_cleanly
+
+Row = Mapping[str, Any]
+
+NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+")
+FINAL = re.compile(r"####|the final answer is:?", re.IGNORECASE)
+FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number after the last ``####`` or ``The final answer is:``, otherwise the last number of the text."""
+    marks = list(FINAL.finditer(text))
+    after = text[marks[-1].end() :] if marks else ""
+    found = NUMBER.search(after)
+    numbers = [found.group()] if found else NUMBER.findall(text)
+    return Decimal(re.sub("[$,]", "", numbers[-1])) if numbers else None
+
+
+def number_score(reference: str, output: str) -> float:
+    """1.0 where both texts end in the same number (3.0 and 3 are the same)."""
+    wanted = final_number(reference)
+    return float(wanted is not None and final_number(output) == wanted)
+
+
+def letter_score(reference: str, output: str) -> float:
+    """1.0 where the chosen letter is the reference's: the first A to D that stands alone."""
+    wanted, chosen = _letter(reference), _letter(output)
+    return float(wanted is not None and chosen == wanted)
+
+
+def rouge_score(reference: str, output: str) -> float:
+    """ROUGE-L F1 over lower-case words and numbers of the whole text, without stemming.
+
+    Lin (2004), "ROUGE: A Package for Automatic Evaluation of Summaries".
+    """
+    wanted, given = (re.findall(r"[a-z0-9]+", text.lower()) for text in (reference, output))
+    row = [0] * (len(given) + 1)  # of the table of longest common subsequences
+    for word in wanted:
+        diagonal = 0
+        for place, other in enumerate(given, 1):
+            above = row[place]
+            row[place] = diagonal + 1 if word == other else max(above, row[place - 1])
+            diagonal = above
+    return 2 * row[-1] / (len(wanted) + len(given)) if row[-1] else 0.0
+
+
+def humaneval_program(row: Row, output: str) -> str:
+    """HumanEval's prompt, the answer's function body and the tests as one program.
+
+    An answer in a code fence is taken out of it. An answer that defines the function itself replaces the prompt's
+    beginning of it; otherwise it continues the prompt and ends where the indentation does.
+    """
+    code, name = _unfenced(output), row["entry_point"]
+    if re.search(rf"^def {name}\(", code, re.MULTILINE):
+        before = row["prompt"][: row["prompt"].rindex(f"def {name}")]
+        solution = before + code
+    else:
+        solution = row["prompt"] + _indented(code)
+    return f"{solution}\n{row['test']}\ncheck({name})\n"
+
+
+def mbpp_program(row: Row, output: str) -> str:
+    """MBPP's answer (up to the next docstring at the margin) and its tests as one program."""
+    code = re.split(r'^"""', _unfenced(output), maxsplit=1, flags=re.MULTILINE)[0]
+    return "\n".join([row.get("test_setup_code") or "", code, *row["test_list"]])
+
+
+def humaneval_score(row: Row, output: str) -> float:
+    """1.0 where the answer passes the row's tests: pass@1 as a mean over rows. Runs the code."""
+    return float(runs_cleanly(humaneval_program(row, output)))
+
+
+def mbpp_score(row: Row, output: str) -> float:
+    """As `humaneval_score`, for MBPP."""
+    return float(runs_cleanly(mbpp_program(row, output)))
+
+
+SCORERS: dict[str, Callable[[str, str], float]] = {
+    "number": number_score,
+    "letter": letter_score,
+    "rouge": rouge_score,
+}
+"""Scores of an output against a reference text."""
+
+CODE_SCORERS: dict[str, Callable[[Row, str], float]] = {"humaneval": humaneval_score, "mbpp": mbpp_score}
+"""Scores that run the output as code against a row's tests."""
+
+
+def _letter(text: str) -> str | None:
+    stated = re.search(r"answer(?:\s+is)?\s*:?\s*\(?([A-D])\b", text, re.IGNORECASE)
+    found = stated or re.search(r"(?<![\w'])([A-D])(?![\w'])", text)
+    return found.group(1).upper() if found else None
+
+
+def _unfenced(output: str) -> str:
+    fenced = FENCE.search(output)
+    return fenced.group(1) if fenced else output
+
+
+def _indented(code: str) -> str:
+    """The lines up to the first that is neither indented nor empty."""
+    kept = []
+    for line in code.split("\n"):
+        if line.strip() and not line[0].isspace():
+            break
+        kept.append(line)
+    return "\n".join(kept)

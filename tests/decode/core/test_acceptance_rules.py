@@ -1,0 +1,299 @@
+"""Acceptance rules at one position against exact rational arithmetic, their neutral settings, what they learn."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+import torch
+from enumeration import Experiment, ScriptedRunner, enumerate_runs, random_table
+from scripted import RandomTree
+from torch import Tensor
+
+from decode.core.acceptance_rules import (
+    AcceptanceRule,
+    Ears,
+    Exact,
+    Fuzzy,
+    JensenShannon,
+    Typical,
+    entropy,
+    js_distance,
+)
+from decode.core.proposal import Draft
+from decode.core.rng import Rng, TorchRng
+from decode.core.sampling import Warp
+from decode.core.stopping.stop_rules import StopRule
+from decode.core.target import Target
+from decode.core.trace_metrics import Round
+from decode.drafters.draft_model import ModelDrafter
+from decode.loop import System, decode
+
+Probs = list[Fraction]
+
+
+# -- an oracle of its own: rules in rational arithmetic, from their papers' definitions ------------------------
+
+
+def rational_distribution(generator: random.Random, vocab: int) -> Probs:
+    weights = [generator.choice((0, 0, 1, 2, 3, 5, 8)) for _ in range(vocab)]
+    weights[generator.randrange(vocab)] += 1
+    return [Fraction(w, sum(weights)) for w in weights]
+
+
+def exact(p: Probs, q: Probs, x: int) -> Fraction:
+    return min(Fraction(1), p[x] / q[x])
+
+
+def ears(beta: Fraction) -> Callable[[Probs, Probs, int], Fraction]:
+    def accept(p: Probs, q: Probs, x: int) -> Fraction:
+        return min(Fraction(1), p[x] / q[x] + beta * (1 - max(p))) if p[x] else Fraction(0)
+
+    return accept
+
+
+def bits_apart(p: Probs, q: Probs) -> float:
+    def divergence(a: Probs) -> float:
+        return sum(float(x) * math.log2(x / ((y + z) / 2)) for x, y, z in zip(a, p, q) if x)
+
+    return (divergence(p) + divergence(q)) / 2
+
+
+def adasd(theta: float) -> Callable[[Probs, Probs, int], Fraction]:
+    return lambda p, q, x: Fraction(1) if math.sqrt(max(0.0, bits_apart(p, q))) < theta else exact(p, q, x)
+
+
+def fuzzy(threshold: float) -> Callable[[Probs, Probs, int], Fraction]:
+    return lambda p, q, x: Fraction(bits_apart(p, q) * math.log(2) <= threshold)
+
+
+def typical(p: Probs, q: Probs, x: int) -> Fraction:
+    nats = -sum(float(w) * math.log(w) for w in p if w)
+    return Fraction(float(p[x]) > min(0.09, 0.3 * math.exp(-nats)))
+
+
+def residual(p: Probs, q: Probs) -> Probs:
+    rest = [max(a - b, Fraction(0)) for a, b in zip(p, q)]
+    return [r / sum(rest) for r in rest] if sum(rest) else p
+
+
+def emitted(
+    accept: Callable[[Probs, Probs, int], Fraction], correct: Callable[[Probs, Probs], Probs], p: Probs, q: Probs
+) -> Probs:
+    kept = [q[x] * accept(p, q, x) if q[x] else Fraction(0) for x in range(len(p))]
+    return [k + (1 - sum(kept)) * c for k, c in zip(kept, correct(p, q))]
+
+
+RULES: dict[str, tuple[AcceptanceRule, Callable[[Probs, Probs, int], Fraction], Callable[[Probs, Probs], Probs]]] = {
+    "exact": (Exact(), exact, residual),
+    "ears": (Ears(0.25), ears(Fraction(1, 4)), residual),
+    "ears-large": (Ears(1.5), ears(Fraction(3, 2)), residual),
+    "adasd": (JensenShannon(threshold=0.5), adasd(0.5), residual),
+    "fuzzy": (Fuzzy(0.2), fuzzy(0.2), lambda p, q: p),
+    "typical": (Typical(), typical, lambda p, q: p),
+}
+
+
+def positions(count: int = 25, vocab: int = 5) -> list[tuple[Probs, Probs]]:
+    generator = random.Random(7)
+    return [(rational_distribution(generator, vocab), rational_distribution(generator, vocab)) for _ in range(count)]
+
+
+def float_rows(*distributions: Probs) -> list[Tensor]:
+    return [torch.tensor([[float(w) for w in distribution]], dtype=torch.float64) for distribution in distributions]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_acceptance_correction_and_spent_distance_agree_with_rational_arithmetic(name: str) -> None:
+    rule, accept, correct = RULES[name]
+    spent_somewhere = False
+    for p, q in positions():
+        tokens = [x for x in range(len(p)) if q[x]]
+        rows_p, rows_q = (row.expand(len(tokens), -1) for row in float_rows(p, q))
+        x = torch.tensor(tokens)
+        a = rule.accept_prob(rows_p, rows_q, x)
+        assert a.tolist() == pytest.approx([float(accept(p, q, t)) for t in tokens], abs=1e-15)
+
+        weights = rule.residual(rows_p[0], rows_q[0])
+        if any(accept(p, q, t) < 1 for t in tokens):  # otherwise nothing is ever corrected
+            assert (weights / weights.sum()).tolist() == pytest.approx([float(w) for w in correct(p, q)], abs=1e-15)
+
+        out = emitted(accept, correct, p, q)
+        assert sum(out) == 1
+        variation = sum(abs(a - b) for a, b in zip(out, p)) / 2
+        spent_somewhere |= variation > 0
+        estimate = (rows_q[0, x] * rule.tv_spent(rows_p, rows_q, x, a)).sum().item()
+        assert estimate == pytest.approx(float(variation), abs=1e-14)
+        if correct is residual:  # total variation is the gain in acceptance, not one point less
+            gain = sum(q[t] * (accept(p, q, t) - exact(p, q, t)) for t in tokens)
+            assert variation == gain
+    assert spent_somewhere == (not rule.exact)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_loop_reports_what_a_rule_spends(name: str, deterministic: bool) -> None:
+    """The expected `tv_spent` of the first position is its true total variation, over every run of the loop."""
+    loose = {"adasd": JensenShannon(threshold=0.9), "fuzzy": Fuzzy(0.6), "typical": Typical(epsilon=0.05)}
+    rule = loose.get(name, RULES[name][0])
+    target = ScriptedRunner(random_table(1, 4, zeros=0), 4)
+    draft = ScriptedRunner(random_table(2, 4), 4)
+    warp = Warp(temperature=0.8)
+    experiment = Experiment(target, warp, [0, 1, 2], 2)
+    likely = int(experiment.next_distribution([0, 1, 2]).argmax())
+    drafter = _OneToken(likely) if deterministic else ModelDrafter(draft, warp, 4, keep_logits=True)
+    system = System(name, drafter, StopRule(1), rule)
+
+    def run(rng: Rng) -> tuple[int, ...]:
+        token = experiment.run(system, rng)[0]
+        spent = experiment.traces[-1].spent
+        return token, round(spent[0][0].item() * 1e15) if spent[0] is not None else 0
+
+    distribution = enumerate_runs(run)
+    first = [sum(w for (t, _), w in distribution.items() if t == x) for x in range(4)]
+    variation = sum(abs(a - b) for a, b in zip(first, experiment.next_distribution([0, 1, 2]).tolist())) / 2
+    assert sum(w * spent for (_, spent), w in distribution.items()) / 1e15 == pytest.approx(variation, abs=1e-12)
+    assert (variation > 1e-3) == (not rule.exact)
+
+
+class _OneToken(RandomTree):
+    def propose(self, ids, stop, max_depth, rng):  # type: ignore[no-untyped-def]
+        return Draft.tree([self.vocab], [-1]) if max_depth else Draft.empty()
+
+
+@pytest.mark.parametrize("warp", [Warp(temperature=0.8), Warp()], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("drafter", ["model", "tree"])
+@pytest.mark.parametrize("rule", [Ears(0.0), JensenShannon(threshold=0.0)], ids=["ears", "js"])
+def test_neutral_rules_are_bit_identical_with_the_exact_one(rule: AcceptanceRule, drafter: str, warp: Warp) -> None:
+    target, draft = (ScriptedRunner(random_table(seed, 5), 5) for seed in (1, 2))
+    make = {"model": lambda: ModelDrafter(draft, warp, 5, keep_logits=True), "tree": lambda: RandomTree(5)}[drafter]
+    runs = []
+    for kept in (Exact(), rule):
+        runs += [
+            [
+                decode(Target(target), System("", make(), StopRule(), kept), warp, [0], max_new_tokens=40, rng=rng)
+                for rng in map(TorchRng, range(3))
+            ]
+        ]
+    for one, two in zip(*runs):
+        assert one.ids == two.ids
+        assert one.trace.accepted == two.trace.accepted
+        assert two.trace.metrics()["tv_spent"] == 0
+
+
+def test_adasd_is_the_exact_rule_until_it_has_seen_both_outcomes() -> None:
+    rule = JensenShannon()
+    p = torch.rand(6, 5, dtype=torch.float64).softmax(-1)
+    q = torch.rand(6, 5, dtype=torch.float64).softmax(-1)
+    x = torch.arange(6) % 5
+    assert rule.neutral
+    assert torch.equal(rule.accept_prob(p, q, x), Exact().accept_prob(p, q, x))
+    rule.rejected = [1.2, 2.0]
+    assert rule.neutral
+    rule.accepted = [0.1, 1.0]
+    assert not rule.neutral
+    rule.reset()
+    assert rule.neutral
+    assert rule.theta == 0
+
+
+@pytest.mark.parametrize(
+    ("variant", "theta"),
+    [
+        ("midpoint", 0.32),  # the paper's example
+        ("a", 0.15),
+        ("b", (30 * 0.15 + 10 * 0.49) / 40),
+        ("c", (3 * 0.15 + 2 * 0.49) / 5),
+    ],
+)
+def test_adasd_thresholds_follow_from_the_mean_distances(variant: str, theta: float) -> None:
+    rule = JensenShannon(variant, accepted=[30 * 0.15, 30], rejected=[10 * 0.49, 10], sequences=[3, 2])
+    assert rule.theta == pytest.approx(theta, abs=1e-15)
+
+
+def round_of(draft: Draft, path: list[int], probs: Tensor, logits: Tensor | None = None, token: int = 0) -> Round:
+    return Round(draft, path, token, probs, probs.log() if logits is None else logits)
+
+
+def test_adasd_records_the_accepted_distances_and_the_first_rejected_one() -> None:
+    p = torch.tensor([[0.5, 0.5], [0.2, 0.8], [0.9, 0.1], [0.5, 0.5]], dtype=torch.float64)
+    q = torch.tensor([[0.5, 0.5], [0.6, 0.4], [0.1, 0.9]], dtype=torch.float64)
+    draft = Draft.chain(torch.tensor([0, 1, 1]), q)
+    distance = js_distance(p[:3], q).tolist()
+    rule = JensenShannon()
+    rule.start()
+    rule.accept_prob(p[:3], q, draft.tokens)
+    rule.observe(round_of(draft, [0], p))
+    assert rule.accepted == pytest.approx([distance[0], 1])
+    assert rule.rejected == pytest.approx([distance[1], 1])  # the third was never tested
+    rule.accept_prob(p[:3], q, draft.tokens)
+    rule.observe(round_of(draft, [0, 1, 2], p))
+    assert rule.accepted == pytest.approx([distance[0] * 2 + sum(distance[1:]), 4])
+    assert rule.rejected == pytest.approx([distance[1], 1])
+    assert rule.sequences == [1, 1]
+    rule.start()
+    rule.accept_prob(p[:3], q, draft.tokens)
+    rule.observe(round_of(draft, [0, 1, 2], p))
+    assert rule.sequences == [2, 1]
+
+
+def test_adasd_learns_from_trees_by_their_tested_nodes() -> None:
+    p = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.7, 0.1], [0.9, 0.1, 0.0], [0.1, 0.1, 0.8]], dtype=torch.float64)
+    draft = Draft.tree([0, 1, 2], [-1, -1, 1])
+    eye = torch.eye(3, dtype=torch.float64)
+    rule = JensenShannon()
+    rule.observe(round_of(draft, [1], p))  # took the second child, then refused the grandchild
+    assert rule.accepted == pytest.approx([js_distance(p[0], eye[1]).item(), 1])
+    assert rule.rejected == pytest.approx([js_distance(p[2], eye[2]).item(), 1])
+    rule.observe(round_of(draft, [1, 2], p))
+    assert rule.accepted[1] == 3
+    assert rule.rejected[1] == 1
+    greedy = torch.zeros_like(p).scatter_(-1, p.argmax(-1, keepdim=True), 1.0)
+    rule = JensenShannon(unwarped=True)
+    rule.observe(round_of(draft, [0], greedy, p.log()))
+    assert rule.accepted == pytest.approx([js_distance(p[0], eye[0]).item(), 1])
+    assert rule.rejected[1] == 0
+
+
+def test_greedy_adasd_compares_the_unwarped_distributions() -> None:
+    raw = (torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([[1.0, 2.0, 0.0]]))
+    p, q = torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[0.0, 1.0, 0.0]])
+    distance = js_distance(raw[0].softmax(-1), raw[1].softmax(-1)).item()
+    assert 0 < distance < 0.9
+    x = torch.tensor([1])
+    assert JensenShannon(threshold=distance + 1e-4, unwarped=True).accept_prob(p, q, x, raw).item() == 1
+    assert JensenShannon(threshold=distance - 1e-4, unwarped=True).accept_prob(p, q, x, raw).item() == 0
+
+
+def test_a_token_that_the_target_excludes_is_never_kept() -> None:
+    p = torch.tensor([[0.0, 0.6, 0.4]])
+    q = torch.tensor([[0.9, 0.1, 0.0]])
+    x = torch.tensor([0])
+    for rule in (Exact(), Ears(0.9), Typical()):
+        assert rule.accept_prob(p, q, x).item() == 0
+    accepted = TorchRng(0).first_reject(torch.zeros(10_000))
+    assert int(accepted) == 0
+
+
+def test_greedy_requests_bypass_the_tolerance_of_ears() -> None:
+    p, q = torch.eye(3)[[0, 1]], torch.eye(3)[[0, 2]]
+    assert Ears(0.5).accept_prob(p, q, torch.tensor([0, 2])).tolist() == [1, 0]
+
+
+def test_the_residual_falls_back_to_p_without_mass() -> None:
+    p = torch.tensor([0.25, 0.75])
+    assert torch.equal(Exact().residual(p, p), p)
+
+
+def test_distance_and_entropy_are_in_bits() -> None:
+    one, other = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    assert js_distance(one, other).item() == pytest.approx(1)
+    assert js_distance(one, one).item() == 0
+    assert entropy(torch.full((8,), 0.125)).item() == pytest.approx(3)
+    assert entropy(one).item() == 0
+    half = torch.tensor([0.5, 0.5])
+    jsd = (1 * math.log2(1 / 0.75) + 0.5 * math.log2(0.5 / 0.75) + 0.5 * math.log2(0.5 / 0.25)) / 2
+    assert js_distance(one, half).item() == pytest.approx(math.sqrt(jsd), abs=1e-6)

@@ -1,0 +1,100 @@
+"""Draft lengths of a round: the best constant one where drafting pays, none where it loses."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from decode.core.stopping.batch_draft_length import DraftLengths, RoundCosts, between
+
+
+def decode(lengths: DraftLengths, rates: list[float], tokens: int, batch: int = 1, seed: int = 0) -> float:
+    """Tokens per unit of time over rounds whose position i is accepted with probability ``rates[i]``."""
+    chance, written, spent, costs = random.Random(seed), 0, 0.0, lengths.costs
+    while written < tokens:
+        limit, results = lengths.limit(batch), []
+        for _ in range(batch):
+            accepted = next((i for i in range(limit) if chance.random() >= rates[i]), limit)
+            results.append((SimpleNamespace(drafted=limit, accepted=accepted), limit))
+            written += accepted + 1
+        spent += limit * costs.drafting(batch) + costs.verifying(batch, 1 + limit) if limit else costs.plain(batch)
+        if limit:
+            lengths.observe(results)  # type: ignore[arg-type]
+    return written / spent
+
+
+def constant(costs: RoundCosts, rates: list[float], length: int, batch: int = 1) -> float:
+    """The same of a constant draft length, in expectation."""
+    kept, tokens = 1.0, 1.0
+    for rate in rates[:length]:
+        kept *= rate
+        tokens += kept
+    return batch * tokens / (length * costs.drafting(batch) + costs.verifying(batch, 1 + length))
+
+
+@pytest.mark.parametrize("rate", [0.6, 0.8, 0.95])
+@pytest.mark.parametrize("c", [0.02, 0.1])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_where_drafting_pays_it_is_at_most_three_percent_slower_than_the_best_constant_length(
+    rate: float, c: float, batch: int
+) -> None:
+    costs, rates = RoundCosts.of_ratios(c, 0.05), [rate] * 20
+    best = max(constant(costs, rates, k, batch) for k in range(1, 21))
+    assert decode(DraftLengths(costs, 20), rates, 40_000, batch) > 0.97 * best
+
+
+@pytest.mark.parametrize(("rate", "c", "growth"), [(0.3, 0.5, 0.1), (0.0, 0.1, 0.0), (0.8, 0.9, 0.0), (0.45, 0.4, 0.1)])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_where_drafting_loses_it_is_at_most_three_percent_slower_than_none(
+    rate: float, c: float, growth: float, batch: int
+) -> None:
+    lengths = DraftLengths(RoundCosts.of_ratios(c, growth), 20)
+    assert decode(lengths, [rate] * 20, 4_000, batch) > 0.97 * batch
+    assert lengths.chosen == 0
+
+
+def test_drafting_comes_back_when_it_pays_again() -> None:
+    lengths = DraftLengths(RoundCosts.of_ratios(0.1, 0.05), 8)
+    decode(lengths, [0.02] * 8, 2_000)
+    assert lengths.chosen == 0
+    decode(lengths, [0.95] * 8, 20_000)
+    assert lengths.chosen >= 5
+
+
+def test_the_batch_decides_whether_drafting_pays() -> None:
+    # a target forward over 16 texts costs by its tokens, over one text nothing more for five of them
+    costs = RoundCosts({1: 1.0, 16: 1.6}, {1: 0.1, 16: 0.3}, {1: {1: 1.0, 5: 1.1}, 16: {1: 1.6, 5: 6.0}})
+    lengths = DraftLengths(costs, 4)
+    decode(lengths, [0.7] * 4, 500, batch=1)
+    assert lengths.limit(1) > 0
+    assert lengths.token_cost == pytest.approx(0.1 + 0.1 / 4)
+    lengths.limit(16)
+    assert lengths.chosen == 0
+    assert lengths.token_cost == pytest.approx((0.3 + 4.4 / 4) / 1.6)
+    lengths.reset()
+    assert lengths.limit(1) > 0
+
+
+def test_drafts_that_end_themselves_are_not_charged_for_what_they_could_have_been() -> None:
+    lengths = DraftLengths(RoundCosts.of_ratios(0.3), 8)
+    for _ in range(40):  # two tokens are drafted where eight were allowed, and both are accepted
+        lengths.observe([(SimpleNamespace(drafted=2, accepted=2), 8)])  # type: ignore[list-item]
+    lengths.limit(1)
+    assert lengths.chosen >= 2
+    for _ in range(400):  # the text's end cuts them: nothing is learned of the positions behind
+        lengths.observe([(SimpleNamespace(drafted=2, accepted=2), 2)])  # type: ignore[list-item]
+    assert lengths._drafted[2] == [0, 40]
+
+
+def test_costs_are_linear_between_what_was_measured() -> None:
+    costs = RoundCosts({1: 1.0, 4: 2.5}, {1: 0.1, 4: 0.4}, {1: {1: 1.0, 3: 1.4}, 4: {1: 2.5, 3: 5.5}})
+    assert costs.plain(2) == pytest.approx(1.5)
+    assert costs.plain(8) == pytest.approx(4.5)
+    assert costs.drafting(0.5) == 0.1
+    assert costs.verifying(1, 2) == pytest.approx(1.2)
+    assert costs.verifying(2.5, 2) == pytest.approx((1.2 + 4.0) / 2)
+    assert RoundCosts.from_dict(costs.to_dict()) == costs
+    assert between({2: 3.0}, 7) == 3.0
+    assert between({1: 1.0, 2: 0.1}, 9) == 0.0

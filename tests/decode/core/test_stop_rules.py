@@ -1,0 +1,339 @@
+"""Stop rules: what they read, and their controllers against sequences computed by hand from the papers."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+
+import pytest
+import torch
+from enumeration import ScriptedRunner, random_table
+from sklearn.metrics import roc_curve
+from torch import Tensor
+
+from decode.core.method_options import MethodOptions
+from decode.core.proposal import Draft
+from decode.core.rng import TorchRng
+from decode.core.sampling import Warp
+from decode.core.stopping.stop_rules import (
+    Step,
+    StopRule,
+    max_probability,
+    negative_entropy,
+    token_probability,
+    warped_token_probability,
+)
+from decode.core.stopping.thresholds import CostOptimal, Fixed, MeanOfRejected, Roc, TargetAcceptance, Threshold
+from decode.core.target import Target
+from decode.core.trace_metrics import Round
+from decode.drafters.draft_model import ModelDrafter
+from decode.loop import decode
+from decode.methods import METHODS, STOPS, MethodInputs, build
+
+
+def chain_round(drafted: int, accepted: int, seconds: tuple[float, float] = (0.0, 0.0)) -> Round:
+    draft = Draft.chain(torch.zeros(drafted, dtype=torch.long))
+    return Round(draft, list(range(accepted)), 0, torch.empty(0), torch.empty(0), None, seconds)
+
+
+def step(*logits: float, token: int = 0, warp: Warp | None = None) -> Step:
+    row = torch.tensor(logits)
+    warp = warp or Warp(temperature=1.0)
+    return Step(warp(row[None])[0], torch.tensor(token), row, torch.empty(0), warp.greedy)
+
+
+def log(*probabilities: float) -> list[float]:
+    return [math.log(p) for p in probabilities]
+
+
+# -- what is read ----------------------------------------------------------------
+
+
+def test_confidences_read_what_their_papers_say() -> None:
+    sampled = step(*log(0.5, 0.25, 0.25), token=1)
+    assert token_probability(sampled) == pytest.approx(0.25)
+    assert warped_token_probability(sampled) == pytest.approx(0.25)
+    assert max_probability(sampled) == pytest.approx(0.5)
+    assert negative_entropy(sampled) == pytest.approx(-1.5)
+
+    cut = step(*log(0.5, 0.25, 0.25), token=0, warp=Warp(temperature=0.5))
+    assert token_probability(cut) == pytest.approx(0.5)  # Draft & Verify: before warping
+    assert warped_token_probability(cut) == pytest.approx(2 / 3)  # Hugging Face: after it
+    assert negative_entropy(cut) == pytest.approx(-(2 / 3 * math.log2(1.5) + 1 / 3 * math.log2(6)))
+
+    greedy = step(*log(0.5, 0.25, 0.25), token=0, warp=Warp())
+    assert warped_token_probability(greedy) == pytest.approx(0.5)
+    assert negative_entropy(greedy) == pytest.approx(-1.5)
+
+
+def test_a_surer_token_never_reads_as_less_confident_when_top_p_leaves_one_token() -> None:
+    """A nucleus of one token has the warped probability 1 and entropy 0, above every nucleus of two."""
+    nucleus = Warp(temperature=1.0, top_p=0.8)
+    one, two = step(*log(0.81, 0.1, 0.09), warp=nucleus), step(*log(0.79, 0.11, 0.1), warp=nucleus)
+    assert warped_token_probability(one) == 1.0 > warped_token_probability(two) > 0.85
+    assert negative_entropy(one) == 0.0 > negative_entropy(two) > -0.6
+
+
+def drafted_by(stop: StopRule, *probabilities: float) -> int:
+    """How many tokens of these probabilities are drafted."""
+    stop.begin()
+    for i, p in enumerate(probabilities):
+        if i == stop.cap():
+            return i
+        if stop.after(step(*log(p, 1 - p))):
+            return i + 1
+    return len(probabilities)
+
+
+def test_the_token_that_stops_a_draft_stays_in_it() -> None:
+    last = StopRule(10, token_probability, threshold=Fixed(0.5))
+    assert drafted_by(last, 0.9, 0.6, 0.4, 0.9) == 3
+    assert drafted_by(last, 0.1) == 1
+    assert last.seen == pytest.approx([0.1])
+    product = StopRule(10, token_probability, product=True, threshold=Fixed(0.5))
+    assert drafted_by(product, 0.9, 0.8, 0.8, 0.8, 0.8) == 4  # .9, .72, .576, .4608
+    assert drafted_by(product, 0.9, 0.8, 0.8, 0.8, 0.8) == 4  # nothing stays from the round before
+    assert drafted_by(StopRule(3, token_probability, threshold=Fixed(0.5)), *[0.9] * 9) == 3
+    assert drafted_by(StopRule(3), *[0.9] * 9) == 3
+
+
+def test_a_refused_token_is_not_part_of_the_draft() -> None:
+    stop = StopRule(10, max_probability, threshold=Fixed(0.6), refuse=True)
+    stop.begin()
+    assert not stop.before(step(*log(0.7, 0.3)))
+    assert not stop.after(step(*log(0.7, 0.3)))
+    assert stop.before(step(*log(0.55, 0.45)))
+    assert stop.seen == pytest.approx([0.7])
+
+
+# -- thresholds ----------------------------------------------------------------
+
+
+def test_draft_and_verify_moves_its_threshold_as_in_its_code() -> None:
+    """β₁ .5, α .9, ε .01, β₂ .9, window 12: one round moves the threshold by .001 at most."""
+    controller = TargetAcceptance()
+    rate, threshold = 0.0, 0.6
+    moves = []
+    for drafted, accepted in [(5, 5), (4, 4), (6, 6), (12, 12), (12, 12), (3, 3), (4, 1), (0, 0), (2, 2)]:
+        controller.observe(chain_round(drafted, accepted), [])
+        if drafted:
+            rate = 0.5 * rate + 0.5 * accepted / drafted
+            goal = threshold + 0.01 if rate < 0.9 else threshold if drafted == 12 else threshold - 0.01
+            moves.append(round(0.1 * (goal - threshold), 12))
+            threshold = 0.9 * threshold + 0.1 * goal
+        assert controller.rate == pytest.approx(rate, abs=1e-15)
+        assert controller.value == pytest.approx(threshold, abs=1e-15)
+    # the rate climbs .5, .75, .875, .9375: raised three times, held at the cap, lowered, raised after a rejection
+    assert moves == [0.001, 0.001, 0.001, 0, 0, -0.001, 0.001, 0.001]
+    controller.reset()
+    assert (controller.value, controller.rate) == (0.6, 0.0)
+
+
+def test_adaspeed_lowers_its_threshold_at_the_cap_too() -> None:
+    controller = TargetAcceptance(0.8, keep_at_cap=False)
+    controller.rate = 1.0
+    controller.observe(chain_round(12, 12), [])
+    assert controller.value == pytest.approx(0.799)
+
+
+def test_adasd_stops_at_the_mean_entropy_of_first_rejected_tokens() -> None:
+    controller = MeanOfRejected()
+    assert controller.value == -math.inf  # drafts to the window until something was rejected
+    controller.observe(chain_round(3, 3), [-0.5, -1.0, -1.5])
+    assert controller.value == -math.inf
+    controller.observe(chain_round(3, 1), [-0.5, -1.0, -1.5])
+    assert controller.value == -1.0
+    controller.observe(chain_round(2, 0), [-2.0, -0.1])
+    assert controller.value == pytest.approx(-1.5)
+    stop = StopRule(20, negative_entropy, threshold=controller)
+    assert not stop.after(step(0.0, 0.0))  # one bit
+    assert stop.after(step(0.0, 0.0, 0.0, 0.0))  # two bits
+    controller.reset()
+    assert controller.value == -math.inf
+
+
+def test_hugging_faces_threshold_minimises_the_cost_on_its_roc_curve() -> None:
+    generator = random.Random(3)
+    controller = Roc()
+    matches: list[int] = []
+    probabilities: list[float] = []
+    threshold = 0.4
+    changed = 0
+    for _ in range(30):
+        drafted = generator.randrange(1, 6)
+        seen = [generator.random() for _ in range(drafted)]
+        accepted = 0
+        while accepted < drafted and generator.random() < seen[accepted] + 0.2:
+            accepted += 1
+        controller.observe(chain_round(drafted, accepted), seen)
+        # literally: accepted ones, then one zero if anything is left, the rest of the probabilities is dropped
+        probabilities += seen
+        matches += [1] * accepted
+        if len(probabilities) > len(matches):
+            matches.append(0)
+        del probabilities[len(matches) :]
+        if len(probabilities) > 5 and {0, 1} <= set(matches):
+            fpr, tpr, thresholds = roc_curve(matches, probabilities)
+            threshold = thresholds[(fpr + 3 * (1 - tpr)).argmin()]
+        changed += controller.value != 0.4
+        assert controller.value == threshold
+    assert changed > 20
+    controller.reset()
+    assert controller.value == 0.4
+    controller.observe(chain_round(2, 1), [0.9, 0.1])
+    assert controller.value == 0.4  # too little seen
+
+
+def test_hugging_faces_heuristic_schedule_grows_by_two_and_shrinks_by_one() -> None:
+    stop = StopRule(4, schedule="heuristic")
+    caps = []
+    for drafted, accepted in [(4, 4), (6, 6), (8, 3), (7, 7), *[(5, 0)] * 12]:
+        stop.observe(chain_round(drafted, accepted))
+        caps.append(stop.cap())
+    assert caps == [6, 8, 7, 9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1, 1]
+    stop.reset()
+    assert stop.cap() == 4
+
+
+def test_the_cost_optimal_threshold_is_the_rate_times_the_price_of_a_token() -> None:
+    controller = CostOptimal(cost_ratio=0.2, verify_growth=0.1, decay=1.0)
+    assert controller.value == pytest.approx(0.3)  # plain decoding: one token a forward
+    cost = tokens = 0.0
+    for drafted, accepted in [(1, 1), (3, 1), (5, 5), (2, 0), (4, 2)]:
+        controller.observe(chain_round(drafted, accepted, (random.random(), random.random())), [0.5] * drafted)
+        cost += 1 + 0.3 * drafted
+        tokens += accepted + 1
+        assert controller.value == pytest.approx(tokens / cost * 0.3, abs=1e-12)
+    controller.reset()
+    assert controller.value == pytest.approx(0.3)
+
+
+def test_the_cost_optimal_rule_forgets_old_rounds() -> None:
+    controller = CostOptimal(cost_ratio=0.1, decay=0.5, memory=200)
+    for rounds, accepted in ((400, 0), (400, 2)):
+        for _ in range(rounds):
+            controller.observe(chain_round(2, accepted), [0.5, 0.5])
+    assert controller.value == pytest.approx(3 / 1.2 * 0.1, rel=1e-6)
+    assert controller.calibrate(0.5) > 0.9
+    assert max(seen for _, seen in controller.table) < 200
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.004])
+def test_a_seed_gives_the_same_text_whatever_the_machines_speed(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft slowed down at random moments drafts as before."""
+
+    def text(slow: bool) -> list[int]:
+        inputs = parts()
+        read = inputs.draft.read
+        moments = random.Random(1)
+
+        def delayed(*args, **options):  # type: ignore[no-untyped-def]
+            time.sleep(moments.choice((0.0, seconds)))
+            return read(*args, **options)
+
+        if slow:
+            monkeypatch.setattr(inputs.draft, "read", delayed)
+        system = build("cost-optimal", inputs)
+        return decode(Target(inputs.target), system, inputs.warp, [1, 2], max_new_tokens=60, rng=TorchRng(3)).ids
+
+    assert text(slow=True) == text(slow=False)
+
+
+def test_cost_optimal_takes_its_costs_from_options_or_from_the_weights_that_are_read() -> None:
+    given = STOPS["cost-optimal"](parts(cost_ratio=0.2, verify_growth=0.05)).threshold
+    assert (given.cost_ratio, given.verify_growth) == (0.2, 0.05)  # type: ignore[attr-defined]
+    inputs = parts()
+    inputs.draft.cost = 0.25
+    assert STOPS["cost-optimal"](inputs).threshold.cost_ratio == 0.25  # type: ignore[attr-defined]
+
+
+def test_cost_optimal_confidence_is_calibrated_by_counting() -> None:
+    controller = CostOptimal(prior=4.0)
+    assert controller.calibrate(0.63) == pytest.approx(0.63)
+    for accepted in (1, 0, 0):
+        controller.observe(chain_round(3, accepted), [0.62, 0.63, 0.99])
+    # tested at .6 to .65: kept; then the second one refused; refused; refused
+    assert controller.calibrate(0.63) == pytest.approx((1 + 4 * 0.63) / (4 + 4))
+    assert controller.calibrate(0.99) == pytest.approx(0.99)  # never tested
+    assert 0 < controller.calibrate(1.0) <= 1
+
+
+# -- put together ----------------------------------------------------------------
+
+
+def parts(**options) -> MethodInputs:  # type: ignore[no-untyped-def]
+    runners = [ScriptedRunner(random_table(seed, 6), 6) for seed in (1, 2)]
+    return MethodInputs(runners[0], Warp(temperature=1.0), runners[1], options=MethodOptions(**options))
+
+
+PAPERS = {  # window, start of the threshold
+    "length": (5, 0.0),
+    "hf-dynamic": (20, 0.4),
+    "hf-constant": (20, 0.4),
+    "hf-heuristic": (20, 0.4),
+    "draft-verify": (12, 0.6),
+    "product": (12, 0.8),
+    "entropy": (20, -math.inf),
+    "copy": (10, 0.0),
+}
+
+
+def test_stop_rules_start_from_their_papers_values() -> None:
+    for name, (window, value) in PAPERS.items():
+        stop = STOPS[name](parts())
+        assert (stop.cap(), stop.threshold.value) == (window, value), name
+    assert STOPS["product"](parts(threshold=0.3, draft_length=7)).threshold.value == 0.3
+    assert STOPS["product"](parts(threshold=0.3, draft_length=7)).cap() == 7
+    assert STOPS["draft-verify"](parts(target_acceptance=0.8)).threshold.alpha == 0.8  # type: ignore[attr-defined]
+
+
+def test_every_stop_rule_refuses_only_what_reads_the_distribution_alone() -> None:
+    """Dropping a token because of that token biases the output."""
+    for name, make in STOPS.items():
+        stop = make(parts())
+        if stop.refuse:
+            assert stop.confidence in (max_probability, negative_entropy), name
+
+
+@pytest.mark.parametrize(
+    "method", [m for m, (drafter, _, _) in METHODS.items() if drafter == "model" and m != "draft-probe"]
+)
+def test_drafts_of_every_method_respect_the_window_and_the_room(method: str) -> None:
+    system = build(method, parts(draft_length=4))
+    drafter, stop = system.drafter, system.stop
+    assert isinstance(drafter, ModelDrafter)
+    for max_depth in (0, 1, 3, 9):
+        drafter.start([0, 1, 2])
+        stop.begin()
+        draft = drafter.propose([0, 1, 2], stop, max_depth, TorchRng(max_depth))
+        assert len(draft) <= min(4, max_depth)
+        assert (len(draft) > 0) == (max_depth > 0)
+        if len(draft) and stop.confidence is not None:
+            assert len(draft.confidence) == len(draft)
+            assert draft.hidden is not None
+            assert len(draft.hidden) == len(draft)
+        if len(draft):
+            assert torch.equal(
+                draft.probs.gather(1, draft.tokens[:, None]) > 0, torch.ones(len(draft), 1, dtype=torch.bool)
+            )  # type: ignore[union-attr]
+            assert (draft.logits is not None) == system.rule.needs_raw
+        drafter.commit([0, 1, 2])
+
+
+def test_resetting_a_system_forgets_everything_that_was_learned() -> None:
+    def state(threshold: Threshold) -> dict[str, object]:
+        return {k: v for k, v in vars(threshold).items() if not isinstance(v, Tensor)}
+
+    for name, make in STOPS.items():
+        fresh, used = make(parts()), make(parts())
+        for accepted in (2, 0, 3, 1, 3, 3):
+            used.seen = [0.9, 0.5, 0.2]
+            used.observe(chain_round(3, accepted, (0.1, 0.5)))
+        if name not in ("length", "copy", "hf-constant", "unsure"):
+            assert state(used.threshold) != state(fresh.threshold), name
+        used.reset()
+        assert state(used.threshold) == state(fresh.threshold), name
+        assert (used.cap(), used.seen) == (fresh.cap(), fresh.seen), name

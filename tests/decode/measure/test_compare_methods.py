@@ -1,0 +1,526 @@
+"""Benchmarks: complete rows, fair pairs, and what is kept of a run that was stopped."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from benchmarks import Watched, run_benchmark
+from pairs import make_pair, make_suite, make_tokenizer
+from rich.console import Console
+
+from decode.commands.bench import choose_methods
+from decode.commands.bench_checkpoint import Checkpoint, draft_names
+from decode.commands.checks import open_suites
+from decode.commands.settings import BenchSettings
+from decode.core.errors import UserError
+from decode.core.method_options import MethodOptions
+from decode.core.progress import as_current
+from decode.measure.bench.compare_methods import Benchmark
+from decode.measure.bench.entries import BenchEntry, EntryRun, plan
+from decode.measure.bench.session import BenchOptions, Session
+from decode.measure.bootstrap_statistics import (
+    COLUMNS,
+    Record,
+    TimedText,
+    fastest_lossless,
+    identical_share,
+    median_interval,
+    paired_ratios,
+    plain,
+)
+from decode.measure.costs.forward_costs import CostModel
+from decode.models.prompt_tokens import chat_ids, prompt_ids
+from decode.prompts.prompt_suites import Prompt, Suite
+from decode.report.bench_report import write_report
+from decode.report.bench_tables import ratios, table
+
+METHODS = [
+    "vanilla",
+    "adasd",
+    "ears",
+    "prompt-lookup",
+    "generate-assistant",
+    "generate-assistant-dynamic",
+    "generate-prompt-lookup",
+]
+PROMISED = {
+    "name", "suite", "temperature", "tokens_per_second", "speedup", "speedup_ci95", "speedup_vs_generate",
+    "predicted_speedup", "block_efficiency", "alpha", "alpha_se", "accepted_per_tested", "accepted_per_drafted",
+    "tv_spent", "js_distance", "accuracy", "identical_to_target", "lossless", "draft_length",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tiny):
+    return make_pair(tiny)
+
+
+@pytest.fixture(scope="module")
+def bench(models):
+    target, draft = models
+    entries = plan(METHODS, {"small": draft}, [0.0, 1.0])
+    options = BenchOptions(max_new_tokens=24, repeats=2)
+    return run_benchmark(target, {"small": draft}, make_tokenizer(), [make_suite()], entries, options)
+
+
+def rows_of(bench, temperature, **wanted):
+    found = [r for r in bench.rows if r["temperature"] == temperature]
+    return [r for r in found if all(r[k] == v for k, v in wanted.items())]
+
+
+def test_every_row_has_all_columns(bench):
+    assert len(bench.rows) == 2 * (len(METHODS) + 2)
+    for row in bench.rows:
+        assert row.keys() >= PROMISED | set(COLUMNS)
+        assert row["tokens_per_second"] > 0
+        assert row["prompts"] == 3
+        assert row["note"] == ""
+    assert json.loads(json.dumps(bench.rows, allow_nan=False)) == bench.rows
+
+
+def test_the_baselines_come_first_at_every_temperature(bench):
+    for temperature in (0.0, 1.0):
+        assert [r["name"] for r in rows_of(bench, temperature)][:2] == ["autoregressive", "generate"]
+        assert rows_of(bench, temperature, name="autoregressive")[0]["speedup"] == 1
+        assert rows_of(bench, temperature, name="generate")[0]["speedup_vs_generate"] == 1
+
+
+def test_lossless_methods_and_peers_write_what_generate_writes(bench):
+    for row in rows_of(bench, 0.0, lossless=True):
+        assert row["identical_to_target"] is True, row["name"]
+        assert row["identical_share"] == 1
+    for row in rows_of(bench, 1.0):
+        assert row["identical_to_target"] is None
+
+
+def test_relaxed_methods_are_marked_and_say_what_they_spend(bench):
+    relaxed = {r["name"] for r in bench.rows if not r["lossless"]}
+    assert relaxed == {"adasd", "ears"}
+    assert rows_of(bench, 1.0, name="ears")[0]["tv_spent"] > 0
+    for row in bench.rows:
+        if row["lossless"] and not row["peer"]:
+            assert row["tv_spent"] == 0
+
+
+def test_intervals_contain_their_medians(bench):
+    for row in bench.rows:
+        for key in ("speedup", "speedup_vs_generate", "speedup_vs_assistant"):
+            low, high = row[f"{key}_ci95"]
+            assert low <= row[key] <= high
+
+
+def test_metrics_follow_their_definitions(bench):
+    for row in bench.rows:
+        assert row["block_efficiency"] >= 1 - 1e-9
+        if row["name"] == "vanilla":
+            m, k, r = (row["accepted_per_drafted"], row["drafted_per_round"], row["rounds"])
+            assert row["block_efficiency"] == pytest.approx(1 + m * k)
+            assert r <= row["tokens"]
+            assert 0 < row["alpha"] < 1
+            assert row["predicted_speedup"] > 0
+            assert row["draft_length"] == 5
+    assert rows_of(bench, 0.0, name="vanilla")[0]["accuracy"] == rows_of(bench, 0.0, name="generate")[0]["accuracy"]
+
+
+def test_an_assistant_of_the_same_length_needs_as_many_target_forwards(bench):
+    ours, theirs = (rows_of(bench, 0.0, name=name)[0] for name in ("vanilla", "generate-assistant"))
+    assert theirs["draft_length"] == ours["draft_length"]
+    assert ours["tokens"] / ours["rounds"] == pytest.approx(theirs["block_efficiency"])
+
+
+def test_the_analysis_adds_up_to_the_rows(bench):
+    rows = {(r["name"], r["temperature"]): r for r in bench.rows}
+    for entry in bench.analysis:
+        row = rows[entry["name"], entry["temperature"]]
+        if row["peer"]:
+            assert entry["samples"] == []
+            continue
+        assert sum(entry["draft_lengths"].values()) == row["rounds"]
+        assert entry["phases"]["total"] >= entry["phases"]["draft"] + entry["phases"]["verify"]
+        sample = entry["samples"][0]
+        kept = [t["text"] for t in sample["tokens"] if t["who"] != "rejected"]
+        assert sample["text"].startswith("".join(kept))
+    vanilla = next(e for e in bench.analysis if e["name"] == "vanilla")
+    first = vanilla["acceptance_by_position"][0]
+    assert first["conditional"] == first["marginal"]
+    assert len(vanilla["acceptance_by_position"]) == 5
+
+
+def test_repeats_of_a_greedy_run_add_nothing_to_errors_and_rates(models):
+    target, draft = models
+    told = []
+    for repeats in (1, 3):
+        options = BenchOptions(max_new_tokens=24, repeats=repeats, costs=False)
+        entries = [BenchEntry("vanilla", "d", MethodOptions(draft_length=3))]
+        bench = run_benchmark(target, {"d": draft}, make_tokenizer(), [make_suite()], entries, options)
+        told.append((bench.rows[-1], bench.analysis[-1]["acceptance_by_position"]))
+    (once, first), (often, last) = told
+    assert often["rounds"] == 3 * once["rounds"]
+    assert 0 < once["alpha_se"] < 0.5
+    assert often["alpha_se"] == once["alpha_se"]
+    assert first == last
+    marginal = [row["marginal"] for row in first]
+    assert len(marginal) == 3
+    assert marginal[2] == pytest.approx(np.prod([row["conditional"] for row in first]))
+
+
+def test_predicted_speedups_of_every_block_follow_from_the_report(bench, written):
+    """Tokens over Σ (c·k + v(k + 1)), from report.json alone."""
+    content = json.loads(written[0].read_text())
+    details = {(e["name"], e["temperature"]): e for e in content["bench"]["analysis"]}
+    costs = {(b["suite"], b["temperature"]): b["costs"] for b in content["bench"]["blocks"]}
+    assert set(costs) == {("toy", 0.0), ("toy", 1.0)}
+    checked = 0
+    for row in content["methods"]:
+        if row["method"] not in ("vanilla", "adasd", "ears", "prompt-lookup"):
+            continue
+        cost = CostModel.from_dict(costs[row["suite"], row["temperature"]][row["draft"] or ""])
+        rounds = details[row["name"], row["temperature"]]["draft_lengths"]
+        drafted = sum(int(k) * n for k, n in rounds.items())
+        c = cost.cost_ratio if row["draft"] else row["draft_seconds"] / drafted / cost.target_seconds
+        spent = sum(n * (c * int(k) + cost.v(int(k) + 1)) for k, n in rounds.items())
+        assert row["predicted_speedup"] == pytest.approx(row["tokens"] / spent)
+        checked += 1
+    assert checked == 8
+
+
+def test_costs_are_measured_for_the_target_alone_and_for_each_draft(bench):
+    assert set(bench.session.costs) == {None, "small"}
+    assert bench.session.costs[None].cost_ratio == 0
+    assert bench.session.costs["small"].cost_ratio > 0
+
+
+def test_the_models_generation_configs_survive_the_peers(models, bench):
+    assert models[0].generation_config.eos_token_id == 0
+    assert models[1].generation_config.num_assistant_tokens is None
+
+
+def test_texts_have_equal_lengths_when_eos_is_ignored(models):
+    target = copy.deepcopy(models[0])
+    tokenizer, suite = make_tokenizer(), make_suite(2)
+    ids = prompt_ids(tokenizer, suite.prompts[0].text)
+    with torch.inference_mode():
+        fourth = target.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)[0, -1].item()
+    target.generation_config.eos_token_id = fourth
+    early = run_benchmark(target, None, tokenizer, [suite], [BenchEntry("prompt-lookup")], BenchOptions(16, 1))
+    full = run_benchmark(
+        target, None, tokenizer, [suite], [BenchEntry("prompt-lookup")], BenchOptions(16, 1, ignore_eos=True)
+    )
+    for row in full.rows:
+        assert row["tokens"] == 2 * 16
+        assert row["identical_to_target"]
+    for row in early.rows:
+        assert row["tokens"] < 2 * 16
+        assert row["identical_to_target"]
+
+
+def test_several_drafts_and_lengths_get_names_of_their_own(models):
+    target, draft = models
+    entries = plan(["vanilla", "hf-constant"], {"a": draft, "b": target}, [0.0], draft_lengths=[2, 4])
+    names = [c.label for c in entries]
+    assert names == [
+        "vanilla k=2 (a)", "vanilla k=4 (a)", "vanilla k=2 (b)", "vanilla k=4 (b)",
+        "hf-constant (a)", "hf-constant (b)",
+    ]  # fmt: skip
+    bench = run_benchmark(
+        target,
+        {"a": draft, "b": target},
+        make_tokenizer(),
+        [make_suite(1)],
+        entries,
+        BenchOptions(12, 1, costs=False),
+    )
+    efficient = {r["name"]: r["block_efficiency"] for r in bench.rows}
+    assert efficient["vanilla k=4 (b)"] > efficient["vanilla k=2 (b)"] > 2  # the target accepts all of its own drafts
+    assert all(r["identical_to_target"] for r in bench.rows if r["lossless"])
+    assert {r["draft_length"] for r in bench.rows if r["method"] == "vanilla"} == {2, 4}
+
+
+def test_the_exported_draft_length_is_the_default(models):
+    draft = copy.deepcopy(models[1])
+    draft.generation_config.num_assistant_tokens = 7
+    assert [c.options.draft_length for c in plan(["vanilla", "adasd"], {"d": draft})] == [7, None]
+    chosen = plan(["vanilla"], {"d": draft}, options=MethodOptions(draft_length=3))
+    assert chosen[0].options.draft_length == 3
+
+
+def test_a_repeat_knows_nothing_of_what_another_learned(models):
+    target, draft = models
+    bench = Benchmark(Session(target, {"d": draft}, make_tokenizer(), BenchOptions(20, 2)))
+    run = EntryRun(bench.session, BenchEntry("adasd", "d", temperature=1.0))
+    ids = bench.session.items(make_suite(1))[0].ids
+    run.write(ids, 0, 0, 20)
+    learned = [system.stop.threshold.count for system in run.systems]
+    assert learned[0] > 0
+    assert learned[1:] == [0, 0]
+
+
+def test_an_interrupt_keeps_the_prompts_that_all_methods_finished(models):
+    target, _ = models
+    bench = Benchmark(Session(target, None, make_tokenizer(), BenchOptions(8, 1, costs=False)))
+
+    def progress(done, total, label):
+        assert total == 4 * 3
+        if done == 8:  # in the middle of the third prompt
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), as_current(Watched(progress)):
+        bench.run([make_suite(4)], [BenchEntry("prompt-lookup")])
+    assert not bench.blocks[-1].complete
+    assert [row["prompts"] for row in bench.rows] == [2, 2, 2]
+
+
+def test_finished_blocks_are_not_measured_again(models, tmp_path):
+    target, _ = models
+    settings = BenchSettings(target="somewhere", temperatures=[0.0, 1.0])
+    work = Checkpoint(tmp_path / "bench.json", settings)
+    assert work.read() == []
+    entries = plan(["prompt-lookup"], {}, [0.0, 1.0])
+
+    def stop_at_sampling(done, total, label):
+        if "T=1" in label:
+            raise KeyboardInterrupt
+
+    first = Benchmark(Session(target, None, make_tokenizer(), BenchOptions(8, 1, costs=False)))
+    with pytest.raises(KeyboardInterrupt), as_current(Watched(stop_at_sampling)):
+        first.run([make_suite(2)], entries, on_block=work.add)
+
+    again = Checkpoint(tmp_path / "bench.json", settings)
+    told = []
+    second = Benchmark(Session(target, None, make_tokenizer(), BenchOptions(8, 1, costs=False)))
+    with as_current(Watched(lambda *args: told.append(args[2]))):
+        second.run([make_suite(2)], entries, finished=again.read())
+    assert any(told)
+    assert all("T=1" in label for label in told if label)
+    assert second.rows[:3] == first.rows[:3]
+    assert {row["temperature"] for row in second.rows} == {0.0, 1.0}
+
+    other = BenchSettings(target="somewhere", temperatures=[0.0, 1.0], max_new_tokens=9)
+    assert Checkpoint(tmp_path / "bench.json", other).read() == []
+    again.clear()
+    assert Checkpoint(tmp_path / "bench.json", settings).read() == []
+
+
+def test_a_peer_that_refuses_is_a_note_and_not_the_end(tiny, models):
+    target, _ = models
+    padded = copy.deepcopy(target)
+    padded.resize_token_embeddings(288)
+    entries = [BenchEntry("vanilla", "d"), BenchEntry("generate-assistant", "d")]
+    bench = run_benchmark(target, {"d": padded}, make_tokenizer(), [make_suite(1)], entries, BenchOptions(8, 1))
+    ours, theirs = bench.rows[2:]
+    assert ours["identical_to_target"]
+    assert ours["accepted_per_tested"] == 1
+    assert "transformers refused" in theirs["note"]
+    assert theirs["speedup"] is None
+
+
+def test_turns_of_a_chat_follow_the_targets_own_answers(models):
+    tokenizer = make_tokenizer(chat=True)
+    suite = Suite("chat", [Prompt("c/0", "Hello", None, turns=("Hello", "And then?"))], None)
+    session = Session(models[0], None, tokenizer, BenchOptions(6, 1, chat=True))
+    first, second = session.items(suite)
+    assert tokenizer.decode(first.ids) == "[user]Hello\n[assistant]"
+    answer = session.text(session.answer(first.ids, session.options.warp))
+    assert [item.said for item in (first, second)] == ["Hello", "And then?"]
+    assert tokenizer.decode(second.ids).endswith("[user]And then?\n[assistant]")
+    assert first.ids == chat_ids(tokenizer, [{"role": "user", "content": "Hello"}])
+    said = [("user", "Hello"), ("assistant", answer), ("user", "And then?")]
+    assert second.ids == chat_ids(tokenizer, [{"role": role, "content": text} for role, text in said])
+
+
+def test_prompts_that_cannot_fit_are_refused_with_the_numbers(models):
+    session = Session(models[0], None, make_tokenizer(), BenchOptions(300, 1))
+    with pytest.raises(UserError, match=r"context holds 256, 300 new ones"):
+        session.items(make_suite(2))
+    short = Session(models[0], None, make_tokenizer(), BenchOptions(200, 1))
+    kept = short.items(make_suite(12))
+    assert 0 < len(kept) < 12
+    assert short.left_out["toy"].startswith(f"{12 - len(kept)} of 12 prompts do not fit")
+
+
+def test_a_missing_draft_is_refused_before_anything_is_measured(models):
+    bench = Benchmark(Session(models[0], None, make_tokenizer(), BenchOptions(8, 1)))
+    watched = Watched(lambda *args: pytest.fail("measured"))
+    with pytest.raises(UserError, match="there is no draft"), as_current(watched):
+        bench.run([make_suite(1)], [BenchEntry("vanilla")])
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_ratios_are_paired_by_prompt_and_repeat():
+    ours = Record(
+        [[TimedText([1] * 10, 1.0), TimedText([1] * 10, 2.0)], [TimedText([1] * 6, 1.0), TimedText([1] * 6, 1.0)]]
+    )
+    base = Record(
+        [[TimedText([1] * 10, 2.0), TimedText([1] * 10, 8.0)], [TimedText([1] * 3, 1.0), TimedText([1] * 3, 1.0)]]
+    )
+    assert paired_ratios(ours, base) == [3.0, 2.0]  # median of 2 and 4; lengths do not matter
+    assert ours.tokens_per_second() == pytest.approx(16 / 3)  # of each prompt the (lower) median repeat
+
+
+def test_the_bootstrap_is_seeded_and_brackets_the_median():
+    values = [1.0, 1.5, 2.0, 2.5, 9.0]
+    middle, low, high = median_interval(values, seed=3)
+    assert middle == 2.0
+    assert low <= middle <= high
+    assert (low, high) == median_interval(values, seed=3)[1:]
+    assert median_interval([1.2] * 5) == (1.2, 1.2, 1.2)
+    assert all(math.isnan(x) for x in median_interval([math.nan]))
+
+
+def test_identity_is_counted_by_text():
+    reference = Record([[TimedText([1, 2], 1.0)], [TimedText([3], 1.0)]])
+    assert identical_share(Record([[TimedText([1, 2], 1.0)], [TimedText([3, 3], 1.0)]]), reference) == 0.5
+
+
+def test_numbers_that_are_not_finite_become_null():
+    assert plain({"a": math.nan, "b": [math.inf, 1.0], "c": (2,)}) == {"a": None, "b": [None, 1.0], "c": [2]}
+
+
+# -- settings and report ----------------------------------------------------------------------------------------------
+
+
+def test_methods_default_to_what_the_given_parts_allow():
+    alone = choose_methods(BenchSettings(target="t"))
+    assert "autoregressive" in alone
+    assert not {"vanilla", "rest", "adaptix", "generate-assistant"} & set(alone)
+    both = choose_methods(BenchSettings(target="t", draft=["d"], datastore="s"))
+    assert {"vanilla", "rest", "adaptix", "generate-assistant"} <= set(both)
+    assert choose_methods(BenchSettings(target="t", methods=["lookahead"], peers=False)) == ["lookahead"]
+
+
+def test_drafts_are_called_by_their_folders():
+    assert draft_names(["runs/a/draft", "runs/b/draft", "best=x/y"]) == {
+        "draft": "runs/a/draft",
+        "b/draft": "runs/b/draft",
+        "best": "x/y",
+    }
+    with pytest.raises(UserError, match="two drafts are called"):
+        draft_names(["a=x", "a=y"])
+
+
+def test_suites_are_called_without_their_paths_where_that_is_unique(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("Tom has\n")
+    a, b = (f"prompts={tmp_path}/{name}.txt" for name in "ab")
+    assert [suite.name for suite in open_suites([a, "open"])] == ["prompts", "open"]
+    assert [suite.name for suite in open_suites([a, b])] == [a, b]
+    with pytest.raises(UserError, match="no suite is given"):
+        open_suites([])
+
+
+@pytest.fixture(scope="module")
+def written(bench, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "report.json").write_text(json.dumps({"drafts": [1], "methods": "old"}))
+    return write_report(bench, asdict(BenchSettings(target="t")), folder)
+
+
+def test_a_report_of_distill_keeps_what_it_holds(bench, written):
+    assert [file.name for file in written] == ["report.json", "bench.html"]
+    content = json.loads(written[0].read_text())
+    assert content["drafts"] == [1]
+    assert content["methods"] == bench.rows
+    assert content["machine"]["threads"] == torch.get_num_threads()
+    assert content["bench"]["costs"]["small"]["cost_ratio"] == bench.session.costs["small"].cost_ratio
+
+
+def test_the_page_holds_every_method_and_needs_nothing_from_outside(bench, written):
+    page = written[1].read_text()
+    for row in bench.rows:
+        assert row["name"] in page
+    assert page.count("<svg") >= 2 * 5
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "https://" not in page
+
+
+def test_the_table_tells_lossless_relaxed_and_peers_apart(bench):
+    console = Console(width=130, file=io.StringIO())
+    console.print(table(bench.blocks[0]))
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    marks = {words[0]: words[1] for words in lines if len(words) > 8}
+    assert marks["vanilla"] == "="
+    assert marks["adasd"] == "≈"
+    assert marks["generate-assistant"] == "·"
+
+
+def test_the_ratios_name_the_fastest_lossless_method(bench):
+    told = ratios(bench.rows)
+    assert len(told) == 2
+    assert told[0].startswith("toy, greedy: without a draft ")
+    assert "× generate(assistant_model=…)" in told[0]
+
+
+def test_no_method_is_called_the_fastest_lossless_one_if_its_texts_are_not_the_targets(bench):
+    rows = [dict(row) for row in bench.rows]
+    best = fastest_lossless(rows)
+    assert best["name"] in ("vanilla", "prompt-lookup")
+    for row in rows:
+        if row["name"] == best["name"] and row["temperature"] == 0:
+            row["identical_to_target"] = False
+    other = fastest_lossless(rows)
+    assert other["name"] == ({"vanilla", "prompt-lookup"} - {best["name"]}).pop()
+    assert fastest_lossless(rows, 1.0)["name"] == other["name"]  # sampled texts tell nothing: the greedy ones do
+    assert f"not model.generate's texts, though lossless in exact arithmetic: {best['name']}" in ratios(rows)[0]
+    for row in rows:
+        if row["method"] == "autoregressive" and row["temperature"] == 0:
+            row["identical_to_target"] = False
+    assert fastest_lossless(rows) is None
+    assert not any("fastest lossless" in line for line in ratios(rows))
+
+
+def test_methods_may_carry_options_of_their_own(models):
+    _, draft = models
+    methods = ["ears:beta=0.2", "vanilla:draft_length=5", "vanilla", "adaptix:adaptive=false"]
+    planned = plan(methods, {"d": draft}, draft_lengths=[3], options=MethodOptions(beta=0.05))
+    assert [c.name for c in planned] == [m.replace(":", " ") for m in methods]
+    assert [c.options.beta for c in planned] == [0.2, 0.05, 0.05, 0.05]
+    assert [c.options.draft_length for c in planned] == [3, 5, 3, None]
+    assert [c.options.adaptive for c in planned] == [True, True, True, False]
+
+
+def test_prompts_are_kept_for_paired_comparisons(bench):
+    for detail in bench.analysis:
+        row = next(r for r in bench.rows if all(r[k] == detail[k] for k in ("name", "suite", "temperature")))
+        prompts = detail["prompts"]
+        assert len(prompts) == row["prompts"]
+        assert sum(sum(p["tokens"]) for p in prompts) == row["tokens"]
+        assert sum(p["score"] for p in prompts) / len(prompts) == pytest.approx(row["accuracy"])
+        assert ("accepted" in prompts[0]) != row["peer"]
+    learned = {d["name"] for d in bench.analysis if d.get("verification_threshold") is not None}
+    assert learned == {"adasd"}
+
+
+def test_cost_optimal_drafts_by_the_costs_that_were_measured_before(models) -> None:
+    target, draft = models
+    session = Session(target, {"small": draft}, make_tokenizer(), BenchOptions(max_new_tokens=8, repeats=1))
+    session.costs["small"] = CostModel(0.25, {1: 1.0, 9: 1.4}, draft_overhead=0.05, target_seconds=0.01)
+    (entry,) = plan(["cost-optimal"], {"small": draft}, [0.0])
+    lengths = EntryRun(session, entry).systems[0].lengths
+    lengths.limit(1)
+    assert lengths.token_cost == pytest.approx(0.30 + 0.05)
+    (given,) = plan(["cost-optimal:cost_ratio=0.5"], {"small": draft}, [0.0])
+    system = EntryRun(session, given).systems[0]
+    system.lengths.limit(1)
+    assert system.lengths.token_cost == system.stop.threshold.cost_ratio == 0.5
+    (plain, guarded) = plan(["vanilla", "vanilla:never_slower=true"], {"small": draft}, [0.0])
+    assert EntryRun(session, plain).systems[0].lengths is None
+    assert EntryRun(session, guarded).systems[0].lengths.costs.drafting(1) == pytest.approx(
+        0.30 * lengths.costs.plain(1)
+    )
+
+
+def test_what_no_model_drafts_has_no_known_cost(models) -> None:
+    target, draft = models
+    session = Session(target, {"small": draft}, make_tokenizer(), BenchOptions(max_new_tokens=8, repeats=1))
+    (entry,) = plan(["lookahead:never_slower=true"], {"small": draft}, [0.0])
+    with pytest.raises(UserError, match="which lookahead does not; vanilla, "):
+        EntryRun(session, entry)

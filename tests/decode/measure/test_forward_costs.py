@@ -1,0 +1,169 @@
+"""Costs and the formulas on them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from pairs import make_pair, make_tokenizer
+
+from decode.core.method_options import MethodOptions
+from decode.core.sampling import Warp
+from decode.core.target import Target
+from decode.loop import decode
+from decode.measure.costs.forward_costs import CostMeter, CostModel
+from decode.measure.costs.forward_timer import time_forwards
+from decode.measure.offline_acceptance import offline_alpha
+from decode.measure.predicted_speedup import (
+    best_length,
+    break_even,
+    predicted_speedup,
+    replay,
+    replayed_speedup,
+    speedup_of_rounds,
+    tokens_per_round,
+    verdict,
+)
+from decode.methods import MethodInputs, build
+from decode.models.loading.choose_runner import open_runner
+
+
+def flat(n: float) -> float:
+    return 1.0
+
+
+def test_tokens_per_round_is_the_geometric_sum():
+    assert tokens_per_round(0.8, 5) == pytest.approx((1 - 0.8**6) / 0.2)
+    assert tokens_per_round(1.0, 5) == 6
+    assert tokens_per_round(0.0, 5) == 1
+
+
+def test_predicted_speedup_by_hand():
+    # α = 0.8, γ = 5: 3.68928 tokens for 5 · 0.1 + 1.5 = 2 target forwards
+    assert predicted_speedup(0.8, 5, 0.1, lambda n: 1.5) == pytest.approx(1.84464)
+    assert predicted_speedup(0.8, 5, 0.1, lambda n: 1.5, o=0.5) == pytest.approx(3.68928 / 2.5)
+    assert predicted_speedup(0.3, 0, 0.1, flat) == 1  # no draft, no gain
+
+
+def test_verification_cost_is_read_at_the_drafted_tokens_and_the_pending_one():
+    asked = []
+    predicted_speedup(0.5, 4, 0.1, lambda n: asked.append(n) or 1.0)
+    assert asked == [5]
+
+
+def test_speedup_of_measured_rounds_by_hand():
+    # rounds with k = 2, m = 2 and k = 3, m = 0: 4 tokens for 5 · 0.1 + 1.2 + 1.4
+    v = {3: 1.2, 4: 1.4}
+    assert speedup_of_rounds([2, 3], [2, 0], 0.1, v.__getitem__) == pytest.approx(4 / 3.1)
+
+
+def test_replay_of_certain_acceptances_by_hand():
+    # "110111" with drafts of 2: accept 2 and emit the third; accept 2 and emit the sixth
+    assert replay([1, 1, 0, 1, 1, 1], 2) == (2, {2: 2})
+    # "010" with drafts of 2: reject at once; then one token of room, accepted, and the end
+    rounds, lengths = replay([0, 1, 0], 2)
+    assert rounds == 2
+    assert lengths == {2: 1, 1: 1}
+
+
+def test_replay_is_the_expectation_over_all_outcomes():
+    accept, length = [0.3, 0.9, 0.5, 0.7, 0.2, 0.6], 2
+    expected = 0.0
+    for fate in itertools.product([0, 1], repeat=len(accept)):
+        weight = 1.0
+        for kept, a in zip(fate, accept):
+            weight *= a if kept else 1 - a
+        expected += weight * replay(fate, length)[0]
+    assert replay(accept, length)[0] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("length", [1, 3, 6])
+def test_replay_of_greedy_acceptances_counts_the_rounds_that_decoding_takes(tiny, length):
+    target, draft = make_pair(tiny)
+    runner, warp = open_runner(target), Warp()
+    prompt = make_tokenizer()("Tom has 3 apples").input_ids
+    parts = MethodInputs(runner, warp, open_runner(draft), options=MethodOptions(draft_length=length))
+    out = decode(Target(runner), build("vanilla", parts), warp, prompt, max_new_tokens=40)
+    accept = offline_alpha(target, draft, [(out.ids, len(prompt))], warp).texts[0]
+    assert 0 < sum(accept) < len(accept)
+    rounds, lengths = replay(accept, length)
+    assert rounds == out.trace.rounds
+    drafted = sorted(k for k, n in lengths.items() for _ in range(round(n)))
+    assert drafted == sorted(out.trace.drafted)
+
+
+def test_replayed_speedup_with_equal_acceptances_tends_to_the_formula():
+    text = [0.7] * 4000
+    assert replayed_speedup([text], 4, 0.1, flat) == pytest.approx(predicted_speedup(0.7, 4, 0.1, flat), rel=2e-3)
+
+
+def test_break_even_is_where_the_prediction_is_one():
+    alpha = break_even(4, 0.2, lambda n: 1.3)
+    assert alpha is not None
+    assert predicted_speedup(alpha, 4, 0.2, lambda n: 1.3) == pytest.approx(1, abs=1e-5)
+    # a single draft token pays from α = c + v(2) − 1 on
+    assert break_even(1, 0.3, lambda n: 1.2) == pytest.approx(0.5, abs=1e-5)
+
+
+def test_no_acceptance_breaks_even_if_drafting_costs_as_much_as_it_can_save():
+    assert break_even(3, 1.0, lambda n: 1.5) is None
+
+
+def test_best_length_is_zero_unless_something_gains():
+    assert best_length({1: 1.1, 2: 1.3, 3: 1.2}) == 2
+    assert best_length({1: 0.9, 2: 0.8}) == 0
+    assert best_length({}) == 0
+
+
+def test_verdict_says_whether_the_pair_can_win():
+    cheap = CostModel(0.05, {1: 1.0, 2: 1.0, 16: 1.5})
+    gains = {k: predicted_speedup(0.8, k, 0.05, cheap.v) for k in range(1, 16)}
+    assert f"draft length {best_length(gains)}" in verdict(0.8, cheap, gains)
+    assert "should gain" in verdict(0.8, cheap, gains)
+
+    losses = {k: predicted_speedup(0.01, k, 0.05, cheap.v) for k in range(1, 16)}
+    told = verdict(0.01, cheap, losses)
+    assert "cannot win on this machine" in told
+    assert "α = 0.010" in told
+
+    dear = CostModel(1.2, {1: 1.0, 2: 1.4, 16: 3.0})
+    hopeless = {k: predicted_speedup(0.9, k, 1.2, dear.v) for k in range(1, 16)}
+    assert "even if every token were accepted" in verdict(0.9, dear, hopeless)
+
+
+def test_verify_cost_is_interpolated_and_extended():
+    cost = CostModel(0.1, {1: 1.0, 2: 1.2, 4: 1.6, 8: 2.0})
+    assert cost.v(2) == 1.2
+    assert cost.v(3) == pytest.approx(1.4)
+    assert cost.v(6) == pytest.approx(1.8)
+    assert cost.v(16) > cost.v(9) > cost.v(8)
+    assert json.loads(json.dumps(cost.to_dict()))["verify_cost"][0] == [1, 1.0]
+
+
+def test_costs_are_measured_at_every_width_and_leave_no_trace_in_the_caches(tiny):
+    target, draft = (open_runner(model) for model in make_pair(tiny))
+    cost = CostMeter(target, draft, context=20).run(3)
+    assert sorted(cost.verify_cost) == list(range(1, 17))
+    assert cost.verify_cost[1] == 1
+    assert cost.cost_ratio == pytest.approx(cost.draft_seconds / cost.target_seconds)
+    assert cost.context == 20
+    assert target.length == draft.length == 0
+    assert CostMeter(target).run(1).cost_ratio == 0
+
+
+def test_costs_stay_within_a_short_context(tiny):
+    runner = open_runner(tiny("gpt2", n_positions=12))
+    cost = CostMeter(runner, context=128).run(1)
+    assert max(cost.verify_cost) < 12
+    assert cost.context + max(cost.verify_cost) <= 12
+
+
+def test_watching_forwards_times_them_and_leaves_the_runner_as_it_was(tiny):
+    runner = open_runner(make_pair(tiny)[0])
+    before = runner.read
+    with torch.inference_mode(), time_forwards(runner, runner) as watch:
+        runner.read(torch.tensor([1, 2, 3]))
+    assert watch.seconds > 0
+    assert runner.read == before

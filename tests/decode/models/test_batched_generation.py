@@ -1,0 +1,105 @@
+"""Texts of many prompts at once are those that each prompt has alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from decode.core.rng import TorchRng
+from decode.core.sampling import Warp
+from decode.core.target import Target
+from decode.loop import decode
+from decode.methods import MethodInputs, build
+from decode.models import batched_generation
+from decode.models.batched_generation import draws_named, draws_of_loop, uniform_draws, write_texts
+from decode.models.loading.choose_runner import open_runner
+
+Tiny = Callable[..., PreTrainedModel]
+PROMPTS = [[5, 9, 3], [7], [2, 11, 13, 17, 19, 23, 4, 8], [30, 31]]
+
+
+def written(model: PreTrainedModel, warp: Warp, *, budget: int = 12, stops: Collection[int] = ()) -> list[list[int]]:
+    return write_texts(model, PROMPTS, warp, budgets=budget, stop_ids=stops, draws=draws_named(0))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "codegen", "gpt2", "opt", "mistral", "phi"])
+def test_a_batch_of_prompts_is_answered_as_generate_answers_each_alone(tiny: Tiny, family: str) -> None:
+    model = tiny(family)
+    for prompt, got in zip(PROMPTS, written(model, Warp(0.0))):
+        ids = torch.tensor([prompt])
+        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        assert got == wanted[0, len(prompt) :].tolist()
+
+
+def test_a_text_ends_at_its_stop_token_or_budget_and_the_others_go_on(tiny: Tiny) -> None:
+    model = tiny("llama")
+    free = written(model, Warp(0.0))
+    stop = free[0][4]
+    cut = written(model, Warp(0.0), stops={stop})
+    for whole, part in zip(free, cut):
+        end = whole.index(stop) + 1 if stop in whole else len(whole)
+        assert part == whole[:end]
+    short = write_texts(model, PROMPTS, Warp(0.0), budgets=[3, 0, 12, 1], stop_ids=(), draws=draws_named(0))
+    assert short == [free[0][:3], [], free[2], free[3][:1]]
+
+
+def test_packed_weights_write_the_same_texts(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    plain = [written(model, warp) for warp in (Warp(0.0), Warp(1.0))]
+    monkeypatch.setattr(batched_generation, "PACKED", 0)
+    assert batched_generation._packing(model, 3) == "off"
+    assert batched_generation._packing(model, 4) == "on"
+    assert [written(model, warp) for warp in (Warp(0.0), Warp(1.0))] == plain
+
+
+def test_samples_follow_the_warped_distribution(tiny: Tiny) -> None:
+    model, warp = tiny("llama"), Warp(0.8, top_p=0.9)
+    ids = torch.tensor([PROMPTS[0]])
+    p = warp(model(ids).logits[0, -1:].detach())[0]
+    texts = write_texts(model, [PROMPTS[0]] * 4000, warp, budgets=1, stop_ids=(), draws=draws_named(1))
+    share = np.bincount([text[0] for text in texts], minlength=len(p)) / 4000
+    assert not share[p.numpy() == 0].any()
+    assert 0.5 * np.abs(share - p.numpy()).sum() < 0.04
+
+
+def test_a_text_has_its_own_draws_and_the_model_is_left_as_it_was(tiny: Tiny) -> None:
+    model = tiny("llama")
+    model.train()
+    try:
+        together = written(model, Warp(1.0))
+        assert model.training
+        for i, prompt in enumerate(PROMPTS):
+            draws = lambda _, count, i=i: uniform_draws(0, i, count=count)  # noqa: E731
+            assert write_texts(model, [prompt], Warp(1.0), budgets=12, stop_ids=(), draws=draws) == [together[i]]
+    finally:
+        model.eval()
+    assert len({tuple(text) for text in together}) == 4
+
+
+@pytest.mark.parametrize("warp", [Warp(0.0), Warp(1.0), Warp(0.7, top_p=0.9, repetition_penalty=1.3)], ids=str)
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_texts_are_those_of_the_loop_without_a_drafter(tiny: Tiny, warp: Warp, batch_size: int | None) -> None:
+    model = tiny("llama")
+    runner = open_runner(model)
+    system = build("autoregressive", MethodInputs(runner, warp))
+    alone = [
+        decode(Target(runner), system, warp, prompt, max_new_tokens=40, stop_ids={7}, rng=TorchRng(3 + i)).new_ids
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    finished: list[int] = []
+    texts = write_texts(
+        model,
+        PROMPTS,
+        warp,
+        budgets=40,
+        stop_ids={7},
+        draws=draws_of_loop(3),
+        batch_size=batch_size,
+        progress=finished.append,
+    )
+    assert texts == alone
+    assert sum(finished) == len(PROMPTS)

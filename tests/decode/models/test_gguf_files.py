@@ -1,0 +1,133 @@
+"""GGUF files stand wherever a model or tokenizer is named; those that cannot be read are refused with the next step."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from gguf_files import unpacked, write_gguf
+from pairs import make_tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from decode.__main__ import main
+from decode.core.errors import UserError
+from decode.models.loading.open_model import load_config, load_model, load_tokenizer, open_draft
+
+CPU = {"device": "cpu", "dtype": "float32"}
+
+
+@pytest.fixture
+def model(tiny: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    made = copy.deepcopy(tiny("llama-tied", vocab_size=280, intermediate_size=64, max_position_embeddings=256))
+    made.generation_config.eos_token_id = made.config.eos_token_id = 0
+    return made
+
+
+@pytest.fixture
+def file(tmp_path: Path, model: PreTrainedModel) -> Path:
+    return write_gguf(tmp_path / "model.gguf", model, make_tokenizer(chat=True))
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_1"])
+def test_logits_are_those_of_the_unpacked_weights(kind: str, model: PreTrainedModel, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", model, make_tokenizer(), kind)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.copy_(unpacked(weight, kind))
+    found, tokenizer = load_model(path, **CPU), load_tokenizer(path)
+    ids = torch.tensor([tokenizer("Tom has 3 apples")["input_ids"]])
+    assert torch.equal(ids, torch.tensor([make_tokenizer()("Tom has 3 apples")["input_ids"]]))
+    with torch.no_grad():
+        assert torch.allclose(found(ids).logits, model(ids).logits, atol=1e-5)
+
+
+def test_digits_are_read_one_by_one_where_the_header_says_so(model: PreTrainedModel, tmp_path: Path) -> None:
+    texts = ["one 12 12\n\n"] * 9
+    plain = make_tokenizer().train_new_from_iterator(texts, vocab_size=280)
+    split = [load_tokenizer(write_gguf(tmp_path / f"{pre}.gguf", model, plain, pre=pre)) for pre in ("gpt-2", "smollm")]
+    assert [tokenizer.tokenize("a 12") for tokenizer in split] == [["a", "Ġ12"], ["a", "Ġ", "1", "2"]]
+    assert [tokenizer.tokenize("a\n\n1")[1:] for tokenizer in split] == [["Ċ", "Ċ", "1"], ["ĊĊ", "1"]]
+    split[1].save_pretrained(tmp_path / "plain")
+    assert load_tokenizer(tmp_path / "plain").tokenize("a 12") == ["a", "Ġ", "1", "2"]
+
+
+def test_a_folder_with_one_file_is_that_file_and_its_tokenizer_is_read(file: Path, model: PreTrainedModel) -> None:
+    target, tokenizer = load_model(file.parent, **CPU), load_tokenizer(file.parent)
+    assert tokenizer.eos_token_id == 0
+    assert "[assistant]" in tokenizer.chat_template
+    assert load_config(file.parent).num_hidden_layers == 2
+    draft = open_draft(file.parent, target, tokenizer)
+    assert isinstance(draft, PreTrainedModel)
+    other = make_tokenizer().train_new_from_iterator(["other words"], vocab_size=280)
+    write_gguf(file, model, other)
+    with pytest.raises(UserError, match="the draft's tokenizer is not the target's"):
+        open_draft(file.parent, target, tokenizer)
+
+
+def test_a_model_from_a_file_is_trained_and_saved_like_any_other(file: Path, tmp_path: Path) -> None:
+    found = load_model(file, **CPU)
+    found.train()(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
+    assert found.model.embed_tokens.weight.grad is not None
+    found.save_pretrained(tmp_path / "plain")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), again.parameters(), strict=True))
+
+
+def test_generate_takes_files_for_target_and_draft(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    main(["generate", "--target", str(file), "--draft", str(file), "--prompt", "Tom has", "--max-new-tokens", "5"])
+    captured = capfd.readouterr()
+    assert captured.out
+    assert "it/s" not in captured.err
+
+
+def refusal(path: Path) -> str:
+    """What is said of a path where a model is asked for."""
+    with pytest.raises(UserError) as caught:
+        load_model(path, **CPU)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_damaged_files_are_refused(file: Path) -> None:
+    whole = file.read_bytes()
+    for size in (len(whole) - 5000, 300):
+        file.write_bytes(whole[:size])
+        assert "damaged or cut off; download it again" in refusal(file)
+        with pytest.raises(UserError, match=r"cannot load the tokenizer.*damaged or cut off"):
+            load_tokenizer(file)
+    file.write_bytes(b"no such thing" * 100)
+    assert "it is no GGUF file" in refusal(file)
+
+
+def test_what_cannot_be_unpacked_is_named(file: Path, model: PreTrainedModel) -> None:
+    whole = file.read_bytes()
+    at = whole.index(b"blk.0.ffn_up.weight") + len("blk.0.ffn_up.weight") + 4 + 2 * 8
+    for number, message in ((27, "of type I64, which cannot be unpacked; take another"), (250, "does not know; take")):
+        file.write_bytes(whole[:at] + number.to_bytes(4, "little") + whole[at + 4 :])
+        assert message in refusal(file)
+    write_gguf(file, model, make_tokenizer(), arch="starfish")
+    assert re.search("architecture is 'starfish', and transformers reads GGUF files of .*llama", refusal(file))
+
+
+def test_several_files_and_parts_of_one_are_refused(file: Path, model: PreTrainedModel) -> None:
+    second = write_gguf(file.with_name("other.gguf"), model, make_tokenizer())
+    assert f"holds 2 GGUF files; give one of them, such as {file}" in refusal(file.parent)
+    second.unlink()
+    part = file.rename(file.with_name("model-00001-of-00003.gguf"))
+    assert "part 1 of 3 of a model; join the parts with llama.cpp" in refusal(part)
+    part.with_name("model-00002-of-00003.gguf").touch()
+    with pytest.raises(UserError, match="part 1 of 3"):
+        load_model(file.parent, **CPU)
+    assert "there is no file" in refusal(file)
+
+
+def test_the_package_is_named_where_it_is_missing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "gguf" else find(name, *rest))
+    assert "needs the package gguf; install it with pip install gguf" in refusal(file)

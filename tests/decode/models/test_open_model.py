@@ -1,0 +1,153 @@
+"""Opening a model: device and number format are decided once; what cannot be opened is refused with the next step."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pairs import make_tokenizer, save_pair
+from safetensors.torch import load_file, save_file
+
+from decode.core.errors import UserError
+from decode.models.loading import open_model as opening
+from decode.models.loading.open_model import (
+    choose_device,
+    choose_dtype,
+    load_model,
+    load_tokenizer,
+    open_draft,
+    placement,
+)
+
+CPU = {"device": "cpu", "dtype": "float32"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny: Any) -> Path:
+    return save_pair(tmp_path, tiny)
+
+
+def test_auto_is_the_gpu_and_the_checkpoints_format_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there, device, dtype in ((True, "cuda", "auto"), (False, "cpu", "float32")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert choose_device("auto") == torch.device(device)
+        assert choose_dtype("auto", choose_device("auto")) == dtype
+    assert choose_dtype("bfloat16", torch.device("cpu")) == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("mps", "no float64"), ("cuda", "choose cpu or auto"), ("gpu", "choose auto, cpu, cuda"), ("cuda:3", "cuda:0")],
+)
+def test_devices_that_are_not_here_are_refused(device: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda:3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match=message):
+        choose_device(device)
+
+
+def test_an_unknown_format_is_refused_and_16_bits_say_what_lossless_means(folder: Path) -> None:
+    with pytest.raises(UserError, match="choose auto or one of float32"):
+        choose_dtype("f16", torch.device("cpu"))
+    model = load_model(folder / "target", device="cpu", dtype="bfloat16")
+    assert "up to that rounding" in placement(model)
+    assert placement(load_model(folder / "target", **CPU)) == "on cpu, float32"
+
+
+def refusal(path: Path) -> str:
+    """What is said of a path where a model is asked for."""
+    with pytest.raises(UserError) as caught:
+        load_model(path, **CPU)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_file_that_is_cut_off_is_refused(folder: Path) -> None:
+    weights = folder / "target" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert "damaged or cut off" in refusal(folder / "target")
+
+
+def test_weights_of_another_shape_than_the_configuration_are_refused(folder: Path) -> None:
+    config = folder / "target" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 20}))
+    assert "other shapes than its config.json" in refusal(folder / "target")
+
+
+def test_a_checkpoint_without_a_layer_is_refused(folder: Path) -> None:
+    weights = folder / "target" / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(weights).items() if ".layers.1." not in name}
+    save_file(kept, weights, metadata={"format": "pt"})
+    assert re.search(r"incomplete.*model\.layers\.1\.", refusal(folder / "target"))
+
+
+def test_pickled_weights_say_how_to_convert_them(folder: Path) -> None:
+    state = load_file(folder / "target" / "model.safetensors")
+    (folder / "target" / "model.safetensors").unlink()
+    torch.save(state, folder / "target" / "pytorch_model.bin")
+    assert re.search(r"convert them with python -c .*save_pretrained", refusal(folder / "target"))
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    assert "empty" in refusal(tmp_path)
+    (tmp_path / "notes.txt").write_text("hello")
+    assert "no config.json" in refusal(tmp_path)
+    assert "no such folder" in refusal(tmp_path / "missing")
+    assert "it is a file" in refusal(tmp_path / "notes.txt")
+
+
+def test_quantised_weights_without_their_package_are_refused(folder: Path) -> None:
+    config = folder / "target" / "config.json"
+    quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | quantised))
+    assert "package that is not installed" in refusal(folder / "target")
+
+
+def test_quantised_weights_are_placed_while_loading_and_not_moved(folder: Path, monkeypatch: Any) -> None:
+    asked: dict[str, Any] = {}
+    model = load_model(folder / "target", **CPU)
+    monkeypatch.setattr(model, "to", lambda *_: pytest.fail("moved"))
+
+    def from_pretrained(name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+        asked.update(options)
+        return model, {"missing_keys": set()}
+
+    monkeypatch.setattr(opening, "AutoModelForCausalLM", SimpleNamespace(from_pretrained=from_pretrained))
+    config = folder / "target" / "config.json"
+    quantised = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | quantised))
+    load_model(folder / "target", **CPU)
+    assert asked["device_map"] == {"": torch.device("cpu")}
+
+
+def test_a_draft_goes_where_its_target_is_in_its_format(folder: Path) -> None:
+    target = load_model(folder / "target", device="cpu", dtype="bfloat16", device_map="cpu")
+    draft = open_draft(folder / "draft", target, make_tokenizer())
+    assert draft.dtype == torch.bfloat16
+    assert draft.device == target.device
+
+
+def test_a_drafts_tokenizer_that_cannot_be_read_is_an_error_and_not_left_unchecked(folder: Path) -> None:
+    target = load_model(folder / "target", **CPU)
+    (folder / "draft" / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="cannot load the tokenizer"):
+        open_draft(folder / "draft", target, make_tokenizer())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        os.remove(folder / "draft" / name)
+    assert open_draft(folder / "draft", target, make_tokenizer()).num_parameters()
+
+
+def test_a_gguf_file_is_opened_or_says_which_package_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(64))
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(UserError, match=r"gguf"):
+            load_tokenizer(path)
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match="2 GGUF files; give one"):
+        load_model(tmp_path, **CPU)

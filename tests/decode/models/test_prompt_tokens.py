@@ -1,0 +1,95 @@
+"""Prompts and chats have the same ids wherever they are read; only prompts get a start token by the tokenizer."""
+
+from __future__ import annotations
+
+import pytest
+from pairs import make_tokenizer
+from tokenizers_of_kinds import CHAT_TEMPLATES, byte_level, sentencepiece, with_start
+
+from decode.core.errors import UserError
+from decode.models.prompt_tokens import chat_ids, check_template, continuation_ids, prompt_ids, render_chat, start_ids
+from distill.data.chats import ChatFormat, chat_examples
+from distill.data.tokenize import pair_examples, prompt_part
+
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("template", sorted(CHAT_TEMPLATES))
+def test_a_chat_is_what_its_template_writes_whether_the_tokenizer_adds_a_start_token_or_not(
+    template: str, adds: bool
+) -> None:
+    """Engines send the template's text with add_special_tokens=False, as transformers does."""
+    tokenizer = with_start(template, adds=adds)
+    ids = chat_ids(tokenizer, HELLO)
+    assert ids == tokenizer.apply_chat_template(HELLO, tokenize=True, add_generation_prompt=True, return_dict=False)
+    written = "bos_token" in CHAT_TEMPLATES[template]
+    assert ids.count(tokenizer.bos_token_id) == (1 if written else 0)
+    assert tokenizer.decode(ids[-len("<assistant>") :]) == "<assistant>"
+
+
+@pytest.mark.parametrize("template", sorted(CHAT_TEMPLATES))
+def test_a_chat_has_the_same_ids_in_training_and_in_decoding(template: str) -> None:
+    tokenizer = with_start(template)
+    (example,) = chat_examples(ChatFormat(tokenizer), [*HELLO, {"role": "assistant", "content": "Hello"}])
+    assert prompt_part(example.input_ids, example.labels) == chat_ids(tokenizer, HELLO)
+    assert example.messages == HELLO
+
+
+def test_a_prompt_has_the_same_ids_in_training_and_in_decoding() -> None:
+    for tokenizer in (with_start(), with_start(end=True), with_start(adds=False), byte_level(), sentencepiece()):
+        (example,) = pair_examples(tokenizer, [("a b", "c")])
+        assert prompt_part(example.input_ids, example.labels) == prompt_ids(tokenizer, "a b")
+        assert example.input_ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.eos_token_id not in prompt_ids(tokenizer, "a b")
+
+
+def test_a_prompt_that_begins_with_the_start_token_gets_no_second_one() -> None:
+    tokenizer = with_start()
+    assert start_ids(tokenizer) == [1]
+    assert prompt_ids(tokenizer, "ab")[:2] == [1, 2]
+    assert prompt_ids(tokenizer, "<s>ab").count(1) == 1
+    assert prompt_ids(tokenizer, "") == [1]
+    with pytest.raises(UserError, match="the prompt is empty"):
+        prompt_ids(with_start(adds=False), "")
+
+
+def test_a_continuation_gets_neither_start_token_nor_space() -> None:
+    tokenizer = with_start(end=True)
+    assert [tokenizer.convert_ids_to_tokens(ids) for ids in continuation_ids(tokenizer, ["ab", " c"])] == [
+        ["a", "b"],
+        ["▁", "c"],
+    ]
+
+
+def test_further_variables_reach_the_template() -> None:
+    tokenizer = with_start("thinking")
+    assert render_chat(tokenizer, HELLO, ask=True).endswith("<assistant>")
+    quiet = render_chat(tokenizer, HELLO, ask=True, template_args={"enable_thinking": False})
+    assert quiet.endswith("<assistant><think></think>")
+
+
+def test_messages_that_a_template_refuses_are_an_error_that_says_so() -> None:
+    with pytest.raises(UserError, match=r"does not accept these messages.*turns must alternate"):
+        chat_ids(with_start("strict"), [*HELLO, *HELLO])
+    with pytest.raises(UserError, match="no chat template"):
+        chat_ids(make_tokenizer(), HELLO)
+
+
+def test_a_template_that_cannot_be_chatted_with_is_refused() -> None:
+    for name in CHAT_TEMPLATES:
+        check_template(with_start(name))
+    deaf = with_start("plain")
+    deaf.chat_template = "{% for m in messages if m.role == 'user' %}<user>{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match="does not write the assistant's turns"):
+        check_template(deaf)
+
+
+def test_a_system_message_that_a_template_refuses_or_leaves_out_is_an_error_with_the_next_step() -> None:
+    check_template(with_start("plain"), "Be brief.")
+    with pytest.raises(UserError, match=r"refuses a system message .*no system messages.*leave out --system"):
+        check_template(with_start("strict"), "Be brief.")
+    silent = with_start("plain")
+    silent.chat_template = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match="leaves the system message out"):
+        check_template(silent, "Be brief.")

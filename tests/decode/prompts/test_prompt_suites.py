@@ -1,0 +1,303 @@
+import csv
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from decode.commands.checks import open_suites
+from decode.core.errors import UserError
+from decode.prompts.data_presets import PRESETS, held_out
+from decode.prompts.dataset_files import read_rows
+from decode.prompts.prompt_suites import load_suite
+
+ROWS = [{"question": f"What is {n} plus {n}?", "answer": f"{n}+{n}={2 * n}\n#### {2 * n}"} for n in range(20)]
+
+
+def write(path, rows):
+    """The rows in the format of the path's ending."""
+    path = str(path)
+    if path.endswith(".parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return path
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        if path.endswith(".csv"):
+            table = csv.DictWriter(file, list(rows[0]))
+            table.writeheader()
+            table.writerows(rows)
+        elif path.endswith(".json"):
+            json.dump(rows, file)
+        else:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl", "csv", "parquet"])
+def test_every_local_format_gives_the_same_prompts(tmp_path, ending):
+    suite = load_suite(f"gsm8k={write(tmp_path / f'rows.{ending}', ROWS)}")
+    assert [p.id for p in suite.prompts] == [f"gsm8k/{n}" for n in range(20)]
+    assert suite.prompts[3].text.startswith("What is 3 plus 3?\nAnswer the above question.")
+    assert suite.prompts[3].reference == "3+3=6\nThe final answer is:  6"
+    assert suite.score(suite.prompts[3], "So 3+3=6. The final answer is: 6") == 1.0
+    assert suite.score(suite.prompts[3], "So 3+3=7. The final answer is: 7") == 0.0
+
+
+def test_a_text_file_gives_a_prompt_a_line(tmp_path):
+    (tmp_path / "p.txt").write_text("First prompt\n\nSecond prompt\n", encoding="utf-8")
+    for spec in ("prompts", "gsm8k"):
+        suite = load_suite(f"{spec}={tmp_path / 'p.txt'}")
+        assert [p.text for p in suite.prompts] == ["First prompt", "Second prompt"]
+        assert suite.score is None
+        assert suite.note
+
+
+def test_a_json_object_with_one_list_is_read_as_its_rows(tmp_path):
+    (tmp_path / "r.json").write_text(json.dumps({"version": 1, "data": ROWS}), encoding="utf-8")
+    assert read_rows(tmp_path / "r.json") == ROWS
+
+
+def test_arithmetic_follows_option_seed_split_and_limit():
+    easy, hard = load_suite("arithmetic", limit=12), load_suite("arithmetic:3", limit=12)
+    assert len(easy.prompts) == len(hard.prompts) == 12
+    assert len(load_suite("arithmetic").prompts) == 100
+    assert easy.prompts != load_suite("arithmetic", limit=12, seed=1).prompts
+    assert easy.prompts != load_suite("arithmetic", limit=12, split="validation").prompts
+    assert easy.prompts == load_suite("arithmetic:1", limit=12).prompts
+    assert all(easy.score(p, p.reference) == 1.0 for p in easy.prompts)
+    assert easy.score(easy.prompts[0], easy.prompts[1].reference + "9") == 0.0
+
+
+def test_open_questions_have_no_score_and_say_why():
+    suite = load_suite("open")
+    assert len({p.text for p in suite.prompts}) == 20
+    assert suite.score is None
+    assert "no right answer" in suite.note
+
+
+def test_a_limit_takes_a_seeded_sample_in_order(tmp_path):
+    path = write(tmp_path / "r.jsonl", ROWS)
+    places = [int(p.id.split("/")[1]) for p in load_suite(f"gsm8k={path}", limit=8, seed=3).prompts]
+    assert places == sorted(places)
+    assert len(set(places)) == 8
+    assert places == [int(p.id.split("/")[1]) for p in load_suite(f"gsm8k={path}", limit=8, seed=3).prompts]
+    assert places != [int(p.id.split("/")[1]) for p in load_suite(f"gsm8k={path}", limit=8, seed=4).prompts]
+
+
+def test_spec_bench_rows_with_references_of_all_shapes_are_read(tmp_path):
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
+        {"question_id": 82, "category": "qa", "turns": ["Who?"], "reference": ["Ann"]},
+        {"question_id": 83, "category": "rag", "turns": ["Where?"], "reference": [["Rome", "Roma"], ["Italy"]]},
+    ]
+    suite = load_suite(f"spec_bench={write(tmp_path / 'question.jsonl', rows)}")
+    assert [p.id for p in suite.prompts] == ["spec_bench/81", "spec_bench/82", "spec_bench/83"]
+    assert [p.reference for p in suite.prompts] == [None, "Ann", "Rome"]
+    assert suite.prompts[0].turns == ("Write.", "Again.")
+    assert [p.category for p in suite.prompts] == ["multi-turn", "qa", "rag"]  # MT-Bench's are one
+    only = load_suite(f"spec_bench:rag={tmp_path / 'question.jsonl'}")
+    assert [p.id for p in only.prompts] == ["spec_bench/83"]
+    for name in ("multi-turn", "writing"):
+        assert [p.id for p in load_suite(f"spec_bench:{name}={tmp_path / 'question.jsonl'}").prompts] == [
+            "spec_bench/81"
+        ]
+    with pytest.raises(UserError, match="choose one of multi-turn, qa, rag, writing"):
+        load_suite(f"spec_bench:cooking={tmp_path / 'question.jsonl'}")
+
+
+CATEGORIES = {"multi-turn", "translation", "summarization", "qa", "math_reasoning", "rag"}
+
+
+def test_the_chat_suite_has_sixteen_prompts_in_each_of_six_categories():
+    suite = load_suite("chat")
+    assert len(suite.prompts) == len({p.id for p in suite.prompts}) == len({p.turns for p in suite.prompts}) == 96
+    assert Counter(p.category for p in suite.prompts) == dict.fromkeys(CATEGORIES, 16)
+    assert all(len(p.turns) == 1 + (p.category == "multi-turn") for p in suite.prompts)
+    passages = [p.text for p in suite.prompts if p.category in ("summarization", "rag")]
+    assert all(80 <= len(text.split()) <= 250 for text in passages)
+    assert {p.category for p in load_suite("chat:qa").prompts} == {"qa"}
+
+
+@pytest.mark.parametrize("limit", [4, 6, 12, 20])
+def test_a_limited_suite_takes_evenly_from_its_categories(limit):
+    chosen = load_suite("chat", limit=limit).prompts
+    assert chosen == load_suite("chat", limit=limit).prompts
+    assert chosen != load_suite("chat", limit=limit, seed=1).prompts
+    counts = Counter(p.category for p in chosen)
+    assert sum(counts.values()) == limit
+    assert max(counts.values()) - min(counts.get(name, 0) for name in CATEGORIES) <= 1
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "turns"),
+    [
+        ({"question": "2+2?", "answer": "2+2=4\n#### 4"}, "2+2?\nAnswer the above question.", ()),
+        ({"question": "Who?", "answer": "Ann"}, "Who?", ()),
+        ({"instruction": "Add.", "input": "1, 2", "output": "3"}, "Instruction:\nAdd.", ("Add.\n\n1, 2",)),
+        ({"prompt": "def f():", "canonical_solution": "", "test": "", "entry_point": "f"}, "def f():", None),
+        ({"category": "writing", "turns": ["One.", "Two."], "question_id": 81}, "One.", ("One.", "Two.")),
+        ({"prompt": "Say something.", "weight": 3}, "Say something.", ()),
+    ],
+)
+def test_a_file_is_recognised_by_its_columns(tmp_path, row, prompt, turns):
+    path = write(tmp_path / "mine.jsonl", [row])
+    for spec in (path, f"mine={path}"):
+        (found,) = load_suite(spec).prompts
+        assert found.text.startswith(prompt)
+        assert turns is None or found.turns == turns
+    assert [suite.name for suite in open_suites([path])] == ["mine"]
+
+
+def test_a_file_of_unknown_columns_is_refused_with_what_is_known(tmp_path):
+    path = write(tmp_path / "mine.jsonl", [{"id": 1, "query": "Who?"}])
+    with pytest.raises(UserError, match=r"columns id, query are of no known data set.*rename.*--suite NAME=.*gsm8k"):
+        load_suite(path)
+    with pytest.raises(UserError, match="there is no file"):
+        load_suite("missing.jsonl")
+    with pytest.raises(UserError, match=r"turns is 'One\.'; give a list"):
+        load_suite(f"prompts={write(tmp_path / 'turns.jsonl', [{'turns': 'One.'}])}")
+
+
+def test_mmlu_asks_for_a_letter(tmp_path):
+    rows = [{"question": "2+2?", "subject": "maths", "choices": ["3", "4", "5", "6"], "answer": 1}]
+    suite = load_suite(f"mmlu={write(tmp_path / 'm.jsonl', rows)}")
+    assert suite.prompts[0].text == "2+2?\nA. 3\nB. 4\nC. 5\nD. 6\nAnswer:"
+    assert suite.prompts[0].reference == " B"
+    assert suite.score(suite.prompts[0], " B. 4") == 1.0
+
+
+def test_mbpp_rows_go_to_their_official_split_and_run_only_when_allowed(tmp_path):
+    row = {"text": "Add.", "code": "def add(a, b):\r\n    return a + b", "test_list": ["assert add(1, 2) == 3"]}
+    path = write(tmp_path / "mbpp.jsonl", [row | {"task_id": n} for n in (5, 11, 510, 511, 601)])
+    suite = load_suite(f"mbpp={path}")
+    assert [p.id for p in suite.prompts] == ["mbpp/11", "mbpp/510"]
+    assert suite.score is None
+    assert "--allow-code-execution" in suite.note
+    assert [p.id for p in load_suite(f"mbpp={path}", split="train").prompts] == ["mbpp/601"]
+    running = load_suite(f"mbpp={path}", allow_code_execution=True)
+    assert running.score(running.prompts[0], running.prompts[0].reference) == 1.0
+    assert running.score(running.prompts[0], "def add(a, b):\n    return a - b\n") == 0.0
+
+
+def test_rows_with_the_same_key_stay_apart(tmp_path):
+    row = {"text": "Add.", "code": "x", "test_list": [], "task_id": 12}
+    suite = load_suite(f"mbpp={write(tmp_path / 'm.jsonl', [row, row | {'text': 'Subtract.'}])}")
+    assert [p.id for p in suite.prompts] == ["mbpp/0", "mbpp/1"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("gsm8", "did you mean 'gsm8k'"),
+        ("arithmatic", "did you mean 'arithmetic'"),
+        ("zzzz", "Suites: arithmetic, gsm8k"),
+        ("arithmetic:4", "arithmetic:1, :2 or :3"),
+        ("open:2", "no option '2'"),
+        ("gsm8k=", "--suite gsm8k=PATH"),
+        ("gsm8k=missing.jsonl", "no file 'missing.jsonl'"),
+        ("prompts", "--suite prompts=PATH"),
+        ("spec_bench", "--suite spec_bench=PATH"),
+    ],
+)
+def test_a_wrong_spec_is_answered_with_the_next_step(spec, said):
+    with pytest.raises(UserError, match=said):
+        load_suite(spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("e.jsonl", "", "no rows"),
+        ("e.json", "[]", "no rows"),
+        ("e.csv", "question,answer\n", "no rows"),
+        ("e.txt", "\n \n", "no rows"),
+        ("b.jsonl", '{"question": "a"}\n{broken', "line 2"),
+        ("b.json", "{broken", "cannot be read"),
+        ("b.parquet", "not parquet", "cannot be read"),
+        ("b.xlsx", "?", "ends in '.xlsx'"),
+        ("l.jsonl", "[1, 2]\n", "named columns"),
+        ("c.jsonl", '{"q": "a", "answer": "b"}\n', "question is missing from q, answer"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_with_the_reason(tmp_path, name, content, said):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=said):
+        load_suite(f"gsm8k={tmp_path / name}")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A local folder that the Hub's libraries read in the place of a preset's repository."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "hub"
+    folder.mkdir()
+
+    def serve(name, **files):
+        for split, rows in files.items():
+            write(folder / f"{split}.jsonl", rows)
+        monkeypatch.setitem(PRESETS, name, replace(PRESETS[name], hub=str(folder), config=None))
+
+    return serve
+
+
+def test_a_split_is_read_from_the_hub(hub):
+    hub("gsm8k", train=ROWS[:15], test=ROWS[15:])
+    suite = load_suite("gsm8k")
+    assert [p.reference[:2] for p in suite.prompts] == ["15", "16", "17", "18", "19"]
+    hub("humaneval", test=ROWS)
+    with pytest.raises(UserError, match=r"no split 'train'.*it has test"):
+        load_suite("humaneval", split="train")
+
+
+def test_a_hub_data_set_without_a_test_split_asks_what_training_leaves_out(hub):
+    rows = [{"instruction": f"Count to {n}.", "output": "..."} for n in range(200)]
+    hub("alpaca", train=rows)
+    asked = {split: {p.text for p in load_suite("alpaca", split=split).prompts} for split in ("train", "test")}
+    assert asked["test"] == {t for t in (PRESETS["alpaca"].prompt(r) for r in rows) if held_out(t) == "test"}
+    assert asked["test"]
+    assert not asked["test"] & asked["train"]
+
+
+def test_without_the_hub_the_error_names_the_local_alternative(offline):
+    with pytest.raises(UserError, match=r"suite 'gsm8k'.*HF_HUB_OFFLINE.*--suite gsm8k=PATH"):
+        load_suite("gsm8k")
+
+
+def test_a_hub_that_does_not_answer_counts_as_offline(monkeypatch):
+    asked = []
+
+    def silent(self, name, timeout):
+        asked.append(timeout)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", silent)
+    with pytest.raises(UserError, match="--suite mbpp=PATH"):
+        load_suite("mbpp")
+    assert asked == [5]
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_below_one_is_refused(limit):
+    with pytest.raises(UserError, match="at least 1"):
+        load_suite("open", limit=limit)
+
+
+def test_the_gsm8k_template_is_adaspecs():
+    row = {"question": "How many?", "answer": "1+1=2\n#### 2"}
+    preset = PRESETS["gsm8k"]
+    instruction = "Answer the above question. First think step by step and then answer the final number."
+    assert preset.prompt(row) == f"How many?\n{instruction}\n"
+    assert preset.response(row) == "1+1=2\nThe final answer is:  2"
+
+
+def test_held_out_prompts_are_a_fixed_share():
+    splits = [held_out(f"prompt {n}", 0.1) for n in range(4000)]
+    assert 300 < splits.count("validation") < 500
+    assert 300 < splits.count("test") < 500
+    assert splits == [held_out(f"prompt {n}", 0.1) for n in range(4000)]

@@ -1,0 +1,306 @@
+"""Texts decoded together: the joint distribution is the product of each text's own, and neighbours do not matter."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from enumeration import ScriptedRunner, joint_bias, random_table
+from families import CONTEXT, VOCAB, in_double, resembling
+from greedy import GREEDY, generate
+from scripted import corpus_drafters
+from transformers import PreTrainedModel
+
+from decode.batched_loop import decode_texts
+from decode.core.acceptance_rules import AcceptanceRule
+from decode.core.drafter_base import Drafter, NoDrafter
+from decode.core.errors import UserError
+from decode.core.method_options import MethodOptions
+from decode.core.rng import TorchRng
+from decode.core.runner_protocol import Runner
+from decode.core.sampling import Warp
+from decode.core.stopping.batch_draft_length import DraftLengths, RoundCosts
+from decode.core.stopping.stop_rules import StopRule
+from decode.core.target import Target
+from decode.drafters.draft_model import ModelDrafter
+from decode.drafters.early_exit import EarlyExitDrafter
+from decode.loop import System, decode
+from decode.methods import RULES, STOPS, MethodInputs
+from decode.models import free_memory
+from decode.models.loading.choose_runner import open_runner
+from decode.models.runners.fast_runner import FastRunner, fast_runner
+from decode.models.runners.huggingface_runner import HuggingFaceRunner
+from decode.models.runners.layer_subset import LayerSubset
+
+TOLERANCE = 1e-12
+SAMPLE = Warp(temperature=0.7)
+PAIR = [[0, 2, 1, 0, 2], [1, 0]]
+"""Two prompts of different lengths for tables of three tokens."""
+
+
+def tables(vocab: int = 3) -> tuple[ScriptedRunner, ScriptedRunner]:
+    return ScriptedRunner(random_table(1, vocab), vocab), ScriptedRunner(random_table(3, vocab), vocab)
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_two_texts_are_lossless_together_with_every_stop_rule(name: str) -> None:
+    target, draft = tables(2)
+    stop = STOPS[name](MethodInputs(target, SAMPLE, draft))
+    system = System(name, ModelDrafter(draft, SAMPLE, 2), stop)
+    before = stop.threshold.value
+    assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 3) < TOLERANCE
+    assert stop.threshold.value == before  # what a text learns stays with it
+
+
+@pytest.mark.parametrize("stop", ["length", "cost-optimal"])
+def test_two_texts_whose_draft_lengths_are_chosen_together_are_lossless(stop: str) -> None:
+    class Watched(DraftLengths):
+        def limit(self, batch: int) -> int:
+            limits.add(limit := super().limit(batch))
+            return limit
+
+    limits: set[int] = set()
+    target, draft = tables(2)
+    costs = RoundCosts({1: 1.0}, {1: 0.55, 2: 0.6}, {1: {1: 1.0, 4: 1.1}})
+    rule = STOPS[stop](MethodInputs(target, SAMPLE, draft, options=MethodOptions(draft_length=3)))
+    system = System("", ModelDrafter(draft, SAMPLE, 2), rule, lengths=Watched(costs, 3))
+    assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 3) < TOLERANCE
+    assert len(limits) > 1  # what was accepted of either text decides for both
+    assert 0 in limits
+
+
+@pytest.mark.parametrize("name", ["prompt-lookup", "rest", "adaptix", "adaptix-best-first", "lookahead", "random-tree"])
+def test_two_texts_are_lossless_together_with_every_drafter(name: str, tmp_path) -> None:
+    target, _ = tables()
+    drafter = corpus_drafters(tmp_path, 3, [PAIR[0] * 3])[name]()
+    assert joint_bias(target, System(name, drafter, StopRule()), SAMPLE, PAIR, 3) < TOLERANCE
+
+
+@pytest.mark.parametrize("stop_ids", [(), (1,)])
+def test_texts_that_end_at_different_times_and_wait_for_one_another_are_lossless(stop_ids: tuple[int, ...]) -> None:
+    target, draft = tables(2)
+    system = System("model", ModelDrafter(draft, SAMPLE, 2), StopRule(2))
+    prompts = [[0, 1, 1], [1], [0, 0]]
+    assert joint_bias(target, system, SAMPLE, prompts, 2, batch_size=2, stop_ids=stop_ids) < TOLERANCE
+
+
+def test_a_relaxed_rule_is_seen_to_be_relaxed_in_texts_together() -> None:
+    target, draft = tables(2)
+    relaxed: AcceptanceRule = RULES["ears"](MethodInputs(target, SAMPLE, draft))
+    system = System("ears", ModelDrafter(draft, SAMPLE, 2), StopRule(2), relaxed)
+    assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 3) > 1e-3
+
+
+WARP = Warp(temperature=1.3, top_k=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "runner", "tokens"),
+    [("llama", fast_runner, 3), ("gpt_neox", fast_runner, 2), ("gpt2", HuggingFaceRunner, 2)],
+)
+def test_two_texts_are_lossless_together_through_real_caches(
+    family: str, runner: Callable[[PreTrainedModel], Runner], tokens: int, tiny, tmp_path
+) -> None:
+    model = in_double(tiny(family, vocab_size=8, dtype=torch.float64))
+    target, draft = runner(model), runner(resembling(model, 0.2))
+    prompts = [[3, 1, 4, 1, 5, 1, 4], [2, 7]]
+    lookahead = corpus_drafters(tmp_path, 8, [prompts[0] * 3])["lookahead"]
+    drafters = [ModelDrafter(draft, WARP, 8), lookahead()]
+    if isinstance(target, FastRunner):
+        drafters.append(EarlyExitDrafter(target, WARP, LayerSubset(1)))
+    with torch.inference_mode():
+        for drafter in drafters:
+            assert joint_bias(target, System("", drafter, StopRule(3)), WARP, prompts, tokens) < TOLERANCE
+
+
+PROMPTS = [[3, 7, 1, 9], [1, 2, 3, 1, 2, 3, 1, 2], [5], [9, 9, 4] * 6, [40, 2], [8] * (CONTEXT - 6), [11, 30, 7]]
+
+
+SUBSETS = {"early-exit": LayerSubset(1), "layer-subset": LayerSubset.skipping(2, [], [1])}
+
+
+@pytest.fixture(scope="module")
+def methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, PreTrainedModel, Runner], Drafter]:
+    known = corpus_drafters(tmp_path_factory.mktemp("corpus"), VOCAB, PROMPTS)
+
+    def get(name: str, model: PreTrainedModel, runner: Runner, warp: Warp = GREEDY) -> Drafter:
+        if name == "model":
+            return ModelDrafter(open_runner(resembling(model, 0.15), fast=isinstance(runner, FastRunner)), warp, VOCAB)
+        if name in SUBSETS:
+            assert isinstance(runner, FastRunner)
+            return EarlyExitDrafter(runner, warp, SUBSETS[name])
+        return known[name]()
+
+    return get
+
+
+NAMES = ["none", "model", *SUBSETS, "prompt-lookup", "rest", "adaptix", "lookahead", "random-tree"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_text_is_what_generate_writes(name: str, methods, tiny) -> None:
+    model = tiny("llama")
+    runner = open_runner(model)
+    end = generate(model, PROMPTS[0], 20)[12]
+    wanted = [generate(model, p, min(20, CONTEXT + 1 - len(p)), eos_token_id=end) for p in PROMPTS]
+    assert len({len(text) - len(prompt) for text, prompt in zip(wanted, PROMPTS)}) > 2  # they end at different times
+    system = System(name, methods(name, model, runner), StopRule(4))
+    for batch_size in (1, 2, 7, 16):
+        done: list[int] = []
+        texts = decode_texts(
+            Target(runner), system, GREEDY, PROMPTS, rngs=[TorchRng(0) for _ in PROMPTS], batch_size=batch_size,
+            max_new_tokens=20, stop_ids={end}, finished=done.append,
+        )  # fmt: skip
+        assert [text.ids for text in texts] == wanted
+        assert sorted(done) == list(range(len(PROMPTS)))
+        assert runner.forward.rows == 1  # the memory is given back
+    if name not in ("none", "random-tree"):
+        assert sum(sum(text.trace.accepted) for text in texts) > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_that_draft_alike_take_the_forwards_of_one(name: str, methods, tiny, count_forwards) -> None:
+    model = tiny("llama")
+    runner = open_runner(model)
+    system = System(name, methods(name, model, runner), StopRule(4))
+
+    def forwards(count: int) -> int:
+        count_forwards.clear()
+        prompts = [PROMPTS[1]] * count
+        decode_texts(Target(runner), system, GREEDY, prompts, rngs=[TorchRng(0)] * count, max_new_tokens=16)
+        return len(count_forwards)
+
+    alone = forwards(1)
+    assert alone > 5
+    assert forwards(3) <= alone + 2 * 2  # prompts may be read by themselves
+
+
+def test_texts_whose_drafting_is_switched_off_and_on_are_what_generate_writes(methods, tiny) -> None:
+    model = tiny("llama")
+    runner = open_runner(model)
+    wanted = [generate(model, p, min(20, CONTEXT + 1 - len(p))) for p in PROMPTS]
+    for name in ("model", "early-exit"):
+        # dear drafts: after the first rounds only a probe now and then, whose draft has to read what it missed
+        lengths = DraftLengths(RoundCosts({1: 1.0}, {1: 0.9}, {1: {1: 1.0, 2: 1.0}}), 4)
+        system = System(name, methods(name, model, runner), StopRule(4), lengths=lengths)
+        for _ in range(4):
+            rngs = [TorchRng(0) for _ in PROMPTS]
+            texts = decode_texts(Target(runner), system, GREEDY, PROMPTS, rngs=rngs, batch_size=3, max_new_tokens=20)
+            assert [text.ids for text in texts] == wanted
+        drafted = [k for text in texts for k in text.trace.drafted]
+        assert 0 < sum(k > 0 for k in drafted) < len(drafted) / 2
+
+
+def test_a_draft_that_is_not_asked_does_not_read_the_prompts(methods, tiny, count_forwards) -> None:
+    class Never(DraftLengths):
+        def limit(self, batch: int) -> int:
+            return 0
+
+    model = tiny("llama")
+    runner = open_runner(model)
+    counts = []
+    for name in ("none", "model"):
+        lengths = Never(RoundCosts.of_ratios(0.1), 4)
+        system = System(name, methods(name, model, runner), StopRule(4), lengths=lengths)
+        count_forwards.clear()
+        decode_texts(Target(runner), system, GREEDY, PROMPTS[:3], rngs=[TorchRng(0)] * 3, max_new_tokens=8)
+        counts.append(len(count_forwards))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("family", ["mistral", "gpt2"])
+def test_the_ordinary_model_call_decodes_texts_together(family: str, methods, tiny) -> None:
+    model = tiny(family)
+    runner = open_runner(model, fast=False)
+    wanted = [generate(model, p, min(12, CONTEXT + 1 - len(p))) for p in PROMPTS]
+    for name in ("model", "lookahead"):
+        system = System(name, methods(name, model, runner), StopRule(4))
+        rngs = [TorchRng(0) for _ in PROMPTS]
+        texts = decode_texts(Target(runner), system, GREEDY, PROMPTS, rngs=rngs, batch_size=4, max_new_tokens=12)
+        assert [text.ids for text in texts] == wanted
+
+
+@pytest.mark.parametrize("name", ["model", "layer-subset", "adaptix", "lookahead"])
+def test_a_sampled_text_does_not_depend_on_its_neighbours(name: str, methods, tiny) -> None:
+    model, warp = tiny("llama"), Warp(1.0)
+    runner = open_runner(model)
+    drafter = methods(name, model, runner, warp)
+    stop = STOPS["entropy"](MethodInputs(runner, warp, None))
+    system = System(name, drafter, stop)
+
+    def texts(numbers: list[int], batch_size: int | None) -> list[list[int]]:
+        rngs = [TorchRng(i) for i in numbers]
+        prompts = [PROMPTS[i] for i in numbers]
+        options = {"batch_size": batch_size, "max_new_tokens": 16, "stop_ids": {7}}
+        return [text.new_ids for text in decode_texts(Target(runner), system, warp, prompts, rngs=rngs, **options)]
+
+    alone = [texts([i], None)[0] for i in range(len(PROMPTS))]
+    assert texts(list(range(len(PROMPTS))), 3) == alone
+    assert texts([4, 0, 6], None) == [alone[4], alone[0], alone[6]]
+    first = decode(
+        Target(runner), copy.copy(system), warp, PROMPTS[0], rng=TorchRng(0), max_new_tokens=16, stop_ids={7}
+    )
+    assert first.new_ids == alone[0]  # a text alone is a batch of one
+
+
+def test_prompts_that_cannot_be_decoded_do_not_keep_the_others_from_it(tiny) -> None:
+    model = tiny("llama")
+    runner = open_runner(model)
+    prompts = [[3, 7, 1, 9], [], [1] * (CONTEXT + 1), [5], [VOCAB]]
+    system = System("none", NoDrafter(), StopRule())
+    rngs = [TorchRng(0) for _ in prompts]
+    texts = decode_texts(Target(runner), system, GREEDY, prompts, rngs=rngs, batch_size=2, max_new_tokens=8)
+    assert [bool(text.error) for text in texts] == [False, True, True, False, True]
+    assert [text.ids for text in (texts[0], texts[3])] == [generate(model, prompts[i], 8) for i in (0, 3)]
+    assert "the prompt is empty" in str(texts[1].error)
+    assert "shorten it" in str(texts[2].error)
+    assert [text.new_ids for text in texts if text.error] == [[], [], []]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_fewer_texts_are_decoded_at_once_where_memory_does_not_hold_them(
+    fast: bool, methods, tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    runner = open_runner(model, fast=fast)
+    system = System("model", methods("model", model, runner), StopRule(3))
+    prompts, forked = [[3, 7, 1, 9], [5], [], [40, 2, 7]], []
+    both = 2 * (2 * 2 * 2 * 8 * 4)  # target and draft: layers, keys and values, their heads, width, float32
+    monkeypatch.setattr(free_memory, "free_memory", lambda _: 2.5 * both * 2.2 * 12)
+    fork = type(runner).fork
+    monkeypatch.setattr(type(runner), "fork", lambda self, count: forked.append(count) or fork(self, count))
+    rngs = [TorchRng(0) for _ in prompts]
+    with pytest.warns(UserWarning, match="memory holds 2 texts of 12 tokens; writing 2 instead of 3 at once"):
+        texts = decode_texts(Target(runner), system, GREEDY, prompts, rngs=rngs, max_new_tokens=8)
+    assert set(forked) == {2}
+    assert [text.ids for text in texts] == [generate(model, p, 8) if p else [] for p in prompts]
+
+
+def test_every_round_knows_the_drafts_of_the_texts_decoded_with_it(methods, tiny) -> None:
+    rngs = [TorchRng(0) for _ in range(3)]
+    model = tiny("llama")
+    runner = open_runner(model)
+    plain = System("plain", NoDrafter(), StopRule())
+    texts = decode_texts(Target(runner), plain, GREEDY, PROMPTS[:3], rngs=rngs, batch_size=2, max_new_tokens=4)
+    assert [text.trace.together for text in texts] == [[(0, 0)] * 4, [(0, 0)] * 4, [(0,)] * 4]
+    drafted = System("model", methods("model", model, runner), StopRule(4))
+    one, other = decode_texts(Target(runner), drafted, GREEDY, PROMPTS[:2], rngs=rngs[:2], max_new_tokens=20)
+    pairs = [sorted(pair) for pair in zip(one.trace.drafted, other.trace.drafted)]
+    assert any(a != b for a, b in pairs)
+    for text in (one, other):
+        assert [sorted(drafts) for drafts in text.trace.together[: len(pairs)]] == pairs
+
+
+def test_a_runner_that_serves_one_text_says_so() -> None:
+    class Single(ScriptedRunner):
+        fork = Runner.fork
+
+    target = Single(random_table(1, 3), 3)
+    system = System("none", NoDrafter(), StopRule())
+    rngs = [TorchRng(0), TorchRng(1)]
+    with pytest.raises(UserError, match="one text at a time; give a batch size of 1"):
+        decode_texts(Target(target), system, SAMPLE, PAIR, rngs=rngs, max_new_tokens=3)
+    texts = decode_texts(Target(target), system, SAMPLE, PAIR, rngs=rngs, batch_size=1, max_new_tokens=3)
+    assert [len(text.new_ids) for text in texts] == [3, 3]
