@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decode.commands.bench import bench as bench
+    from decode.commands.bench.command import bench as bench
     from decode.commands.generate import generate as generate
     from decode.commands.generated_text import Generation as Generation
     from decode.commands.profile import profile as profile
@@ -28,7 +28,7 @@ _HOMES = {
     "Generation": "decode.commands.generated_text",
     "Pair": "decode.models.loading.target_and_draft",
     "UserError": "decode.core.errors",
-    "bench": "decode.commands.bench",
+    "bench": "decode.commands.bench.command",
     "generate": "decode.commands.generate",
     "load": "decode.models.loading.target_and_draft",
     "profile": "decode.commands.profile",

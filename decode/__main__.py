@@ -9,9 +9,9 @@ from textwrap import indent
 
 import yaml
 
-from decode.commands.command_line import parse, take_flag
-from decode.commands.exit_status import run_main
-from decode.commands.settings import bench_settings
+from decode.commands.bench.settings import bench_settings
+from decode.commands.parsing.command_line import parse, take_flag
+from decode.commands.parsing.exit_status import run_main
 from decode.core.errors import choose
 
 
@@ -74,7 +74,7 @@ def _run(argv: list[str]) -> None:
         dry_run = take_flag(rest, "--dry-run")
         settings = bench_settings(rest, command.about, examples)
         if dry_run:
-            from decode.commands.bench_dry_run import shrink
+            from decode.commands.bench.dry_run import shrink
 
             settings = shrink(settings)
     else:

@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-from decode.commands.command_line import parse, take_flag
-from decode.commands.config_files import config_paths
-from decode.commands.exit_status import run_main
+from decode.commands.parsing.command_line import parse, take_flag
+from decode.commands.parsing.config_files import config_paths
+from decode.commands.parsing.exit_status import run_main
 from decode.core.errors import UserError
 
 ABOUT = """Trains a draft model for a target: target -> initial draft -> reference (DistillSpec) -> draft (AdaSPEC),
@@ -63,18 +63,18 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")
     dry_run, show = take_flag(argv, "--dry-run"), take_flag(argv, "--show-example")
     measure = take_flag(argv, "--estimate")
-    from distill.config.settings import Settings
+    from distill.config.run_settings import Settings
 
     settings = parse(
         Settings, argv, prog="python -m distill", description=ABOUT, examples=EXAMPLES, foreign=FOREIGN, aliases=TRACKER
     )
-    from distill.pipeline.runner import run_pipeline, show_example
+    from distill.pipeline.run_pipeline import run_pipeline, show_example
 
     if measure:
         from rich.console import Console
 
-        from distill.pipeline.estimate import measured_estimate
-        from distill.pipeline.estimate import show as show_estimate
+        from distill.pipeline.time_and_memory_estimate import measured_estimate
+        from distill.pipeline.time_and_memory_estimate import show as show_estimate
 
         console = Console()
         return show_estimate(measured_estimate(settings, console), settings, console)
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _bench(argv: list[str]) -> None:
-    from distill.experiments.benchmark import TrainingBenchSettings, run
+    from distill.experiments.training_benchmark import TrainingBenchSettings, run
 
     argv, aliases = _with_config(argv), {"json": "speed.json"}
     prog = "python -m distill bench"
@@ -97,7 +97,7 @@ def _bench(argv: list[str]) -> None:
 
 
 def _ablate(argv: list[str]) -> None:
-    from distill.experiments.ablate import AblateSettings, ablate
+    from distill.experiments.ablation import AblateSettings, ablate
 
     argv, foreign = _with_config(argv, "configs/ablation.yaml"), FOREIGN - {"ablation"}
     ablate(parse(AblateSettings, argv, prog="python -m distill ablate", description=ABLATE, foreign=foreign))

@@ -2,8 +2,8 @@
 
 import sys
 
-from decode.commands.command_line import parse, take_flag
-from decode.commands.exit_status import run_main
+from decode.commands.parsing.command_line import parse, take_flag
+from decode.commands.parsing.exit_status import run_main
 from decode.core.errors import UserError
 
 ABOUT = """Trains linear probes that predict, at every layer of a run's target, whether the token drafted there will be
@@ -21,7 +21,7 @@ EXAMPLES = """\
 
 def main(argv: list[str] | None = None) -> None:
     """Parses the arguments and runs."""
-    from probes.settings import ProbesSettings
+    from probes.probe_settings import ProbesSettings
 
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv:
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
         aliases=aliases,
     )
     if dry_run:
-        from probes.settings import shrink
+        from probes.probe_settings import shrink
 
         settings = shrink(settings)
     from probes.pipeline import run_probes

@@ -15,9 +15,9 @@ from decode.measure.costs.forward_costs import CostMeter
 from decode.measure.predicted_speedup import replayed_speedup
 from decode.methods import SELF_SPECULATIVE
 from decode.models.runners.fast_runner import FastRunner
-from probes.context import Mode, ProbeContext
-from probes.metrics import probability
-from probes.predict import HINDSIGHT, METHODS, Choice, best_of, predict, split_texts
+from probes.calibration_and_metrics import probability
+from probes.probe_context import Mode, ProbeContext
+from probes.simulated_speedup import HINDSIGHT, METHODS, Choice, best_of, predict, split_texts
 
 UNTUNED = 6
 """Tokens a draft in the example of LayerSkip's library, on which AdaSPEED's authors built: the constant length that one

@@ -17,19 +17,19 @@ from decode.measure.costs import machine
 from decode.models.loading.choose_runner import open_runner
 from decode.models.loading.open_model import check_tokenizers, load_model, load_tokenizer
 from decode.models.runners.fast_runner import FastRunner
-from distill.core.files import write_json
+from distill.core.file_fingerprints import write_json
 from distill.data.stage_context import StageContext
-from distill.pipeline.runner import alone_in, run_of, run_stages, say_end
+from distill.pipeline.run_pipeline import alone_in, run_of, run_stages, say_end
 from distill.tracking.logger import finish, for_stage, make_logger
-from probes.context import Mode, ProbeContext
+from probes.calibration_and_metrics import calibrate, evaluate_exits, scikit_check
 from probes.exit_search import advise, find_subset, predict_speedups, run_best
-from probes.features import Features, exit_layers
-from probes.metrics import calibrate, evaluate_exits, scikit_check
-from probes.page import write_page
-from probes.predict import HINDSIGHT, METHODS, Choice, best_of
-from probes.report import console_tables, findings
-from probes.settings import ProbesSettings
-from probes.train import train_probes
+from probes.fit_probes import train_probes
+from probes.hidden_state_features import Features, exit_layers
+from probes.probe_context import Mode, ProbeContext
+from probes.probe_page import write_page
+from probes.probe_report import console_tables, findings
+from probes.probe_settings import ProbesSettings
+from probes.simulated_speedup import HINDSIGHT, METHODS, Choice, best_of
 
 Rows = list[dict[str, Any]]
 

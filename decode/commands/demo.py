@@ -15,10 +15,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from decode.commands.checks import open_pair
 from decode.commands.generate import start
 from decode.commands.generated_text import LEGEND, STYLES, Generation, colored
 from decode.commands.settings import DemoSettings, GenerateSettings
+from decode.commands.settings_checks import open_pair
 from decode.core.errors import UserError
 from decode.methods import METHODS
 from decode.models.eagle.head import FeatureHead

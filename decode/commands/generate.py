@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from decode.commands.checks import (
+from decode.commands.generated_text import Generation, colored, show_statistics
+from decode.commands.settings import GenerateSettings
+from decode.commands.settings_checks import (
     api_settings,
     check_methods,
     check_models,
@@ -22,8 +24,6 @@ from decode.commands.checks import (
     told_chat,
     use_chat,
 )
-from decode.commands.generated_text import Generation, colored, show_statistics
-from decode.commands.settings import GenerateSettings
 from decode.core.errors import UserError
 from decode.core.rng import TorchRng
 from decode.core.target import Target
@@ -36,7 +36,8 @@ from decode.models.loading.generation_config import described
 from decode.models.loading.open_model import placement, stop_ids
 from decode.models.loading.target_and_draft import Pair
 from decode.models.other_vocabulary import ForeignDraft
-from decode.models.prompt_tokens import Detokenizer, chat_ids, marked, prompt_ids, stop_at, user_says
+from decode.models.prompt_tokens import chat_ids, prompt_ids, user_says
+from decode.models.streamed_text import Detokenizer, marked, stop_at
 
 
 def generate(

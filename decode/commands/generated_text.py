@@ -21,7 +21,7 @@ class Generation:
     method: str  # the method's name
     lossless: bool  # whether the output distribution is the target's
     seed: int  # of sampling
-    # rounds as marked text (`decode.models.prompt_tokens.marked`), to be iterated once while the text is generated
+    # rounds as marked text (`decode.models.streamed_text.marked`), to be iterated once while the text is generated
     pieces: Iterator[list[dict[str, str]]] = field(default_factory=lambda: iter(()), repr=False)
     ids: list[int] = field(default_factory=list)  # tokens generated so far
     trace: Trace = field(default_factory=Trace, repr=False)  # rounds so far

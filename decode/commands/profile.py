@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from decode.commands.checks import (
+from decode.commands.settings import ProfileSettings, required
+from decode.commands.settings_checks import (
     api_settings,
     check_models,
     make_warp,
@@ -19,7 +20,6 @@ from decode.commands.checks import (
     told_chat,
     use_chat,
 )
-from decode.commands.settings import ProfileSettings, required
 from decode.core.progress import working
 from decode.core.trace_metrics import FORMULAS
 from decode.measure.bench.pair_profile import PairProfile, profile_pair

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decode.core.errors import UserError
-from decode.engines.counts import ServedText, median, round_cost, tokens_per_second
-from decode.engines.engine import EngineSettings, opened
+from decode.engines.draft_counts import ServedText, median, round_cost, tokens_per_second
+from decode.engines.launch.engine_settings import EngineSettings
+from decode.engines.launch.start_engine import opened
 from decode.measure.bench.session import Item
 from decode.measure.bootstrap_statistics import median_interval
 from decode.models.config_from_shape import config_for

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from decode.commands import bench as compare
-from decode.commands.bench_checkpoint import draft_names, fingerprint
-from decode.commands.bench_dry_run import shrink
-from decode.commands.settings import BenchSettings, PaperSettings, bench_settings
+from decode.commands.bench import command as compare
+from decode.commands.bench.checkpoint import draft_names, fingerprint
+from decode.commands.bench.dry_run import shrink
+from decode.commands.bench.settings import BenchSettings, bench_settings
 from decode.core.atomic_files import write_text
 from decode.core.errors import UserError, choose
 from decode.methods import PROBED
 from decode.papers import Paper, papers
 from decode.papers.claims import Ordering
 from decode.papers.results import PaperTable, Results
+from decode.papers.settings import PaperSettings
 from decode.report.bench_tables import plain_table
 
 SCALES = ("quickstart", "gpu-small", "full")

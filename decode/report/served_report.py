@@ -17,7 +17,7 @@ def shown(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def served_page(served: Sequence[Mapping[str, Any]], name: str) -> Page:
-    """The page of a run's checks (`decode.engines.check.Check` as dictionaries), one section an engine."""
+    """The page of a run's checks (`decode.engines.serve_check.Check` as dictionaries), one section an engine."""
     blocks: list[Block] = []
     for check in served:
         blocks.append(Heading(check["engine"], "One request at a time."))
@@ -40,7 +40,7 @@ def record(result: Mapping[str, Any], draft: Path, run: Path | None) -> list[Pat
     """Write a check's rows where they are looked for; earlier ones of the same engine are replaced.
 
     Args:
-        result: a `decode.engines.check.Check` as a dictionary, ready for JSON.
+        result: a `decode.engines.serve_check.Check` as a dictionary, ready for JSON.
         draft: the draft's folder.
         run: a run's folder, whose report.json gets them.
 

@@ -9,8 +9,8 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from decode.core.errors import UserError
 from decode.core.method_options import check_numbers
-from distill.config.prompts import PromptSettings
-from distill.config.ranges import ContextLength, MinorShare
+from distill.config.number_ranges import ContextLength, MinorShare
+from distill.config.own_prompts import PromptSettings
 
 Kind = Literal["auto", "pairs", "chat", "text"]
 Overlong = Literal["drop", "cut"]

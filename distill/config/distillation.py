@@ -5,9 +5,9 @@ from typing import Literal
 
 from jsonargparse.typing import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt
 
-from distill.config.models import LoraSettings
+from distill.config.language_models import LoraSettings
 from distill.config.responses import ResponseSettings
-from distill.config.trainer import TrainingSettings
+from distill.config.training import TrainingSettings
 
 DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "kl_tv"]
 """Losses per token; `distill.losses.divergences` holds what they compute."""

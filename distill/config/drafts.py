@@ -9,7 +9,7 @@ from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 from decode.core.errors import UserError
 from decode.core.method_options import Seed, Share
 from distill.config.distillation import DivergenceName
-from distill.config.ranges import ShareBelowOne
+from distill.config.number_ranges import ShareBelowOne
 
 Iso = Literal["steps", "epochs", "teacher_tokens"]
 Scope = Literal["microbatch", "sequence", "global"]

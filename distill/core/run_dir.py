@@ -11,7 +11,7 @@ from typing import Any
 
 from decode.core.atomic_files import read_json
 from distill.core import ranks
-from distill.core.files import checksum, checksum_once, read_sealed, remove, sealed, write_json
+from distill.core.file_fingerprints import checksum, checksum_once, read_sealed, remove, sealed, write_json
 
 FOLDERS = ("target", "initial", "reference", "draft")
 """Stages with a folder of their own in the run; further drafts live under ``work/``."""

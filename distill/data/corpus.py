@@ -22,13 +22,14 @@ from decode.prompts.data_presets import PRESETS
 from decode.prompts.dataset_files import Row, quiet_datasets
 from decode.prompts.prompt_suites import Prompt, Suite
 from distill.config.data import DataSettings
-from distill.data.chats import ChatFormat
 from distill.data.example_table import example_table
 from distill.data.own_prompts.prompt_rows import prompt_rows
-from distill.data.own_prompts.sampler import PromptSampler
-from distill.data.show_example import check_masks
-from distill.data.sources import SPLITS, SourceRows, load_rows
-from distill.data.tokenize import IGNORE, prompt_part, train_tokenizer
+from distill.data.own_prompts.prompt_sampler import PromptSampler
+from distill.data.sources.rows import SPLITS, SourceRows, load_rows
+from distill.data.tokenization.chat_masks import ChatFormat
+from distill.data.tokenization.label_masks import IGNORE, prompt_part
+from distill.data.tokenization.show_label_masks import check_masks
+from distill.data.tokenization.train_tokenizer import train_tokenizer
 
 
 @dataclass

@@ -20,11 +20,11 @@ from decode.core.errors import UserError
 from decode.core.progress import current
 from decode.prompts.dataset_files import Row
 from distill.config.data import DataSettings
-from distill.core.files import fingerprint
-from distill.data.chats import ChatFormat, chat_examples, prompt_example
-from distill.data.row_file import select
-from distill.data.sources import LeftOut, SourceRows
-from distill.data.tokenize import IGNORE, Example, UnusableRow, pair_examples, text_examples
+from distill.core.file_fingerprints import fingerprint
+from distill.data.sources.rows import LeftOut, SourceRows
+from distill.data.sources.streamed_rows import select
+from distill.data.tokenization.chat_masks import ChatFormat, chat_examples, prompt_example
+from distill.data.tokenization.label_masks import IGNORE, Example, UnusableRow, pair_examples, text_examples
 
 COLUMNS = Features(
     {

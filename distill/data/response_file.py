@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.atomic_files import write_safely
-from distill.core.files import write_json
+from distill.core.file_fingerprints import write_json
 
 
 @dataclass(frozen=True)

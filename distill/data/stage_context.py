@@ -16,18 +16,18 @@ from transformers import PreTrainedModel
 
 from decode.core.progress import working
 from decode.models.loading.open_model import load_model, load_tokenizer
-from distill.config.settings import Settings
+from distill.config.run_settings import Settings
 from distill.core import ranks
-from distill.core.files import files_state
+from distill.core.file_fingerprints import files_state
 from distill.core.run_dir import RunDir
-from distill.data.chats import ChatFormat
+from distill.data.batches.datamodule import Seen
+from distill.data.batches.token_dataset import TokenDataset
 from distill.data.corpus import Corpus, load_corpus
 from distill.data.corpus_cache import kept_corpus
-from distill.data.datamodule import Seen
-from distill.data.own_prompts.sampler import PromptSampler
+from distill.data.own_prompts.prompt_sampler import PromptSampler
 from distill.data.own_prompts.user_turn import user_turn
 from distill.data.response_file import ResponseFile
-from distill.data.token_dataset import TokenDataset
+from distill.data.tokenization.chat_masks import ChatFormat
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,17 @@ import torch
 from torch.nn import functional
 
 from decode.models.eagle.head import FeatureHead
-from distill.data.batch_schedule import EvalBatches
-from distill.data.token_dataset import Batch, TokenDataset, label_mask
-from distill.eagle.features import INSIDE, FeatureSource
+from distill.data.batches.batch_schedule import EvalBatches
+from distill.data.batches.token_dataset import Batch, TokenDataset, label_mask
+from distill.eagle.target_features import INSIDE, FeatureSource
 from distill.losses.chunked_kl import LossRequest, TargetRows, fused_loss
 from distill.losses.divergences import Divergence
-from distill.losses.drafted import Drafted
+from distill.losses.draft_outputs import Drafted
 from distill.models.lm_head import LMHead
 from distill.models.precision import forward_precision
-from distill.teacher.kept_arrays import Array, Part
-from distill.teacher.shards import label_values
-from distill.teacher.signal_cache import scatter
+from distill.teacher.hidden_state_store import scatter
+from distill.teacher.store_shards import label_values
+from distill.teacher.stored_arrays import Array, Part
 from distill.teacher.target_distribution import HiddenRows, LogProbRows
 
 WHOLE = 1 << 28

@@ -15,8 +15,8 @@ from decode.measure.costs import machine
 from decode.measure.offline_acceptance import OfflineAlpha, paired
 from decode.measure.predicted_speedup import replay
 from decode.report.bench_tables import markdown_table, plain_table
-from distill.core.files import write_json
-from distill.report.summary import display, signed
+from distill.core.file_fingerprints import write_json
+from distill.report.run_summary import display, signed
 
 Row = dict[str, Any]
 

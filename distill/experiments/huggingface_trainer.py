@@ -18,13 +18,13 @@ from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from decode.core.runner_protocol import synchronize
-from distill.config.trainer import TrainerSettings, TrainingSettings
-from distill.data.batch_schedule import Schedule
+from distill.config.training import TrainerSettings, TrainingSettings
+from distill.data.batches.batch_schedule import Schedule
+from distill.data.batches.token_dataset import TokenDataset
 from distill.data.corpus import collate
-from distill.data.token_dataset import TokenDataset
-from distill.data.tokenize import IGNORE
+from distill.data.tokenization.label_masks import IGNORE
 from distill.losses.token_selection import Selection, share
-from distill.models.optim import make_optimizer, make_schedule
+from distill.models.optimizers import make_optimizer, make_schedule
 from distill.teacher.target_distribution import TargetSignal
 
 

@@ -27,7 +27,7 @@ from distill.losses.divergences import Divergence
 from distill.losses.token_selection import top_share
 from distill.models.lm_head import LMHead
 from distill.teacher.target_distribution import HiddenRows
-from distill.training.trainer import quiet
+from distill.training.lightning_trainer import quiet
 
 BUFFERS = 14
 """Copies of all rows times the vocabulary that the plain loss may have alive at once, for a guess of its needs; the

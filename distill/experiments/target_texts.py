@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from decode.core.progress import track
 from decode.models.loading.open_model import stop_ids
 from distill.config.responses import ResponseSettings
-from distill.core.files import fingerprint
+from distill.core.file_fingerprints import fingerprint
+from distill.data.batches.token_dataset import TokenDataset
 from distill.data.response_file import ResponseFile
 from distill.data.stage_context import StageContext
-from distill.data.token_dataset import TokenDataset
 from distill.generation.response_store import answered_here, make_jobs
 
 Text = tuple[list[int], int]

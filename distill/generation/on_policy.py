@@ -17,8 +17,8 @@ from decode.core.sampling import Warp
 from decode.models.batched_generation import Draws, uniform_draws
 from distill.config.responses import ResponseSettings
 from distill.core import ranks
-from distill.data.batch_schedule import Schedule
-from distill.data.token_dataset import Picks, TokenDataset
+from distill.data.batches.batch_schedule import Schedule
+from distill.data.batches.token_dataset import Picks, TokenDataset
 from distill.generation.response_store import response_rows
 
 

@@ -10,9 +10,9 @@ from decode.core.sampling import Warp
 from decode.models.batched_generation import GROUP, uniform_draws, write_texts
 from decode.models.prompt_tokens import continuation_ids, end_token
 from distill.config.responses import ResponseSettings
+from distill.data.batches.token_dataset import TokenDataset
 from distill.data.response_file import Response
-from distill.data.token_dataset import TokenDataset
-from distill.data.tokenize import IGNORE
+from distill.data.tokenization.label_masks import IGNORE
 
 Answer = Callable[[Sequence["Job"], Collection[int]], Iterator["Response"]]
 """Answers jobs in any order, each as soon as it is finished: those of the given examples, and others if it likes."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from distill.losses.compiled import Compiled
+from distill.losses.compiled_losses import Compiled
 from distill.losses.divergences import Divergence, TokenDistributions, log_probs
 from distill.losses.head_gradients import HeadGradients, RowIndex, chunk_rows, pick, row_slices
 from distill.models.lm_head import LMHead

@@ -7,7 +7,7 @@ from distill.config.drafts import AdaSpecSettings, ComparisonSettings
 from distill.losses.block_weights import BlockWeights
 from distill.losses.chunked_kl import LossRequest
 from distill.losses.divergences import Divergence
-from distill.losses.drafted import Drafted
+from distill.losses.draft_outputs import Drafted
 from distill.losses.token_selection import Selection
 
 

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from decode.core.errors import UserError
-from distill.config.trainer import Attention
+from distill.config.training import Attention
 
 
 def use_attention(model: PreTrainedModel, name: Attention) -> None:

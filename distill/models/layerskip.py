@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.models.layer_locations import check_structure, decoder_layers, final_norm, state_of
-from distill.config.models import LayerSkipSettings
+from distill.config.language_models import LayerSkipSettings
 
 WATCHED = 4  # exits at most whose loss is part of a validation
 

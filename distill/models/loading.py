@@ -16,7 +16,7 @@ from decode.core.errors import UserError
 from decode.models.config_from_shape import config_for
 from decode.models.loading.loading_errors import OFFLINE
 from decode.models.loading.open_model import load_config, load_model, pinned
-from distill.config.models import Architecture, ModelSettings
+from distill.config.language_models import Architecture, ModelSettings
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 """What a model and its tokenizer need of a Hub repository."""

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
-from distill.config.models import LoraSettings
+from distill.config.language_models import LoraSettings
 
 
 def add_adapter(model: PreTrainedModel, lora: LoraSettings, seed: int) -> Any:

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from decode.commands.bench_dry_run import row_with, save_tiny, tiny_model, write_rows
+from decode.commands.bench.dry_run import row_with, save_tiny, tiny_model, write_rows
 from decode.prompts.data_presets import PRESETS
+from distill.config.data import DataSettings
 from distill.config.export import HubSettings
-from distill.config.models import ModelSettings
-from distill.config.settings import Settings
-from distill.config.trainer import TrainingSettings
-from distill.data import DataSettings, load_corpus
+from distill.config.language_models import ModelSettings
+from distill.config.run_settings import Settings
+from distill.config.training import TrainingSettings
+from distill.data.corpus import load_corpus
 
 STEPS = 4
 

@@ -4,10 +4,10 @@ from dataclasses import asdict
 from typing import Any
 
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
-from distill.config.models import ModelSettings
-from distill.config.settings import Settings
+from distill.config.language_models import ModelSettings
+from distill.config.run_settings import Settings
 from distill.core import ranks
-from distill.core.files import files_state, fingerprint
+from distill.core.file_fingerprints import files_state, fingerprint
 
 VERSION = 1  # raised when a change of the code changes what a stage produces: folders made before are then made again
 

@@ -1,8 +1,8 @@
 """What each stage does: prepare a language model, or distil the target into a draft.
 
-Both return a finished model with what is known of it; `distill.pipeline.runner` decides which stages have to run and
+Both return a finished model with what is known of it; `run_pipeline` decides which stages have to run and
 puts the results in their folders. What differs between draft models and feature heads is a `Distillation`, made by
-`distill.pipeline.draft_models` or `distill.pipeline.eagle_heads`.
+`distill.pipeline.draft_stages` or `distill.pipeline.eagle_stages`.
 """
 
 import time
@@ -17,15 +17,15 @@ from decode.models.eagle.head_files import save_head
 from decode.models.loading.gguf_files import gguf_file
 from decode.models.loading.open_model import check_tokenizers, load_model, load_tokenizer
 from distill.config.drafts import AdaSpecSettings
-from distill.config.models import InitialDraftSettings, ModelSettings, TargetSettings
-from distill.config.trainer import TrainerSettings, TrainingSettings
-from distill.core.files import save_tokenizer
+from distill.config.language_models import InitialDraftSettings, ModelSettings, TargetSettings
+from distill.config.training import TrainerSettings, TrainingSettings
+from distill.core.file_fingerprints import save_tokenizer
 from distill.core.run_dir import StageRecord, account_of
-from distill.data.batch_schedule import Schedule
-from distill.data.datamodule import DistillDataModule
-from distill.data.packing import keeps_apart
+from distill.data.batches.batch_schedule import Schedule
+from distill.data.batches.datamodule import DistillDataModule
+from distill.data.batches.example_packing import keeps_apart
+from distill.data.batches.token_dataset import TokenDataset
 from distill.data.stage_context import StageContext
-from distill.data.token_dataset import TokenDataset
 from distill.generation.on_policy import OnPolicy
 from distill.losses.objective import Objective, divergence_of, objective_of
 from distill.models.layer_pruning import cut
@@ -40,12 +40,12 @@ from distill.models.loading import (
 from distill.models.lora import add_adapter
 from distill.models.precision import training_precision
 from distill.pipeline.training_budget import Plan, account, label_tokens, plan_draft, plan_reference
-from distill.teacher.prepare import answered_by_original, answered_by_target
+from distill.teacher.distillation_data import answered_by_original, answered_by_target
 from distill.tracking.logger import for_stage
-from distill.training.base_module import TrainingModule
 from distill.training.causal_lm import CausalLMModule
 from distill.training.distillation import DistillModule, token_counts
-from distill.training.trainer import fit
+from distill.training.lightning_module import TrainingModule
+from distill.training.lightning_trainer import fit
 
 MOST_SELECTED = 100  # entries of the list of tokens that AdaSPEC selects most
 

@@ -7,10 +7,10 @@ The reference (DistillSpec) takes S steps of B examples. AdaSPEC learns from the
 from dataclasses import dataclass
 
 from distill.config.drafts import Iso
-from distill.config.models import TrainingSettings
+from distill.config.language_models import TrainingSettings
 from distill.core.run_dir import Account
-from distill.data.batch_schedule import Schedule
-from distill.data.token_dataset import TokenDataset
+from distill.data.batches.batch_schedule import Schedule
+from distill.data.batches.token_dataset import TokenDataset
 
 
 @dataclass(frozen=True)

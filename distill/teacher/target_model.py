@@ -14,7 +14,7 @@ from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from decode.core.errors import UserError
 from decode.models.loading.open_model import choose_device, load_model
 from distill.data.stage_context import StageContext
-from distill.teacher.sharded import check_several, shard_layers
+from distill.teacher.sharded_target import check_several, shard_layers
 
 Item = TypeVar("Item")
 

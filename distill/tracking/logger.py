@@ -15,7 +15,7 @@ from lightning_utilities.core.imports import RequirementCache
 
 from decode.core.errors import UserError
 from decode.report.bench_tables import markdown_table
-from distill.config.settings import TrackerSettings
+from distill.config.run_settings import TrackerSettings
 from distill.tracking.wandb_run import StagedWandb, WandbRun
 
 

@@ -21,8 +21,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from decode.core.atomic_files import read_json
 from decode.core.errors import UserError
-from distill.config.settings import TrackerSettings
-from distill.core.files import fingerprint, write_json
+from distill.config.run_settings import TrackerSettings
+from distill.core.file_fingerprints import fingerprint, write_json
 
 Mode = Literal["online", "offline", "disabled"]
 REACH_SECONDS = 2.0

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from distill.data.token_dataset import Batch
+from distill.data.batches.token_dataset import Batch
 from distill.losses.next_token import next_token_hits, next_token_loss
 from distill.models.layerskip import LayerSkip
-from distill.training.base_module import TrainingModule
+from distill.training.lightning_module import TrainingModule
 
 
 class CausalLMModule(TrainingModule):

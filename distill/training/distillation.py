@@ -10,18 +10,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.models.eagle.head import FeatureHead
-from distill.config.trainer import TrainingSettings
-from distill.data.optimizer_step import OptimizerStep
-from distill.data.token_dataset import Batch, example_of_rows
-from distill.eagle.features import FeatureSource
+from distill.config.training import TrainingSettings
+from distill.data.batches.optimizer_step import OptimizerStep
+from distill.data.batches.token_dataset import Batch, example_of_rows
+from distill.eagle.target_features import FeatureSource
 from distill.losses.block_weights import BlockWeights
 from distill.losses.chunked_kl import LossRequest, LossRows, fused_loss, plain_loss
-from distill.losses.drafted import Drafted
+from distill.losses.draft_outputs import Drafted
 from distill.losses.head_gradients import can_fuse
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection, top_share
 from distill.teacher.target_distribution import TargetSource
-from distill.training.base_module import TrainingModule
+from distill.training.lightning_module import TrainingModule
 
 
 class DistillModule(TrainingModule):

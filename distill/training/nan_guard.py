@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decode.core.errors import UserError
-from distill.config.trainer import TrainingSettings
+from distill.config.training import TrainingSettings
 
 SHOWN = 16  # examples named in the message at most
 

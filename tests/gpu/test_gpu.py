@@ -25,9 +25,9 @@ from decode.loop import decode
 from decode.methods import MethodInputs, build
 from decode.models.loading.choose_runner import open_draft_runner, open_runner
 from decode.models.loading.open_model import load_model
-from distill.config.eagle import EagleSettings
-from distill.config.settings import Settings
-from distill.pipeline.runner import run_pipeline
+from distill.config.eagle_heads import EagleSettings
+from distill.config.run_settings import Settings
+from distill.pipeline.run_pipeline import run_pipeline
 
 DEVICE = os.environ.get("DRAFTSMITH_TEST_DEVICE", "cuda")
 CUDA = DEVICE.startswith("cuda")
@@ -172,7 +172,7 @@ def test_a_whole_run_in_bf16_mixed(tmp_path: Path) -> None:
 
 
 def test_a_whole_run_with_layerskip_lora_and_texts_of_the_target_and_the_draft(tmp_path: Path) -> None:
-    from distill.config.models import LoraSettings
+    from distill.config.language_models import LoraSettings
 
     settings = settings_in(tmp_path)
     settings.target.layerskip.enabled = True
@@ -206,7 +206,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
 
 def test_probes_are_trained_and_used(tmp_path: Path) -> None:
     from probes.pipeline import run_probes
-    from probes.settings import ProbeSettings, ProbesSettings
+    from probes.probe_settings import ProbeSettings, ProbesSettings
 
     settings = settings_in(tmp_path)
     settings.target.architecture.layers = 3

@@ -12,7 +12,7 @@ import torch
 from families import build_tiny
 from tiny_run import run_tiny, tiny_settings
 
-from distill.config.settings import Settings
+from distill.config.run_settings import Settings
 from distill.experiments.loss_benchmark import Sides, ways
 from distill.models.attention import use_attention
 from distill.models.lm_head import last_hidden

@@ -32,10 +32,10 @@ from decode.loop import System, decode, rounds
 from decode.methods import MethodInputs, build
 from decode.models.batched_generation import draws_named, write_texts
 from decode.models.loading.choose_runner import open_runner
-from probes.features import Features, collect, exit_layers
-from probes.metrics import auroc_gain, calibrate, evaluate, evaluate_exits, pairs_won, probability
-from probes.settings import ProbeSettings
-from probes.train import EXTRA_PENALTY, check_labels, train_probes
+from probes.calibration_and_metrics import auroc_gain, calibrate, evaluate, evaluate_exits, pairs_won, probability
+from probes.fit_probes import EXTRA_PENALTY, check_labels, train_probes
+from probes.hidden_state_features import Features, collect, exit_layers
+from probes.probe_settings import ProbeSettings
 
 DEPTH = 4
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7]]
@@ -71,7 +71,7 @@ def test_training_texts_are_sampled_and_judged_in_blocks_of_whole_texts(tiny, mo
     model = model_of(tiny)
     texts = texts_of(model, PROMPTS, Warp(), 9)
     whole = collect(model, texts, Warp(), exits=[1, 3], batch_size=3)
-    monkeypatch.setattr("probes.features.BLOCK", 7 * model.config.vocab_size)
+    monkeypatch.setattr("probes.hidden_state_features.BLOCK", 7 * model.config.vocab_size)
     blocks = collect(model, texts, Warp(), exits=[1, 3], batch_size=3)
     assert blocks.text.tolist() == whole.text.tolist() == [i for i in range(4) for _ in range(9)]
     torch.testing.assert_close(blocks.inputs, whole.inputs)

@@ -7,10 +7,10 @@ from tiny_run import tiny_settings
 
 from distill.config.distillation import Signal
 from distill.config.drafts import ComparisonSettings, Scope
-from distill.config.eagle import EagleSettings
-from distill.config.models import InitialDraftSettings, TargetSettings
+from distill.config.eagle_heads import EagleSettings
+from distill.config.language_models import InitialDraftSettings, TargetSettings
 from distill.config.responses import ResponseSettings
-from distill.config.settings import Settings
+from distill.config.run_settings import Settings
 
 
 @dataclass

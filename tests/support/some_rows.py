@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from distill.config.trainer import TrainingSettings
-from distill.data.token_dataset import TokenDataset
-from distill.data.tokenize import IGNORE
+from distill.config.training import TrainingSettings
+from distill.data.batches.token_dataset import TokenDataset
+from distill.data.tokenization.label_masks import IGNORE
 
 TRAINING = TrainingSettings(steps=4, batch_size=2, lr=1e-2)
 

@@ -15,13 +15,13 @@ from rich.console import Console
 from distill.config.data import DataSettings
 from distill.config.distillation import DistillSettings
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
-from distill.config.models import Architecture, InitialDraftSettings, TargetSettings
-from distill.config.settings import Settings, TrackerSettings
-from distill.config.trainer import TrainerSettings, TrainingSettings
+from distill.config.language_models import Architecture, InitialDraftSettings, TargetSettings
+from distill.config.run_settings import Settings, TrackerSettings
+from distill.config.training import TrainerSettings, TrainingSettings
 from distill.core.run_dir import RunDir
 from distill.data.stage_context import StageContext
-from distill.pipeline.runner import run_of, run_stages
-from distill.training.progress import ProgressLines
+from distill.pipeline.run_pipeline import run_of, run_stages
+from distill.training.progress_bar import ProgressLines
 
 
 def tiny_settings(folder: Path, **changes: Any) -> Settings:

@@ -13,15 +13,16 @@ from typing import Any
 
 from rich.console import Console
 
-from decode.commands.checks import check_models, measure_options, open_pair, open_suites, told_chat, use_chat
 from decode.commands.engines.settings import ServeCheckSettings
 from decode.commands.settings import required
+from decode.commands.settings_checks import check_models, measure_options, open_pair, open_suites, told_chat, use_chat
 from decode.core.atomic_files import read_json
 from decode.core.errors import UserError, choose
-from decode.engines.causes import causes_in_files
-from decode.engines.check import Check, CheckOptions, serve_check
-from decode.engines.engine import ENGINES, EngineSettings
-from decode.engines.gguf import convert
+from decode.engines.acceptance_gap_causes import causes_in_files
+from decode.engines.launch.engine_settings import EngineSettings
+from decode.engines.launch.gguf_conversion import convert
+from decode.engines.launch.start_engine import ENGINES
+from decode.engines.serve_check import Check, CheckOptions, serve_check
 from decode.measure.bench.session import Session
 from decode.measure.bootstrap_statistics import plain
 from decode.measure.costs import machine

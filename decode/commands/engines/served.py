@@ -8,8 +8,8 @@ from decode.commands.engines.settings import ServedSettings
 from decode.commands.settings import required
 from decode.core.atomic_files import read_json
 from decode.core.errors import UserError
-from decode.engines.metrics import Metrics, drift
-from decode.engines.server import Server
+from decode.engines.launch.server import Server
+from decode.engines.launch.server_metrics import Metrics, drift
 from decode.measure.bootstrap_statistics import plain
 
 

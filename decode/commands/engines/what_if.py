@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
-from decode.commands.checks import open_suites
 from decode.commands.engines.settings import WhatIfSettings
 from decode.commands.settings import required
+from decode.commands.settings_checks import open_suites
 from decode.core.atomic_files import read_json
 from decode.core.errors import UserError
-from decode.engines.engine import EngineSettings
+from decode.engines.launch.engine_settings import EngineSettings
 from decode.engines.what_if import marginal_rates, parse_shape, what_if
 from decode.measure.bench.session import Item
 from decode.measure.bootstrap_statistics import plain

@@ -42,7 +42,7 @@ from decode.measure.bootstrap_statistics import (
 )
 from decode.measure.costs.forward_costs import round_costs
 from decode.methods import METHODS
-from decode.models.prompt_tokens import Detokenizer, marked
+from decode.models.streamed_text import Detokenizer, marked
 from decode.prompts.prompt_suites import Suite
 
 TREES = {"rest", "adaptix", "adaptix-best-first", "lookahead", "eagle-tree"}

@@ -23,7 +23,8 @@ from decode.models.batched_generation import draws_of_loop, write_texts
 from decode.models.loading.choose_runner import open_draft_runner, open_runner
 from decode.models.loading.open_model import stop_ids
 from decode.models.other_vocabulary import DraftModel, ForeignDraft
-from decode.models.prompt_tokens import Detokenizer, Message, chat_ids, prompt_ids, user_says
+from decode.models.prompt_tokens import Message, chat_ids, prompt_ids, user_says
+from decode.models.streamed_text import Detokenizer
 from decode.prompts.prompt_suites import Prompt, Suite
 
 BASELINE = "autoregressive"  # the loop without a drafter, which `speedup` is measured against

@@ -5,7 +5,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection
 
-from distill.config.prompts import PromptSettings
+from distill.config.own_prompts import PromptSettings
 
 WORD = re.compile(r"\w+")
 Triple = tuple[str, ...]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from decode.core.errors import UserError
 from decode.models.prompt_tokens import plain_ids, written_ids
-from distill.data.chats import ChatFormat
-from distill.data.tokenize import UnusableRow
+from distill.data.tokenization.chat_masks import ChatFormat
+from distill.data.tokenization.label_masks import UnusableRow
 
 PROBE = "\ue000prompt\ue001"
 """Stands for the user's words while their place in a rendered chat is looked for; no text contains these characters."""

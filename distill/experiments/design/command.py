@@ -19,23 +19,23 @@ from decode.models.loading.choose_runner import open_runner
 from decode.models.loading.generation_config import own_warp
 from decode.report.bench_tables import console_table
 from distill.config.responses import ResponseSettings
-from distill.config.settings import Settings
-from distill.core.files import fingerprint, write_json
+from distill.config.run_settings import Settings
+from distill.core.file_fingerprints import fingerprint, write_json
 from distill.core.run_dir import RunDir
+from distill.data.batches.token_dataset import TokenDataset
 from distill.data.stage_context import StageContext
-from distill.data.token_dataset import TokenDataset
-from distill.experiments.design import untrained
-from distill.experiments.design.costs import Pricing, price_all, threads
-from distill.experiments.design.halving import Clock, Race
-from distill.experiments.design.page import VERIFIED, Results
-from distill.experiments.design.predict import best_of, forecast, slope_of
-from distill.experiments.design.report import Entry, show
+from distill.experiments.design import methods_without_training as untrained
+from distill.experiments.design.design_page import VERIFIED, Results
+from distill.experiments.design.draft_shapes import Shape, default_shape, space
+from distill.experiments.design.predicted_speedup import best_of, forecast, slope_of
 from distill.experiments.design.settings import DesignRunSettings
-from distill.experiments.design.space import Shape, default_shape, space
-from distill.experiments.design.trials import Trials
-from distill.experiments.design.verify import rank_correlation, verified, verify
+from distill.experiments.design.shape_costs import Pricing, price_all, threads
+from distill.experiments.design.shape_table import Entry, show
+from distill.experiments.design.successive_halving import Clock, Race
+from distill.experiments.design.training_trials import Trials
+from distill.experiments.design.verify_predictions import rank_correlation, verified, verify
 from distill.experiments.target_texts import Text, target_texts
-from distill.pipeline.runner import alone_in, run_of, run_stages, write_settings
+from distill.pipeline.run_pipeline import alone_in, run_of, run_stages, write_settings
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 
 

@@ -11,7 +11,7 @@ from jsonargparse.typing import NonNegativeInt, OpenUnitInterval, PositiveFloat,
 
 from decode.core.errors import UserError
 from decode.core.method_options import Temperature
-from distill.config.settings import Settings
+from distill.config.run_settings import Settings
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
 

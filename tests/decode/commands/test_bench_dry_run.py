@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from decode.__main__ import main
-from decode.commands.bench_dry_run import preset_row, row_with, shrink, write_rows
-from decode.commands.settings import BenchSettings
+from decode.commands.bench.dry_run import preset_row, row_with, shrink, write_rows
+from decode.commands.bench.settings import BenchSettings
 from decode.core.errors import UserError
 from decode.models.config_from_shape import FAMILIES, family_of
 from decode.prompts.data_presets import PRESETS

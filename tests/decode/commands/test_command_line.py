@@ -7,8 +7,8 @@ from typing import Literal
 
 import pytest
 
-from decode.commands.command_line import _typed_keys, parse, take_flag
-from decode.commands.exit_status import run_main
+from decode.commands.parsing.command_line import _typed_keys, parse, take_flag
+from decode.commands.parsing.exit_status import run_main
 from decode.core.errors import UserError
 
 

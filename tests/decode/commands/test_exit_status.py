@@ -14,7 +14,7 @@ import pytest
 from pairs import save_pair
 
 from decode.__main__ import main
-from decode.commands.exit_status import WRITING, run_main
+from decode.commands.parsing.exit_status import WRITING, run_main
 from decode.core.atomic_files import write_text
 
 ROOT = Path(__file__).parents[3]
@@ -36,7 +36,7 @@ LIBRARIES = {
 def test_a_file_that_cannot_be_written_is_one_line_whichever_library_writes(tmp_path):
     code = f"""
 import resource
-from decode.commands.exit_status import run_main
+from decode.commands.parsing.exit_status import run_main
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
 for library, write in {LIBRARIES!r}.items():
     path = {str(tmp_path)!r} + "/" + library

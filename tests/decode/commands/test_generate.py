@@ -14,7 +14,8 @@ from decode.commands.generate import run, start
 from decode.commands.settings import GenerateSettings
 from decode.core.errors import UserError
 from decode.models.loading.open_model import load_model
-from decode.models.prompt_tokens import Detokenizer, chat_ids, marked, prompt_ids, stop_at
+from decode.models.prompt_tokens import chat_ids, prompt_ids
+from decode.models.streamed_text import Detokenizer, marked, stop_at
 
 
 @pytest.fixture(scope="module")

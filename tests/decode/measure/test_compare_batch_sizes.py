@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pairs import make_pair, make_suite, make_tokenizer
 
-from decode.commands.bench import bench
+from decode.commands.bench.command import bench
 from decode.core.errors import UserError
 from decode.core.progress import Work, as_current
 from decode.core.stopping.batch_draft_length import RoundCosts

@@ -15,10 +15,10 @@ from benchmarks import Watched, run_benchmark
 from pairs import make_pair, make_suite, make_tokenizer
 from rich.console import Console
 
-from decode.commands.bench import choose_methods
-from decode.commands.bench_checkpoint import Checkpoint, draft_names
-from decode.commands.checks import open_suites
-from decode.commands.settings import BenchSettings
+from decode.commands.bench.checkpoint import Checkpoint, draft_names
+from decode.commands.bench.command import choose_methods
+from decode.commands.bench.settings import BenchSettings
+from decode.commands.settings_checks import open_suites
 from decode.core.errors import UserError
 from decode.core.method_options import MethodOptions
 from decode.core.progress import as_current

@@ -12,8 +12,8 @@ from families import RUNNER_PATHS, VOCAB
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.commands.checks import check_models
 from decode.commands.settings import GenerateSettings
+from decode.commands.settings_checks import check_models
 from decode.core.errors import UserError
 from decode.core.method_options import MethodOptions
 from decode.core.proposal import Draft

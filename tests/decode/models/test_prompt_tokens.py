@@ -8,8 +8,8 @@ from tokenizers_of_kinds import CHAT_TEMPLATES, byte_level, sentencepiece, with_
 
 from decode.core.errors import UserError
 from decode.models.prompt_tokens import chat_ids, check_template, continuation_ids, prompt_ids, render_chat, start_ids
-from distill.data.chats import ChatFormat, chat_examples
-from distill.data.tokenize import pair_examples, prompt_part
+from distill.data.tokenization.chat_masks import ChatFormat, chat_examples
+from distill.data.tokenization.label_masks import pair_examples, prompt_part
 
 HELLO = [{"role": "user", "content": "Hi"}]
 

@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from decode.commands.checks import open_suites
+from decode.commands.settings_checks import open_suites
 from decode.core.errors import UserError
 from decode.prompts.data_presets import PRESETS, held_out
 from decode.prompts.dataset_files import read_rows

@@ -12,7 +12,8 @@ from tokenizers_of_kinds import CHAT_TEMPLATES, with_start
 from decode.core.errors import UserError
 from decode.models.prompt_tokens import start_ids
 from distill.config.data import DataSettings
-from distill.data import IGNORE, Corpus, load_corpus
+from distill.data.corpus import Corpus, load_corpus
+from distill.data.tokenization.label_masks import IGNORE
 
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "awkward_rows.jsonl").read_text().splitlines()]
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from distill.data.batch_schedule import EvalBatches, Schedule
-from distill.data.datamodule import TrainLoader
-from distill.data.token_dataset import Batch, TokenDataset, label_mask
-from distill.data.tokenize import IGNORE
+from distill.data.batches.batch_schedule import EvalBatches, Schedule
+from distill.data.batches.datamodule import TrainLoader
+from distill.data.batches.token_dataset import Batch, TokenDataset, label_mask
+from distill.data.tokenization.label_masks import IGNORE
 
 
 def dataset() -> Dataset:

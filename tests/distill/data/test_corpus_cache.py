@@ -11,9 +11,10 @@ import pytest
 from tiny_run import bench, tiny_settings
 
 from decode.core.errors import UserError
+from distill.config.data import DataSettings
 from distill.core import ranks
-from distill.data import DataSettings, load_corpus, train_tokenizer
-from distill.data.corpus import Corpus
+from distill.data.corpus import Corpus, load_corpus
+from distill.data.tokenization.train_tokenizer import train_tokenizer
 
 ROWS = [{"question": f"What is {n} plus {n}?" + " Say it." * (n % 7), "answer": f"It is {2 * n}."} for n in range(90)]
 
@@ -111,7 +112,7 @@ def test_a_corpus_made_from_something_else_or_damaged_is_made_again(
 
 
 def test_an_example_is_shown_without_leaving_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from distill.pipeline.runner import show_example
+    from distill.pipeline.run_pipeline import show_example
 
     show_example(tiny_settings(tmp_path))
     assert "learned" in capsys.readouterr().out

@@ -11,9 +11,12 @@ from solutions import check_solution
 from decode.core.errors import UserError
 from decode.prompts.data_presets import PRESETS
 from decode.prompts.prompt_suites import load_suite
-from distill.data import IGNORE, DataSettings, collate, load_corpus, prompt_part, train_tokenizer
-from distill.data.show_example import show
-from distill.data.sources import load_rows
+from distill.config.data import DataSettings
+from distill.data.corpus import collate, load_corpus
+from distill.data.sources.rows import load_rows
+from distill.data.tokenization.label_masks import IGNORE, prompt_part
+from distill.data.tokenization.show_label_masks import show
+from distill.data.tokenization.train_tokenizer import train_tokenizer
 
 SPLITS = ("train", "validation", "test")
 SMALL = DataSettings(train_examples=60, validation_examples=15, test_examples=15)

@@ -14,19 +14,19 @@ from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from distill.config.data import DataSettings
-from distill.config.models import TargetSettings
-from distill.config.prompts import PromptSettings
-from distill.config.settings import Settings
+from distill.config.language_models import TargetSettings
+from distill.config.own_prompts import PromptSettings
+from distill.config.run_settings import Settings
 from distill.core.run_dir import RunDir
-from distill.data.chats import ChatFormat
-from distill.data.own_prompts import sampler as sampler_module
+from distill.data.own_prompts import prompt_sampler as sampler_module
 from distill.data.own_prompts.prompt_filter import PromptFilter
 from distill.data.own_prompts.prompt_rows import ORDER, Sample, prompt_of, prompt_rows
 from distill.data.own_prompts.user_turn import user_turn
 from distill.data.stage_context import StageContext
+from distill.data.tokenization.chat_masks import ChatFormat
 from distill.pipeline.dry_run import shrink
-from distill.pipeline.runner import run_of, run_stages
-from distill.teacher.prepare import answered_by_target
+from distill.pipeline.run_pipeline import run_of, run_stages
+from distill.teacher.distillation_data import answered_by_target
 
 Tiny = Callable[..., PreTrainedModel]
 CHAT_ML = (

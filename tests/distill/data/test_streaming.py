@@ -12,10 +12,10 @@ import pytest
 
 from decode.core.errors import UserError
 from decode.prompts.data_presets import PRESETS
-from distill.data import DataSettings, load_corpus
-from distill.data.corpus import Corpus
-from distill.data.row_file import RowFile
-from distill.data.sources import SPLITS, load_rows
+from distill.config.data import DataSettings
+from distill.data.corpus import Corpus, load_corpus
+from distill.data.sources.rows import SPLITS, load_rows
+from distill.data.sources.streamed_rows import RowFile
 
 PAIRS = [{"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}."} for n in range(200)]
 FEW = {"train_examples": 10, "validation_examples": 3, "test_examples": 3, "validation_fraction": 0.2}

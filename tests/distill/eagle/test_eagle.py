@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny_run import bench, killed, run_tiny, tiny_settings
 
-from decode.commands.command_line import parse
+from decode.commands.parsing.command_line import parse
 from decode.core.errors import UserError
 from decode.core.method_options import MethodOptions
 from decode.core.rng import TorchRng
@@ -33,21 +33,21 @@ from decode.models.loading.choose_runner import open_runner
 from decode.models.loading.open_model import load_model
 from distill.__main__ import FOREIGN
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
-from distill.config.eagle import EagleSettings
+from distill.config.eagle_heads import EagleSettings
 from distill.config.export import ExportSettings
-from distill.config.models import LoraSettings, TargetSettings
-from distill.config.settings import Settings
-from distill.config.trainer import TrainingSettings
+from distill.config.language_models import LoraSettings, TargetSettings
+from distill.config.run_settings import Settings
+from distill.config.training import TrainingSettings
 from distill.core.run_dir import RunDir
-from distill.data.token_dataset import TokenDataset, label_mask
+from distill.data.batches.token_dataset import TokenDataset, label_mask
 from distill.eagle.drafting_steps import drafting_steps
-from distill.eagle.features import FEATURES, FeatureSource
-from distill.experiments.ablate import AblateSettings, Meter, ablate
-from distill.export.eagle import check_files, check_head_path, export_head
+from distill.eagle.target_features import FEATURES, FeatureSource
+from distill.experiments.ablation import AblateSettings, Meter, ablate
+from distill.export.export_eagle_head import check_files, check_head_path, export_head
 from distill.losses.chunked_kl import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
-from distill.pipeline.eagle_heads import frequent
-from distill.pipeline.runner import run_of, run_stages
+from distill.pipeline.eagle_stages import frequent
+from distill.pipeline.run_pipeline import run_of, run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 from distill.teacher.target_distribution import TargetSignal
 

@@ -16,21 +16,21 @@ from rich.console import Console
 from tiny_run import run_tiny, tiny_settings
 from transformers import LlamaConfig
 
-from decode.commands.command_line import parse
+from decode.commands.parsing.command_line import parse
 from decode.core.errors import UserError
 from decode.core.stopping.stop_rules import StopRule
 from decode.drafters.prompt_lookup import LookupDrafter
 from decode.measure.costs.forward_costs import CostMeter, CostModel
 from decode.measure.offline_acceptance import OfflineAlpha
 from decode.measure.predicted_speedup import predicted_speedup, replayed_speedup
-from distill.config.settings import Settings
+from distill.config.run_settings import Settings
 from distill.experiments.design.command import design
-from distill.experiments.design.costs import CALM, Price
-from distill.experiments.design.predict import Slope, common_slope, forecast, own_slope, replayed, slope_of
+from distill.experiments.design.draft_shapes import Shape, default_shape, space
+from distill.experiments.design.methods_without_training import draft_along
+from distill.experiments.design.predicted_speedup import Slope, common_slope, forecast, own_slope, replayed, slope_of
 from distill.experiments.design.settings import DesignRunSettings, DesignSettings
-from distill.experiments.design.space import Shape, default_shape, space
-from distill.experiments.design.untrained import draft_along
-from distill.experiments.design.verify import rank_correlation
+from distill.experiments.design.shape_costs import CALM, Price
+from distill.experiments.design.verify_predictions import rank_correlation
 
 PRICE = Price(CostModel(0.1, {1: 1.0, 4: 1.2, 8: 1.6, 16: 2.4}, overhead=0.05, draft_overhead=0.02, step_overhead=0.1))
 

@@ -22,9 +22,9 @@ from transformers import (
 
 from decode.core.errors import UserError
 from distill.config.export import ExportSettings
-from distill.export import draft as export
-from distill.export.card import export_profile, speculation_profile
-from distill.export.draft import check_export_path, export_draft, fit_vocabulary
+from distill.export import export_draft as export
+from distill.export.export_draft import check_export_path, export_draft, fit_vocabulary
+from distill.export.model_card import export_profile, speculation_profile
 
 WORDS = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz0123456789.,+-*/=<>#?$", "tom", "has"]
 PROFILE = {

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from sglang_classes import sglang_classes
 from transformers import LlamaConfig
 
-from decode.engines.engine import CHECKOUT
+from decode.engines.launch.engine_settings import CHECKOUT
 from decode.models.eagle.head import FeatureHead
 from decode.models.eagle.head_files import head_config
-from distill.export.eagle import TABLES, check_files, write_head
+from distill.export.export_eagle_head import TABLES, check_files, write_head
 
 WHEEL = next(
     (file for root in (Path.cwd(), CHECKOUT) for file in (root / ".engines/sglang").glob("sglang-*.whl")), None

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from decode.models.batched_generation import write_texts
 from distill.config.responses import ResponseSettings
-from distill.config.settings import Settings
-from distill.data.batch_schedule import Schedule
-from distill.data.token_dataset import Picks, TokenDataset
-from distill.data.tokenize import IGNORE
+from distill.config.run_settings import Settings
+from distill.data.batches.batch_schedule import Schedule
+from distill.data.batches.token_dataset import Picks, TokenDataset
+from distill.data.tokenization.label_masks import IGNORE
 from distill.generation.on_policy import OnPolicy
 
 Tiny = Callable[..., PreTrainedModel]

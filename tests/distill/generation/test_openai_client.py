@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
 from distill.config.responses import ResponseSettings, ServerSettings
-from distill.data.tokenize import EOS, train_tokenizer
+from distill.data.tokenization.train_tokenizer import EOS, train_tokenizer
 from distill.generation.openai_client import Client, answered_by_server
 from distill.generation.response_store import Job, Response
 

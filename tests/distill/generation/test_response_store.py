@@ -15,9 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decode.core.errors import UserError
 from distill.config.responses import ResponseSettings
 from distill.core import ranks
+from distill.data.batches.token_dataset import label_mask
 from distill.data.response_file import Response, ResponseFile
-from distill.data.token_dataset import label_mask
-from distill.data.tokenize import IGNORE, train_tokenizer
+from distill.data.tokenization.label_masks import IGNORE
+from distill.data.tokenization.train_tokenizer import train_tokenizer
 from distill.generation import response_store
 from distill.generation.response_store import (
     Job,
@@ -27,10 +28,10 @@ from distill.generation.response_store import (
     response_rows,
     until_end,
 )
-from distill.pipeline.runner import run_stages
+from distill.pipeline.run_pipeline import run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
-from distill.teacher import prepare
-from distill.teacher.prepare import answered_by_target
+from distill.teacher import distillation_data as prepare
+from distill.teacher.distillation_data import answered_by_target
 
 Tiny = Callable[..., PreTrainedModel]
 PROMPTS = [[5, 9, 3], [7], [2, 11, 13, 17, 19, 23, 4, 8], [30, 31]]

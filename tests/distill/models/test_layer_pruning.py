@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from tiny_run import killed, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from decode.commands.command_line import parse
+from decode.commands.parsing.command_line import parse
 from decode.core.errors import UserError
 from decode.models.layer_locations import decoder_layers, final_norm, state_of
-from distill.config.models import InitialDraftSettings, LoraSettings
-from distill.config.settings import Settings
-from distill.config.trainer import TrainingSettings
+from distill.config.language_models import InitialDraftSettings, LoraSettings
+from distill.config.run_settings import Settings
+from distill.config.training import TrainingSettings
 from distill.models.layer_pruning import cut, kept_layers
 from distill.models.lm_head import LMHead, check_head
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from decode.core.errors import UserError
 from decode.core.method_options import check_numbers
 from decode.models.layer_locations import check_structure, decoder_layers, final_norm
-from distill.config.models import LayerSkipSettings
-from distill.config.settings import Settings
-from distill.config.trainer import TrainingSettings
-from distill.data.token_dataset import label_mask
+from distill.config.language_models import LayerSkipSettings
+from distill.config.run_settings import Settings
+from distill.config.training import TrainingSettings
+from distill.data.batches.token_dataset import label_mask
 from distill.losses.next_token import next_token_loss
 from distill.models.layerskip import LayerSkip, dropout_rates, exit_weights, exits_on
 from distill.models.loading import checkpoint_layers

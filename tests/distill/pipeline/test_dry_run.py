@@ -5,20 +5,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from decode.commands.command_line import parse
+from decode.commands.parsing.command_line import parse
 from decode.models.config_from_shape import FAMILIES
 from decode.prompts.data_presets import PRESETS
 from distill.__main__ import FOREIGN
-from distill.config.models import Architecture, InitialDraftSettings, TargetSettings
-from distill.config.settings import Settings
-from distill.config.trainer import TrainingSettings
+from distill.config.data import DataSettings
+from distill.config.language_models import Architecture, InitialDraftSettings, TargetSettings
+from distill.config.run_settings import Settings
+from distill.config.training import TrainingSettings
 from distill.core.run_dir import RunDir
-from distill.data import DataSettings
 from distill.data.stage_context import StageContext
 from distill.models.lm_head import LMHead, check_head
 from distill.models.loading import build_model, count_parameters
 from distill.pipeline.dry_run import shrink, stand_in
-from distill.pipeline.runner import run_pipeline, run_stages
+from distill.pipeline.run_pipeline import run_pipeline, run_stages
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 

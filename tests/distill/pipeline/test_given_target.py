@@ -14,7 +14,7 @@ from tiny_run import run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from decode.models.loading.open_model import load_model
-from distill.config.models import TargetSettings
+from distill.config.language_models import TargetSettings
 
 
 @pytest.fixture

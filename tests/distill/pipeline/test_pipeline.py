@@ -18,19 +18,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from decode.core.errors import UserError
 from decode.models.loading.open_model import load_model
 from distill.config.drafts import ComparisonSettings
-from distill.config.models import TargetSettings
-from distill.config.settings import Settings
-from distill.config.trainer import TrainerSettings
-from distill.core.files import only_one
+from distill.config.language_models import TargetSettings
+from distill.config.run_settings import Settings
+from distill.config.training import TrainerSettings
+from distill.core.file_fingerprints import only_one
 from distill.core.run_dir import RunDir, StageRecord
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
 from distill.models.loading import checkpoint_layers
-from distill.pipeline.runner import run_of, run_pipeline
+from distill.pipeline.run_pipeline import run_of, run_pipeline
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 from distill.pipeline.stages import StageResult, language_model
-from distill.teacher.prepare import prepare
-from distill.training.trainer import fit
+from distill.teacher.distillation_data import prepare
+from distill.training.lightning_trainer import fit
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
 
@@ -129,7 +129,7 @@ def test_gradient_checkpointing_trains_the_same_models(
         changed.append(type(model).__name__)
         checkpoint_layers(model)
 
-    monkeypatch.setattr("distill.training.trainer.checkpoint_layers", checkpoint)
+    monkeypatch.setattr("distill.training.lightning_trainer.checkpoint_layers", checkpoint)
     settings = tiny_settings(tmp_path, comparisons=[])
     settings.trainer.gradient_checkpointing = True
     ran, run, _ = run_tiny(settings)

@@ -11,10 +11,10 @@ from soak import alter
 from tiny_run import bench, killed, run_tiny, tiny_settings
 
 from decode.core.errors import UserError
-from distill.config.settings import Settings
+from distill.config.run_settings import Settings
 from distill.core.run_dir import RunDir
-from distill.pipeline.runner import run_of, run_stages
-from distill.training.checkpointing import BestWeights
+from distill.pipeline.run_pipeline import run_of, run_stages
+from distill.training.checkpoints import BestWeights
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
 

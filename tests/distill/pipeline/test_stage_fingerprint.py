@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from tiny_run import tiny_settings
 
-from distill.core import files, ranks
+from distill.core import file_fingerprints as files
+from distill.core import ranks
 from distill.pipeline import stage_fingerprint as keys
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import yaml
 from wandb.sdk.launch.sweeps import utils
 
-from decode.commands.bench import sweep_summary
-from decode.commands.command_line import parse
-from decode.commands.settings import bench_settings
+from decode.commands.bench.command import sweep_summary
+from decode.commands.bench.settings import bench_settings
+from decode.commands.parsing.command_line import parse
 from distill import __main__ as command
-from distill.config.settings import Settings
+from distill.config.run_settings import Settings
 from distill.tracking.logger import _summary
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from distill.config.trainer import TrainingSettings
-from distill.data.batch_schedule import Schedule
-from distill.data.token_dataset import TokenDataset
+from distill.config.training import TrainingSettings
+from distill.data.batches.batch_schedule import Schedule
+from distill.data.batches.token_dataset import TokenDataset
 from distill.pipeline.training_budget import Account, Plan, account, label_tokens, plan_draft, plan_reference
 
 

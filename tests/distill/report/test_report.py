@@ -10,9 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from distill.report.figures import figures
-from distill.report.summary import choice, findings
-from distill.report.write import console_tables, write_report
+from distill.report.run_figures import figures
+from distill.report.run_summary import choice, findings
+from distill.report.write_report import console_tables, write_report
 
 
 def decoding(draft, temperature, length, speedup, same=True):

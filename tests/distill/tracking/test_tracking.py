@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from decode.core.errors import UserError
-from distill.config.settings import TrackerSettings
+from distill.config.run_settings import TrackerSettings
 from distill.tracking import logger as tracking
 from distill.tracking import wandb_run
 from distill.tracking.logger import finish, for_stage, log_draft, log_report, make_logger, where

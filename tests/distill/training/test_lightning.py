@@ -18,17 +18,17 @@ from tiny_run import killed, run_tiny, tiny_settings
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
-from distill.config.trainer import TrainerSettings
-from distill.data.batch_schedule import Schedule
-from distill.data.datamodule import DistillDataModule
+from distill.config.training import TrainerSettings
+from distill.data.batches.batch_schedule import Schedule
+from distill.data.batches.datamodule import DistillDataModule
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
-from distill.teacher import signal_cache as signals
+from distill.teacher import hidden_state_store as signals
 from distill.teacher.target_distribution import TargetSource
 from distill.training.causal_lm import CausalLMModule
-from distill.training.checkpointing import BestWeights
+from distill.training.checkpoints import BestWeights
 from distill.training.distillation import DistillModule
-from distill.training.trainer import fit
+from distill.training.lightning_trainer import fit
 
 Tiny = Callable[..., PreTrainedModel]
 

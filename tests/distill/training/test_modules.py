@@ -15,15 +15,15 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from decode.models.layer_locations import decoder_layers
 from distill.config.distillation import Signal
-from distill.data.batch_schedule import Schedule
-from distill.data.datamodule import TrainLoader
-from distill.data.token_dataset import TokenDataset, label_mask
-from distill.data.tokenize import IGNORE
+from distill.data.batches.batch_schedule import Schedule
+from distill.data.batches.datamodule import TrainLoader
+from distill.data.batches.token_dataset import TokenDataset, label_mask
+from distill.data.tokenization.label_masks import IGNORE
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
 from distill.models.lm_head import LMHead, check_head, last_hidden
 from distill.models.loading import checkpoint_layers
-from distill.teacher.signal_cache import target_signal
+from distill.teacher.hidden_state_store import target_signal
 from distill.teacher.target_distribution import TargetSignal, TargetSource
 from distill.training.causal_lm import CausalLMModule
 from distill.training.distillation import DistillModule, token_counts

@@ -1,0 +1,1 @@
+"""The command bench: its settings, check points, dry run and batch sizes."""

@@ -1,0 +1,263 @@
+"""Settings for every command: typed dataclasses, read from YAML and overridden on the command line.
+
+One YAML file serves several commands. Each command hands its settings class to `parse` together with the names of the
+top-level sections that belong to the others (``foreign``); those are skipped, anything else that the class does not
+know is an error that names the nearest known key. jsonargparse does the typing and the help, whose texts are the
+docstrings below each attribute. A file may build on another one: ``base: other.yaml`` (relative to itself) is read
+first, and the file says only what differs.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import json
+import re
+import sys
+import typing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import jsonargparse
+
+from decode.commands.parsing.config_files import config_layers, config_paths, merge
+from decode.core.errors import UserError
+from decode.core.method_options import plain_message
+
+Settings = TypeVar("Settings")
+
+VERBATIM = {"stop", "input", "runs"}  # list options whose values are never cut at commas
+
+
+def parse(
+    settings_class: type[Settings],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str = "",
+    description: str = "",
+    examples: str = "",
+    foreign: Collection[str] | None = None,
+    section: str | None = None,
+    positional: str | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> Settings:
+    """Read ``--config FILE`` and ``--key.subkey value`` overrides into an instance of a settings dataclass.
+
+    Precedence: the class's defaults, then the configuration files in order, then the overrides. Names may be typed with
+    hyphens or underscores; a switch needs no value (``--no-KEY`` turns it off); lists are ``1,2``, ``1 2``, ``[1,2]``.
+
+    Args:
+        settings_class: A dataclass whose fields are plain values, dataclasses or lists of dataclasses.
+        argv: Arguments without the program's name; ``None`` reads ``sys.argv``.
+        prog: The command as the user types it, for the usage line.
+        description: A paragraph above the help.
+        examples: Command lines below the help.
+        foreign: Top-level sections of a shared YAML file that belong to other commands; skipped.
+        section: Where the settings stand in the file; ``None``: at its top level.
+        positional: The option that leading values without a name belong to.
+        aliases: Short names of options.
+
+    Raises:
+        UserError: Missing file, malformed YAML, unknown key, wrong type, or a ``__post_init__`` that refused.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(settings_class, prog, description)
+    if "-h" in argv or "--help" in argv:  # a help request must not fail on the arguments beside it
+        print(_help(parser) + (f"\n\nexamples:\n{examples}" if examples else ""))
+        raise SystemExit(0)
+    paths, options = _read_options(argv, settings_class, prog, positional, aliases or {})
+    source = "the command line"
+    try:
+        content = read_config(paths, foreign or (), settings_class, section)
+        source = " and ".join(map(str, paths)) or source
+        values = parser.parse_object(content) if content else None
+        source = "the command line"
+        values = parser.parse_args(options, namespace=values)
+        source = " and ".join([*map(str, paths), "the command line"] if options else map(str, paths)) or prog
+        return settings_class(**vars(parser.instantiate(values)))
+    except UserError:
+        raise
+    except (jsonargparse.ArgumentError, ValueError, TypeError) as error:
+        raise UserError(f"{source}: {plain_message(str(error))}") from error
+
+
+# -- configuration files -----------------------------------------------------------------------------------------------
+
+
+def read_config(
+    paths: Sequence[Path], foreign: Collection[str] = (), settings_class: type | None = None, section: str | None = None
+) -> dict[str, Any]:
+    """The content of configuration files, each above those that it builds on; the later one of two wins key by key.
+
+    Args:
+        paths: The files.
+        foreign: Top-level sections to leave out.
+        settings_class: What is checked for unknown keys.
+        section: The section to return; other sections are skipped, unless their name looks like it mistyped.
+
+    Raises:
+        UserError: A file that is missing, is not valid YAML, builds on itself, or has an unknown key.
+    """
+    whole: dict[str, Any] = {}
+    for path, content in [layer for given in paths for layer in config_layers(given)]:
+        if section is not None:
+            shared = (section, "name", "output_dir")
+            for key in content.keys() - set(shared):
+                if near := difflib.get_close_matches(str(key), shared, 1, 0.75):
+                    raise UserError(f"{path}: unknown key '{key}'; the nearest known key is '{near[0]}'")
+            content = {section: content.get(section) or {}}
+            _check_keys({section: content[section]}, {section: settings_class}, "", str(path))
+            content = content[section]
+        content = {key: value for key, value in content.items() if key not in foreign}
+        if settings_class is not None and section is None:
+            _check_keys(content, _hints(settings_class), "", str(path))
+        whole = merge(whole, content)
+    return whole
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def take_flag(argv: list[str], flag: str) -> bool:
+    """Remove a switch that is no settings key (such as ``--dry-run``) from the arguments; was it there?"""
+    found = flag in argv
+    argv[:] = [item for item in argv if item != flag]
+    return found
+
+
+def _read_options(
+    argv: list[str], settings_class: type, prog: str, positional: str | None, aliases: Mapping[str, str]
+) -> tuple[list[Path], list[str]]:
+    """The configuration files, and all options as ``--key=value``."""
+    hints = dict(_typed_keys(settings_class))
+    options: list[str] = []
+    lists: dict[str, list[str]] = {}
+    paths: list[Path] = []
+    rest = list(argv)
+    if positional and rest and not rest[0].startswith("-"):
+        rest = [f"--{positional}", *rest]
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        key = name[2:].replace("-", "_")
+        key = aliases.get(key, key)
+        negated = key.removeprefix("no_") if key.startswith("no_") and _is_switch(hints.get(key[3:])) else None
+        if name == "--config":
+            paths += config_paths(["--config", value or (rest.pop(0) if rest else "")])
+        elif not name.startswith("--"):
+            raise UserError(f"unexpected argument {name!r}; options start with --, `{prog} --help` lists them all")
+        elif key not in hints and not negated:
+            raise UserError(f"unknown option '{name}'; {_nearest(key, settings_class)}. `{prog} --help` lists them all")
+        elif negated:
+            options.append(f"--{negated}=false")
+        elif _is_switch(hints[key]):
+            follows = not equals and rest and rest[0].lower() in ("true", "false", "null")
+            options.append(f"--{key}={value if equals else rest.pop(0) if follows else 'true'}")
+        elif _is_list(hints[key]):
+            given = [value] if equals else []
+            while not equals and rest and not rest[0].startswith("--"):
+                given.append(rest.pop(0))
+            if not given:
+                raise UserError(f"{name} needs a value; `{prog} --help` explains it")
+            lists.setdefault(key, []).extend(given)
+        elif equals or (rest and not (rest[0].startswith("--") and _key(rest[0]) in hints)):
+            options.append(f"--{key}={value if equals else rest.pop(0)}")
+        else:
+            raise UserError(f"{name} needs a value; `{prog} --help` explains it")
+    return paths, options + [f"--{key}={_list_value(key, given, hints[key])}" for key, given in lists.items()]
+
+
+def _key(option: str) -> str:
+    return option.partition("=")[0][2:].replace("-", "_")
+
+
+def _is_switch(hint: Any) -> bool:
+    return hint is bool or set(typing.get_args(hint)) == {bool, type(None)}
+
+
+def _is_list(hint: Any) -> bool:
+    return typing.get_origin(hint) is list or any(typing.get_origin(kind) is list for kind in typing.get_args(hint))
+
+
+def _list_value(key: str, given: list[str], hint: Any) -> str:
+    """Values of a list option, given one by one, by commas or in brackets, as the parser reads them."""
+    if len(given) == 1 and (given[0].startswith("[") or given[0] == "null"):
+        return given[0]
+    if key not in VERBATIM and not any("{" in item for item in given):
+        given = [part.strip() for item in given for part in item.strip("[]").split(",") if part.strip()]
+    texts = str in typing.get_args(hint)
+    return "[" + ",".join(json.dumps(item, ensure_ascii=False) if texts else item for item in given) + "]"
+
+
+def _parser(settings_class: type, prog: str, description: str) -> Any:
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = jsonargparse.ArgumentParser(
+        prog=prog, usage=f"{prog} [options]", description=description, exit_on_error=False, default_env=False
+    )
+    parser.add_class_arguments(settings_class, None)
+    return parser
+
+
+def _help(parser: Any) -> str:
+    """The parser's help, with hyphens in the options and without jsonargparse's own way of extending lists."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        parser.print_help()
+    text = re.sub(r", --[\w.]+\+(?: \S+)?", "", shown.getvalue())
+    text = re.sub(r"--[a-z][\w.]*", lambda match: match[0].replace("_", "-"), text)
+    configs = "Show this help message and exit. --config FILE reads options from YAML, and may be repeated."
+    return text.replace("Show this help message and exit.", configs).rstrip()
+
+
+def _typed_keys(settings_class: type | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, hint in _hints(settings_class).items():
+        yield prefix + name, hint
+        inner, _ = _dataclass_in(hint)
+        if inner:
+            yield from _typed_keys(inner, f"{prefix}{name}.")
+
+
+def _check_keys(content: dict[str, Any], hints: Mapping[str, Any], prefix: str, source: str) -> None:
+    """Refuse the first key of a nested mapping that the dataclass does not have."""
+    for key, value in content.items():
+        if key not in hints:
+            raise UserError(f"{source}: unknown key '{prefix}{key}'; {_nearest(f'{prefix}{key}', hints, prefix)}")
+        inner, listed = _dataclass_in(hints[key])
+        if inner is None:
+            continue
+        for index, item in enumerate(value if listed and isinstance(value, list) else [value]):
+            name = f"{prefix}{key}[{index}]" if listed else f"{prefix}{key}"
+            if isinstance(item, dict):
+                _check_keys(item, _hints(inner), f"{name}.", source)
+            elif item is not None:
+                raise UserError(f"{source}: '{name}' is {item!r}, expected a section of 'key: value' lines")
+
+
+def _nearest(key: str, settings_class: type | Mapping[str, Any], prefix: str = "") -> str:
+    """The known key that looks most like ``key``; ones with the right last part in another section count too."""
+    prefix, key = re.sub(r"\[\d+\]", "", prefix), re.sub(r"\[\d+\]", "", key)
+    known = [prefix + name for name, _ in _typed_keys(settings_class)]
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    last = key.rsplit(".", 1)[-1]
+    close = close or [name for name in known if name.rsplit(".", 1)[-1] == last]
+    close = close or difflib.get_close_matches(last, [name.rsplit(".", 1)[-1] for name in known], n=1)
+    return f"the nearest known key is '{close[0]}'" if close else f"known are {', '.join(known[:40])}"
+
+
+def _hints(settings_class: type | Mapping[str, Any]) -> dict[str, Any]:
+    """Name and type of every field that the constructor takes."""
+    if isinstance(settings_class, Mapping):
+        return dict(settings_class)
+    hints = typing.get_type_hints(settings_class)
+    return {field.name: hints[field.name] for field in dataclasses.fields(settings_class) if field.init}
+
+
+def _dataclass_in(hint: Any) -> tuple[type | None, bool]:
+    """The dataclass behind ``C``, ``C | None`` or ``list[C]``, and whether it is a list."""
+    if dataclasses.is_dataclass(hint):
+        return cast(type, hint), False
+    for argument in typing.get_args(hint):
+        inner, listed = _dataclass_in(argument)
+        if inner:
+            return inner, listed or typing.get_origin(hint) is list
+    return None, False

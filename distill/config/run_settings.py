@@ -1,0 +1,208 @@
+"""Every setting of ``python -m distill``: typed, with the trade-off beside each key (``--help`` prints them)."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jsonargparse.typing import PositiveInt
+
+from decode.core.errors import UserError
+from decode.core.method_options import Seed, Temperature, check_numbers
+from distill.config.data import DataSettings
+from distill.config.distillation import DistillSettings
+from distill.config.drafts import AdaSpecSettings, ComparisonSettings, check_names
+from distill.config.eagle_heads import EagleSettings
+from distill.config.export import ExportSettings
+from distill.config.language_models import InitialDraftSettings, TargetSettings
+from distill.config.training import TrainerSettings
+
+
+@dataclass
+class TrackerSettings:
+    """Where settings, losses, tables and plots are recorded while a pipeline runs."""
+
+    kind: Literal["wandb", "csv", "tensorboard", "none"] = "wandb"
+    """Tracker: Weights & Biases, CSV files, TensorBoard, or none."""
+    mode: Literal["auto", "online", "offline"] = "auto"
+    """W&B only. auto: online when logged in and the server answers, else offline (upload: `wandb sync`)."""
+    project: str = "draftsmith"
+    """W&B only: project name."""
+    entity: str | None = None
+    """W&B only: user or team; none means the account's default."""
+    tags: list[str] = field(default_factory=list)
+    """W&B only: tags of the run."""
+    log_draft: bool = True
+    """W&B only: record the exported draft as an artifact (its files are read in place, not copied)."""
+
+
+@dataclass
+class EvaluationSettings:
+    """What is measured at the end, on test prompts."""
+
+    prompts: PositiveInt = 128
+    """Prompts for offline alpha. The standard error falls with the root of it."""
+    accuracy_prompts: PositiveInt = 200
+    """Prompts on which the target's answers are scored, where the task has a score."""
+    decode_prompts: PositiveInt = 24
+    """Prompts decoded for speeds: each once per draft, temperature, draft length and repeat."""
+    max_new_tokens: PositiveInt = 128
+    """Longest generated response."""
+    temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
+    """Decoding modes: 0 is greedy."""
+    draft_lengths: list[PositiveInt] = field(default_factory=lambda: [2, 4, 6, 8])
+    """Draft lengths tried with the final draft."""
+    repeats: PositiveInt = 1
+    """Times each speed is measured; the median counts."""
+    batch_size: PositiveInt = 32
+    """Test prompts that the target answers at a time, before anything is timed."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Number format of target and drafts while they are measured, on the trainer's device; null: target.dtype."""
+    threads: PositiveInt | None = 1
+    """CPU threads while decoding one text; small models are faster with one. null: leave as it is."""
+
+    def validate(self) -> None:
+        """Check that something is measured."""
+        for key in ("temperatures", "draft_lengths"):
+            if not getattr(self, key):
+                raise UserError(f"evaluation.{key} is empty: give at least one")
+
+
+@dataclass
+class Settings:
+    """All settings of a run: target -> initial draft -> reference (DistillSpec) -> draft (AdaSPEC) -> report."""
+
+    name: str = "run"
+    """Name of the run, and of its folder."""
+    seed: Seed = 0
+    """Seed of the data, the initial weights and the order of examples."""
+    output_dir: str = "runs"
+    """Folder of all runs."""
+    threads: PositiveInt | None = None
+    """CPU threads for training; null: PyTorch's choice (all cores)."""
+    data: DataSettings = field(default_factory=DataSettings)
+    """The corpus."""
+    target: TargetSettings = field(default_factory=TargetSettings)
+    """The target."""
+    initial: InitialDraftSettings = field(default_factory=InitialDraftSettings)
+    """The undistilled draft."""
+    eagle: EagleSettings = field(default_factory=EagleSettings)
+    """Feature heads in place of draft models."""
+    reference: DistillSettings = field(default_factory=DistillSettings)
+    """DistillSpec."""
+    draft: AdaSpecSettings = field(default_factory=AdaSpecSettings)
+    """AdaSPEC."""
+    comparisons: list[ComparisonSettings] = field(default_factory=list)
+    """Further drafts for the report, such as AdaSPEC in another accounting."""
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    """Measurements."""
+    export: ExportSettings = field(default_factory=ExportSettings)
+    """The exported draft."""
+    tracker: TrackerSettings = field(default_factory=TrackerSettings)
+    """Experiment tracking."""
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    """The machine."""
+
+    def validate(self) -> None:
+        """Check everything that can be judged without loading a model or data.
+
+        Raises:
+            UserError: naming the key, the value seen and the values wanted.
+        """
+        self.validate_run()
+        self.data.validate()
+        self.target.validate("target")
+        if self.data.from_target:
+            self._check_own_prompts()
+        self.eagle.validate()
+        if self.eagle.enabled:
+            self.eagle.check_reference(self.reference)
+        else:
+            self.initial.validate("initial")
+        self.reference.validate()
+        self.draft.validate("draft")
+        for index, comparison in enumerate(self.comparisons):
+            comparison.validate(f"comparisons[{index}]")
+        weighed = [draft.name for draft in (self.draft, *self.comparisons) if draft.weigh_by != "none"]
+        if self.eagle.enabled and weighed:
+            raise UserError(
+                f"weigh_by of {weighed[0]} is set, which is for draft models: the acceptance of a feature head differs "
+                "from one drafted token to the next. Leave it at none"
+            )
+        check_names(self.draft, self.comparisons)
+        self.evaluation.validate()
+        self.trainer.validate()
+        if self.trainer.strategy == "fsdp":
+            self._check_sharding()
+        self._check_placed_target()
+
+    def validate_run(self) -> None:
+        """Check what every command uses: the name, and every number against its range.
+
+        Raises:
+            UserError: naming the key.
+        """
+        check_numbers(self, nested=True)
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise UserError(f"name is {self.name!r}, expected a plain folder name")
+
+    def _check_own_prompts(self) -> None:
+        """What has to be so where the data are prompts without answers."""
+        responses = self.reference.responses
+        if not responses.from_target and responses.from_draft < 1:
+            raise UserError(
+                f"data.source is target, whose prompts have no answers, and reference.responses.source is "
+                f"{responses.source}: set it to target (or reference.responses.fixed to target)"
+            )
+        if responses.from_draft and responses.fixed != "target":
+            raise UserError(
+                "data.source is target, whose prompts have no answers, and reference.responses.fixed is dataset: set "
+                "it to target, which then answers those that the draft does not, and those for validation"
+            )
+        self.check_unanswered()
+
+    def check_unanswered(self) -> None:
+        """Refuses to train a target on prompts without answers.
+
+        Raises:
+            UserError: saying what to set.
+        """
+        if self.data.from_target and self.target.trained and not self.target.layerskip.own_answers:
+            raise UserError(
+                f"data.source is target and target.kind is {self.target.kind}, which would train the target on answers "
+                "that it has yet to write: set target.kind to as_is (or, under layerskip, target.layerskip.own_answers)"
+            )
+
+    def _check_placed_target(self) -> None:
+        """Refuses what needs a target that is whole, or where the draft is."""
+        responses, target = self.reference.responses, self.target
+        if target.sharded and responses.from_target and not responses.server.addresses:
+            raise UserError(
+                f"target.sharded is set and reference.responses.source is {responses.source}: a sharded target writes "
+                "no answers; let servers write them (reference.responses.server.urls)"
+            )
+        own = responses.from_draft or any(draft.on_policy for draft in (self.draft, *self.comparisons))
+        if own and (target.sharded or (target.placed and self.eagle.enabled)):
+            raise UserError(
+                "texts of the draft's own are wanted, for which a process asks the target at its own time, and a head "
+                "writes with the target itself: leave out target.sharded, for heads target.devices and quantization too"
+            )
+
+    def _check_sharding(self) -> None:
+        """Refuses what needs a model's weights in one place."""
+        trainings = {"target": self.target, "initial": self.initial}
+        muon = [name for name, model in trainings.items() if model.trained and model.training.optimizer == "muon"]
+        muon += ["reference"] if self.reference.training.optimizer == "muon" else []
+        adapters = [name for name, model in trainings.items() if model.kind == "lora"]
+        adapters += ["reference"] if self.reference.lora is not None else []
+        problems = [f"{name}.training.optimizer muon" for name in muon] + [f"{name} with lora" for name in adapters]
+        if self.reference.responses.from_draft:
+            problems.append(f"reference.responses.source {self.reference.responses.source}")
+        problems += [f"on_policy of {draft.name}" for draft in (self.draft, *self.comparisons) if draft.on_policy]
+        if self.target.layerskip.enabled:
+            problems.append("target.layerskip")
+        if self.eagle.enabled:
+            problems.append("feature heads (eagle.kind), which are small,")
+        if problems:
+            raise UserError(
+                f"trainer.strategy is fsdp, which spreads every weight over the devices; {', '.join(problems)} need "
+                "whole ones: choose ddp, or change them"
+            )

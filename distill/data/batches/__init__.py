@@ -1,0 +1,1 @@
+"""Batches for Lightning: examples, their order, packing and padding; imports tokenization."""

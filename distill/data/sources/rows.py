@@ -1,0 +1,259 @@
+"""Rows of the three splits, from wherever the settings point, in one of three plain shapes.
+
+A row is ``{"prompt", "response"}`` (pairs), ``{"messages", "tools"}`` (chat) or ``{"text"}`` (text), each with its
+``number`` in the source, from 1. Rows that cannot be brought into this shape are left out and counted (`LeftOut`).
+Splits that a source lacks are split off its training rows by a hash of the prompt: deterministic, independent of the
+seed and of the order, and equal prompts stay together.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from decode.core.errors import UserError
+from decode.prompts.arithmetic_problems import problems
+from decode.prompts.data_presets import PRESETS, Preset, held_out
+from decode.prompts.dataset_files import READERS, Row, iter_rows, load_hub
+from distill.config.data import DataSettings
+from distill.data.sources.row_formats import columns_missing, first_shape, from_preset
+from distill.data.sources.streamed_rows import RowFile, select
+from distill.data.tokenization.label_masks import UnusableRow
+
+SPLITS = ("train", "validation", "test")
+SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+PASSAGE = 2000  # characters of a plain text file that go to one split together, at least (whole paragraphs)
+
+
+@dataclass
+class LeftOut:
+    """Rows of one split that were not used as they are, by reason: how many, and the first of them."""
+
+    reasons: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+
+    def add(self, reason: str, number: int, detail: str = "") -> None:
+        """Count a row: what is wrong with it, its number, what is particular to it."""
+        self.reasons.setdefault(reason, []).append((number, detail))
+
+    def sentences(self, split: str) -> list[str]:
+        """A sentence a reason."""
+        lines = []
+        for reason, rows in self.reasons.items():
+            number, detail = min(rows)
+            first = f"row {number}{f': {detail}' if detail else ''}"
+            lines.append(f"{split}: {len(rows)} row{'s' * (len(rows) > 1)} {reason} ({first})")
+        return lines
+
+
+@dataclass
+class SourceRows:
+    """What the source holds: rows of each split in one shape, and remarks on what was left out."""
+
+    kind: str
+    splits: dict[str, Sequence[Row]]
+    notes: list[str] = field(default_factory=list)
+
+
+def load_rows(settings: DataSettings, seed: int) -> SourceRows:
+    """The rows of train, validation and test; none of a later split is in an earlier one.
+
+    Raises:
+        UserError: no such source, missing columns, or a split without rows.
+    """
+    if settings.source == "arithmetic" and not _files(settings):
+        counts = (settings.train_limit or 0, settings.validation_examples, settings.test_examples)
+        return SourceRows("pairs", {s: _arithmetic(seed, s, n, settings.difficulty) for s, n in zip(SPLITS, counts)})
+    preset = PRESETS.get(settings.source)
+    raw = _raw(settings, preset, seed)
+    if not raw.get("train"):
+        raise UserError(f"data.source {settings.source!r} has no training rows: give them with data.train_file")
+    kind, shape = first_shape(settings, preset, raw["train"])
+    rows, keep = SourceRows(kind, {}), _keeper(settings)
+    for split in SPLITS:
+        left_out = LeftOut()
+        rows.splits[split] = keep(_shaped(raw.pop(split, []), shape, left_out))
+        rows.notes += left_out.sentences(split)
+    if not rows.splits["train"]:
+        raise UserError(f"data: no training row of {settings.source!r} can be used ({'; '.join(rows.notes)})")
+    _split_off(rows, settings.validation_fraction)
+    _remove_shared(rows)
+    for split in SPLITS:
+        if not rows.splits[split]:
+            raise UserError(
+                f"data.source {settings.source!r} leaves no {split} rows: give more rows, a larger "
+                f"data.validation_fraction (now {settings.validation_fraction}), or a data.{split}_file"
+            )
+    return rows
+
+
+def key_of(row: Row) -> str:
+    """What makes two rows the same example for the splits: the prompt, the first user turn, or the text."""
+    if "messages" in row:
+        return next((str(m["content"]) for m in row["messages"] if m["role"] == "user"), json.dumps(row["messages"]))
+    return str(row["text"] if "text" in row else row["prompt"] or row["response"])
+
+
+def _shaped(raw: Iterable[Row], shape: Callable[[Row], Row], left_out: LeftOut) -> Iterator[Row]:
+    """Rows in their plain shape, with their numbers; the others are counted."""
+    for number, row in enumerate(raw, 1):
+        try:
+            plain = shape(row)
+            if any("\ud800" <= character <= "\udfff" for character in "".join(_texts(plain))):
+                raise UnusableRow("with half a character (a lone surrogate)")
+        except UnusableRow as error:
+            left_out.add(f"{error.reason} dropped", number, error.detail)
+        else:
+            yield plain | {"number": number}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a row, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)
+
+
+def _arithmetic(seed: int, split: str, count: int, difficulty: int) -> list[Row]:
+    made = ({"question": p.question, "answer": p.solution} for p in problems(seed, split, count, difficulty))
+    shape = from_preset(PRESETS["arithmetic"])
+    return [shape(row) | {"number": number} for number, row in enumerate(made, 1)]
+
+
+def _files(settings: DataSettings) -> dict[str, str]:
+    given = {split: getattr(settings, f"{split}_file") for split in SPLITS}
+    return {split: path for split, path in given.items() if path is not None}
+
+
+def _raw(settings: DataSettings, preset: Preset | None, seed: int) -> dict[str, Sequence[Row]]:
+    """SourceRows as they are in the source, by split."""
+    given = _files(settings)
+    own = {} if preset is not None and "train" in given else _local(settings.source)
+    files = own | given
+    found: dict[str, Sequence[Row]] = {} if "train" in files else _hub(settings, preset, seed)
+    for split, path in files.items():
+        read = _read(path, settings)
+        rows = _keeper(settings)(islice(read, _enough(settings)) if settings.streaming else read)
+        if preset is None or not preset.last_keys or split != "train":
+            found[split] = rows
+            continue
+        named = [(not columns_missing(preset, row) and preset.split_of(row)) or split for row in rows]
+        found |= {name: select(rows, [i for i, own in enumerate(named) if own == name]) for name in {*named, split}}
+    return found
+
+
+def _keeper(settings: DataSettings) -> Callable[[Iterable[Row]], Sequence[Row]]:
+    """What holds rows: a file where they are streamed."""
+    return RowFile.of if settings.streaming else list
+
+
+def _enough(settings: DataSettings) -> int | None:
+    """Rows of which enough can be used, as far as can be told; None: all."""
+    limit = settings.train_limit
+    return None if limit is None else 4 * (limit + settings.validation_examples + settings.test_examples)
+
+
+def _read(path: str, settings: DataSettings) -> Iterator[Row]:
+    rows = iter_rows(path)
+    if Path(path).suffix.lower() != ".txt":
+        return rows
+    next(rows)  # or the reason why there are none
+    return ({settings.text_column: passage} for passage in _passages(Path(path).read_text(encoding="utf-8")))
+
+
+def _passages(text: str) -> list[str]:
+    """Whole paragraphs (or, in a text without empty lines, lines), joined to at least `PASSAGE` characters."""
+    gap = "\n\n" if "\n\n" in text else "\n"
+    passages: list[str] = []
+    held = ""
+    for paragraph in text.split(gap):
+        held += paragraph + gap
+        if len(held) >= PASSAGE:
+            passages.append(held)
+            held = ""
+    return [*passages, held] if held.strip() else passages
+
+
+def _local(source: str) -> dict[str, str]:
+    """Files of a source that is a path: one file is the training split, a folder has a file a split."""
+    path = Path(source)
+    if path.is_file():
+        return {"train": source}
+    if not path.is_dir():
+        if path.suffix.lower() in READERS or source.startswith((".", "/", "~")):
+            raise UserError(
+                f"data.source: there is no file or folder {source!r} (relative paths start at {Path.cwd()})"
+            )
+        return {}
+    found = {
+        split: str(file)
+        for split, names in SPLIT_NAMES.items()
+        for file in sorted(path.iterdir(), reverse=True)
+        if file.stem in names and file.suffix.lower() in READERS
+    }
+    if "train" not in found:
+        raise UserError(f"data.source: the folder {source!r} has no file named train{'|'.join(READERS)}")
+    return found
+
+
+def _hub(settings: DataSettings, preset: Preset | None, seed: int) -> dict[str, Sequence[Row]]:
+    """A data set of the Hub; where it holds far more rows than are asked for, a sample, or of a stream the first."""
+    name = preset.hub if preset else settings.source
+    if name is None:
+        raise UserError(f"data.source {settings.source!r} is not on the Hub: give local rows with data.train_file")
+    try:
+        config = settings.hub_config or (preset.config if preset else None)
+        loaded = load_hub(name, config, revision=settings.revision, streaming=settings.streaming)
+    except UserError as error:
+        known = f"a preset ({', '.join(PRESETS)}), a file, a folder or a Hub name"
+        raise UserError(f"data.source {settings.source!r}: {error} (data.train_file); a source is {known}") from error
+    enough, found = _enough(settings), dict[str, Sequence[Row]]()
+    for split, names in SPLIT_NAMES.items():
+        wanted = preset.splits.get(split) if preset else next((n for n in names if n in loaded), None)
+        if wanted in loaded:
+            rows = loaded[wanted]
+            if settings.streaming:
+                found[split] = _streamed(name, rows, enough)
+                continue
+            found[split] = list(
+                rows.shuffle(seed=seed).select(range(enough)) if enough and len(rows) > enough else rows
+            )
+    return found
+
+
+def _streamed(name: str, rows: Iterable[Row], enough: int | None) -> RowFile:
+    try:
+        return RowFile.of(islice(rows, enough))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"the data set {name!r} broke off while it was streamed ({error}): run the command again"
+        ) from error
+
+
+def _split_off(rows: SourceRows, fraction: float) -> None:
+    """Gives train rows to the splits that have none, by the hash of their keys."""
+    empty = [split for split in SPLITS if not rows.splits[split]]
+    if not empty:
+        return
+    train, places = rows.splits["train"], {split: list[int]() for split in ("train", *empty)}
+    for place, row in enumerate(train):
+        split = held_out(key_of(row), fraction)
+        places[split if split in empty else "train"].append(place)
+    rows.splits |= {split: select(train, some) for split, some in places.items()}
+
+
+def _remove_shared(rows: SourceRows) -> None:
+    """Takes from train what validation or test hold too, and from validation what test holds."""
+    if rows.kind == "text":
+        return
+    seen = {key_of(row) for row in rows.splits["test"]}
+    for split in ("validation", "train"):
+        keys = [key_of(row) for row in rows.splits[split]]
+        kept = [place for place, key in enumerate(keys) if key not in seen]
+        if lost := len(keys) - len(kept):
+            rows.notes.append(f"{split}: {lost} rows dropped, because their prompts are in a later split too")
+            rows.splits[split] = select(rows.splits[split], kept)
+        seen |= set(keys)

@@ -1,0 +1,1 @@
+"""Token ids with label masks, of texts, pairs and chats."""

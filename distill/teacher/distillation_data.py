@@ -1,0 +1,264 @@
+"""What a distillation trains on: examples by whoever wrote their responses, and what frozen models say of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from transformers import AutoConfig, PreTrainedModel
+
+from decode.core.progress import working
+from decode.models.loading.open_model import load_model, stop_ids
+from distill.config.distillation import Signal
+from distill.core import ranks
+from distill.core.file_fingerprints import files_state, fingerprint
+from distill.data.batches.batch_schedule import Schedule
+from distill.data.batches.token_dataset import TokenDataset
+from distill.data.response_file import Response, ResponseFile
+from distill.data.stage_context import StageContext
+from distill.generation.on_policy import OnPolicy, Writer
+from distill.generation.openai_client import answered_by_server
+from distill.generation.response_store import Answer, answered_here, make_jobs, own_examples, response_rows
+from distill.losses.objective import Objective
+from distill.models.attention import use_attention
+from distill.models.lm_head import LMHead, check_head
+from distill.models.precision import weights_dtype
+from distill.teacher import hidden_state_store as signals
+from distill.teacher.store_choice import announce, choose_signal
+from distill.teacher.target_distribution import TargetSignal, TargetSource
+from distill.teacher.target_model import at_work, open_target
+
+Target = TypeVar("Target")
+
+SIGNAL, LOSSES, ANSWERS = "signal", "reference's losses", "answers"
+"""What is timed of a preparation, see `StageContext.measured`."""
+
+
+@dataclass
+class DistillData(Generic[Target]):
+    """Examples with the signals of frozen models."""
+
+    target: Target  # The target's distribution for label rows
+    train: TokenDataset  # Examples for training, with cached signals; for texts of the draft, their prompts alone
+    validation: TokenDataset  # Examples for comparing checkpoints, with cached signals
+    ends: set[int]  # The target's end-of-text tokens
+    add_signals: Callable[[TokenDataset], None]  # Puts the same signals into rows that were written just now
+    share: float = 0.0  # Of the examples whose responses the draft writes itself
+
+    def on_policy(
+        self, context: StageContext, write: Writer, schedule: Schedule, steps: int, seed: int
+    ) -> OnPolicy | None:
+        """The draft's own texts, which ``write`` writes, where some are wanted."""
+        if not self.share:
+            return None
+        settings = replace(context.settings.reference.responses, source="mixed", share=self.share)
+        limit = context.settings.data.max_length
+        return OnPolicy(write, self.train, schedule, steps, settings, seed, limit, self.ends, self.add_signals)
+
+
+def prepare(
+    context: StageContext, objective: Objective, share: float = 0.0, draft_vocab: int | None = None
+) -> DistillData[TargetSource]:
+    """The target as a source of logits, and examples with the cached values that the distillation needs.
+
+    Args:
+        context: settings, data and folder.
+        objective: of the draft.
+        share: of the examples whose responses the draft will write itself.
+        draft_vocab: ids of the draft; None: those of the run's initial draft.
+    """
+    folder = context.run.work / "signals"
+    model = open_target(context)
+    check_head(model, LMHead(model))
+    ends = stop_ids(model, context.corpus.tokenizer)
+    train, validation, key = fixed_texts(context, model, ends)
+    all_own = share == 1
+    fixed = {"validation": validation} if all_own else {"validation": validation, "train": train}
+    tokens = sum(rows.label_count for rows in fixed.values())
+
+    def size_of(kind: Signal) -> int:
+        return signals.signal_bytes(model, _signal(context, model, draft_vocab, kind), tokens)
+
+    signal = _signal(context, model, draft_vocab, choose_signal(context, size_of, key))
+    use_attention(model, context.settings.trainer.attention)
+    if signal.kind != "online":
+        model = at_work(context, model)
+        seconds = signals.seconds_of(model, list(fixed.values()))
+        announce(context, signal.kind, "signal", size_of(signal.kind), tokens, seconds)
+        for name, rows in fixed.items():
+            path = folder / f"{signal.name}_{name}.npy"
+            told = f"the target's signal ({signal.kind}), {name}"
+            with working(context.console, told), context.timed(f"{SIGNAL} {name}", len(rows.ids)):
+                values = signals.target_signal(model, signal, rows, path, fingerprint(key, name, len(rows), signal.key))
+            rows.signals[signal.name] = values
+        if signal.kind == "topk":
+            tail = signals.mean_tail(validation.signals[signal.name])
+            context.console.print(
+                f"  the target's top {signal.k} ids leave {tail:.2%} to the others on average: alpha is off by at most "
+                "that much",
+                highlight=False,
+            )
+    target = TargetSource(model, signal, stays=context.settings.target.placed)
+    reference, ranking, precision = None, objective.ranking, context.settings.trainer.precision
+    if objective.selection is not None:
+        record = context.run.record("reference")
+        assert record is not None
+        dtype = weights_dtype(precision)  # the draft's side of the loss differences is computed in it, too
+        reference = load_model(context.run.path("reference"), device=context.device, dtype=dtype)
+        use_attention(reference, context.settings.trainer.attention)
+        other = [] if precision == "32-true" else [precision]
+        if not all_own:
+            path = folder / f"reference_{ranking.name}.npy"
+            made_from = fingerprint(key, record.fingerprint, vars(ranking), *other)
+            with working(context.console, "the reference's losses"), context.timed(f"{LOSSES} train", len(train.ids)):
+                train.signals["reference_loss"] = signals.reference_loss(
+                    reference, target, train, path, made_from, ranking, precision=precision
+                )
+
+    if not share:  # the models leave memory here: nothing will be asked of them again
+        return DistillData(target, train, validation, ends, _unchanged)
+
+    def add_signals(rows: TokenDataset) -> None:
+        if signal.kind != "online":
+            rows.signals[signal.name] = signals.target_signal(model, signal, rows)
+        if reference is not None:
+            rows.signals["reference_loss"] = signals.reference_loss(
+                reference, target, rows, divergence=ranking, precision=precision
+            )
+
+    return DistillData(target, train, validation, ends, add_signals, share)
+
+
+def _unchanged(_: TokenDataset) -> None:
+    """No signals: no texts are written on the way."""
+
+
+def _signal(context: StageContext, model: PreTrainedModel, draft: int | None, kind: Signal) -> TargetSignal:
+    """What is kept of the target, by its kind, of the ids that a draft of so many shares with it."""
+    if draft is None:
+        draft = int(AutoConfig.from_pretrained(context.run.path("initial")).get_text_config().vocab_size)
+    return TargetSignal.of(replace(context.settings.reference, signal=kind), min(draft, LMHead(model).vocab))
+
+
+def fixed_texts(
+    context: StageContext, target: PreTrainedModel, ends: set[int]
+) -> tuple[TokenDataset, TokenDataset, str]:
+    """Train and validation examples, with the data set's responses or the target's; and their fingerprint."""
+    settings, corpus = context.settings.reference, context.corpus
+    record = context.run.record("target")
+    assert record is not None
+    made_from: dict[str, Any] = {
+        "target": record.fingerprint,
+        "corpus": corpus.fingerprint,
+        "examples": settings.examples,
+    }
+    if context.settings.target.quantization:
+        made_from["quantization"] = context.settings.target.quantization
+    splits = {"train": bare(context.examples), "validation": bare(context.validation)}
+    if settings.responses.from_target:
+        made_from |= {
+            "seed": context.settings.seed,
+            "max_length": context.settings.data.max_length,
+            "responses": settings.responses.key(),
+        }
+        for name, rows in splits.items():
+            splits[name] = _answered(
+                context, target, ends, name, rows, made_from | {"split": name, "prompts": len(rows)}, context.run.target
+            )
+    if settings.training.prompt_loss:
+        splits["train"], made_from["prompt_loss"] = splits["train"].all_labelled(), True
+    return splits["train"], splits["validation"], fingerprint(made_from)
+
+
+def answered_by_target(context: StageContext) -> tuple[TokenDataset, TokenDataset]:
+    """Train and validation examples with the target's responses, for those who do not have the target at hand."""
+    model = open_target(context)
+    train, validation, _ = fixed_texts(context, model, stop_ids(model, context.corpus.tokenizer))
+    return train, validation
+
+
+def answered_by_original(context: StageContext, model: PreTrainedModel) -> tuple[TokenDataset, TokenDataset]:
+    """Train and validation examples with the responses of a given target, before anything is trained."""
+    settings, corpus = context.settings, context.corpus
+    wanted, given = settings.reference.responses, settings.target.model
+    assert given is not None
+    made_from = {
+        "target": files_state([given]) or given,
+        "corpus": corpus.fingerprint,
+        "seed": settings.seed,
+        "max_length": settings.data.max_length,
+        "responses": wanted.written(),
+    }
+    ends = stop_ids(model, corpus.tokenizer)
+    splits: dict[str, TokenDataset] = {}
+    for name, rows in {"train": TokenDataset.of(corpus.train), "validation": context.validation}.items():
+        key = made_from | {"split": name, "prompts": len(rows)}
+        splits[name] = _answered(context, model, ends, name, bare(rows), key, given, folder="original")
+    return splits["train"], splits["validation"]
+
+
+def _answered(
+    context: StageContext,
+    target: PreTrainedModel,
+    ends: set[int],
+    split: str,
+    rows: TokenDataset,
+    made_from: dict[str, Any],
+    path: str | Path,
+    folder: str = "responses",
+) -> TokenDataset:
+    """The split's prompts with the responses of the target at a path, kept in a folder of the run's work.
+
+    Every process writes its share into a file of its own (a server is asked by the first one alone), and goes on when
+    all responses are there, whoever wrote them: another number of processes takes up what there is.
+    """
+    settings, tokenizer = context.settings.reference.responses, context.corpus.tokenizer
+    jobs = make_jobs(rows, getattr(context.corpus, split)[: len(rows)], settings, context.settings.data.max_length)
+    rank, world = ranks.rank(), 1 if settings.server.addresses else ranks.started()
+    file = _file_of(context.run.work / folder, split, rank, made_from)
+
+    def writer() -> Answer:
+        seed = context.settings.seed
+        if not settings.server.addresses:
+            other = settings.dtype not in (None, context.settings.target.dtype)
+            model = open_target(context, path, settings.dtype) if other else target
+            return answered_here(at_work(context, model), settings, seed, ends)
+        return answered_by_server(settings, seed, tokenizer, ends, Path(path), context.line)
+
+    if rank < world:
+        file.open()
+        known = _found(context.run.work / folder, split, made_from)
+        if missing := own_examples(jobs, settings, rank, world) - known.keys():
+            lines = file.fill(writer()(jobs, missing), tokenizer)
+            name = f"  the target's responses, {split}"
+            timed = context.timed(f"{ANSWERS} {split}", len(missing))
+            with working(context.console, name, len(missing)) as work, timed:
+                for done, _ in enumerate(lines, 1):
+                    work.update(done=max(work.done, done))  # a writer may have counted it already
+            context.console.print(f"{name}: {len(jobs)}, {len(missing)} of them written now", highlight=False)
+
+    def all_of_them() -> dict[int, Response] | None:
+        found = _found(context.run.work / folder, split, made_from)
+        return found if all(job.example in found for job in jobs) else None
+
+    found = ranks.wait_for(all_of_them, f"the target's responses ({split})")
+    return response_rows([job.ids for job in jobs], [found[job.example].ids for job in jobs], ends)
+
+
+def _file_of(folder: Path, split: str, rank: int, made_from: dict[str, Any]) -> ResponseFile:
+    """What a process has written, or writes."""
+    return ResponseFile(folder / (f"{split}-{rank}.jsonl" if rank else f"{split}.jsonl"), made_from)
+
+
+def _found(folder: Path, split: str, made_from: dict[str, Any]) -> dict[int, Response]:
+    """The responses that any process has written, by example."""
+    found: dict[int, Response] = {}
+    for path in sorted(folder.glob(f"{split}*.jsonl")):
+        if not path.name.endswith(".old.jsonl"):
+            found |= ResponseFile(path, made_from).read()
+    return found
+
+
+def bare(rows: TokenDataset) -> TokenDataset:
+    """The same examples without cached signals."""
+    return TokenDataset(rows.ids, rows.labels, rows.offsets, rows.label_offsets)

@@ -1,0 +1,113 @@
+"""What the steps of ``python -m probes`` share: the target, the decoding modes, the texts it writes, their features."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from decode.core.errors import UserError
+from decode.core.progress import working
+from decode.core.sampling import Warp
+from decode.drafters.layer_search import Text
+from decode.models.batched_generation import draws_named, write_texts
+from decode.models.loading.open_model import stop_ids
+from decode.prompts.prompt_suites import Suite
+from distill.data.corpus import test_suite
+from distill.data.stage_context import StageContext
+from distill.data.tokenization.label_masks import prompt_part
+from probes.hidden_state_features import Features, collect
+from probes.probe_settings import ProbeSettings, ProbesSettings
+
+
+@dataclass
+class Mode:
+    """One decoding mode."""
+
+    name: str  # ``greedy`` or ``sampled``
+    warp: Warp  # its sampling settings
+    label: str  # what the probes that decoding uses in this mode predict
+    labels: tuple[str, ...]  # of all probes that are trained for it
+    texts: dict[str, list[Text]] = field(default_factory=dict)  # what the target wrote, by split
+    features: dict[str, Features] = field(default_factory=dict)  # of these texts, by split
+
+
+@dataclass
+class ProbeContext:
+    """What every step works with; the run's folder, data, logger and console are those of `stages`."""
+
+    settings: ProbesSettings
+    stages: StageContext
+    model: PreTrainedModel
+    exits: list[int]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def options(self) -> ProbeSettings:
+        """The settings of this command."""
+        return self.settings.probes
+
+    @property
+    def console(self) -> Console:
+        """Where progress is shown."""
+        return self.stages.console
+
+    def say(self, sentence: str) -> None:
+        """Prints a line below the step that it belongs to."""
+        self.console.print(f"  {sentence}", highlight=False)
+
+    @contextmanager
+    def step(self, name: str, title: str) -> Iterator[None]:
+        """Prints what is being done and adds its time to `seconds`."""
+        began = time.perf_counter()
+        with working(self.console, title):
+            yield
+        spent = time.perf_counter() - began
+        self.seconds[name] = self.seconds.get(name, 0.0) + spent
+        self.say(f"{title} [dim]{spent:.1f} s[/dim]")
+
+    def suite(self) -> Suite:
+        """The test prompts of the real runs, with the scorer of their task."""
+        return test_suite(self.stages.corpus, self.settings.data.source, self.options.bench_prompts)
+
+    def prompts(self) -> dict[str, list[list[int]]]:
+        """Prompts of the three splits as token ids; no text of one is in another."""
+        options, corpus = self.options, self.stages.corpus
+        counts = {"train": options.prompts, "validation": options.validation_prompts, "test": options.test_prompts}
+        found = {}
+        for split, count in counts.items():
+            rows = getattr(corpus, split)
+            rows = rows.select(range(min(count, len(rows))))
+            parts = (prompt_part(ids, labels) for ids, labels in zip(rows["input_ids"], rows["labels"]))
+            found[split] = [ids for ids in parts if ids]
+            if not found[split]:
+                raise UserError(f"the {split} split has no prompts; plain texts need a longer data.max_length")
+        return found
+
+    def add_features(self, mode: Mode, prompts: dict[str, list[list[int]]]) -> None:
+        """Has the target answer the prompts, and reads the texts once for all exits."""
+        options, ends = self.options, set(stop_ids(self.model, self.stages.corpus.tokenizer))
+        limit = int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
+        with self.step("texts", f"{mode.name} texts of the target"):
+            for i, (split, some) in enumerate(prompts.items()):
+                budgets = [min(options.max_new_tokens, limit - len(ids)) for ids in some]
+                written = write_texts(
+                    self.model, some, mode.warp, budgets=budgets,
+                    stop_ids=ends, draws=draws_named(self.settings.seed + i), batch_size=options.batch_size,
+                )  # fmt: skip
+                mode.texts[split] = [([*ids, *text], len(ids)) for ids, text in zip(some, written)]
+        with self.step("features", f"{mode.name} texts read once, {len(self.exits)} exits"):
+            mode.features = self.read(mode)
+
+    def read(self, mode: Mode, draft: PreTrainedModel | None = None) -> dict[str, Features]:
+        """Features of a mode's texts by split, at every exit or at a draft model's last layer."""
+        return {
+            split: collect(
+                self.model, texts, mode.warp, exits=self.exits, draft=draft, seed=self.settings.seed + i,
+                positions=None if split == "validation" else self.options.positions,
+                batch_size=self.options.batch_size,
+            )
+            for i, (split, texts) in enumerate(mode.texts.items())
+        }  # fmt: skip

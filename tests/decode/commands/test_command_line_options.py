@@ -1,0 +1,231 @@
+"""``python -m decode`` as a user types it: options, help, exit codes, configurations, stores."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks import Watched
+from pairs import save_pair
+
+from decode.__main__ import COMMANDS, main
+from decode.commands.bench.settings import bench_settings, default_suites
+from decode.commands.parsing.command_line import parse
+from decode.commands.settings import GenerateSettings
+from decode.core.progress import as_current
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair"), tiny)
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_help_lists_options_with_hyphens_and_examples(name, capsys):
+    assert main([*name.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: python -m decode {name} [options]")
+    assert "examples:\n  " in shown
+    assert "_" not in "".join(word for word in shown.split() if word.startswith("--"))
+
+
+def test_the_overview_names_every_command(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in [*COMMANDS, "methods"])
+
+
+def test_help_needs_no_models_and_no_torch():
+    code = (
+        "import sys; from decode.__main__ import main; main(['bench', '--help']); "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
+
+
+def test_the_list_of_methods_tells_relaxed_ones(capsys):
+    assert main(["methods"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "lossless" in lines["vanilla"]
+    assert "relaxed" in lines["adasd"]
+
+
+def test_options_may_be_typed_with_hyphens_switches_and_lists():
+    settings = bench_settings(
+        ["--target", "T", "--draft", "A", "b=B", "--methods", "vanilla,ears", "--temperatures", "0,1", "--no-peers",
+         "--chat", "--max-new-tokens=5", "--suite", "arithmetic,gsm8k=x.jsonl", "--draft-lengths", "3", "5"],
+    )  # fmt: skip
+    assert (settings.target, settings.peers, settings.chat, settings.max_new_tokens) == ("T", False, True, 5)
+    assert (settings.draft, settings.methods, settings.temperatures) == (["A", "b=B"], ["vanilla", "ears"], [0, 1])
+    assert (settings.suite, settings.draft_lengths) == (["arithmetic", "gsm8k=x.jsonl"], [3, 5])
+
+
+def test_prompts_and_stop_strings_are_taken_as_they_are():
+    settings = parse(GenerateSettings, ["--prompt", "--really, yes", "--stop", "a, b", "\n\n", "--stop", "c"])
+    assert (settings.prompt, settings.stop) == ("--really, yes", ["a, b", "\n\n", "c"])
+
+
+def test_a_configuration_gives_bench_its_run_and_keeps_to_its_section(tmp_path):
+    config = tmp_path / "recipe.yaml"
+    config.write_text(
+        f"name: toy\noutput_dir: {tmp_path}/runs\ndata: {{source: arithmetic, difficulty: 2}}\n"
+        "target: {kind: scratch}\nbench: {methods: [vanilla], limit: 3}\n"
+    )
+    (tmp_path / "runs/toy/draft").mkdir(parents=True)
+    settings = bench_settings(["--config", str(config), "--max-new-tokens", "9", "--limit", "4"])
+    assert settings.target == f"{tmp_path}/runs/toy/target"
+    assert settings.draft == [f"{tmp_path}/runs/toy/draft"]
+    assert settings.output == f"{tmp_path}/runs/toy"
+    assert settings.suite == ["arithmetic:2"]
+    assert (settings.methods, settings.limit, settings.max_new_tokens) == (["vanilla"], 4, 9)
+    chosen = bench_settings(["--config", str(config), "--suite", "open", "--draft", "other"])
+    assert (chosen.suite, chosen.draft) == (["open"], ["other"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("bnch: {limit: 3}", "unknown key 'bnch'; the nearest known key is 'bench"),
+        ("bench: {limt: 3}", "unknown key 'bench.limt'; the nearest known key is 'bench.limit'"),
+        ("bench: [", "not valid YAML"),
+    ],
+)
+def test_a_mistyped_configuration_is_told(tmp_path, capsys, content, message):
+    config = tmp_path / "recipe.yaml"
+    config.write_text(content)
+    assert main(["bench", "--config", str(config)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_configuration_may_build_on_another(tmp_path):
+    (tmp_path / "below").mkdir()
+    lowest = tmp_path / "below" / "a.yaml"
+    lowest.write_text("name: a\ndata: {source: gsm8k}\nbench: {target: T, limit: 3, methods: [vanilla, ears]}\n")
+    (tmp_path / "below" / "b.yaml").write_text("base: a.yaml\nname: b\nbench: {limit: 4}\n")
+    top = tmp_path / "c.yaml"
+    top.write_text("base: below/b.yaml\nbench: {methods: [adasd]}\n")
+    settings = bench_settings(["--config", str(top)])
+    assert (settings.target, settings.limit, settings.methods) == ("T", 4, ["adasd"])
+    assert (settings.suite, settings.output) == (["gsm8k"], "runs/b")
+
+
+def test_mistakes_in_a_file_that_another_builds_on_are_told(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("base: b.yaml\nbench: {limt: 3}\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    assert main(["bench", "--config", str(tmp_path / "b.yaml")]) == 2
+    assert "'base' is 'b.yaml', expected the path of another file" in capsys.readouterr().err
+    (tmp_path / "b.yaml").write_text("base: none.yaml\n")
+    assert main(["bench", "--config", str(tmp_path / "b.yaml")]) == 2
+    assert "none.yaml" in capsys.readouterr().err
+
+
+def test_the_suite_follows_the_training_data(tmp_path):
+    assert default_suites(None) == ["arithmetic"]
+    assert default_suites({"source": "gsm8k", "test_file": "t.jsonl"}) == ["gsm8k=t.jsonl"]
+    assert default_suites({"source": "gsm8k"}) == ["gsm8k"]
+    own = tmp_path / "own.jsonl"
+    own.write_text("{}")
+    assert default_suites({"source": str(own)}) == [f"prompts={own}"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["bnch"], "did you mean 'bench'"),
+        (["datastore", "bild"], "did you mean 'datastore build'"),
+        (["generate", "--temprature", "1"], "nearest known key is 'temperature'"),
+        (["generate", "--target", "no/such/folder", "--prompt", "x"], "there is no such folder"),
+        (["bench", "--target", "t", "--methods", "vanila"], "did you mean 'vanilla'"),
+        (["bench", "--target", "t", "--methods", "ears:bta=0.2"], "unknown option 'bta'; did you mean 'beta'"),
+        (["bench", "--target", "t", "--methods", "ears:beta=x"], "'x' is not a number"),
+        (["bench", "--target", "t", "--methods", "lookahead", "--suite", "gsm"], "unknown suite 'gsm'"),
+        (["bench", "--target", "t", "--methods", "rest"], "python -m decode datastore build"),
+        (["bench"], "--target is missing"),
+        (["profile", "--target", "t"], "--draft is missing"),
+        (["generate", "--target", "t", "--prompt", "x", "--draft-length"], "--draft-length needs a value"),
+        (["datastore", "build", "--tokenizer", "t", "--output", "o"], "--input is missing"),
+        (["datastore", "build", "--tokenizer", "t", "--input", "i", "--output", "o", "--texts", "-1"], "'texts': -1"),
+        (["bench", "--target", "t", "--draft-lengths", "3,-1"], "'draft_lengths': -1 is not allowed, expected >0"),
+        (["bench", "--target", "t", "--temperatures", "0,-1"], "'temperatures': -1 is not allowed"),
+        (["bench", "--target", "t", "--methods", "ears:beta=-1"], "'beta': -1 is not allowed, expected >=0"),
+        (["generate", "--target", "t", "--prompt", "x", "--beta", "-1"], "'beta': -1 is not allowed"),
+        (["generate", "--target", "t", "--prompt", "x", "--stop", ""], "empty text"),
+        (["generate", "--target", "t", "--prompt", "x", "--seed", "-1"], "'seed': -1 is not allowed"),
+        (["generate", "--target", "t", "--prompt", "x", "--temperature", "1e-40"], "expected ==0 or >=0.001"),
+        (["paper"], "no paper is named; give one of ada"),
+        (["paper", "adasdd"], "did you mean 'adasd'"),
+        (["report", "no/such/run"], "no/such/run"),
+    ],
+)
+def test_mistakes_end_with_one_line_and_status_2(argv, message, capsys):
+    assert main(argv) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.splitlines()[-1].startswith("error: ")
+
+
+def test_exit_codes_and_streams_as_a_process(folder):
+    command = [sys.executable, "-m", "decode", "generate", "--target", str(folder / "target"), "--threads", "1"]
+    fine = subprocess.run(
+        [*command, "--max-new-tokens", "6", "--json"], cwd=ROOT, capture_output=True, text=True, input="Tom has"
+    )
+    assert fine.returncode == 0
+    assert len(json.loads(fine.stdout)["ids"]) <= 6
+    wrong = subprocess.run([*command, "--prompt", "x", "--top-pp", "7"], cwd=ROOT, capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error: unknown option '--top-pp'; the nearest known key is 'top_p'")
+    assert "Traceback" not in wrong.stderr
+
+
+def test_stores_are_built_from_files_and_suites_and_serve_the_bench(folder, tmp_path, capsys):
+    own = tmp_path / "own.txt"
+    own.write_text("Tom has 3 apples and buys 4 more.\n" * 20)
+    target = str(folder / "target")
+    build = ["--tokenizer", target, "--input", str(own), "arithmetic", "--texts", "30", "--output", str(tmp_path / "s")]
+    assert main(["datastore", "build", *build]) == 0
+    assert "31 documents" in capsys.readouterr().out
+    assert main(["trigrams", "build", *build[:-1], str(tmp_path / "t")]) == 0
+    assert not (tmp_path / "t/datastore.safetensors").exists()
+    run = [
+        "bench", "--target", target, "--suite", "open", "--limit", "1", "--repeats", "1", "--no-peers",
+        "--threads", "1", "--max-new-tokens", "8", "--output", str(tmp_path / "out"), "--methods",
+    ]  # fmt: skip
+    assert main([*run, "rest,adaptix,adaptix-best-first", "--datastore", str(tmp_path / "s")]) == 0
+    rows = json.loads((tmp_path / "out/report.json").read_text())["methods"]
+    assert [r["name"] for r in rows] == ["autoregressive", "generate", "rest", "adaptix", "adaptix-best-first"]
+    assert all(r["identical_to_target"] for r in rows)
+    assert (tmp_path / "out/report.html").exists()
+    assert not (tmp_path / "out/work/bench.json").exists()
+    # without a store, the corpus gives one
+    assert main([*run, "rest", "--corpus", str(own), "--output", str(tmp_path / "built")]) == 0
+    assert (tmp_path / "built/work/stores/datastore.safetensors").exists()
+    assert main(["datastore", "build", "--tokenizer", target, "--input", "gone.txt", "--output", "x"]) == 2
+    assert "there is no file 'gone.txt'" in capsys.readouterr().err
+
+
+def test_an_interrupted_bench_writes_what_it_measured(folder, tmp_path, capsys, monkeypatch):
+    from decode.commands.bench import command as compare
+
+    def stop(done, total, label):
+        if done == 5:
+            raise KeyboardInterrupt
+
+    class Interrupted(compare.Benchmark):
+        def run(self, *args, **extra):
+            with as_current(Watched(stop)):
+                return super().run(*args, **extra)
+
+    monkeypatch.setattr(compare, "Benchmark", Interrupted)
+    argv = [
+        "bench", "--target", str(folder / "target"), "--suite", "open", "--limit", "3", "--repeats", "1", "--no-peers",
+        "--max-new-tokens", "4", "--threads", "1", "--output", str(tmp_path), "--methods", "prompt-lookup",
+    ]  # fmt: skip
+    assert main(argv) == 130
+    assert "stopped early" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "report.json").read_text())["methods"]
+    assert [row["prompts"] for row in rows] == [1, 1, 1]

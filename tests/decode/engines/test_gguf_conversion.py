@@ -1,0 +1,114 @@
+"""GGUF files: what is refused, how texts are split, and files that hold the model's own weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families import build_tiny
+from pairs import make_tokenizer, save_pair
+from safetensors.torch import load_file
+
+from decode.core.errors import UserError
+from decode.engines.launch.engine_settings import CHECKOUT
+from decode.engines.launch.gguf_conversion import CONVERTER, convert, split_of
+from decode.models.eagle.head import FeatureHead
+from decode.models.eagle.head_files import head_config
+from distill.config.export import ExportSettings
+from distill.export.export_eagle_head import write_head
+from distill.export.export_gguf import check_gguf, export_gguf
+
+
+def tokenizer(folder: Path, *steps: dict, **more: object) -> Path:
+    core = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": list(steps)}, **more}
+    (folder / "tokenizer.json").write_text(json.dumps(core))
+    return folder
+
+
+def test_ways_to_split_texts_that_llama_cpp_has_a_name_for(tmp_path: Path) -> None:
+    bytes_, digits = {"type": "ByteLevel", "use_regex": True}, {"type": "Digits", "individual_digits": True}
+    assert split_of(tokenizer(tmp_path, bytes_)) == "gpt-2"
+    assert split_of(tokenizer(tmp_path, digits, bytes_)) == "smollm"
+    assert split_of(tokenizer(tmp_path, digits | {"individual_digits": False}, bytes_)) == ""
+    assert split_of(tokenizer(tmp_path, bytes_ | {"add_prefix_space": True})) == ""
+    assert split_of(tokenizer(tmp_path, bytes_, normalizer={"type": "NFC"})) == ""
+    assert split_of(tmp_path / "nothing") == ""
+
+
+def test_a_missing_converter_is_said_before_training(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("decode.engines.launch.gguf_conversion.CHECKOUT", tmp_path)
+    check_gguf(ExportSettings())
+    with pytest.raises(UserError, match="make engines"):
+        check_gguf(ExportSettings(formats=["hf", "gguf"]))
+    (tmp_path / CONVERTER).parent.mkdir(parents=True)
+    (tmp_path / CONVERTER).touch()
+    with pytest.raises(UserError, match="no EAGLE-1 heads"):
+        check_gguf(ExportSettings(formats=["hf", "gguf"]), 1)
+    with pytest.raises(UserError, match="number format is 'q4'"):
+        convert(tmp_path, tmp_path / "x.gguf", "q4")
+
+
+needs_converter = pytest.mark.skipif(
+    not (CHECKOUT / CONVERTER).is_file(), reason="llama.cpp is not set up (make engines)"
+)
+
+
+def read(file: Path):
+    sys.path.insert(0, str(CHECKOUT / CONVERTER.parent / "gguf-py"))
+    try:
+        from gguf import GGUFReader
+    finally:
+        sys.path.pop(0)
+    reader = GGUFReader(file)
+    return {tensor.name: tensor.data for tensor in reader.tensors}, reader.fields
+
+
+@pytest.mark.engine
+@needs_converter
+def test_the_files_hold_the_models_own_weights(tiny, tmp_path: Path) -> None:
+    save_pair(tmp_path, tiny)
+    files = export_gguf(tmp_path / "draft", tmp_path / "target", ExportSettings(formats=["gguf"], gguf_types=["f32"]))
+    assert [file.name for file in files] == ["target-f32.gguf", "draft-f32.gguf"]
+    for name, file in zip(("target", "draft"), files):
+        tensors, _ = read(file)
+        ours = load_file(tmp_path / name / "model.safetensors")
+        assert len(tensors) >= len(ours)
+        assert np.array_equal(tensors["token_embd.weight"], ours["model.embed_tokens.weight"].numpy())
+    with pytest.raises(UserError, match="converter refuses"):
+        convert(tmp_path / "nothing", tmp_path / "x.gguf")
+    assert not (tmp_path / "x.gguf").exists()
+
+
+LAYER = ("attn_norm", "attn_norm_2", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_down",
+         "ffn_up")  # fmt: skip
+"""What llama.cpp's eagle3.cpp asks of a head's layer."""
+
+
+@pytest.mark.engine
+@needs_converter
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_converter_takes_eagle3_heads_whole(family, tmp_path: Path) -> None:
+    target = build_tiny(family, vocab_size=280, num_hidden_layers=4)
+    for folder in ("target", "head"):
+        (tmp_path / folder).mkdir()
+    target.save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    head = FeatureHead(head_config(target.config, 3, draft_vocab=64, captured_layers=(1, 2, 3)))
+    head.set_vocabulary(torch.randperm(280)[:64].sort()[0])
+    write_head(head, tmp_path / "head", make_tokenizer(), 3, torch.float32)
+    (file,) = [
+        file
+        for file in export_gguf(tmp_path / "head", tmp_path / "target", ExportSettings(formats=["gguf"]))
+        if file.name == "draft-f32.gguf"
+    ]
+    tensors, fields = read(file)
+    layer = {f"blk.0.{name}.weight" for name in LAYER}
+    assert tensors.keys() == {"fc.weight", "output_norm.weight", "output.weight", "d2t"} | layer
+    assert sum(tensor.size for tensor in tensors.values()) == 64 + sum(p.numel() for p in head.parameters())
+    assert np.array_equal(tensors["d2t"], head.draft_ids())  # ids here, where our file has offsets
+    assert fields["eagle3.target_layers"].contents() == [1, 2, 3]

@@ -1,0 +1,136 @@
+"""Predicted drafts: the rounds that follow from acceptances, and the acceptances that follow from p and q."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from heads import learned_head
+from pairs import make_pair
+
+from decode.core.method_options import MethodOptions
+from decode.core.sampling import Warp
+from decode.core.target import Target
+from decode.engines.draft_counts import Drafts, difference, mean_length, rates
+from decode.engines.launch.start_engine import ROUNDS
+from decode.engines.launch.transformers_engine import AssistedGeneration
+from decode.engines.predicted_acceptance import Acceptance, Rounds, acceptance, predicted_drafts, predicted_speedup
+from decode.loop import decode
+from decode.methods import MethodInputs, build
+from decode.models.loading.choose_runner import open_draft_runner, open_runner
+
+PROMPTS = [[5, 9, 17], [40, 41, 42, 43], [7], [100, 3, 55, 8, 9]]
+
+
+def test_rounds_of_known_acceptances() -> None:
+    # token 0 comes from the prompt; rounds start at 1 (three accepted), 5 (none), 6 (the text ends at 7)
+    accept = [[0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]]
+    counted = predicted_drafts(accept, 8, 20, 3, Rounds())
+    assert (counted.rounds, counted.accepted) == (3, [2, 2, 2])
+    # of the last round two tokens belong to the text
+    assert predicted_drafts(accept, 8, 20, 3, Rounds(past_end=False)).accepted == [2, 2, 1]
+    # and the budget leaves it one, or it is not counted at all
+    cut = predicted_drafts(accept, 8, 8, 3, Rounds(to_budget=True))
+    assert (cut.rounds, cut.drafted, cut.accepted) == (3, 6, [2, 1, 1])
+    assert predicted_drafts(accept, 8, 20, 3, Rounds(whole_only=True)).rounds == 1
+
+
+def test_a_round_is_expected_as_often_as_it_is_reached() -> None:
+    counted = predicted_drafts([[0.5] * 6], 3, 9, 2, Rounds(first=0))
+    # from 0; from 1 after a rejection; from 2 after accepting one of two or after two rejections
+    assert counted.rounds == pytest.approx(1 + 0.5 + 0.5 * 0.5 + 0.5 * 0.5)
+    assert counted.accepted == pytest.approx([0.5 * counted.rounds, 0.25 * counted.rounds])
+
+
+def test_a_speedup_is_predicted_from_the_cost_of_a_round() -> None:
+    """A token from the prompt and three rounds of four, each of which takes as long as 0.5 + 3 · 0.5 steps."""
+    told = Acceptance([[[1.0] * 16], [[0.0] * 16]], [13, 13], 1.0, 0.0)
+    costs = {"budget": 13, "draft_length": 3, "rounds": Rounds(), "round_cost": lambda drafted: 0.5 + 0.5 * drafted}
+    assert predicted_speedup(told, **costs) == pytest.approx((12 / (3 * 2) + 12 / (12 * 2)) / 2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_prediction_is_what_assisted_generation_does(tiny, temperature: float) -> None:
+    """Exactly so for greedy texts; within three standard errors for sampled ones, whose draws differ."""
+    target, draft = make_pair(tiny)
+    plain = AssistedGeneration(target)
+    count = 1 if temperature == 0 else 12
+    items = [(prompt, seed) for prompt in PROMPTS for seed in range(count)]
+    options = {"temperature": temperature, "max_new_tokens": 24, "stop_ids": [0]}
+    texts = [(prompt, plain.write(prompt, seed=seed, **options).ids) for prompt, seed in items]
+    told = acceptance(target, draft, texts, Warp(temperature), tail=0, greedy_draft=temperature == 0)
+    expected = [predicted_drafts(a, n, 24, 4, ROUNDS["transformers"]) for a, n in zip(told.texts, told.lengths)]
+    writer = AssistedGeneration(target, draft, 4)
+    out = [writer.write(prompt, seed=seed, **options) for prompt, seed in items]
+    served = [text.drafts for text in out]
+    gap, error = difference(served, expected, paired=temperature == 0)
+    if temperature == 0:
+        assert told.agreement == 1
+        assert [text.ids for text in out] == [ids for _, ids in texts]
+        assert [drafts.accepted for drafts in served] == [drafts.accepted for drafts in expected]
+        assert (gap, error) == (0, 0)
+    else:
+        assert 0 < error < 0.5
+        assert abs(gap) < 3 * error
+
+
+def test_greedy_drafting_is_accepted_with_the_targets_probability_of_the_drafts_argmax(tiny) -> None:
+    """The sum over texts of min(1, q/p) under a one-hot q is an indicator, whose mean is p(argmax q)."""
+    target, draft = make_pair(tiny)
+    with torch.inference_mode():
+        p = target(torch.tensor([[5, 9, 17]])).logits[0, -1].softmax(-1)
+        best = int(draft(torch.tensor([[5, 9, 17]])).logits[0, -1].argmax())
+    texts = [([5, 9, 17], [token]) for token in range(280)]
+    told = acceptance(target, draft, texts, Warp(1.0), tail=0, greedy_draft=True)
+    assert [i for i, text in enumerate(told.texts) if text[0][0] > 0] == [best]
+    both = acceptance(target, draft, texts, Warp(1.0), tail=0, greedy_draft=False)
+    with torch.inference_mode():
+        q = draft(torch.tensor([[5, 9, 17]])).logits[0, -1].softmax(-1)
+    mean = sum(float(p[i]) * text[0][0] for i, text in enumerate(both.texts))
+    assert mean == pytest.approx(float(torch.minimum(p, q).sum()), rel=1e-4)
+
+
+def test_tokens_behind_the_end_are_the_targets_own(tiny) -> None:
+    target, draft = make_pair(tiny)
+    told = acceptance(target, draft, [([5, 9], [17, 0])], Warp(0.0), tail=5)
+    assert (told.lengths, len(told.texts[0][0])) == ([2], 7)
+
+
+def test_deeper_tokens_have_acceptances_of_their_own() -> None:
+    """One round of three: kept with 1, then 0.5, then never."""
+    counted = predicted_drafts([[1.0] * 9, [0.5] * 9, [0.0] * 9], 2, 9, 3, Rounds())
+    assert (counted.rounds, counted.accepted) == (1, [1, 0.5, 0])
+
+
+def test_a_heads_prediction_is_what_our_own_loop_accepts(tiny) -> None:
+    target, _ = make_pair(tiny)
+    prompts = [[5, 9, 17, 4, 6], [40, 41, 42, 43, 44], [100, 3, 55, 8, 9]]
+    head = learned_head(target, prompts[:2], captured_layers=(0, 1, 2))
+    runner, warp = open_runner(target), Warp(0.0)
+    inputs = MethodInputs(runner, warp, open_draft_runner(head, target), options=MethodOptions(draft_length=3))
+    system = build("eagle", inputs)
+    counted, texts = Drafts(accepted=[0, 0, 0]), []
+    for prompt in prompts:
+        out = decode(Target(runner), system, warp, prompt, max_new_tokens=40)
+        texts.append((prompt, out.new_ids))
+        start = 0
+        for accepted, drafted in zip(out.trace.accepted, out.trace.drafted):
+            if drafted == 3 and start + 3 < len(out.new_ids):
+                counted.rounds += 1
+                counted.accepted = [n + (accepted > i) for i, n in enumerate(counted.accepted)]
+            start += accepted + 1
+    told = acceptance(target, head, texts, warp, tail=0, depth=3)
+    rules = Rounds(first=0, whole_only=True)
+    expected = [predicted_drafts(a, n, 40, 3, rules) for a, n in zip(told.texts, told.lengths)]
+    assert sum(drafts.rounds for drafts in expected) == counted.rounds
+    assert [sum(d.accepted[i] for d in expected) for i in range(3)] == counted.accepted
+    assert 0 < counted.accepted[2] < counted.accepted[0] < counted.rounds
+
+
+def test_rates_are_marginal_and_conditional_with_errors_over_texts() -> None:
+    texts = [Drafts(10, 20, [8, 4]), Drafts(10, 20, [6, 6])]
+    first, second = rates(texts, 2)
+    assert (first["marginal"], second["marginal"], second["conditional"]) == (0.7, 0.5, 10 / 14)
+    assert first["marginal_se"] == pytest.approx(math.sqrt(2 * (1 + 1)) / 20)
+    assert mean_length(texts)[0] == pytest.approx(1 + 0.7 + 0.5)

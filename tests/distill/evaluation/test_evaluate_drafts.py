@@ -1,0 +1,80 @@
+"""Which drafts are timed, at which lengths, and the acceptance of texts that are read together."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from families import resembling
+from heads import make_head
+from plain_logits import head_logits, response_logits
+from tiny_run import bench, run_tiny, tiny_settings
+
+from decode.core.acceptance_rules import overlap
+from decode.core.progress import Progress
+from decode.core.sampling import Warp
+from decode.measure.costs.forward_costs import CostModel
+from decode.measure.offline_acceptance import offline_alpha
+from distill.config.run_settings import EvaluationSettings, Settings
+from distill.core.run_dir import RunDir
+from distill.evaluation.evaluate_drafts import Evaluation
+from distill.evaluation.evaluate_eagle import HeadEvaluation
+from distill.evaluation.paper_analysis import Histograms
+from distill.pipeline.run_pipeline import measure
+
+
+def test_every_draft_is_timed_at_its_own_best_length_and_the_final_one_at_those_asked_for_too() -> None:
+    evaluation = Evaluation.__new__(Evaluation)  # without the models of a run
+    evaluation.settings = EvaluationSettings(draft_lengths=[2, 9], temperatures=[0.0, 1.0])
+    names = {"initial": "undistilled", "reference": "distillspec", "draft": "kl-tv"}
+    evaluation.run, evaluation.full = RunDir(Path(), ["adaspec", "more-data"], names), Settings()
+    evaluation.comparisons = {"adaspec": "adaspec", "more-data": "adaspec"}
+    best = {"undistilled": 3, "distillspec": 5, "kl-tv": 6, "adaspec": 0, "more-data": 4}
+    timed = {
+        (c.draft, c.options.draft_length, c.temperature) for c in evaluation._entries({"best_draft_lengths": best})
+    }
+    wanted = {("undistilled", 3), ("distillspec", 5), ("adaspec", 1), ("kl-tv", 2), ("kl-tv", 6), ("kl-tv", 9)}
+    assert timed == {(*pair, temperature) for pair in wanted for temperature in (0.0, 1.0)}
+
+
+def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path: Path) -> None:
+    """Tokens over Σ (c·k + v(k + 1)), with the costs of the row's own block."""
+    settings = tiny_settings(tmp_path, comparisons=[])
+    settings.evaluation = EvaluationSettings(
+        prompts=3, accuracy_prompts=3, max_new_tokens=12, draft_lengths=[2], temperatures=[0.0, 1.0], repeats=1
+    )
+    run_tiny(settings)
+    report = measure(bench(settings)[0])
+    costs = {b["temperature"]: b["costs"] for b in report["analysis"]["costs"]}
+    drafting = [row for row in report["decoding"] if row["method"] == "vanilla"]
+    assert {row["temperature"] for row in drafting} == {0.0, 1.0}
+    for row in drafting:
+        cost = CostModel.from_dict(costs[row["temperature"]][row["draft"]])
+        spent = sum(n * (cost.cost_ratio * int(k) + cost.v(int(k) + 1)) for k, n in row["draft_lengths"].items())
+        assert row["predicted_speedup"] == pytest.approx(row["tokens"] / spent)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_acceptance_on_texts_read_together_is_that_of_each_text(temperature: float, tiny) -> None:
+    target = tiny("llama")
+    drafts = {"model": resembling(target, 0.2), "head": make_head(target, 3)}
+    texts = [([3, 7, 1, 9, 12, 40, 2, 5], 4), ([5, 6], 2), ([9, 9, 4] * 6, 11), ([8] * 30, 3)]
+    evaluation = HeadEvaluation.__new__(HeadEvaluation)  # without the folder of a run
+    evaluation.target, evaluation.models, evaluation.shown = target, drafts, ["model"]
+    evaluation.full, evaluation.threads, evaluation.histograms = SimpleNamespace(threads=None), 1, Histograms()
+    with Progress() as evaluation.bar:
+        found = evaluation._alphas(texts, temperature, evaluation.depths)
+    warp = Warp(temperature)
+    assert {name: len(by_depth) for name, by_depth in found.items()} == {"model": 1, "head": 5}
+    for name, draft in drafts.items():
+        alone = offline_alpha(target, draft, texts, warp)
+        for seen, wanted in zip(found[name][0].texts, alone.texts, strict=True):
+            assert seen == pytest.approx(wanted, abs=1e-4)
+        assert found[name][0].se == pytest.approx(alone.se, abs=1e-4)
+    with torch.no_grad():
+        p, q = response_logits(target, *texts[3]), head_logits(drafts["head"], target, *texts[3], 5)
+    assert found["head"][4].texts[2] == pytest.approx(overlap(warp(p), warp(q)).tolist(), abs=1e-4)
+    counted = evaluation.histograms.report()
+    assert bool(counted) == (temperature == 1.0)
+    if counted:
+        assert sum(counted["kl"]["model"]["counts"]) == sum(alone.counts)

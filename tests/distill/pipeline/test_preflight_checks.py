@@ -1,0 +1,81 @@
+"""What is refused before the first step: what the machine lacks, and a disk without room."""
+
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from families import build_tiny
+from tiny_run import bench, tiny_settings
+
+from decode.core.errors import UserError
+from distill.config.eagle_heads import EagleSettings
+from distill.models.attention import use_attention
+from distill.pipeline.preflight_checks import check_inputs
+from distill.teacher.store_choice import choose_signal
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(1 << 50, 0, free))
+
+
+def test_a_gpu_without_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.trainer.precision = "bf16-mixed"
+    context, _ = bench(settings)
+    check_inputs(context)
+    monkeypatch.setattr(type(context), "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
+    with pytest.raises(UserError, match=r"Tesla V100 has no bfloat16, and trainer.precision bf16-mixed asks for it"):
+        check_inputs(context)
+
+
+def test_an_attention_and_an_optimiser_that_are_not_here(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.trainer.attention = "flash_attention_2"
+    with pytest.raises(UserError, match=r"is flash_attention_2, which llama cannot use here \(.*auto or sdpa"):
+        check_inputs(bench(settings)[0])
+    with pytest.raises(UserError, match="which LlamaForCausalLM cannot use here"):
+        use_attention(build_tiny("llama"), "flash_attention_2")
+    settings.trainer.attention = "eager"
+    settings.reference.training.optimizer = "adamw_8bit"
+    with pytest.raises(UserError, match="adamw_8bit, which runs on GPUs, and the training runs on cpu: choose adamw"):
+        check_inputs(bench(settings)[0])
+
+
+@pytest.mark.parametrize("eagle", [EagleSettings(), EagleSettings(kind="eagle"), EagleSettings(kind="eagle3")])
+def test_a_disk_that_will_not_hold_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eagle: EagleSettings
+) -> None:
+    settings = tiny_settings(tmp_path, eagle=eagle)
+    settings.reference.signal, settings.target.architecture.layers = "hidden", 4
+    context, _ = bench(settings)
+    check_inputs(context)
+    with_free(monkeypatch, 1000)
+    with pytest.raises(UserError, match=r"signal \(hidden\) will take .* GB, and 0.00 GB are free in .*auto"):
+        check_inputs(context)
+
+
+def test_the_signal_is_the_first_that_there_is_room_for_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = tiny_settings(tmp_path)
+    sizes = {"hidden": 8_000_000, "topk": 1_000_000}
+
+    def chosen(free: int, key: str) -> str:
+        with_free(monkeypatch, free)
+        return choose_signal(bench(settings)[0], lambda kind: sizes[kind], key)
+
+    assert [chosen(free, f"at {free}") for free in (10_000_000, 8_000_001, 1_000_000)] == [
+        "hidden",
+        "topk",
+        "online",
+    ]
+    assert chosen(10_000_000, "a") == chosen(1000, "a") == "hidden"  # the disk is full of it by now
+    settings.reference.signal_limit_gb = 0.002
+    assert chosen(10_000_000, "a") == "topk"
+    settings.reference.signal = "online"
+    assert chosen(10_000_000, "a") == "online"

@@ -1,0 +1,27 @@
+"""Stages made by another run from the same inputs are taken over instead of made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tiny_run import run_tiny, tiny_settings
+
+from distill.core.run_dir import RunDir
+from distill.pipeline.stage_reuse import adopt
+
+
+def test_stages_made_from_other_inputs_are_not_taken_over_and_a_donor_made_anew_changes_nothing(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path / "a", comparisons=[])
+    _, donor, _ = run_tiny(settings)
+    other = tiny_settings(tmp_path / "b", comparisons=[])
+    other.initial.training.lr = 1e-3
+    taker = RunDir(tmp_path / "b/tiny")
+    assert adopt(taker, other, [donor]) == {"target": donor.target}
+    assert adopt(taker, other, [donor]) == {}  # it is there now
+    kept = (taker.target / "model.safetensors").read_bytes()
+    settings.seed = 5
+    run_tiny(settings)
+    assert (donor.target / "model.safetensors").read_bytes() != kept
+    assert (taker.target / "model.safetensors").read_bytes() == kept
+    record = taker.record("target")
+    assert record is not None

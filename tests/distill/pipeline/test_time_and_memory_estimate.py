@@ -1,0 +1,49 @@
+"""What ``--estimate`` tells of a run, beside what the run then reads and writes."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tiny_run import bench, tiny_settings
+
+from distill.pipeline.run_pipeline import run_stages
+from distill.pipeline.time_and_memory_estimate import measured_estimate, show
+
+
+def test_tokens_and_bytes_are_those_of_the_run_and_nothing_else_is_left(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.reference.examples, settings.reference.training.steps = 40, 30
+    settings.draft.iso, settings.trainer.validate_every = "epochs", 10
+    found = measured_estimate(settings, Console(quiet=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+    parts = {part.name: part for part in found.parts}
+    assert list(parts) == ["the target's signal", "the reference's losses", "target", "initial", "reference",
+                           "adaspec", "equal-tokens"]  # fmt: skip
+    context, _ = bench(settings)
+    run_stages(context)
+    for name, stage in (("target", "target"), ("reference", "reference"), ("adaspec", "draft")):
+        assert parts[name].tokens == pytest.approx(context.seen[stage].tokens, rel=0.05)
+        assert parts[name].seconds > 0
+    signals = context.run.work / "signals"
+    for name, pattern in (("the target's signal", "target_*.npy"), ("the reference's losses", "reference_*.npy")):
+        written = sum(path.stat().st_size for path in signals.glob(pattern))
+        assert parts[name].bytes == pytest.approx(written, rel=0.05)
+    assert parts["the target's signal"].tokens == len(context.examples.ids) + len(context.validation.ids)
+    assert found.memory > 1e8
+    assert settings.reference.training.steps == 30
+
+
+def test_texts_that_the_target_has_yet_to_write_are_scaled_up(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path, comparisons=[])
+    settings.reference.examples = 40
+    responses = settings.reference.responses
+    responses.source, responses.max_new_tokens, responses.batch_size = "target", 8, 8
+    found, text = measured_estimate(settings, Console(quiet=True)), io.StringIO()
+    show(found, settings, Console(file=text, width=120))
+    assert [part.name for part in found.parts][:2] == ["the target's answers", "the target's signal"]
+    assert found.parts[0].bytes > 0
+    assert "most memory" in text.getvalue()
+    assert "in all" in text.getvalue()

@@ -1,0 +1,271 @@
+"""Two processes, over gloo, end with the weights of one: DDP, FSDP, scopes, micro-batches, own texts, online."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed_settings import SLOW, WAYS, settings_of
+from families import build_tiny, in_double
+from safetensors.torch import load_file
+from tiny_run import run_tiny, tiny_settings
+
+from decode.core.errors import UserError
+from distill.config.language_models import LoraSettings
+from distill.config.training import TrainingSettings
+from distill.core import ranks
+from distill.core.run_dir import RunDir
+from distill.data.batches.batch_schedule import Schedule
+from distill.data.batches.datamodule import DistillDataModule, TrainLoader
+from distill.data.batches.optimizer_step import OptimizerStep
+from distill.data.batches.token_dataset import Batch, TokenDataset
+from distill.data.tokenization.label_masks import IGNORE
+from distill.losses.objective import Objective
+from distill.losses.token_selection import Selection, top_share
+from distill.teacher.target_distribution import TargetSource
+from distill.training.causal_lm import CausalLMModule
+from distill.training.distillation import DistillModule
+
+HERE = Path(__file__).parents[2] / "support"
+
+
+def started(folder: Path, world: int, ways: Iterable[str], *failing: str, seconds: int = 200) -> tuple[list[int], str]:
+    """Has so many processes train in these ways; returns how they ended, and what they printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    path = os.pathsep.join(map(str, (HERE, HERE.parents[1])))
+    command = [sys.executable, str(HERE / "distributed_run.py"), str(folder)]
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    rest = [port, str(world), ",".join(ways), *failing]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), *rest],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        printed = [process.communicate(timeout=seconds)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], "\n".join(printed)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder where two processes have trained in every way."""
+    folder = tmp_path_factory.mktemp("distributed")
+    ended, printed = started(folder, 2, WAYS)
+    assert ended == [0, 0], printed
+    return folder
+
+
+def check_against_one(folder: Path, way: str, world: int) -> None:
+    """The models that several processes have trained are those of one."""
+    settings, chosen = settings_of(way, folder / "one"), (WAYS | SLOW)[way]
+    if "microbatch" in chosen.scopes:  # the same micro-batches, all by one process
+        settings.trainer.accumulate *= world
+    ran, one, _ = run_tiny(settings)
+    assert json.loads((folder / f"{way}-0.json").read_text()) == ran
+    trained = {stage for stage in ran if one.record(stage).history}  # type: ignore[union-attr]
+    if way != next(iter(WAYS)):  # the first way's target, taken over: a process that is late finds it there
+        trained -= {"target"}
+    assert trained <= set(json.loads((folder / f"{way}-1.json").read_text()))
+    run = RunDir(folder / "several" / way, one.comparisons)
+    for stage in ran:
+        ours, theirs = (load_file(r.path(stage) / "model.safetensors") for r in (run, one))
+        assert ours.keys() == theirs.keys()
+        gaps = torch.cat([(ours[name].double() - theirs[name].double()).abs().ravel() for name in ours])
+        if chosen.strategy == "ddp":  # in double precision
+            assert gaps.max() < 1e-7, stage
+        else:  # where a gradient is next to zero Adam makes a step of its rounding; a draft's selection may differ
+            assert gaps.mean() < (1e-4 if stage == "draft" else 1e-6), stage
+            assert gaps.max() < (5e-3 if stage == "draft" else 5e-4), stage
+        found, wanted = run.record(stage), one.record(stage)
+        assert found is not None
+        assert wanted is not None
+        assert [row["step"] for row in found.history] == [row["step"] for row in wanted.history]
+        for row, other in zip(found.history, wanted.history):
+            assert row == pytest.approx(other, abs=1e-4)
+        if stage not in ("target", "initial"):
+            for count in ("teacher_tokens", "selected_tokens"):
+                assert found.account[count] == pytest.approx(wanted.account[count], abs=2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_end_with_the_weights_of_one(two: Path, way: str) -> None:
+    check_against_one(two, way, 2)
+
+
+def test_only_the_first_process_leaves_files(two: Path) -> None:
+    assert not list(two.rglob(".tmp-*"))
+    assert not list(two.rglob("step-*"))  # checkpoints of finished stages
+
+
+@pytest.mark.slow
+def test_four_processes_end_with_the_weights_of_one(tmp_path: Path) -> None:
+    ways = [*WAYS, *SLOW]
+    ended, printed = started(tmp_path, 4, ways, seconds=900)
+    assert ended == [0] * 4, printed
+    for way in ways:
+        check_against_one(tmp_path, way, 4)
+
+
+@pytest.mark.slow
+def test_four_processes_go_on_from_the_shares_that_two_have_written(tmp_path: Path) -> None:
+    ended, printed = started(tmp_path, 2, ["fsdp"], "1")
+    assert 0 not in ended, printed
+    (kept,) = (tmp_path / "several/fsdp/work").rglob("step-*.ckpt")
+    assert len(list(kept.glob("*.distcp"))) == 2
+    ended, printed = started(tmp_path, 4, ["fsdp"], seconds=600)
+    assert ended == [0] * 4, printed
+    assert "continuing from step 2" in printed
+    check_against_one(tmp_path, "fsdp", 4)
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_takes_the_others_with_it_and_they_say_why(tmp_path: Path) -> None:
+    ended, printed = started(tmp_path, 2, ["ddp"], "1")
+    assert 0 not in ended
+    assert "process 1 has failed, and this one (process 0) ends with it: UserError: its disk is on fire" in printed
+
+
+def test_different_data_on_the_processes_are_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = rows()
+    module = DistillDataModule(made, made, Schedule(made.lengths, 4), 2, 0)
+    module.setup("fit")
+    monkeypatch.setattr(ranks, "exchange", lambda own: [own, [*own[:2], 8, own[3]]])
+    with pytest.raises(UserError, match="process 1 has 8 training examples and process 0 7, not the same ones"):
+        module.setup("fit")
+
+
+# -- the parts --------------------------------------------------------------------------------------------------------
+
+
+def rows() -> TokenDataset:
+    lengths = [4, 6, 3, 5, 7, 4, 5]
+    ids = [list(range(2, 2 + n)) for n in lengths]
+    return TokenDataset.from_lists(ids, [[IGNORE, *row[1:]] for row in ids])
+
+
+@pytest.mark.parametrize(("world", "micros"), [(1, 1), (2, 1), (1, 3), (2, 2)])
+def test_a_step_is_dealt_out_whole_and_every_part_knows_all_counts(world: int, micros: int) -> None:
+    made = rows()
+    schedule = Schedule(made.lengths, 7, seed=1)
+    dealt = [
+        list(TrainLoader(made, schedule, 2, 0, rank, world, micros=micros, look_ahead=micros > 1))
+        for rank in range(world)
+    ]
+    steps = [batch["step"] for batches in dealt for batch in batches[:micros]]
+    assert [step.part for step in steps] == list(range(world * micros))
+    assert all(step.tokens == made.labels_of(schedule.batch(0)) for step in steps)
+    assert sum(step.weight for step in steps) == pytest.approx(world * micros)
+    for batches in dealt:
+        assert len(batches) == 2 * micros
+        for batch in batches[:micros]:
+            labels = int((batch["labels"][:, 1:] != IGNORE).sum())
+            assert labels == batch["step"].counts[batch["step"].part].sum()
+        assert len(batches[0]["step"].ahead) == (micros if micros > 1 else 0)
+
+
+def test_the_choice_among_micro_batches_is_the_one_among_the_whole_step() -> None:
+    generator = torch.Generator().manual_seed(0)
+    counts = [5, 3, 0, 7, 4, 6]
+    values = [torch.randint(0, 4, (n,), generator=generator).float() for n in counts]  # many ties
+    whole = OptimizerStep(np.array([counts]))
+    sequence = torch.repeat_interleave(torch.arange(6), torch.tensor(counts))
+    wanted = whole.choose([torch.cat(values)], [sequence], partial(top_share, k=0.3))[0]
+    assert len(wanted) == Selection(0.3, "global").count(np.array([counts])) == 8
+    parts = [list(range(6))[m::2] for m in range(2)]
+    table = np.array([[counts[i] for i in part] for part in parts])
+    split = OptimizerStep(table, micros=2)
+    chosen = split.choose(
+        [torch.cat([values[i] for i in part]) for part in parts],
+        [torch.repeat_interleave(torch.arange(3), torch.tensor([counts[i] for i in part])) for part in parts],
+        partial(top_share, k=0.3),
+    )
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    place = [torch.cat([torch.arange(starts[i], starts[i + 1]) for i in part]) for part in parts]
+    assert sorted(torch.cat([p[c] for p, c in zip(place, chosen)]).tolist()) == wanted.tolist()
+
+
+@pytest.mark.parametrize("normalisation", ["paper", "response", "official"])
+@pytest.mark.parametrize("scope", [None, "sequence", "global"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_parts_gradients_average_to_the_whole_step_s(scope: Any, normalisation: Any, fused: bool) -> None:
+    made = rows()
+    made.signals["reference_loss"] = np.random.default_rng(1).random(made.label_count).astype(np.float32)
+    schedule = Schedule(made.lengths, 7, seed=1)
+    selection = None if scope is None else Selection(0.4, scope, normalisation)
+    model = in_double(build_tiny("llama", seed=5, dtype=torch.float64))
+    module = DistillModule(
+        model, TrainingSettings(), 4, target=TargetSource(in_double(build_tiny("llama", seed=4, dtype=torch.float64))),
+        objective=Objective(selection=selection), fused=fused,
+    )  # fmt: skip
+
+    def gradients(batches: list[Batch]) -> list[torch.Tensor]:
+        module.zero_grad()
+        for batch in batches:  # Lightning divides by the number of batches
+            (module.training_step(batch, 0) / len(batches)).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    whole = gradients(list(TrainLoader(made, schedule, 1, 0)))
+    micros = gradients(list(TrainLoader(made, schedule, 1, 0, micros=3, look_ahead=scope == "global")))
+    halves = [next(iter(TrainLoader(made, schedule, 1, 0, rank, 2))) for rank in (0, 1)]
+    for found in (micros, gradients(halves) if scope != "global" else micros):
+        assert all(torch.allclose(a, b, atol=1e-6, rtol=1e-4) for a, b in zip(found, whole, strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parts_of_next_token_training_average_to_the_whole_step(world: int) -> None:
+    made, model = rows(), build_tiny("llama", seed=5)
+    schedule = Schedule(made.lengths, 7, seed=1)
+    module = CausalLMModule(model, TrainingSettings(), 4)
+    for everything in (False, True):
+        whole = next(iter(TrainLoader(made, schedule, 1, 0, all_tokens=everything)))
+        wanted = module.training_step(whole, 0).item()
+        parts = [
+            batch
+            for rank in range(world)
+            for batch in TrainLoader(made, schedule, 1, 0, rank, world, everything, micros=2)
+        ]
+        found = [module.training_step(batch, 0).item() for batch in parts]
+        assert sum(found) / len(found) == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize(("scope", "wanted"), [("global", 5), ("microbatch", 6), ("sequence", 7)])
+def test_the_number_selected_in_a_step_is_known_from_its_counts(scope: str, wanted: int) -> None:
+    assert Selection(0.4, scope).count(np.array([[3, 3], [4, 2]])) == wanted  # type: ignore[arg-type]
+
+
+def test_waiting_for_the_first_process_ends_with_what_was_waited_for_and_what_to_do() -> None:
+    answers = iter([None, "there"])
+    assert ranks.wait_for(lambda: next(answers), "a file", 5) == "there"
+    with pytest.raises(UserError, match=r"for target_hidden.npy from another process.*DRAFTSMITH_WAIT_HOURS"):
+        ranks.wait_for(lambda: None, "target_hidden.npy", 0.01)
+
+
+def test_more_parts_than_examples_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.trainer.accumulate = 5
+    with pytest.raises(UserError, match=r"target.training.batch_size is 4, and a step is dealt out to 5 batches"):
+        run_tiny(settings)
+    assert not (tmp_path / "tiny" / "target").exists()
+
+
+def test_what_sharded_weights_cannot_do_is_refused_at_once(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.trainer.strategy = "fsdp"
+    settings.reference.lora = LoraSettings()
+    with pytest.raises(UserError, match=r"target.training.optimizer muon, reference with lora need whole ones"):
+        settings.validate()
