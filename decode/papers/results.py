@@ -18,7 +18,7 @@ Block = tuple[str, float]  # a suite and a temperature
 
 def published(name: str) -> list[dict[str, str]]:
     """Rows of ``NAME.csv``, the numbers that a paper printed; what it left empty is a dash."""
-    with (Path(__file__).parent / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+    with (Path(__file__).parent / "published" / f"{name}.csv").open(newline="", encoding="utf-8") as file:
         return [{key: value or "–" for key, value in row.items()} for row in csv.DictReader(file)]
 
 
