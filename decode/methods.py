@@ -80,8 +80,8 @@ def _rest(inputs: MethodInputs) -> Drafter:
     return open_rest(inputs.datastore, inputs.tokenizer)
 
 
-def _hybrid(inputs: MethodInputs) -> Drafter:
-    head, options = _model(inputs), inputs.options
+def _hybrid(inputs: MethodInputs, make_head: Callable[[MethodInputs], Drafter] = _model) -> Drafter:
+    head, options = make_head(inputs), inputs.options
     assert isinstance(head, ModelDrafter)
     store = open_rest(inputs.datastore, inputs.tokenizer).store if inputs.datastore is not None else None
     return HybridDrafter(head, store, match=options.match_length, length=options.copy_length)
@@ -136,6 +136,7 @@ DRAFTERS: dict[str, Callable[[MethodInputs], Drafter]] = {
     "feature": lambda inputs: FeatureDrafter(head_of(inputs.draft), inputs.target, inputs.warp),
     "feature-tree": _feature_tree,
     "hybrid": _hybrid,
+    "hybrid-tree": lambda inputs: _hybrid(inputs, _feature_tree),
     "prompt-lookup": lambda inputs: LookupDrafter(length=inputs.window(10)),
     "rest": _rest,
     "adaptix": _adaptix(best_first=False),
@@ -145,8 +146,8 @@ DRAFTERS: dict[str, Callable[[MethodInputs], Drafter]] = {
     "early-exit-separate": _separate,
     "layer-subset": _layer_subset,
 }
-MODEL_DRAFTERS = {"model", "feature", "feature-tree", "hybrid"}
-TREE_DRAFTERS = {"feature-tree", "rest", "adaptix", "adaptix-best-first", "lookahead"}
+MODEL_DRAFTERS = {"model", "feature", "feature-tree", "hybrid", "hybrid-tree"}
+TREE_DRAFTERS = {"feature-tree", "hybrid-tree", "rest", "adaptix", "adaptix-best-first", "lookahead"}
 CHAINS_BY_MODEL = {"model", "feature", "early-exit", "early-exit-separate", "layer-subset"}
 SELF_DRAFTERS = {"early-exit", "early-exit-separate", "layer-subset"}
 
@@ -282,6 +283,7 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "eagle":                  ("feature",            "length",       "exact"),
     "eagle-tree":             ("feature-tree",       "length",       "exact"),
     "hybrid":                 ("hybrid",             "unsure",       "exact"),
+    "hybrid-tree":            ("hybrid-tree",        "length",       "exact"),
     "prompt-lookup":          ("prompt-lookup",      "copy",         "exact"),
     "rest":                   ("rest",               "length",       "exact"),
     "adaptix":                ("adaptix",            "length",       "exact"),
@@ -298,7 +300,7 @@ METHODS: dict[str, tuple[str, str, str]] = {
 
 DRAFTED = {name for name, (drafter, _, _) in METHODS.items() if drafter in MODEL_DRAFTERS}
 """Methods that a draft model or a feature head takes part in."""
-HEADED = {name for name, (drafter, _, _) in METHODS.items() if drafter in ("feature", "feature-tree")}
+HEADED = {name for name, (drafter, _, _) in METHODS.items() if drafter in ("feature", "feature-tree", "hybrid-tree")}
 """Methods that only a feature head can draft for."""
 SELF_SPECULATIVE = {name for name, (drafter, _, _) in METHODS.items() if drafter in SELF_DRAFTERS}
 """Methods that draft with the target's own layers."""

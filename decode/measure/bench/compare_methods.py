@@ -41,11 +41,11 @@ from decode.measure.bootstrap_statistics import (
     speeds,
 )
 from decode.measure.costs.forward_costs import round_costs
-from decode.methods import METHODS
+from decode.methods import CHAINS_BY_MODEL, METHODS, TREE_DRAFTERS
 from decode.models.streamed_text import Detokenizer, marked
 from decode.prompts.prompt_suites import Suite
 
-TREES = {"rest", "adaptix", "adaptix-best-first", "lookahead", "eagle-tree"}
+TREES = {name for name, (drafter, _, _) in METHODS.items() if drafter in TREE_DRAFTERS}
 TURN_SEED = 101  # distance of the seeds of a chat's turns
 Chat = Sequence[Item]  # the turns of one prompt
 
@@ -223,7 +223,7 @@ class Benchmark:
         if not record.texts:
             return row
         row |= speeds(record, of, self.session.options.seed)
-        in_turn = entry.needs_draft and entry.method not in TREES | {"hybrid"}  # one draft forward for each token
+        in_turn = entry.needs_draft and METHODS[entry.method][0] in CHAINS_BY_MODEL  # one draft forward for each token
         row |= counts(record, self.session.costs.get(row["draft"]), in_turn)
         row |= acceptance(record, self.session.options.seed)
         row["categories"] = category_rows(record, of, [c[0].prompt.category for c in chats], self.session.options.seed)

@@ -119,6 +119,7 @@ def trees(version: int) -> list[tuple[str, Callable[[HeadRunner, Runner, Warp], 
         ("tree", lambda head, target, warp: FeatureTreeDrafter(head, target, warp, width=3, nodes=8)),
         ("wide", lambda head, target, warp: FeatureTreeDrafter(head, target, warp)),
         ("hybrid", lambda head, target, warp: HybridDrafter(FeatureDrafter(head, target, warp), match=2, length=4)),
+        ("hybrid-tree", lambda *made: HybridDrafter(FeatureTreeDrafter(*made, width=3, nodes=6), match=2, length=4)),
     ]
 
 
@@ -179,7 +180,7 @@ def test_feature_heads_are_lossless_for_two_texts(tiny) -> None:
     runner, head = fast_runner(target), as_runner(target, 3)
     chain, tree = FeatureDrafter(head, runner, warp), FeatureTreeDrafter(head, runner, warp, width=2, nodes=5)
     with torch.inference_mode():
-        for drafter in (chain, tree, HybridDrafter(FeatureDrafter(head, runner, warp), match=2, length=3)):
+        for drafter in (chain, tree, *(HybridDrafter(drafter, match=2, length=3) for drafter in (chain, tree))):
             assert joint_bias(runner, System("", drafter, StopRule(3)), warp, [PROMPT, [2, 7]], 2) < 1e-12
 
 
@@ -256,7 +257,7 @@ def test_feature_heads_are_lossless(family: str, make: Callable[..., Runner], ve
     runner, head = make(target), as_runner(target, version)
     there = Experiment(runner, warp, PROMPT, 3, forward=forward)
     chain, tree = FeatureDrafter(head, runner, warp), FeatureTreeDrafter(head, runner, warp, width=2, nodes=5)
-    for drafter in (chain, tree, HybridDrafter(FeatureDrafter(head, runner, warp), match=2, length=3)):
+    for drafter in (chain, tree, *(HybridDrafter(drafter, match=2, length=3) for drafter in (chain, tree))):
         assert there.bias(System("", drafter, StopRule(3))) < 1e-12
         assert {m for trace in there.traces for m in trace.accepted} >= {0, 1}
     entropy = StopRule(20, negative_entropy, threshold=MeanOfRejected())
@@ -308,7 +309,7 @@ def test_a_saved_head_decodes_identically(version: int, tiny, tmp_path) -> None:
     assert is_head(tmp_path)
     assert not is_head(tmp_path / "absent")
     again = load_head(tmp_path, target)
-    for method in ("eagle", "eagle-tree"):
+    for method in ("eagle", "eagle-tree", "hybrid-tree"):
         texts = []
         for one in (head, again):
             options = MethodOptions(draft_length=3, tree_width=3, tree_nodes=9)
