@@ -78,6 +78,10 @@ class Settings:
     """Folder of all runs."""
     threads: PositiveInt | None = None
     """CPU threads for training; null: PyTorch's choice (all cores)."""
+    stages_at_once: PositiveInt = 1
+    """Stages at work at the same time on a CPU, where they do not need one another: each in a process of its own with
+    its share of the threads, which small models use better than all of them together. The target and the reference
+    have all threads. On GPUs, and where several processes train together, stages follow one after another."""
     data: DataSettings = field(default_factory=DataSettings)
     """The corpus."""
     target: TargetSettings = field(default_factory=TargetSettings)
@@ -189,8 +193,8 @@ class Settings:
     def _check_sharding(self) -> None:
         """Refuses what needs a model's weights in one place."""
         trainings = {"target": self.target, "initial": self.initial}
-        muon = [name for name, model in trainings.items() if model.trained and model.training.optimizer == "muon"]
-        muon += ["reference"] if self.reference.training.optimizer == "muon" else []
+        muon = [name for name, model in trainings.items() if model.trained and model.training.uses_muon]
+        muon += ["reference"] if self.reference.training.uses_muon else []
         adapters = [name for name, model in trainings.items() if model.kind == "lora"]
         adapters += ["reference"] if self.reference.lora is not None else []
         problems = [f"{name}.training.optimizer muon" for name in muon] + [f"{name} with lora" for name in adapters]

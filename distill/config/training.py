@@ -168,10 +168,11 @@ class TrainingSettings:
     batch_size: PositiveInt = 16
     """Examples per optimiser step, over all devices. Small batches learn more per example, large ones use more of
     the machine."""
-    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    optimizer: Literal["adamw", "adamw_8bit", "muon", "muon_bfloat16"] = "adamw"
     """adamw; adamw_8bit, whose state takes a quarter of the memory (needs a GPU and the package bitsandbytes); or muon
     for the weight matrices inside the layers with adamw for the rest: learns more per step when training from scratch,
-    costs a few small matrix products per matrix and step."""
+    costs a few small matrix products per matrix and step. muon_bfloat16 computes these in bfloat16, as its authors do,
+    where the processor multiplies in it; muon does so in a training whose precision is bf16."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate (muon's updates are scaled to the size of adamw's, so one value serves both)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -188,6 +189,11 @@ class TrainingSettings:
     prompt_loss: bool = False
     """Loss on the prompt as well: on its next tokens, or in a distillation on the target's distributions there, which
     cost nothing where the target reads the prompt anyway. Validation is of the responses in any case."""
+
+    @property
+    def uses_muon(self) -> bool:
+        """Whether muon updates the weight matrices."""
+        return self.optimizer.startswith("muon")
 
     def validate(self, where: str) -> None:
         """Check that the length of the training is given exactly once."""

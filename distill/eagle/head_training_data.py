@@ -1,6 +1,7 @@
 """What a feature head is trained on: examples with the target's features and distributions, the reference's losses."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from decode.core.progress import working
@@ -18,7 +19,7 @@ from distill.models.attention import use_attention
 from distill.models.lm_head import LMHead, check_head
 from distill.teacher import hidden_state_store as signals
 from distill.teacher.distillation_data import LOSSES, SIGNAL, DistillData, fixed_texts
-from distill.teacher.store_choice import announce, choose_signal
+from distill.teacher.store_choice import announced, choose_signal
 from distill.teacher.target_distribution import TargetSignal
 from distill.teacher.target_model import at_work, open_target
 
@@ -55,12 +56,13 @@ def prepare_head(
     use_attention(model, settings.trainer.attention)
     if signal.kind != "online":
         tokens, size = sum(rows.label_count for rows in fixed.values()), size_of(signal.kind)
-        seconds = signals.seconds_of(model, list(fixed.values()))
-        announce(context, signal.kind, "hidden states and signal", size, tokens, seconds)
-        for name, rows in fixed.items():
-            told = f"the target's hidden states and signal ({signal.kind}), {name}"
-            with working(context.console, told), context.timed(f"{SIGNAL} {name}", len(rows.ids)):
-                source.keep(model, rows, folder, name, key)
+        seconds = partial(signals.seconds_of, model, list(fixed.values()))
+        made_from = fingerprint(key, signal.key, head.captured_layers)
+        with announced(context, signal.kind, "hidden states and signal", made_from, size, tokens, seconds):
+            for name, rows in fixed.items():
+                told = f"the target's hidden states and signal ({signal.kind}), {name}"
+                with working(context.console, told), context.timed(f"{SIGNAL} {name}", len(rows.ids)):
+                    source.keep(model, rows, folder, name, key)
     reference, about = None, (settings.eagle.steps, objective.ranking, settings.trainer.precision)
     if objective.selection is not None:
         record = run.record("reference")

@@ -12,13 +12,15 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from decode.core.errors import UserError
 from distill.config.training import TrainingSettings
+from distill.models.precision import training_precision
 
 
 def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: str = "32-true") -> Optimizer:
     """The optimiser of the trainable parameters; weight decay on the matrices inside the layers only.
 
     AdamW is PyTorch's fused one, but under a ``precision`` of 16-mixed, whose scaled gradients Lightning could not clip
-    then. Under a ``precision`` of bfloat16 Muon's matrix products are in it, too, as in its authors' code.
+    then. Under a ``precision`` of bfloat16 Muon's matrix products are in it, too, as in its authors' code; those of
+    ``muon_bfloat16`` are wherever the device multiplies in it.
     """
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
@@ -29,14 +31,15 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: s
     matrices = [p for p in trainable if p.ndim == 2 and id(p) not in embeddings]
     others = [p for p in trainable if p.ndim != 2 or id(p) in embeddings]
     groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": settings.weight_decay, "muon": settings.optimizer == "muon"},
+        {"params": matrices, "weight_decay": settings.weight_decay, "muon": settings.uses_muon},
         {"params": others, "weight_decay": 0.0, "muon": False},
     ]
-    groups[0]["bfloat16"] = "bf16" in precision
+    wanted = settings.optimizer == "muon_bfloat16" and matrices
+    groups[0]["bfloat16"] = "bf16" in (training_precision("auto", matrices[0].device) if wanted else precision)
     groups = [group for group in groups if group["params"]]
     if settings.optimizer == "adamw_8bit":
         return _adamw_8bit()(groups, lr=settings.lr, betas=(0.9, settings.beta2))
-    kind = MuonAdamW if settings.optimizer == "muon" else AdamW
+    kind = MuonAdamW if settings.uses_muon else AdamW
     optimizer = kind(groups, lr=settings.lr, betas=(0.9, settings.beta2), fused=precision != "16-mixed")
     optimizer._step_supports_amp_scaling = False  # without it Lightning would refuse to clip unscaled ones, too
     return optimizer

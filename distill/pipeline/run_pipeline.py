@@ -40,6 +40,7 @@ from distill.export.model_card import export_profile
 from distill.models.model_from_package import fetch
 from distill.pipeline import draft_stages as draft_models
 from distill.pipeline import eagle_stages as feature_heads
+from distill.pipeline.parallel_stages import may_run_beside, run_beside
 from distill.pipeline.preflight_checks import check_inputs
 from distill.pipeline.stage_fingerprint import measurement_fingerprint, stage_fingerprints
 from distill.pipeline.stage_reuse import adopt, siblings
@@ -112,7 +113,10 @@ def _run(settings: Settings, run: RunDir, console: Console) -> RunDir:
     logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings)) if first else None
     context = StageContext(settings, run, console, logger)
     try:
-        run_stages(context)
+        if may_run_beside(context):
+            run_beside(context, run_stages)
+        else:
+            run_stages(context)
         if not first:
             return run
         report = measure(context)
@@ -153,8 +157,11 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
     show(corpus.train[0], corpus.tokenizer, console)
 
 
-def run_stages(context: StageContext, only: Collection[str] | None = None) -> list[str]:
-    """Runs the stages (``only`` some of them) that are not up to date; returns their names."""
+def run_stages(context: StageContext, only: Collection[str] | None = None, *, check: bool = True) -> list[str]:
+    """Runs the stages (``only`` some of them) that are not up to date; returns their names.
+
+    Unless the target alone is wanted, data and models are checked before the first one, if ``check`` is true.
+    """
     settings, run, console = context.settings, context.run, context.console
     keys = stage_fingerprints(settings)
     ran: list[str] = []
@@ -170,7 +177,7 @@ def run_stages(context: StageContext, only: Collection[str] | None = None) -> li
             continue
         if (noted := run.noted(stage)) is not None and noted.fingerprint == key:
             console.print(f"  {run.path(stage)} is not as it was written, and is made again", highlight=False)
-        if not ran and (only is None or "initial" in only):
+        if check and not ran and (only is None or "initial" in only):
             with working(console, "checking data and models", bars=False):
                 check_inputs(context)
         started = time.monotonic()

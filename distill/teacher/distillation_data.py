@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -24,7 +25,7 @@ from distill.models.attention import use_attention
 from distill.models.lm_head import LMHead, check_head
 from distill.models.precision import weights_dtype
 from distill.teacher import hidden_state_store as signals
-from distill.teacher.store_choice import announce, choose_signal
+from distill.teacher.store_choice import announced, choose_signal
 from distill.teacher.target_distribution import TargetSignal, TargetSource
 from distill.teacher.target_model import at_work, open_target
 
@@ -83,14 +84,13 @@ def prepare(
     use_attention(model, context.settings.trainer.attention)
     if signal.kind != "online":
         model = at_work(context, model)
-        seconds = signals.seconds_of(model, list(fixed.values()))
-        announce(context, signal.kind, "signal", size_of(signal.kind), tokens, seconds)
-        for name, rows in fixed.items():
-            path = folder / f"{signal.name}_{name}.npy"
-            told = f"the target's signal ({signal.kind}), {name}"
-            with working(context.console, told), context.timed(f"{SIGNAL} {name}", len(rows.ids)):
-                values = signals.target_signal(model, signal, rows, path, fingerprint(key, name, len(rows), signal.key))
-            rows.signals[signal.name] = values
+        seconds, made_from = partial(signals.seconds_of, model, list(fixed.values())), fingerprint(key, signal.key)
+        with announced(context, signal.kind, "signal", made_from, size_of(signal.kind), tokens, seconds):
+            for name, rows in fixed.items():
+                path = folder / f"{signal.name}_{name}.npy"
+                told, about = f"the target's signal ({signal.kind}), {name}", (key, name, len(rows), signal.key)
+                with working(context.console, told), context.timed(f"{SIGNAL} {name}", len(rows.ids)):
+                    rows.signals[signal.name] = signals.target_signal(model, signal, rows, path, fingerprint(*about))
         if signal.kind == "topk":
             tail = signals.mean_tail(validation.signals[signal.name])
             context.console.print(

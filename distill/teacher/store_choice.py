@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import cast, get_args
 
 from decode.core.atomic_files import read_json
@@ -57,21 +58,25 @@ def choose_signal(context: StageContext, size_of: Callable[[Signal], int], key: 
     return kind
 
 
-def announce(context: StageContext, kind: Signal, what: str, size: int, tokens: int, seconds: float) -> None:
-    """Tells the size of the target's values and the time they take, before they are made.
+@contextmanager
+def announced(
+    context: StageContext, kind: Signal, what: str, key: str, size: int, tokens: int, seconds: Callable[[], float]
+) -> Iterator[None]:
+    """Tells the size of the target's values and the time they take, before they are made inside for the first time.
 
     Args:
-        context: Settings and console.
+        context: Settings, folder and console.
         kind: Of signal.
         what: What is kept.
+        key: Fingerprint of what they are made from.
         size: Bytes on disk.
         tokens: Label tokens.
-        seconds: Measured on a few examples.
+        seconds: Measures a few examples.
 
     Raises:
         UserError: It is above the limit.
     """
-    settings = context.settings.reference
+    settings, note = context.settings.reference, context.run.work / "signals" / "made.json"
     told = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
     if size > settings.signal_limit_gb * 1e9:
         smaller = {
@@ -84,5 +89,10 @@ def announce(context: StageContext, kind: Signal, what: str, size: int, tokens: 
             f"reference.signal_limit_gb is {settings.signal_limit_gb:g}: raise it, use fewer reference.examples, or "
             f"set reference.signal to {smaller} or to online"
         )
-    sentence = f"{told} for {tokens:,} label tokens, about {duration(seconds)} to compute"
-    context.console.print(f"  the target's {what} ({kind}): {sentence}", highlight=False)
+    new = read_json(note).get("made_from") != key
+    if new:
+        sentence = f"{told} for {tokens:,} label tokens, about {duration(seconds())} to compute"
+        context.console.print(f"  the target's {what} ({kind}): {sentence}", highlight=False)
+    yield
+    if new and ranks.is_first():
+        write_json(note, {"made_from": key})

@@ -48,15 +48,17 @@ class WandbRun:
         agent = os.environ.get("WANDB_SWEEP_ID") and os.environ.get("WANDB_RUN_ID")  # it has started a run already
         self.run_id = agent or _run_id(run_dir / "wandb" / "run.json", self.config)
         self.run: Any = None
+        self._starting = threading.Lock()  # the metrics of stages beside this process's own arrive in threads
 
     def start(self) -> Any:
         """The `wandb.Run`, started on the first call; offline if the server does not answer."""
-        if self.run is None:
-            if self.mode == "online" and not reachable(wandb_host()):
-                self.mode = "offline"
-            self.run = self._init()
-            self.run.define_metric("trainer/global_step", hidden=True)
-            self.run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+        with self._starting:
+            if self.run is None:
+                if self.mode == "online" and not reachable(wandb_host()):
+                    self.mode = "offline"
+                self.run = self._init()
+                self.run.define_metric("trainer/global_step", hidden=True)
+                self.run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
         return self.run
 
     def _init(self) -> Any:

@@ -1,0 +1,77 @@
+"""Stages beside each other yield what they yield one after another, and fail, log and end as these do."""
+
+import csv
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import bench, dies, fails, run_tiny, tiny_settings
+
+from decode.core.errors import UserError
+from distill.config.run_settings import TrackerSettings
+from distill.core.run_dir import RunDir
+from distill.pipeline.parallel_stages import _share_out, _workers, may_run_beside, run_beside
+from distill.pipeline.run_pipeline import run_stages
+from distill.tracking.logger import make_logger
+
+STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    yield
+    assert multiprocessing.active_children() == []
+
+
+def test_stages_beside_each_other_are_the_same_and_tracked_and_found_again(tmp_path: Path) -> None:
+    alone = run_tiny(tiny_settings(tmp_path / "alone"))[1]
+    context, text = bench(tiny_settings(tmp_path / "beside", stages_at_once=2))
+    assert may_run_beside(context)
+    context.logger = make_logger(TrackerSettings(kind="csv"), context.run.folder, "tiny", {})
+    run_beside(context, run_stages)
+    for stage in STAGES:
+        made, wanted = (load_file(run.path(stage) / "model.safetensors") for run in (context.run, alone))
+        assert all(torch.equal(made[name], wanted[name]) for name in wanted), stage
+        assert context.run.record(stage).history == alone.record(stage).history  # type: ignore[union-attr]
+        assert [row["loss"] for row in metrics(context.run, stage) if row.get("loss")]
+    assert "  equal-tokens | LlamaForCausalLM" in text.getvalue()
+    assert text.getvalue().count("to compute") == 1  # the signal is announced by who makes it
+
+    context, text = bench(tiny_settings(tmp_path / "beside", stages_at_once=2))
+    run_beside(context, fails_unless_finished)
+    assert text.getvalue().count("up to date") == len(STAGES)
+
+
+def metrics(run: RunDir, stage: str) -> list[dict[str, str]]:
+    (file,) = (run.folder / "csv" / stage).glob("version_*/metrics.csv")
+    return list(csv.DictReader(file.open()))
+
+
+def fails_unless_finished(context: Any, only: Any = None, *, check: bool = True) -> list[str]:
+    ran = run_stages(context, only, check=check)
+    assert ran == []
+    return ran
+
+
+@pytest.mark.parametrize(("run", "reason"), [(fails, "draft lacks something"), (dies, "draft has ended, status 9")])
+def test_what_another_process_fails_with_is_what_the_run_fails_with(tmp_path: Path, run: Any, reason: str) -> None:
+    context, text = bench(tiny_settings(tmp_path, stages_at_once=2))
+    done: list[int] = []
+    with _workers(context, run, 1) as workers, pytest.raises(UserError, match=reason):
+        _share_out(context, run, ["draft"], workers, lambda _: done.append(1))
+    assert done, "what this process does is done to its end"
+    assert ("draft | about to fail" in text.getvalue()) is (run is fails)
+
+
+@pytest.mark.parametrize("changes", [{"stages_at_once": 1}, {"devices": 2}])
+def test_stages_follow_one_another_unless_wanted_otherwise_and_where_several_processes_train(
+    tmp_path: Path, changes: dict[str, int]
+) -> None:
+    settings = tiny_settings(tmp_path, stages_at_once=2)
+    settings.trainer.devices = changes.get("devices", "auto")
+    settings.stages_at_once = changes.get("stages_at_once", 2)
+    assert not may_run_beside(bench(settings)[0])
