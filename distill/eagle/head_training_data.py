@@ -57,8 +57,8 @@ def prepare_head(
     if signal.kind != "online":
         tokens, size = sum(rows.label_count for rows in fixed.values()), size_of(signal.kind)
         seconds = partial(signals.seconds_of, model, list(fixed.values()))
-        made_from = fingerprint(key, signal.key, head.captured_layers)
-        with announced(context, signal.kind, "hidden states and signal", made_from, size, tokens, seconds):
+        about_signal = fingerprint(key, signal.key, head.captured_layers)
+        with announced(context, signal.kind, "hidden states and signal", about_signal, size, tokens, seconds):
             for name, rows in fixed.items():
                 told = f"the target's hidden states and signal ({signal.kind}), {name}"
                 with working(context.console, told), context.timed(f"{SIGNAL} {name}", len(rows.ids)):

@@ -126,7 +126,8 @@ class _Worker:
     """A process that makes stages, one list after another; what it prints and logs is passed on here."""
 
     def __init__(self, context: StageContext, run: RunStages) -> None:
-        self.context, self.error = context, None
+        self.context = context
+        self.error: BaseException | None = None
         self._pipe, other = multiprocessing.Pipe()
         threads = max(1, torch.get_num_threads() // context.settings.stages_at_once)
         given = (other, context.settings, context.run, run, threads, context.console.width, context.logger is not None)
