@@ -183,6 +183,11 @@ class Settings:
                 f"target.sharded is set and reference.responses.source is {responses.source}: a sharded target writes "
                 "no answers; let servers write them (reference.responses.server.urls)"
             )
+        if target.sharded and self.data.from_target and self.data.prompts.writes:
+            raise UserError(
+                "target.sharded is set and data.source is target: a sharded target writes no prompts; give them with "
+                "data.prompts.file and data.prompts.file_share 1, or set target.devices or target.quantization instead"
+            )
         own = responses.from_draft or any(draft.on_policy for draft in (self.draft, *self.comparisons))
         if own and (target.sharded or (target.placed and self.eagle.enabled)):
             raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -70,7 +71,7 @@ def example_table(
         UserError: no example is left.
     """
     found = rows.splits[split]
-    ordered = list(range(len(found)))
+    ordered = array("q", range(len(found)))
     Random(f"{seed}/{split}").shuffle(ordered)
     make, left_out, several = _Make(rows.kind, settings, tokenizer, chat), LeftOut(), LeftOut()
     current().update(name=f"tokenising {split}", total=min(limit or len(ordered), len(ordered)), done=0)

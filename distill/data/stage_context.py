@@ -28,6 +28,10 @@ from distill.data.own_prompts.prompt_sampler import PromptSampler
 from distill.data.own_prompts.user_turn import user_turn
 from distill.data.response_file import ResponseFile
 from distill.data.tokenization.chat_masks import ChatFormat
+from distill.models.loading import open_placed
+
+DATA = "the data"
+"""What the reading of the data is called in `StageContext.measured`."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class StageContext:
     def corpus(self) -> Corpus:
         """The examples, tokenised as the target does."""
         target, tokenizer = self.settings.target, None
-        with working(self.console, "reading the data"):
+        with working(self.console, "reading the data"), self.timed(DATA, 1):
             if target.model is not None and self.settings.data.tokenizer is None:
                 tokenizer = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
             own = self._sampler if target.model is not None else None
@@ -99,12 +103,14 @@ class StageContext:
         }
         if settings.openings:
             made_from |= {"openings": settings.openings, "share": settings.openings_share}
+        if target.quantization:
+            made_from["quantization"] = target.quantization
         file = ResponseFile(self.run.work / "prompts" / "samples.jsonl", made_from)
 
         def model() -> PreTrainedModel:
             self.console.print("  the target writes prompts", highlight=False)
-            trust = target.trust_remote_code
-            return load_model(str(target.model), device=self.device, dtype=dtype, trust_remote_code=trust)
+            model = open_placed(target, str(target.model), self.device, dtype)
+            return model if target.placed else model.to(self.device)
 
         return PromptSampler(tokenizer, turn, settings, self.settings.seed, file, model, self.line)
 

@@ -19,7 +19,7 @@ from distill.eagle.initial_head import start_from_target
 from distill.generation.eagle_head_texts import HeadTexts
 from distill.losses.objective import Objective
 from distill.pipeline.stages import Distillation, StageResult
-from distill.teacher.distillation_data import fixed_texts
+from distill.teacher.distillation_data import answered_by_target, fixed_texts
 from distill.training.eagle_distillation import HeadModule
 
 KINDS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}  # settings' names for the heads, as people write them
@@ -96,4 +96,7 @@ def begin(
 
 def _texts(context: StageContext, target: PreTrainedModel) -> TokenDataset:
     """The texts that the head will be trained on, as far as they do not depend on it."""
+    responses = context.settings.reference.responses
+    if responses.from_target and not responses.server.addresses:
+        return answered_by_target(context)[0]  # in the target's own place and number format
     return fixed_texts(context, target, stop_ids(target, context.corpus.tokenizer))[0]

@@ -40,6 +40,7 @@ from distill.export.model_card import export_profile
 from distill.models.model_from_package import fetch
 from distill.pipeline import draft_stages as draft_models
 from distill.pipeline import eagle_stages as feature_heads
+from distill.pipeline.measured_run import note_taken
 from distill.pipeline.parallel_stages import may_run_beside, run_beside
 from distill.pipeline.preflight_checks import check_inputs
 from distill.pipeline.stage_fingerprint import measurement_fingerprint, stage_fingerprints
@@ -119,6 +120,7 @@ def _run(settings: Settings, run: RunDir, console: Console) -> RunDir:
             run_stages(context)
         if not first:
             return run
+        note_taken(context, time.monotonic() - started)
         report = measure(context)
         given = settings.target.model if settings.target.kind == "as_is" else None
         named = {} if given is None or Path(given).exists() else {str(run.target): given}

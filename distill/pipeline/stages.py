@@ -240,7 +240,9 @@ def _fit(
         logger=for_stage(context.logger, stage),
         console=context.console,
     )
-    seen = context.seen[stage] = batches.seen
+    seen = batches.seen
+    if seen.batches == plan.steps * trainer.accumulate:  # not continued from a checkpoint
+        context.seen[stage] = seen
     context.console.print(
         f"  {seen.tokens:,} tokens read, {seen.speed:,.0f} a second, {seen.padding:.1%} padding", highlight=False
     )

@@ -2,19 +2,20 @@
 
 The run's own data and models are used, in a folder that is removed again: as many examples as two steps need, a few
 steps of every training, batches as large as the run's. What depends on the number of texts is scaled up; measurement
-and export at the end of a run are not in it.
+and export at the end of a run are not in it. A run notes what it took in the same parts, and an estimate after it shows
+both.
 """
 
 from __future__ import annotations
 
 import copy
-import resource
 import shutil
-import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from decode.core.files import read_json
 from rich.console import Console
 from rich.table import Table
 
@@ -25,7 +26,8 @@ from distill.core.file_fingerprints import remove
 from distill.core.run_dir import RunDir
 from distill.data.batches.datamodule import Seen
 from distill.data.batches.token_dataset import TokenDataset
-from distill.data.stage_context import Measured, StageContext
+from distill.data.stage_context import DATA, Measured, StageContext
+from distill.pipeline.measured_run import PREPARED, REST, TAKEN, Part, files_size, peak_memory, taken_parts
 from distill.pipeline.run_pipeline import alone_in, run_of, run_stages
 from distill.pipeline.stages import plan_of
 from distill.pipeline.training_budget import Plan, plan_reference
@@ -33,16 +35,8 @@ from distill.teacher.distillation_data import ANSWERS, LOSSES, SIGNAL
 
 STEPS = 8
 """Of every training; the first one is not counted."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of the run: what it is, tokens read, bytes written, seconds."""
-
-    name: str
-    tokens: float = 0.0
-    bytes: float = 0.0
-    seconds: float = 0.0
+MAPPED = [PREPARED[kind][0] for kind in (SIGNAL, LOSSES)]
+"""Parts whose files are memory-mapped."""
 
 
 @dataclass(frozen=True)
@@ -70,32 +64,62 @@ def measured_estimate(settings: Settings, console: Console) -> Estimate:
         with alone_in(real.run, settings, console), alone_in(run, small, console):
             drafts = (None, settings.draft, *settings.comparisons)
             largest = max(plan_of(real, draft)[1].batch_size for draft in drafts)
-            small.reference.examples = min(len(real.examples), 2 * largest)  # as two steps of any distillation take
+            answers = settings.reference.responses
+            batch = answers.batch_size if answers.from_target else 1
+            # as two steps of any distillation take, and a batch of answers
+            small.reference.examples = min(len(real.examples), max(2 * largest, batch))
             context = StageContext(small, run, Console(quiet=True))
             context.corpus = real.corpus
             console.print(f"a few steps of every part, on {context.device}", highlight=False)
-            run_stages(context)
-            memory = _peak(context.device)
-            return Estimate(_parts(real, context), memory, str(context.device))
+            began = time.monotonic()
+            stages = len(run_stages(context))
+            rest = time.monotonic() - began - sum(part.seconds for part in taken_parts(context))
+            parts = [Part(DATA, seconds=real.measured[DATA].seconds), *_parts(real, context)]
+            parts.append(Part(REST, seconds=rest * (1 + len(settings.comparisons) / stages)))
+            memory: float = peak_memory(context.device)
+            if context.device.type == "cpu":  # the signals' files count as memory of who has read them
+                sizes = [sum(p.bytes for p in of if p.name in MAPPED) for of in (parts, taken_parts(context))]
+                memory += sizes[0] - sizes[1]
+            return Estimate(parts, memory, str(context.device))
     finally:
         remove(run.folder)
 
 
 def show(found: Estimate, settings: Settings, console: Console) -> None:
-    """Prints it."""
-    table = Table("part", "tokens", "writes", "takes about", box=None, pad_edge=False)
-    whole = Part("in all", 0, *(sum(getattr(p, name) for p in found.parts) for name in ("bytes", "seconds")))
-    for part in (*found.parts, whole):
-        tokens = f"{part.tokens / 1e6:.2f} M" if part.tokens else ""
-        table.add_row(part.name, tokens, _size(part.bytes), duration(part.seconds))
+    """Prints it, and what a run has taken, where there was one."""
+    known = read_json(run_of(settings).work / TAKEN)
+    taken = {name: Part(**part) for name, part in known.get("parts", {}).items()}
+    table = Table("part", box=None, pad_edge=False)
+    for column in ("tokens", "writes", "takes about"):
+        table.add_column(column, justify="right")
+        if taken:
+            table.add_column("took", justify="right", style="dim")
+    rows = [(part, taken.get(part.name)) for part in found.parts]
+    whole, known_parts = _sum(found.parts), [own for _, own in rows if own is not None]
+    for part, own in (*rows, (whole, _sum(known_parts) if len(known_parts) == len(rows) else None)):
+        cells = zip(_cells(part), _cells(own))
+        table.add_row(part.name, *(text for pair in cells for text in (pair if taken else pair[:1])))
     console.print(table)
     folder = Path(settings.output_dir)
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    memory = f"{_size(found.memory)} ({found.place}{', took ' + _size(known['memory']) if known else ''})"
     console.print(
-        f"most memory: {_size(found.memory)} ({found.place}); disk: {_size(whole.bytes)}, of which "
-        f"{_size(shutil.disk_usage(place).free)} are free. Without the measurement and the export at the end",
+        f"most memory: {memory}; disk: {_size(whole.bytes)}, of which {_size(shutil.disk_usage(place).free)} are free. "
+        "Without the measurement and the export at the end",
         highlight=False,
     )
+
+
+def _sum(parts: Sequence[Part]) -> Part:
+    """All of them together."""
+    return Part("in all", 0, *(sum(getattr(part, name) for part in parts) for name in ("bytes", "seconds")))
+
+
+def _cells(part: Part | None) -> tuple[str, str, str]:
+    if part is None:
+        return "–", "–", "–"
+    tokens = f"{part.tokens / 1e6:.2f} M" if part.tokens else ""
+    return tokens, _size(part.bytes) if part.bytes else "", duration(part.seconds)
 
 
 def _shortened(settings: Settings) -> Settings:
@@ -118,23 +142,20 @@ def _parts(real: StageContext, small: StageContext) -> list[Part]:
     texts, few, checked = len(real.examples), len(small.examples), len(real.validation)
     more = texts / few
     written = settings.reference.responses.from_target or not real.corpus.answered
-    if (found := small.measured.get(f"{ANSWERS} train")) is not None:
-        size = _bytes(small.run.work / "responses", "*.jsonl") * (texts + checked) / (few + checked)
-        parts.append(Part("the target's answers", 0, size, found.seconds / found.count * (texts + checked)))
-    folder = small.run.work / "signals"
     labels = more if written else real.examples.label_count / small.examples.label_count
-    for name, told, patterns in (
-        (SIGNAL, "the target's signal", ("target_*.npy", "features_*.npy")),
-        (LOSSES, f"the {LOSSES}", ("reference_*.npy",)),
-    ):
-        if (found := small.measured.get(f"{name} train")) is None:
+    for kind, (name, folder, patterns) in PREPARED.items():
+        if (found := small.measured.get(f"{kind} train")) is None:
             continue
-        checks = small.measured.get(f"{name} validation", Measured(0.0, 0))  # as many as in the run
-        tokens = found.count * more if written else len(real.examples.ids)
-        same = _bytes(folder, "*_validation.npy") if name == SIGNAL else 0
-        size = same + (sum(_bytes(folder, pattern) for pattern in patterns) - same) * labels
-        seconds = found.seconds / found.count * tokens + checks.seconds
-        parts.append(Part(told, tokens + checks.count, size, seconds))
+        checks = small.measured.get(f"{kind} validation", Measured(0.0, 0))  # as many as in the run
+        count = found.count * more if written else len(real.examples.ids)
+        a_piece = (found.seconds + checks.seconds) / (found.count + checks.count)
+        sizes = [files_size(small.run.work / folder, pattern) for pattern in patterns]
+        same = files_size(small.run.work / folder, "*_validation.npy") if kind == SIGNAL else 0
+        size = same + (sum(sizes) - same) * labels
+        if kind == ANSWERS:
+            count, size = texts, sum(sizes) * (texts + checked) / (few + checked)
+        seconds = a_piece * (count + checks.count)
+        parts.append(Part(name, 0 if kind == ANSWERS else count + checks.count, size, seconds))
     for stage in ("target", "initial"):
         if (seen := small.seen.get(stage)) is not None:
             model = settings.target if stage == "target" else settings.initial
@@ -168,26 +189,12 @@ def _training(
     a_token = (seen.seconds - seen.first) / (seen.tokens * (1 - 1 / max(2, seen.batches)))
     validations = 2 + plan.steps // real.settings.trainer.validate_every
     seconds = tokens * a_token + validations * seen.validation / max(1, seen.validations)
-    return Part(name, tokens, _bytes(run.path(stage or name), "**/*"), seconds / _processes(real.settings))
+    return Part(name, tokens, files_size(run.path(stage or name), "**/*"), seconds / _processes(real.settings))
 
 
 def _processes(settings: Settings) -> int:
     trainer = settings.trainer
     return ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)
-
-
-def _bytes(folder: Path, pattern: str) -> int:
-    """Size of the files of a folder that is not a link."""
-    if not pattern or folder.is_symlink():
-        return 0
-    return sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
-
-
-def _peak(device: torch.device) -> int:
-    """The most memory taken so far, in bytes."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _size(value: float) -> str:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
-import torch
 from transformers import PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
 from decode.core.errors import UserError
-from decode.models.loading.open_model import choose_device, load_model
+from decode.models.loading.open_model import choose_device
 from distill.data.stage_context import StageContext
+from distill.models.loading import open_placed
 from distill.teacher.sharded_target import check_several, shard_layers
-
-Item = TypeVar("Item")
 
 
 def open_target(context: StageContext, path: str | Path | None = None, dtype: str | None = None) -> PreTrainedModel:
@@ -31,15 +26,7 @@ def open_target(context: StageContext, path: str | Path | None = None, dtype: st
         UserError: It cannot be read or placed.
     """
     wanted = context.settings.target
-    own = share_of(wanted.devices, int(os.environ.get("LOCAL_RANK") or 0), int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-    more: dict[str, Any] = {}
-    if len(own) > 1:
-        more = {"device_map": "balanced", "max_memory": _room(own)}
-    if wanted.quantization:
-        more["quantization_config"] = AutoQuantizationConfig.from_dict(wanted.quantization)
-    place = own[0] if own else context.device if wanted.quantization else "cpu"
-    format, trust = dtype or wanted.dtype, wanted.trust_remote_code
-    model = load_model(path or context.run.target, device=place, dtype=format, trust_remote_code=trust, **more)
+    model = open_placed(wanted, path or context.run.target, context.device, dtype)
     if wanted.sharded:
         shard_layers(model, context.device)
     return model
@@ -72,16 +59,3 @@ def check_place(context: StageContext) -> None:
 def at_work(context: StageContext, model: PreTrainedModel) -> PreTrainedModel:
     """The target where it computes: its own place, or the draft's device."""
     return model if context.settings.target.placed else model.to(context.device)
-
-
-def share_of(items: Sequence[Item], rank: int, world: int) -> list[Item]:
-    """One process's part of what a machine has: a run of them, or one that several processes share."""
-    if len(items) < world:
-        return [items[rank % len(items)]] if items else []
-    return list(items[rank * len(items) // world : (rank + 1) * len(items) // world])
-
-
-def _room(devices: Sequence[str]) -> dict[int | str, int]:
-    """Free bytes of each of the devices, by the numbers by which accelerate knows them."""
-    places = [torch.device(name) for name in devices]
-    return {place.index or 0: torch.cuda.mem_get_info(place)[0] for place in places if place.type == "cuda"}

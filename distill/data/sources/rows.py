@@ -6,12 +6,16 @@ Splits that a source lacks are split off its training rows by a hash of the prom
 seed and of the order, and equal prompts stay together.
 """
 
+import hashlib
 import json
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from decode.core.errors import UserError
 from decode.prompts.arithmetic_problems import problems
@@ -31,19 +35,19 @@ PASSAGE = 2000  # characters of a plain text file that go to one split together,
 class LeftOut:
     """Rows of one split that were not used as they are, by reason: how many, and the first of them."""
 
-    reasons: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    reasons: dict[str, tuple[int, tuple[int, str]]] = field(default_factory=dict)
 
     def add(self, reason: str, number: int, detail: str = "") -> None:
         """Count a row: what is wrong with it, its number, what is particular to it."""
-        self.reasons.setdefault(reason, []).append((number, detail))
+        count, first = self.reasons.get(reason, (0, (number, detail)))
+        self.reasons[reason] = count + 1, min(first, (number, detail))
 
     def sentences(self, split: str) -> list[str]:
         """A sentence a reason."""
         lines = []
-        for reason, rows in self.reasons.items():
-            number, detail = min(rows)
+        for reason, (count, (number, detail)) in self.reasons.items():
             first = f"row {number}{f': {detail}' if detail else ''}"
-            lines.append(f"{split}: {len(rows)} row{'s' * (len(rows) > 1)} {reason} ({first})")
+            lines.append(f"{split}: {count} row{'s' * (count > 1)} {reason} ({first})")
         return lines
 
 
@@ -238,7 +242,7 @@ def _split_off(rows: SourceRows, fraction: float) -> None:
     empty = [split for split in SPLITS if not rows.splits[split]]
     if not empty:
         return
-    train, places = rows.splits["train"], {split: list[int]() for split in ("train", *empty)}
+    train, places = rows.splits["train"], {split: array("q") for split in ("train", *empty)}
     for place, row in enumerate(train):
         split = held_out(key_of(row), fraction)
         places[split if split in empty else "train"].append(place)
@@ -249,11 +253,15 @@ def _remove_shared(rows: SourceRows) -> None:
     """Takes from train what validation or test hold too, and from validation what test holds."""
     if rows.kind == "text":
         return
-    seen = {key_of(row) for row in rows.splits["test"]}
-    for split in ("validation", "train"):
-        keys = [key_of(row) for row in rows.splits[split]]
-        kept = [place for place, key in enumerate(keys) if key not in seen]
+    seen = np.empty(0, dtype=np.int64)
+    for split in reversed(SPLITS):  # their hashes alone are held: prompts may be long
+        keys = np.fromiter((_hash(key_of(row)) for row in rows.splits[split]), np.int64, len(rows.splits[split]))
+        kept = np.flatnonzero(~np.isin(keys, seen)).tolist()
         if lost := len(keys) - len(kept):
             rows.notes.append(f"{split}: {lost} rows dropped, because their prompts are in a later split too")
             rows.splits[split] = select(rows.splits[split], kept)
-        seen |= set(keys)
+        seen = np.concatenate([seen, keys])
+
+
+def _hash(key: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big", signed=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -45,7 +46,7 @@ class RowFile(Sequence[Row]):
 
     def select(self, places: Sequence[int]) -> RowFile:
         """Some of the rows."""
-        return RowFile(self.lines, [self.places[place] for place in places])
+        return RowFile(self.lines, array("q", (self.places[place] for place in places)))
 
     def __len__(self) -> int:
         return len(self.places)

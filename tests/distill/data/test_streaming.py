@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,6 +64,25 @@ def test_all_examples_of_a_stream_are_those_of_the_whole_source(tmp_path: Path, 
     streamed, whole = (load_corpus(replace(settings, streaming=streaming), seed=0) for streaming in (True, False))
     assert examples(streamed) == examples(whole)
     assert sum(len(getattr(whole, split)) for split in SPLITS) > 190
+
+
+def test_memory_does_not_grow_with_the_texts_of_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Python, numpy and Arrow hold at most, apart from mapped files: a few numbers a row, and no text."""
+    monkeypatch.setattr("distill.data.example_table.STREAMED", 200)
+    monkeypatch.setattr("distill.data.sources.streamed_rows.BATCH", 100)
+    peaks = []
+    for count in (400, 2000):
+        rows = [{"question": f"{n} " + "why " * 400, "answer": "so " * 400} for n in range(count)]
+        settings = DataSettings(
+            source=written(tmp_path / f"{count}.jsonl", rows), train_examples="all", max_length=16, overlong="cut",
+            streaming=True, tokenizer_vocab_size=300, workers=1, text_column="text",
+        )  # fmt: skip
+        del rows
+        tracemalloc.start()
+        load_rows(settings, seed=0)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert (peaks[1] - peaks[0]) / 1600 < 100, peaks
 
 
 @pytest.mark.parametrize("limit", [10, "all"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from tiny_run import bench, tiny_settings
 
+from distill.pipeline.measured_run import note_taken, taken_parts
 from distill.pipeline.run_pipeline import run_stages
 from distill.pipeline.time_and_memory_estimate import measured_estimate, show
 
@@ -20,10 +22,28 @@ def test_tokens_and_bytes_are_those_of_the_run_and_nothing_else_is_left(tmp_path
     found = measured_estimate(settings, Console(quiet=True))
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
     parts = {part.name: part for part in found.parts}
-    assert list(parts) == ["the target's signal", "the reference's losses", "target", "initial", "reference",
-                           "adaspec", "equal-tokens"]  # fmt: skip
+    assert list(parts) == ["the data", "the target's signal", "the reference's losses", "target", "initial",
+                           "reference", "adaspec", "equal-tokens", "opening, checking, saving"]  # fmt: skip
     context, _ = bench(settings)
+    began = time.monotonic()
     run_stages(context)
+    note_taken(context, time.monotonic() - began)
+    taken = {part.name: part for part in taken_parts(context)}
+    for name, part in taken.items():  # the same tokens and bytes, by either way of telling them
+        assert (part.tokens, part.bytes) == pytest.approx((parts[name].tokens, parts[name].bytes), rel=0.05), name
+    assert taken.keys() == parts.keys() - {"opening, checking, saving"}
+    show(found, settings, Console(file=(text := io.StringIO()), width=140))
+    assert text.getvalue().splitlines()[0].split() == [
+        "part",
+        "tokens",
+        "took",
+        "writes",
+        "took",
+        "takes",
+        "about",
+        "took",
+    ]
+    assert "–" not in text.getvalue()
     for name, stage in (("target", "target"), ("reference", "reference"), ("adaspec", "draft")):
         assert parts[name].tokens == pytest.approx(context.seen[stage].tokens, rel=0.05)
         assert parts[name].seconds > 0
@@ -43,7 +63,7 @@ def test_texts_that_the_target_has_yet_to_write_are_scaled_up(tmp_path: Path) ->
     responses.source, responses.max_new_tokens, responses.batch_size = "target", 8, 8
     found, text = measured_estimate(settings, Console(quiet=True)), io.StringIO()
     show(found, settings, Console(file=text, width=120))
-    assert [part.name for part in found.parts][:2] == ["the target's answers", "the target's signal"]
-    assert found.parts[0].bytes > 0
+    assert [part.name for part in found.parts][1:3] == ["the target's answers", "the target's signal"]
+    assert found.parts[1].bytes > 0
     assert "most memory" in text.getvalue()
     assert "in all" in text.getvalue()

@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from families import build_tiny
 from tiny_run import bench, run_tiny, tiny_settings
 
 from decode.core.errors import UserError
+from distill.config.language_models import TargetSettings
+from distill.data.tokenization.chat_masks import ChatFormat
+from distill.data.tokenization.train_tokenizer import train_tokenizer
+from distill.models.loading import share_of
 from distill.pipeline.stage_fingerprint import stage_fingerprints
-from distill.teacher.target_model import check_place, open_target, share_of
+from distill.teacher.target_model import check_place, open_target
 
 
 @pytest.mark.parametrize(
@@ -58,7 +63,7 @@ def test_the_quantisation_is_asked_of_transformers_and_the_signals_are_those_of_
     settings.target.quantization = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     assert settings.target.placed
     seen: dict[str, Any] = {}
-    monkeypatch.setattr("distill.teacher.target_model.load_model", lambda *_, **options: seen.update(options))
+    monkeypatch.setattr("distill.models.loading.load_model", lambda *_, **options: seen.update(options))
     open_target(bench(settings)[0])
     assert seen["quantization_config"].load_in_8bit
     assert seen["device"] == torch.device("cpu")
@@ -87,3 +92,30 @@ def test_what_a_sharded_target_cannot_do_is_refused(tmp_path: Path) -> None:
     settings.target.devices = ["cpu"]
     with pytest.raises(UserError, match=r"target.devices and target.sharded are set"):
         settings.validate()
+
+
+def test_a_sharded_target_writes_no_prompts(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.target = TargetSettings(kind="as_is", model="somewhere", sharded=True)
+    settings.data.source, settings.reference.responses.source = "target", "target"
+    settings.reference.responses.server.urls = ["http://127.0.0.1:1/v1"]
+    with pytest.raises(UserError, match=r"a sharded target writes no prompts; give them with data.prompts.file"):
+        settings.validate()
+
+
+@pytest.mark.parametrize(
+    "ways", [{"devices": ["cpu"]}, {"quantization": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, {}]
+)
+def test_the_target_writes_its_prompts_where_it_makes_signals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ways: dict[str, Any]
+) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.target = TargetSettings(kind="as_is", model="somewhere", **ways)
+    opened: list[dict[str, Any]] = []
+    model = build_tiny("llama")
+    monkeypatch.setattr("distill.models.loading.load_model", lambda *_, **how: (opened.append(how), model)[1])
+    tokenizer = train_tokenizer(["a text"], 300)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    assert bench(settings)[0]._sampler(ChatFormat(tokenizer, None, {})).model() is model
+    assert ("quantization_config" in opened[0]) == ("quantization" in ways)
+    assert opened[0]["device"] in ("cpu", torch.device("cpu"))
