@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from decode.core.files import read_json
 
+from decode.core.atomic_files import read_json
 from distill.core.file_fingerprints import write_json
 from distill.data.stage_context import DATA, StageContext
 from distill.teacher.distillation_data import ANSWERS, LOSSES, SIGNAL

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from decode.core.files import read_json
 from rich.console import Console
 from rich.table import Table
 
+from decode.core.atomic_files import read_json
 from decode.core.progress import duration
 from distill.config.run_settings import ComparisonSettings, Settings
 from distill.core import ranks
