@@ -26,9 +26,9 @@ from distill.data.corpus import Corpus, load_corpus
 from distill.data.corpus_cache import kept_corpus
 from distill.data.own_prompts.prompt_sampler import PromptSampler
 from distill.data.own_prompts.user_turn import user_turn
+from distill.data.placed_target import open_placed
 from distill.data.response_file import ResponseFile
 from distill.data.tokenization.chat_masks import ChatFormat
-from distill.models.loading import open_placed
 
 DATA = "the data"
 """What the reading of the data is called in `StageContext.measured`."""

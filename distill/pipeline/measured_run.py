@@ -42,12 +42,14 @@ def note_taken(context: StageContext, seconds: float) -> None:
         seconds: Of all its stages.
     """
     note, parts = context.run.work / TAKEN, taken_parts(context)
+    if not context.seen:
+        return
     known = read_json(note)
-    if context.seen:
+    if context.settings.stages_at_once == 1:  # else other processes have made some
         parts.append(Part(REST, seconds=seconds - sum(part.seconds for part in parts)))
-        peak = max(peak_memory(context.device), known.get("memory", 0))
-        made = known.get("parts", {}) | {part.name: asdict(part) for part in parts}
-        write_json(note, {"memory": peak, "parts": made})
+    peak = max(peak_memory(context.device), known.get("memory", 0))
+    made = known.get("parts", {}) | {part.name: asdict(part) for part in parts}
+    write_json(note, {"memory": peak, "parts": made})
 
 
 def taken_parts(context: StageContext) -> list[Part]:

@@ -105,7 +105,8 @@ def show(found: Estimate, settings: Settings, console: Console) -> None:
     memory = f"{_size(found.memory)} ({found.place}{', took ' + _size(known['memory']) if known else ''})"
     console.print(
         f"most memory: {memory}; disk: {_size(whole.bytes)}, of which {_size(shutil.disk_usage(place).free)} are free. "
-        "Without the measurement and the export at the end",
+        "Without the measurement and the export at the end"
+        + (", and with the stages one after another" if settings.stages_at_once > 1 else ""),
         highlight=False,
     )
 

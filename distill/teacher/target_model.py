@@ -9,8 +9,8 @@ from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
 from decode.core.errors import UserError
 from decode.models.loading.open_model import choose_device
+from distill.data.placed_target import open_placed
 from distill.data.stage_context import StageContext
-from distill.models.loading import open_placed
 from distill.teacher.sharded_target import check_several, shard_layers
 
 
