@@ -84,11 +84,7 @@ class ProbesSettings(DistillSettings):
     """Acceptance probes and self-speculation."""
 
     def validate(self) -> None:
-        """Check what this command uses: data, target and probes.
-
-        Raises:
-            UserError: naming the key, the value seen and the values expected.
-        """
+        """Check what this command uses: data, target and probes."""
         self.validate_run()
         self.data.validate()
         self.target.validate("target")

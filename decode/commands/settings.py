@@ -188,11 +188,7 @@ class ReportSettings:
 
 
 def required(settings: Any, *names: str) -> None:
-    """Refuse settings that were left out.
-
-    Raises:
-        UserError: naming the option.
-    """
+    """Refuse settings that were left out."""
     for name in names:
         if not getattr(settings, name):
             what = next((f.type for f in dataclasses.fields(settings) if f.name == name), "")

@@ -39,11 +39,7 @@ def needs_draft(method: str) -> bool:
 def check_methods(
     settings: MethodSettings, methods: Sequence[str], *, has_draft: bool, has_corpus: bool = False
 ) -> None:
-    """Refuse unknown names and missing parts, before any model is loaded.
-
-    Raises:
-        UserError: naming the nearest name, or the option that is missing.
-    """
+    """Refuse unknown names and missing parts, before any model is loaded."""
     for spec in methods:
         method, own = split_spec(spec)
         choose("method", method, dict.fromkeys([*METHODS, *TRANSFORMERS_BASELINES]))

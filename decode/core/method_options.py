@@ -58,9 +58,6 @@ def check_numbers(settings: Any, where: str = "", *, nested: bool = False) -> No
         settings: an instance of a dataclass.
         where: put before the fields' names in errors.
         nested: check the dataclasses in its fields too, under their dotted names.
-
-    Raises:
-        UserError: naming the field, its value and the values allowed.
     """
     settings_class: type = type(settings)
     for name, (number, is_list) in _constrained(settings_class).items():

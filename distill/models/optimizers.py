@@ -61,11 +61,7 @@ def _adamw_8bit() -> Any:
 
 
 def check_optimizer(settings: TrainingSettings, device: torch.device) -> None:
-    """Refuses an optimiser that cannot run here.
-
-    Raises:
-        UserError: saying what it needs.
-    """
+    """Refuses an optimiser that cannot run here."""
     if settings.optimizer != "adamw_8bit":
         return
     if device.type != "cuda":

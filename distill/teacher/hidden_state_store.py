@@ -140,11 +140,7 @@ def _loss_parts(
 
 
 def check_finite(values: Tensor, what: str, examples: NDArray[np.int64]) -> None:
-    """Refuses values that are not numbers.
-
-    Raises:
-        UserError: naming the examples.
-    """
+    """Refuses values that are not numbers."""
     if not values.isfinite().all():
         raise UserError(
             f"the {what} are not finite in a batch of examples {sorted(examples.tolist())}: if target.dtype is "

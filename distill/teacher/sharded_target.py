@@ -18,11 +18,7 @@ from distill.core import ranks
 
 
 def check_several() -> None:
-    """Refuses to spread weights over one process.
-
-    Raises:
-        UserError: saying how to start several.
-    """
+    """Refuses to spread weights over one process."""
     if ranks.started() < 2 or "MASTER_ADDR" not in os.environ:
         raise UserError(
             f"target.sharded spreads the target over processes, and {ranks.started()} was started: start several by "

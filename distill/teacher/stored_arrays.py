@@ -120,11 +120,7 @@ def cached_together(wanted: Sequence[Kept], parts: Iterable[Sequence[Part]], own
 
 
 def check_room(wanted: Sequence[Kept]) -> None:
-    """Makes sure that arrays of one folder fit on its disk.
-
-    Raises:
-        UserError: They do not.
-    """
+    """Makes sure that arrays of one folder fit on its disk."""
     if not wanted:
         return
     folder, size, names = wanted[0].path.parent, sum(kept.bytes for kept in wanted), [kept.path.name for kept in wanted]

@@ -33,11 +33,7 @@ def open_target(context: StageContext, path: str | Path | None = None, dtype: st
 
 
 def check_place(context: StageContext) -> None:
-    """Refuses before the first step a place or a format that the machine does not have.
-
-    Raises:
-        UserError: with what is missing.
-    """
+    """Refuses before the first step a place or a format that the machine does not have."""
     wanted = context.settings.target
     for name in wanted.devices:
         choose_device(name)

@@ -95,11 +95,7 @@ def run(settings: ServeCheckSettings) -> None:
 
 
 def check(settings: ServeCheckSettings) -> None:
-    """Refuse what can be told before anything is loaded.
-
-    Raises:
-        UserError: naming the option.
-    """
+    """Refuse what can be told before anything is loaded."""
     check_models(settings)
     required(settings, "draft")
     choose("engine", settings.engine, dict.fromkeys(ENGINES))

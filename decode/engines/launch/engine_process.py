@@ -38,11 +38,7 @@ def free_port() -> int:
 
 
 def check_port(port: int) -> None:
-    """Refuse a port that something listens on.
-
-    Raises:
-        UserError: naming it.
-    """
+    """Refuse a port that something listens on."""
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             raise UserError(f"port {port} is in use; give another one with --port, or leave it out for a free one")

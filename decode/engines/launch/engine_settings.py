@@ -64,11 +64,7 @@ class EngineSettings:
 
 
 def find(given: str | None, made: Path, option: str, what: str) -> str:
-    """The path of an engine's program.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The path of an engine's program."""
     if given is not None:
         path = Path(given)
         if not path.is_file() or not os.access(path, os.X_OK):

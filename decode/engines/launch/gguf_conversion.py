@@ -51,11 +51,7 @@ def split_of(folder: str | Path) -> str:
 
 
 def find_converter() -> Path:
-    """The converter's script.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """The converter's script."""
     for folder in (Path.cwd(), CHECKOUT):
         if (folder / CONVERTER).is_file():
             return folder / CONVERTER

@@ -11,11 +11,7 @@ LLAMA_SERVER = Path(".engines/llama.cpp/build/bin/llama-server")
 
 
 def check_llama(binary: str) -> None:
-    """Refuse a llama-server that lacks the options of drafting.
-
-    Raises:
-        UserError: naming the option.
-    """
+    """Refuse a llama-server that lacks the options of drafting."""
     wanted = "--spec-draft-sampling"
     if wanted not in answer_of(binary, "--help"):
         raise UserError(

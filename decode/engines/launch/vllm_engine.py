@@ -16,11 +16,7 @@ OLDEST_VLLM = (0, 32)
 
 
 def check_vllm(python: str) -> None:
-    """Refuse an environment without vLLM, or with an older one than was tested.
-
-    Raises:
-        UserError: naming the version that was found.
-    """
+    """Refuse an environment without vLLM, or with an older one than was tested."""
     asked = "import importlib.metadata as m; print('vLLM', m.version('vllm'))"
     found = re.search(r"^vLLM (\d+)\.(\d+)\S*", answer_of(python, "-c", asked), re.MULTILINE)
     if found is None:

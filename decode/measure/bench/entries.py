@@ -242,11 +242,7 @@ def opponents(run: EntryRun, runs: Sequence[EntryRun]) -> dict[str, Record]:
 
 
 def check_entries(session: Session, entries: Sequence[BenchEntry]) -> None:
-    """Refuse what is missing before anything is measured.
-
-    Raises:
-        UserError: a draft or a store is missing.
-    """
+    """Refuse what is missing before anything is measured."""
     for entry in entries:
         if entry.needs_draft and entry.draft not in session.drafts:
             missing = f"no draft named {entry.draft!r}" if entry.draft else "no draft"

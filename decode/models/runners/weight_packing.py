@@ -149,11 +149,7 @@ class Linears:
 
 
 def check_pack(mode: str) -> None:
-    """Refuse what is no mode.
-
-    Raises:
-        UserError: an unknown mode.
-    """
+    """Refuse what is no mode."""
     if mode not in MODES:
         raise UserError(f"pack is {mode!r}; choose one of {', '.join(MODES)}")
 

@@ -206,11 +206,7 @@ class DistillDataModule(L.LightningDataModule):
         super().__init__()
 
     def setup(self, stage: str) -> None:
-        """Makes sure that all processes are about to train on the same examples in the same order.
-
-        Raises:
-            UserError: They are not.
-        """
+        """Makes sure that all processes are about to train on the same examples in the same order."""
         batches = self.schedule.batch_size, self.schedule.seed, self.schedule.bucket, self.steps, self.row_length
         own = [zlib.crc32(self.train.ids.tobytes()), zlib.crc32(self.train.labels.tobytes()), len(self.train), batches]
         found = ranks.exchange(own)

@@ -80,11 +80,7 @@ class DesignSettings:
         return float(found[1]) * UNITS[found[2]]
 
     def validate(self) -> None:
-        """Check the budget and the file of costs.
-
-        Raises:
-            UserError: naming the key.
-        """
+        """Check the budget and the file of costs."""
         assert self.seconds
         if self.costs is not None and not Path(self.costs).is_file():
             raise UserError(f"design.costs: there is no file {self.costs!r}; a run of this command writes costs.json")
