@@ -26,11 +26,13 @@ class ProgressLines(Callback):
 
     def __init__(self, console: Console, name: str) -> None:
         self.console, self.name = console, name
+        self._progress: Progress | None = None  # none yet where Lightning fails to begin
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Begins to print."""
-        self._progress, self._read = Progress(self.console).__enter__(), 0.0
-        self._work = self._progress.add(self.name if stage == "fit" else f"{self.name}: validation before training")
+        self._progress, self._read = (progress := Progress(self.console)), 0.0
+        name = self.name if stage == "fit" else f"{self.name}: validation before training"
+        self._work = progress.__enter__().add(name)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Notes the step that the run continues from."""
@@ -45,8 +47,10 @@ class ProgressLines(Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Ends."""
-        self._progress.__exit__(None, None, None)
+        if self._progress is not None:
+            self._progress.__exit__(None, None, None)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Ends."""
+        assert self._progress is not None
         self._progress.__exit__(None, None, None)

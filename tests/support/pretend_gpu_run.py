@@ -1,0 +1,80 @@
+"""Started by `test_on_a_gpu`: trains, or decodes, on the GPU that `pretend_gpu` pretends.
+
+Usage: pretend_gpu_run.py FOLDER WAY. In a process of its own, since PyTorch knows of the device until the process ends.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from pretend_gpu import GPU, pretended_gpu
+from safetensors.torch import load_file
+from tiny_run import run_tiny, tiny_settings
+
+from distill.config.eagle_heads import EagleSettings
+from distill.config.run_settings import Settings
+from distill.core import ranks
+
+
+def settings_of(way: str, folder: Path) -> Settings:
+    """A short run, in one of the ways to train."""
+    settings = tiny_settings(folder, comparisons=[])
+    for training in (settings.target.training, settings.initial.training, settings.reference.training):
+        training.steps = 4
+    settings.trainer.validate_every, settings.trainer.compile_loss = 2, "off"
+    reference = settings.reference
+    if way == "hidden":
+        reference.signal, settings.draft.scope, settings.trainer.accumulate = "hidden", "global", 2
+    elif way == "topk":
+        reference.signal, settings.draft.scope, settings.draft.normalisation = "topk", "sequence", "response"
+    elif way == "packed":
+        reference.signal, settings.trainer.packing, settings.draft.weigh_by = "log_probs", 300, "rounds"
+    elif way == "own":
+        responses, reference.signal = reference.responses, "online"
+        responses.source, responses.max_new_tokens, responses.batch_size, responses.refresh_every = "mixed", 6, 4, 2
+        settings.target.layerskip.enabled = True
+    else:
+        settings.target.architecture.layers = 4
+        vocabulary = 64 if way == "eagle3" else None
+        settings.eagle = EagleSettings(kind=way, unroll=2, draft_vocab=vocabulary)  # type: ignore[arg-type]
+    return settings
+
+
+class Accelerator(CPUAccelerator):
+    """One whose device is the pretended GPU."""
+
+    def setup_device(self, device: torch.device) -> None:
+        """Nothing has to be set up."""
+
+
+def train(folder: Path, way: str) -> None:
+    """The same run on the CPU and on the pretended GPU; the drafts have to be the same."""
+    _, one, _ = run_tiny(settings_of(way, folder / "cpu"))
+    trainer = L.Trainer
+
+    def on_gpu(**options: Any) -> L.Trainer:
+        del options["accelerator"]
+        return trainer(**options | {"strategy": SingleDeviceStrategy(GPU, accelerator=Accelerator())})
+
+    with pytest.MonkeyPatch.context() as patch, pretended_gpu():
+        patch.setattr(ranks, "local_device", lambda *_: GPU)
+        patch.setattr(L, "Trainer", on_gpu)
+        with pytest.raises(RuntimeError, match=r"a tensor of \[2\] is on the CPU, others are on the GPU"):
+            torch.ones(2, device=GPU) + torch.ones(2)
+        _, other, _ = run_tiny(settings_of(way, folder / "gpu"))
+    for stage in ("target", "reference", "draft"):
+        ours, theirs = (load_file(run.path(stage) / "model.safetensors") for run in (one, other))
+        gap = max(float((ours[name].float() - theirs[name].float()).abs().max()) for name in ours)
+        print(f"{way} {stage}: the largest difference of a weight is {gap:.1e}")
+        assert gap < 1e-3, stage
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for chosen in sys.argv[2].split(","):
+        train(Path(sys.argv[1]) / chosen, chosen)
