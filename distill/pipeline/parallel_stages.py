@@ -9,10 +9,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -128,6 +129,7 @@ class _Worker:
     def __init__(self, context: StageContext, run: RunStages) -> None:
         self.context = context
         self.error: BaseException | None = None
+        self._listener: threading.Thread | None = None
         self._pipe, other = multiprocessing.Pipe()
         threads = max(1, torch.get_num_threads() // context.settings.stages_at_once)
         given = (other, context.settings, context.run, run, threads, context.console.width, context.logger is not None)
@@ -137,7 +139,8 @@ class _Worker:
 
     def begin(self, stages: list[str]) -> None:
         """Has it make stages."""
-        self._pipe.send(stages)
+        with suppress(OSError):  # it is gone, which the listener tells
+            self._pipe.send(stages)
         self._listener = threading.Thread(target=self._listen, args=(stages,), daemon=True)
         self._listener.start()
 
@@ -147,15 +150,20 @@ class _Worker:
         Raises:
             BaseException: What one of them failed with, or the process is gone.
         """
+        assert self._listener is not None
         self._listener.join()
         if self.error is not None:
             raise self.error
 
     def stop(self) -> None:
-        """Ends the process."""
-        self._process.terminate()
+        """Ends the process, at once if it is at work."""
+        if self._listener is not None and self._listener.is_alive():
+            self._process.terminate()
+        else:
+            self._pipe.close()
         self._process.join(10)
         self._process.kill()
+        self._process.join()
 
     def _listen(self, stages: list[str]) -> None:
         loggers: dict[str, Logger | None] = {}
@@ -184,6 +192,7 @@ def _work(
 ) -> None:
     """Another process: makes the stages that it is told to, until the one that started it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that started this one, which ends it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # cleans up
     threading.Thread(target=_end_with_parent, daemon=True).start()
     hf_logging.disable_progress_bar()
     torch.set_num_threads(threads)
@@ -195,15 +204,17 @@ def _work(
             pipe.send((stage, *message))
 
     while True:
-        error: BaseException | None = None
+        error: Exception | None = None
         try:
             for stage in pipe.recv():
                 console = Console(file=_Lines(tell), width=width)  # type: ignore[arg-type]
                 context = StageContext(settings, folder, console, _Relay(tell) if tracked else None)
                 run(context, (stage,), check=False)
+        except (EOFError, KeyboardInterrupt, SystemExit):  # there is nothing more to make, or it is ended
+            return
         except UserError as known:
             error = known
-        except BaseException:
+        except Exception:
             error = RuntimeError(f"the stage {stage} failed in its process:\n{traceback.format_exc()}")
         tell("ended", error)
 
