@@ -22,8 +22,3 @@ class Drafted:
     mass: Tensor | None = None  # probability that the target gives to the head's ids together; None: 1
     learnable: Tensor | None = None  # 1 where the target's most probable token is one of them; None: everywhere
     regression: Tensor | None = None  # mean distance of the states from the target's, of EAGLE-1, a scalar
-
-    def gap(self, losses: Tensor) -> Tensor:
-        """ΔL of the rows, ``[rows]``: the draft's divergences less the reference's."""
-        assert self.reference is not None, "batches carry no reference_loss"
-        return losses - self.reference

@@ -8,7 +8,7 @@ from distill.losses.block_weights import BlockWeights
 from distill.losses.chunked_kl import LossRequest
 from distill.losses.divergences import Divergence
 from distill.losses.draft_outputs import Drafted
-from distill.losses.token_selection import Selection
+from distill.losses.token_selection import Selection, delta_loss
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Objective:
         sequence = drafted.sequence
         return LossRequest(
             loss,
-            lambda values: selection.choose(drafted.gap(values), sequence),
+            lambda values: selection.choose(delta_loss(values, drafted.reference), sequence),
             None if self.ranking == loss else self.ranking,
             metrics,
             selection.weights(sequence, responses),

@@ -66,6 +66,12 @@ class Selection:
         return 1 / (self.k * lengths[sequence].float() * max(1, count))
 
 
+def delta_loss(draft: Tensor, reference: Tensor | None) -> Tensor:
+    """ΔL of the rows, ``[rows]``: the draft's divergences less the reference's."""
+    assert reference is not None, "batches carry no reference_loss"
+    return draft - reference
+
+
 def top_share(values: Tensor, k: float) -> Tensor:
     """Indices, ascending, of exactly ⌈k·n⌉ largest of ``values [n]``; among equals the lowest index wins.
 

@@ -19,7 +19,7 @@ from distill.losses.chunked_kl import LossRequest, LossRows, fused_loss, plain_l
 from distill.losses.draft_outputs import Drafted
 from distill.losses.head_gradients import can_fuse
 from distill.losses.objective import Objective
-from distill.losses.token_selection import Selection, top_share
+from distill.losses.token_selection import Selection, delta_loss, top_share
 from distill.teacher.target_distribution import TargetSource
 from distill.training.lightning_module import TrainingModule
 
@@ -150,7 +150,9 @@ class DistillModule(TrainingModule):
         select = partial(top_share, k=selection.k)
         if step.micros == 1:
             sequence = [drafted.sequence]
-            return replace(request, choose=lambda values: step.choose([drafted.gap(values)], sequence, select)[0])
+            return replace(
+                request, choose=lambda values: step.choose([delta_loss(values, drafted.reference)], sequence, select)[0]
+            )
         if step.micro == 0 and number == 0:
             micros = [
                 self._deltas(self.transfer_batch_to_device(part, self.device, 0), objective) for part in step.ahead
@@ -167,7 +169,7 @@ class DistillModule(TrainingModule):
         deltas: list[tuple[Tensor, Tensor]] = []
         for drafted in self.drafted(batch, training=True):
             found = self._loss(drafted, LossRequest(objective.ranking, metrics=False))
-            deltas.append((drafted.gap(found.losses), drafted.sequence))
+            deltas.append((delta_loss(found.losses, drafted.reference), drafted.sequence))
         return deltas
 
 
