@@ -41,7 +41,7 @@ from decode.measure.bootstrap_statistics import (
     speeds,
 )
 from decode.measure.costs.forward_costs import round_costs
-from decode.methods import CHAINS_BY_MODEL, METHODS, TREE_DRAFTERS
+from decode.methods import METHODS, TREE_DRAFTERS
 from decode.models.streamed_text import Detokenizer, marked
 from decode.prompts.prompt_suites import Suite
 
@@ -223,7 +223,7 @@ class Benchmark:
         if not record.texts:
             return row
         row |= speeds(record, of, self.session.options.seed)
-        in_turn = entry.needs_draft and METHODS[entry.method][0] in CHAINS_BY_MODEL  # one draft forward for each token
+        in_turn = entry.needs_draft and entry.method not in TREES | {"hybrid"}  # one draft forward for each token
         row |= counts(record, self.session.costs.get(row["draft"]), in_turn)
         row |= acceptance(record, self.session.options.seed)
         row["categories"] = category_rows(record, of, [c[0].prompt.category for c in chats], self.session.options.seed)

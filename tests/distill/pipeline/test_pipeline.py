@@ -324,8 +324,8 @@ def test_every_signal_trains_and_the_frozen_models_leave_memory(
     settings = tiny_settings(tmp_path)
     settings.reference.signal = signal  # type: ignore[assignment]
     made, text = bench(settings)
-    for module in ("target_model", "prepare"):
-        monkeypatch.setattr(f"distill.teacher.{module}.load_model", load)
+    for module in ("data.placed_target", "teacher.distillation_data"):
+        monkeypatch.setattr(f"distill.{module}.load_model", load)
     material = prepare(made, Objective(selection=Selection()))
     gc.collect()
     target, reference = (ref() for ref in loaded)
