@@ -21,7 +21,7 @@ from decode.core.errors import UserError, choose
 from decode.engines.acceptance_gap_causes import causes_in_files
 from decode.engines.launch.engine_settings import EngineSettings
 from decode.engines.launch.gguf_conversion import convert
-from decode.engines.launch.start_engine import ENGINES
+from decode.engines.launch.start_engine import ENGINES, check_engine
 from decode.engines.serve_check import Check, CheckOptions, serve_check
 from decode.measure.bench.session import Session
 from decode.measure.bootstrap_statistics import plain
@@ -99,6 +99,9 @@ def check(settings: ServeCheckSettings) -> None:
     check_models(settings)
     required(settings, "draft")
     choose("engine", settings.engine, dict.fromkeys(ENGINES))
+    if settings.engine != "transformers" and settings.url is None:
+        check_engine(settings.engine, EngineSettings("", "", python=settings.python, binary=settings.binary,
+                                                     port=settings.port))  # fmt: skip
     if settings.engine == "transformers" and is_head(str(settings.draft)):
         raise UserError(
             f"{settings.draft} holds a feature head, which transformers cannot draft with; take --engine vllm, or "

@@ -15,8 +15,9 @@ from decode.engines.launch.server_metrics import Metrics, parse_metrics
 
 SETTLED = 0.05
 """Seconds after which counts that have not changed are taken as final."""
-LATE = 2.0
-"""Seconds after which they are, although tokens are missing in them."""
+LATE = 200
+"""Readings without a change after which they are, although tokens are missing in them. Not seconds: this process may
+have been stopped for a while, and the server with it."""
 
 
 class Server:
@@ -105,15 +106,16 @@ class Server:
 
     def _settled(self, tokens: float = 0.0) -> Metrics:
         """Metrics that no longer change and count so many tokens: engines publish them a moment after the answer."""
-        began, last = time.monotonic(), self.metrics()
-        while True:
+        last, same = self.metrics(), 0
+        for _ in range(round(self.seconds / SETTLED)):
             time.sleep(SETTLED)
-            now, waited = self.metrics(), time.monotonic() - began
-            if now == last and (now.tokens >= tokens or waited > LATE):
-                return now
-            if now != last and waited > self.seconds:
-                break
+            now = self.metrics()
+            same = same + 1 if now == last else 0
             last = now
+            if same and (now.tokens >= tokens or same >= LATE):
+                break
+        if same:
+            return last
         raise UserError(f"{self.name} at {self.url} goes on counting for {self.seconds:.0f} s; stop its other users")
 
     def _complete(

@@ -14,6 +14,18 @@ from decode.engines.launch.vllm_engine import check_vllm, vllm_command
 from decode.engines.predicted_acceptance import Rounds
 
 
+def check_engine(name: str, settings: EngineSettings) -> None:
+    """Refuse what can be told before an engine starts: it is not installed, is too old, or its port is in use.
+
+    Raises:
+        UserError: naming it and the next step.
+    """
+    if settings.port is not None:
+        check_port(settings.port)
+    command, _ = COMMANDS[name](settings, None, 0)
+    CHECKS[name](command[0])
+
+
 @contextmanager
 def opened(name: str, settings: EngineSettings, draft_length: int | None) -> Iterator[Server]:
     """A server of this engine, with a draft of this length or without one, until the block is left.
@@ -27,11 +39,9 @@ def opened(name: str, settings: EngineSettings, draft_length: int | None) -> Ite
             raise UserError(f"nothing answers at {settings.url}/health; start the server first, or leave out --url")
         yield server
         return
-    if settings.port is not None:
-        check_port(settings.port)
+    check_engine(name, settings)
     port = settings.port or free_port()
     command, environment = COMMANDS[name](settings, draft_length, port)
-    CHECKS[name](command[0])
     server = Server(f"http://127.0.0.1:{port}", name, settings.request_seconds)
     with running(command, server.ready, name=name, seconds=settings.seconds, environment=environment):
         yield server

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_pairs import needs_llama, needs_vllm, save_exports, serve_check
+from engine_pairs import check_of_a_running_vllm, needs_llama, needs_vllm, save_exports, serve_check
 from safetensors.torch import load_file, save_file
 
 from decode.__main__ import main
@@ -102,7 +102,8 @@ FAULTS = [
 
 @pytest.mark.parametrize(("engine", "draft", "fault", "name", "hurts"), FAULTS)
 def test_a_fault_is_named(exports: Path, tmp_path: Path, engine, draft, fault, name, hurts) -> None:
-    found = serve_check(planted(exports, tmp_path, draft, fault), engine, draft)
+    folder = planted(exports, tmp_path, draft, fault)
+    found = check_of_a_running_vllm(folder, draft) if engine == "vllm" else serve_check(folder, engine, draft)
     (row,) = found["rows"]
     assert name in [cause["name"] for cause in found["causes"]]
     assert (row["served_length"] < row["recorded_length"] - 0.1) == hurts
@@ -114,6 +115,7 @@ def test_nothing_is_said_of_sound_exports(exports: Path) -> None:
     assert [serve_check(exports, "llama.cpp", draft)["causes"] for draft in ("draft", "head")] == [[], []]
 
 
+@needs_llama
 def test_another_tokenizer_is_named_before_an_engine_starts(exports: Path, tmp_path: Path, capsys) -> None:
     folder = planted(exports, tmp_path, "draft", other_tokenizer)
     command = ["serve-check", "--engine", "llama.cpp", "--target", str(folder / "target")]
