@@ -7,11 +7,11 @@ from decode.core.method_options import MethodOptions
 from decode.drafters.acceptance_probe import KINDS, AcceptanceProbe
 from decode.drafters.layer_search import search
 from decode.measure.bench.compare_methods import Benchmark
-from decode.measure.bench.entries import BenchEntry
+from decode.measure.bench.method_entries import BenchEntry
 from decode.measure.bench.session import BenchOptions, Session
 from decode.measure.bootstrap_statistics import median_interval, paired_ratios, plain
+from decode.measure.costs.cost_model import CostMeter
 from decode.measure.costs.exit_costs import measure, of_weights
-from decode.measure.costs.forward_costs import CostMeter
 from decode.measure.predicted_speedup import replayed_speedup
 from decode.methods import SELF_SPECULATIVE
 from decode.models.runners.fast_runner import FastRunner

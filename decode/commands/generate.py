@@ -29,13 +29,13 @@ from decode.core.rng import TorchRng
 from decode.core.target import Target
 from decode.core.trace_metrics import Round
 from decode.loop import rejected_tokens, rounds, who_wrote
-from decode.measure.bench.entries import exported_length
+from decode.measure.bench.method_entries import exported_length
 from decode.measure.costs import machine
 from decode.methods import METHODS, MethodInputs, build, is_lossless
 from decode.models.loading.generation_config import described
 from decode.models.loading.open_model import placement, stop_ids
 from decode.models.loading.target_and_draft import Pair
-from decode.models.other_vocabulary import ForeignDraft
+from decode.models.other_tokenizer import ForeignDraft
 from decode.models.prompt_tokens import chat_ids, prompt_ids, user_says
 from decode.models.streamed_text import Detokenizer, marked, stop_at
 

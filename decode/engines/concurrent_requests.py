@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decode.core.stopping.batch_draft_length import RoundCosts
-from decode.engines.draft_counts import Drafts, mean_length
+from decode.engines.acceptance_counts import Drafts, mean_length
 from decode.engines.launch.server import Server
 from decode.engines.predicted_acceptance import Acceptance, Rounds, predicted_drafts
 from decode.measure.bench.session import Item

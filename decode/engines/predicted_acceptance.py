@@ -16,9 +16,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from decode.core.sampling import Warp
 from decode.core.trace_metrics import clustered_ratio
-from decode.engines.draft_counts import Drafts, median
+from decode.engines.acceptance_counts import Drafts, median
 from decode.measure.offline_acceptance import prefixes
-from decode.models.other_vocabulary import DraftModel
+from decode.models.other_tokenizer import DraftModel
 from decode.models.teacher_forcing import teacher_forced
 
 

@@ -17,16 +17,7 @@ from transformers import PreTrainedModel
 from decode.core.atomic_files import read_json
 from decode.core.sampling import Warp
 from decode.core.stopping.batch_draft_length import RoundCosts
-from decode.engines.acceptance_gap_causes import (
-    OFF_BY_ONE,
-    Cause,
-    as_recorded,
-    causes_in_files,
-    causes_in_numbers,
-    fits,
-)
-from decode.engines.concurrent_requests import Together, together_row, written_together
-from decode.engines.draft_counts import (
+from decode.engines.acceptance_counts import (
     ServedText,
     difference,
     mean_length,
@@ -36,6 +27,15 @@ from decode.engines.draft_counts import (
     speedup,
     tokens_per_second,
 )  # fmt: skip
+from decode.engines.acceptance_gap_causes import (
+    OFF_BY_ONE,
+    Cause,
+    as_recorded,
+    causes_in_files,
+    causes_in_numbers,
+    fits,
+)
+from decode.engines.concurrent_requests import Together, together_row, written_together
 from decode.engines.launch.engine_settings import EngineSettings, Writer
 from decode.engines.launch.server import Server
 from decode.engines.launch.start_engine import GREEDY_DRAFT, ROUNDS, opened
@@ -43,9 +43,9 @@ from decode.engines.launch.transformers_engine import AssistedGeneration
 from decode.engines.predicted_acceptance import Acceptance, acceptance, predicted_of, predicted_speedup, target_logprob
 from decode.measure.bench.session import Item
 from decode.measure.bootstrap_statistics import median_interval
-from decode.measure.costs.forward_costs import CostModel
+from decode.measure.costs.cost_model import CostModel
 from decode.models.eagle.head import FeatureHead
-from decode.models.other_vocabulary import DraftModel
+from decode.models.other_tokenizer import DraftModel
 
 TIMED = 8  # texts by which the engine's steps are timed
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decode.core.errors import UserError
-from decode.engines.draft_counts import ServedText, median, round_cost, tokens_per_second
+from decode.engines.acceptance_counts import ServedText, median, round_cost, tokens_per_second
 from decode.engines.launch.engine_settings import EngineSettings
 from decode.engines.launch.start_engine import opened
 from decode.measure.bench.session import Item

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from decode.core.stopping.batch_draft_length import RoundCosts
-from decode.measure.costs.forward_costs import CostModel, round_costs
+from decode.measure.costs.cost_model import CostModel, round_costs
 from decode.measure.offline_acceptance import OfflineAlpha
 from decode.measure.predicted_speedup import best_length, replay
 

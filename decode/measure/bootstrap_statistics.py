@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from decode.core.trace_metrics import Trace
-from decode.measure.costs.forward_costs import CostModel
+from decode.measure.costs.cost_model import CostModel
 from decode.measure.predicted_speedup import speedup_of_trace
 
 RESAMPLES = 2000

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from decode.core.acceptance_rules import overlap
 from decode.core.sampling import Warp
 from decode.core.trace_metrics import clustered_ratio
-from decode.models.other_vocabulary import DraftModel
+from decode.models.other_tokenizer import DraftModel
 from decode.models.teacher_forcing import Forced, Text, teacher_forced
 
 

@@ -1,6 +1,6 @@
 """The speedup that measured costs and acceptances predict; every prediction of the toolkit is computed here.
 
-Costs are in one-token target forwards (`costs.forward_costs`): c of a draft forward, v(n) of an n-token target forward,
+Costs are in one-token target forwards (`costs.cost_model`): c of a draft forward, v(n) of an n-token target forward,
 o of the bookkeeping around them. With acceptance rate α, the same at every position, and draft length γ (Leviathan et
 al., 2211.17192, theorem 3.8, with the cost of verification made explicit):
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from decode.core.trace_metrics import Trace
-from decode.measure.costs.forward_costs import CostModel
+from decode.measure.costs.cost_model import CostModel
 from decode.measure.offline_acceptance import OfflineAlpha
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.models.eagle.head import FeatureHead, output_head, rows_of_states
-from decode.models.other_vocabulary import DraftModel, ForeignDraft, foreign_logits
+from decode.models.other_tokenizer import DraftModel, ForeignDraft, foreign_logits
 
 Text = tuple[Sequence[int], int]  # token ids, and how many of them are the prompt
 TOKENS, LOGITS = 4096, 1 << 25  # most tokens and most logits of a forward, unless one text has more

@@ -14,10 +14,10 @@ from decode.core.method_options import MethodOptions
 from decode.core.progress import Progress, as_current
 from decode.core.sampling import Warp
 from decode.measure.bench.compare_methods import Benchmark
-from decode.measure.bench.entries import BenchEntry
+from decode.measure.bench.method_entries import BenchEntry
 from decode.measure.bench.session import BenchOptions, Session
 from decode.measure.costs import machine
-from decode.measure.costs.forward_costs import CostModel
+from decode.measure.costs.cost_model import CostModel
 from decode.measure.offline_acceptance import OfflineAlpha, offline_alphas, paired
 from decode.measure.predicted_speedup import best_length, break_even, speedups_by_length, verdict
 from decode.models.loading.generation_config import described, own_warp

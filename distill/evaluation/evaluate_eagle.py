@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from decode.core.method_options import MethodOptions
-from decode.measure.bench.entries import BenchEntry
+from decode.measure.bench.method_entries import BenchEntry
 from decode.measure.offline_acceptance import OfflineAlpha
 from decode.models.eagle.head import FeatureHead
 from distill.evaluation.evaluate_drafts import Evaluation

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field, replace
 
 from distill.config.distillation import DistillSettings, DivergenceName
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
-from distill.losses.block_weights import BlockWeights
 from distill.losses.chunked_kl import LossRequest
 from distill.losses.divergences import Divergence
 from distill.losses.draft_outputs import Drafted
+from distill.losses.position_weights import BlockWeights
 from distill.losses.token_selection import Selection, delta_loss
 
 

@@ -18,7 +18,7 @@ class Selection:
     k: float = 0.4  # Share of tokens selected, in (0, 1]
     # ``microbatch`` ranks all label tokens of the batch together, as the official code does; ``sequence`` ranks within
     # each example; ``global`` ranks those of the whole optimiser step, over all ranks and micro-batches
-    # (`distill.data.batches.optimizer_step` does, where there are several)
+    # (`distill.data.batches.gradient_accumulation` does, where there are several)
     scope: Scope = "microbatch"
     # ``paper`` divides by the step's selected tokens: their mean. ``response`` is the paper's 1/(k·|y|) for every
     # response y, averaged over the step's responses. ``official`` divides by all label tokens, as the official code

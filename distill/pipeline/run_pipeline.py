@@ -37,7 +37,7 @@ from distill.export.export_eagle_head import check_head_path, export_head
 from distill.export.export_gguf import check_gguf, export_gguf
 from distill.export.hub_upload import check_hub, push
 from distill.export.model_card import export_profile
-from distill.models.model_from_package import fetch
+from distill.models.pip_package import fetch
 from distill.pipeline import draft_stages as draft_models
 from distill.pipeline import eagle_stages as feature_heads
 from distill.pipeline.measured_run import note_taken

@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 
 from decode.models.eagle.head import FeatureHead
 from distill.config.training import TrainingSettings
-from distill.data.batches.optimizer_step import OptimizerStep
+from distill.data.batches.gradient_accumulation import OptimizerStep
 from distill.data.batches.token_dataset import Batch, example_of_rows
 from distill.eagle.target_features import FeatureSource
-from distill.losses.block_weights import BlockWeights
 from distill.losses.chunked_kl import LossRequest, LossRows, fused_loss, plain_loss
 from distill.losses.draft_outputs import Drafted
 from distill.losses.head_gradients import can_fuse
 from distill.losses.objective import Objective
+from distill.losses.position_weights import BlockWeights
 from distill.losses.token_selection import Selection, delta_loss, top_share
 from distill.teacher.target_distribution import TargetSource
 from distill.training.lightning_module import TrainingModule

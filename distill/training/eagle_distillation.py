@@ -8,7 +8,7 @@ from torch import Tensor
 from decode.models.eagle.head import FeatureHead
 from distill.config.eagle_heads import EagleSettings
 from distill.config.training import TrainingSettings
-from distill.data.batches.optimizer_step import OptimizerStep
+from distill.data.batches.gradient_accumulation import OptimizerStep
 from distill.data.batches.token_dataset import Batch
 from distill.eagle.drafting_steps import drafting_steps
 from distill.eagle.target_features import FeatureSource

@@ -9,8 +9,8 @@ from decode.core.method_options import MethodOptions
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
+from decode.measure.costs.cost_model import CostModel
 from decode.measure.costs.exit_costs import Costs, measure, of_weights
-from decode.measure.costs.forward_costs import CostModel
 from decode.methods import MethodInputs, build
 from decode.models.layer_locations import decoder_layers
 from decode.models.runners.fast_runner import fast_runner

@@ -7,9 +7,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.progress import Work
 from decode.measure.bench.compare_methods import Benchmark
-from decode.measure.bench.entries import BenchEntry
+from decode.measure.bench.method_entries import BenchEntry
 from decode.measure.bench.session import BenchOptions, Session
-from decode.models.other_vocabulary import DraftModel
+from decode.models.other_tokenizer import DraftModel
 from decode.prompts.prompt_suites import Suite
 
 

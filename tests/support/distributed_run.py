@@ -32,7 +32,7 @@ from rich.console import Console  # noqa: E402
 
 from decode.core.errors import UserError  # noqa: E402
 from distill.data.batches.datamodule import TrainLoader  # noqa: E402
-from distill.data.batches.optimizer_step import OptimizerStep  # noqa: E402
+from distill.data.batches.gradient_accumulation import OptimizerStep  # noqa: E402
 from distill.data.stage_context import StageContext  # noqa: E402
 from distill.pipeline.run_pipeline import alone_in, run_of, run_stages  # noqa: E402
 

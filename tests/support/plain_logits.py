@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.models.eagle.head import FeatureHead, output_head, rows_of_states
-from decode.models.other_vocabulary import DraftModel, ForeignDraft, foreign_logits
+from decode.models.other_tokenizer import DraftModel, ForeignDraft, foreign_logits
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from decode.commands.bench.settings import BenchSettings
 from decode.commands.settings_checks import open_suites
 from decode.core.progress import working
 from decode.measure.bench.compare_batch_sizes import FILLED, BatchBenchmark
-from decode.measure.bench.entries import BenchEntry
+from decode.measure.bench.method_entries import BenchEntry
 from decode.measure.bench.session import Session
 from decode.measure.bench.transformers_baselines import TRANSFORMERS_BASELINES
 from decode.prompts.prompt_suites import Suite

@@ -33,7 +33,7 @@ from decode.core.method_options import split_spec
 from decode.core.progress import working
 from decode.drafters.corpus_files import join_documents
 from decode.measure.bench.compare_methods import Benchmark
-from decode.measure.bench.entries import BenchEntry, plan
+from decode.measure.bench.method_entries import BenchEntry, plan
 from decode.measure.bench.session import BenchOptions, Session
 from decode.measure.bench.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.measure.suite_acceptance import suite_alphas
@@ -42,7 +42,7 @@ from decode.models.eagle.head_files import is_head
 from decode.models.loading.generation_config import described
 from decode.models.loading.open_model import load_tokenizer, open_draft, placement
 from decode.models.loading.target_and_draft import Pair
-from decode.models.other_vocabulary import DraftModel
+from decode.models.other_tokenizer import DraftModel
 from decode.prompts.prompt_suites import Suite
 from decode.report.bench_report import write_report
 from decode.report.bench_tables import (

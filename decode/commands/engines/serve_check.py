@@ -26,7 +26,7 @@ from decode.engines.serve_check import Check, CheckOptions, serve_check
 from decode.measure.bench.session import Session
 from decode.measure.bootstrap_statistics import plain
 from decode.measure.costs import machine
-from decode.measure.costs.forward_costs import CostMeter, round_costs
+from decode.measure.costs.cost_model import CostMeter, round_costs
 from decode.models.eagle.head import FeatureHead
 from decode.models.eagle.head_files import is_head
 from decode.models.loading.open_model import stop_ids

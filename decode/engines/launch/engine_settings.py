@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from decode.core.errors import UserError
-from decode.engines.draft_counts import ServedText
+from decode.engines.acceptance_counts import ServedText
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 """Where `make engines` puts what it makes, besides the current folder."""

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from decode.core.errors import UserError
-from decode.engines.draft_counts import Drafts, ServedText
+from decode.engines.acceptance_counts import Drafts, ServedText
 from decode.engines.launch.server_metrics import Metrics, parse_metrics
 
 SETTLED = 0.05

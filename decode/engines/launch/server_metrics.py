@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decode.core.errors import UserError
-from decode.engines.draft_counts import Drafts
+from decode.engines.acceptance_counts import Drafts
 
 LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from decode.engines.draft_counts import Drafts, ServedText
+from decode.engines.acceptance_counts import Drafts, ServedText
 from decode.measure.bench.transformers_baselines import using_config
 
 

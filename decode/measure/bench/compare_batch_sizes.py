@@ -20,12 +20,12 @@ from decode.core.rng import TorchRng
 from decode.core.stopping.batch_draft_length import RoundCosts
 from decode.core.target import Target
 from decode.core.trace_metrics import Trace
-from decode.measure.bench.entries import REFERENCE, BenchEntry, EntryRun, check_entries, with_baselines
+from decode.measure.bench.method_entries import REFERENCE, BenchEntry, EntryRun, check_entries, with_baselines
 from decode.measure.bench.pair_profile import batch_costs
 from decode.measure.bench.session import BASELINE, Item, Session
 from decode.measure.bench.transformers_baselines import TRANSFORMERS_BASELINES, quiet
 from decode.measure.bootstrap_statistics import RESAMPLES, bootstrap, median_interval, plain
-from decode.measure.costs.forward_costs import round_costs
+from decode.measure.costs.cost_model import round_costs
 from decode.measure.offline_acceptance import prompt_numbers
 from decode.prompts.prompt_suites import Suite
 

@@ -23,7 +23,14 @@ import torch
 
 from decode.core.errors import UserError
 from decode.core.progress import current
-from decode.measure.bench.entries import REFERENCE, BenchEntry, EntryRun, check_entries, opponents, with_baselines
+from decode.measure.bench.method_entries import (
+    REFERENCE,
+    BenchEntry,
+    EntryRun,
+    check_entries,
+    opponents,
+    with_baselines,
+)
 from decode.measure.bench.pair_profile import add_overhead
 from decode.measure.bench.prompt_categories import acceptance, category_rows
 from decode.measure.bench.session import Item, Session
@@ -40,7 +47,7 @@ from decode.measure.bootstrap_statistics import (
     plain,
     speeds,
 )
-from decode.measure.costs.forward_costs import round_costs
+from decode.measure.costs.cost_model import round_costs
 from decode.methods import METHODS, TREE_DRAFTERS
 from decode.models.streamed_text import Detokenizer, marked
 from decode.prompts.prompt_suites import Suite

@@ -12,11 +12,11 @@ from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.measure.batch_forecast import BatchForecast, forecast
-from decode.measure.bench.entries import BenchEntry, EntryRun
+from decode.measure.bench.method_entries import BenchEntry, EntryRun
 from decode.measure.bench.session import Item, Session
 from decode.measure.bootstrap_statistics import plain
 from decode.measure.costs import machine
-from decode.measure.costs.forward_costs import LONGEST, CostMeter, CostModel
+from decode.measure.costs.cost_model import LONGEST, CostMeter, CostModel
 from decode.measure.costs.forward_timer import time_forwards
 from decode.measure.offline_acceptance import OfflineAlpha, offline_alpha
 from decode.measure.predicted_speedup import best_length, predict, verdict

@@ -17,12 +17,12 @@ from decode.core.stopping.batch_draft_length import RoundCosts
 from decode.core.target import Target
 from decode.loop import decode
 from decode.measure.costs import machine
-from decode.measure.costs.forward_costs import LONGEST, CostMeter, CostModel
+from decode.measure.costs.cost_model import LONGEST, CostMeter, CostModel
 from decode.methods import MethodInputs, build
 from decode.models.batched_generation import draws_of_loop, write_texts
 from decode.models.loading.choose_runner import open_draft_runner, open_runner
 from decode.models.loading.open_model import stop_ids
-from decode.models.other_vocabulary import DraftModel, ForeignDraft
+from decode.models.other_tokenizer import DraftModel, ForeignDraft
 from decode.models.prompt_tokens import Message, chat_ids, prompt_ids, user_says
 from decode.models.streamed_text import Detokenizer
 from decode.prompts.prompt_suites import Prompt, Suite

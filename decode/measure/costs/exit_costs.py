@@ -17,7 +17,7 @@ from decode.core.target import Target
 from decode.core.trace_metrics import Trace
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.loop import System, rounds
-from decode.measure.costs.forward_costs import CostModel
+from decode.measure.costs.cost_model import CostModel
 from decode.models.layer_locations import decoder_layers
 from decode.models.runners.fast_runner import FastRunner
 from decode.models.runners.layer_subset import LayerSubset

@@ -14,7 +14,7 @@ from decode.core.proposal import Draft
 from decode.core.runner_protocol import Runner
 from decode.models.eagle.head import FeatureHead
 from decode.models.eagle.head_runner import HeadRunner
-from decode.models.other_vocabulary import DraftModel, ForeignDraft, ForeignRunner
+from decode.models.other_tokenizer import DraftModel, ForeignDraft, ForeignRunner
 from decode.models.runners.compiled_forward import check_compile
 from decode.models.runners.fast_architectures import FAMILIES, supports
 from decode.models.runners.fast_runner import FastRunner, fast_runner

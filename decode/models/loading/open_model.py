@@ -31,7 +31,7 @@ from decode.models.loading.gguf_files import (
     unpacking,
 )
 from decode.models.loading.loading_errors import EXPECTED, quantized, unreadable
-from decode.models.other_vocabulary import DraftModel, ForeignDraft, Intersection, Vocabulary
+from decode.models.other_tokenizer import DraftModel, ForeignDraft, Intersection, Vocabulary
 
 DTYPES = {
     "float32": torch.float32,

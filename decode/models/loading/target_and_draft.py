@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decode.core.runner_protocol import Runner
 from decode.models.loading.choose_runner import open_draft_runner, open_runner
 from decode.models.loading.open_model import load_model, load_tokenizer, open_draft
-from decode.models.other_vocabulary import DraftModel
+from decode.models.other_tokenizer import DraftModel
 
 
 @dataclass

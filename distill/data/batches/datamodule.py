@@ -17,7 +17,7 @@ from decode.core.errors import UserError
 from distill.core import ranks
 from distill.data.batches.batch_schedule import EvalBatches, Schedule
 from distill.data.batches.example_packing import Rows, dealt_to_rows
-from distill.data.batches.optimizer_step import OptimizerStep
+from distill.data.batches.gradient_accumulation import OptimizerStep
 from distill.data.batches.token_dataset import Batch, Picks, TokenDataset, label_count, make_batch
 
 

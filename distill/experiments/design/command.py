@@ -13,7 +13,7 @@ from decode.core.errors import UserError
 from decode.core.progress import working
 from decode.measure.bench.session import ANSWERED_AT_ONCE
 from decode.measure.bootstrap_statistics import plain
-from decode.measure.costs.forward_costs import LONGEST
+from decode.measure.costs.cost_model import LONGEST
 from decode.measure.offline_acceptance import OfflineAlpha, offline_alphas, paired
 from decode.models.loading.choose_runner import open_runner
 from decode.models.loading.generation_config import own_warp

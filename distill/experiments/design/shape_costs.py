@@ -21,8 +21,8 @@ from decode.core.sampling import Warp
 from decode.measure.bench.pair_profile import add_overhead
 from decode.measure.bench.session import WIDE, BenchOptions, Item, Session
 from decode.measure.costs import machine
+from decode.measure.costs.cost_model import CostMeter, CostModel
 from decode.measure.costs.exit_costs import measure
-from decode.measure.costs.forward_costs import CostMeter, CostModel
 from decode.measure.predicted_speedup import least_alpha, predicted_speedup
 from decode.models.eagle.head import FeatureHead
 from decode.models.loading.choose_runner import open_draft_runner

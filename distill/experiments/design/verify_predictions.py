@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from decode.core.method_options import MethodOptions
 from decode.core.sampling import Warp
 from decode.measure.bench.compare_methods import Benchmark
-from decode.measure.bench.entries import BenchEntry
+from decode.measure.bench.method_entries import BenchEntry
 from decode.measure.bench.session import BenchOptions, Session
 from decode.models.eagle.head import FeatureHead
 from decode.models.loading.open_model import open_draft

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from decode.core.stopping.batch_draft_length import RoundCosts
+from decode.engines.acceptance_counts import Drafts
 from decode.engines.concurrent_requests import Together, places, together_row
-from decode.engines.draft_counts import Drafts
 from decode.engines.predicted_acceptance import Acceptance, Rounds
 
 

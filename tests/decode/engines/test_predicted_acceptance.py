@@ -12,7 +12,7 @@ from pairs import make_pair
 from decode.core.method_options import MethodOptions
 from decode.core.sampling import Warp
 from decode.core.target import Target
-from decode.engines.draft_counts import Drafts, difference, mean_length, rates
+from decode.engines.acceptance_counts import Drafts, difference, mean_length, rates
 from decode.engines.launch.start_engine import ROUNDS
 from decode.engines.launch.transformers_engine import AssistedGeneration
 from decode.engines.predicted_acceptance import Acceptance, Rounds, acceptance, predicted_drafts, predicted_speedup

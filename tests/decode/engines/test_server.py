@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from decode.core.errors import UserError
-from decode.engines.draft_counts import Drafts
+from decode.engines.acceptance_counts import Drafts
 from decode.engines.launch.server import Server
 
 COUNTS = """vllm:generation_tokens_total{{engine="0"}} {tokens}

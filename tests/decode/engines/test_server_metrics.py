@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decode.core.errors import UserError
-from decode.engines.draft_counts import Drafts
+from decode.engines.acceptance_counts import Drafts
 from decode.engines.launch.server_metrics import Metrics, drift, parse_metrics
 
 VLLM = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.

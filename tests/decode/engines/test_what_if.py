@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from decode.commands.engines.what_if import profile_rates
 from decode.core.errors import UserError
-from decode.engines.draft_counts import Drafts, ServedText, round_cost
+from decode.engines.acceptance_counts import Drafts, ServedText, round_cost
 from decode.engines.what_if import marginal_rates, parse_shape, write_random_draft
 
 

@@ -14,7 +14,7 @@ from decode.core.sampling import Warp
 from decode.measure.batch_forecast import forecast
 from decode.measure.bench.pair_profile import profile_pair
 from decode.measure.bench.session import BenchOptions, Session
-from decode.measure.costs.forward_costs import CostModel
+from decode.measure.costs.cost_model import CostModel
 from decode.measure.offline_acceptance import OfflineAlpha
 from decode.measure.predicted_speedup import replayed_speedup
 

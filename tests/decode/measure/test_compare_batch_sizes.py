@@ -14,7 +14,7 @@ from decode.core.progress import Work, as_current
 from decode.core.stopping.batch_draft_length import RoundCosts
 from decode.core.trace_metrics import Trace
 from decode.measure.bench.compare_batch_sizes import MEASURED, BatchBenchmark, Written, _interval, cells, predicted
-from decode.measure.bench.entries import plan
+from decode.measure.bench.method_entries import plan
 from decode.measure.bench.session import BenchOptions, Session
 from decode.measure.bench.transformers_baselines import cut_at
 from decode.models.loading.target_and_draft import Pair

@@ -23,7 +23,7 @@ from decode.core.errors import UserError
 from decode.core.method_options import MethodOptions
 from decode.core.progress import as_current
 from decode.measure.bench.compare_methods import Benchmark
-from decode.measure.bench.entries import BenchEntry, EntryRun, plan
+from decode.measure.bench.method_entries import BenchEntry, EntryRun, plan
 from decode.measure.bench.session import BenchOptions, Session
 from decode.measure.bootstrap_statistics import (
     COLUMNS,
@@ -35,7 +35,7 @@ from decode.measure.bootstrap_statistics import (
     paired_ratios,
     plain,
 )
-from decode.measure.costs.forward_costs import CostModel
+from decode.measure.costs.cost_model import CostModel
 from decode.models.prompt_tokens import chat_ids, prompt_ids
 from decode.prompts.prompt_suites import Prompt, Suite
 from decode.report.bench_report import write_report

@@ -10,7 +10,7 @@ from benchmarks import run_benchmark
 from pairs import make_pair, make_suite, make_tokenizer
 from rich.console import Console
 
-from decode.measure.bench.entries import plan
+from decode.measure.bench.method_entries import plan
 from decode.measure.bench.session import BenchOptions
 from decode.measure.suite_acceptance import suite_alphas
 from decode.prompts.prompt_suites import Prompt, Suite

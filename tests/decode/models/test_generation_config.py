@@ -14,7 +14,7 @@ from pairs import make_pair, make_suite, make_tokenizer, save_pair
 
 from decode.commands.generate import start
 from decode.commands.settings import GenerateSettings
-from decode.measure.bench.entries import plan
+from decode.measure.bench.method_entries import plan
 from decode.measure.bench.session import BenchOptions
 from decode.models.loading.generation_config import described, own_warp
 from decode.models.loading.open_model import load_model

@@ -26,13 +26,13 @@ from decode.core.stopping.thresholds import Fixed
 from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode
-from decode.measure.bench.entries import plan
+from decode.measure.bench.method_entries import plan
 from decode.measure.bench.session import BenchOptions
 from decode.methods import STOPS, MethodInputs
-from decode.models import other_vocabulary as vocabulary
+from decode.models import other_tokenizer as vocabulary
 from decode.models.loading.choose_runner import open_draft_runner, open_runner
 from decode.models.loading.open_model import open_draft
-from decode.models.other_vocabulary import ForeignDraft, ForeignRunner, Intersection, Vocabulary
+from decode.models.other_tokenizer import ForeignDraft, ForeignRunner, Intersection, Vocabulary
 
 TOLERANCE = 1e-12
 SAMPLE = Warp(temperature=0.7)

@@ -13,7 +13,7 @@ from tiny_run import bench, run_tiny, tiny_settings
 from decode.core.acceptance_rules import overlap
 from decode.core.progress import Progress
 from decode.core.sampling import Warp
-from decode.measure.costs.forward_costs import CostModel
+from decode.measure.costs.cost_model import CostModel
 from decode.measure.offline_acceptance import offline_alpha
 from distill.config.run_settings import EvaluationSettings, Settings
 from distill.core.run_dir import RunDir

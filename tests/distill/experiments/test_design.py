@@ -20,7 +20,7 @@ from decode.commands.parsing.command_line import parse
 from decode.core.errors import UserError
 from decode.core.stopping.stop_rules import StopRule
 from decode.drafters.prompt_lookup import LookupDrafter
-from decode.measure.costs.forward_costs import CostMeter, CostModel
+from decode.measure.costs.cost_model import CostMeter, CostModel
 from decode.measure.offline_acceptance import OfflineAlpha
 from decode.measure.predicted_speedup import predicted_speedup, replayed_speedup
 from distill.config.run_settings import Settings

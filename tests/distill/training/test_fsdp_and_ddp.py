@@ -25,7 +25,7 @@ from distill.core import ranks
 from distill.core.run_dir import RunDir
 from distill.data.batches.batch_schedule import Schedule
 from distill.data.batches.datamodule import DistillDataModule, TrainLoader
-from distill.data.batches.optimizer_step import OptimizerStep
+from distill.data.batches.gradient_accumulation import OptimizerStep
 from distill.data.batches.token_dataset import Batch, TokenDataset
 from distill.data.tokenization.label_masks import IGNORE
 from distill.losses.objective import Objective

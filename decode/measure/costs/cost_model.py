@@ -13,7 +13,7 @@ import torch
 
 from decode.core.runner_protocol import Runner, synchronize
 from decode.core.stopping.batch_draft_length import RoundCosts
-from decode.models.other_vocabulary import ForeignRunner
+from decode.models.other_tokenizer import ForeignRunner
 
 LONGEST = 15  # draft lengths are compared up to here: v is measured for 1 to 16 tokens
 BURST = 5  # most draft forwards in a row before a target forward is timed

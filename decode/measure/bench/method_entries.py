@@ -16,11 +16,11 @@ from decode.loop import Output, System, decode
 from decode.measure.bench.session import BASELINE, Session
 from decode.measure.bench.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES, TransformersBaseline
 from decode.measure.bootstrap_statistics import Record, TimedText
-from decode.measure.costs.forward_costs import round_costs
+from decode.measure.costs.cost_model import round_costs
 from decode.measure.costs.forward_timer import time_forwards
 from decode.methods import DRAFTED, HEADED, METHODS, SELF_SPECULATIVE, MethodInputs, build, is_lossless
 from decode.models.eagle.head import FeatureHead
-from decode.models.other_vocabulary import DraftModel
+from decode.models.other_tokenizer import DraftModel
 
 REFERENCE = "generate"  # what `speedup_vs_generate` is measured against, and what greedy texts have to equal
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decode.measure.predicted_speedup import replay
-from distill.losses.block_weights import BlockWeights
+from distill.losses.position_weights import BlockWeights
 
 ALPHA = [0.9, 0.2, 0.7, 0.5, 0.95, 0.6]
 

@@ -10,8 +10,8 @@ from tokenizers_of_kinds import OTHER, byte_level, sentencepiece, spelled_out
 from transformers import PreTrainedTokenizerFast
 
 from decode.core.errors import UserError
-from decode.models import other_vocabulary as vocabulary
-from decode.models.other_vocabulary import BOS, CHARACTERS, EOS, Intersection, Vocabulary
+from decode.models import other_tokenizer as vocabulary
+from decode.models.other_tokenizer import BOS, CHARACTERS, EOS, Intersection, Vocabulary
 
 KINDS = {"byte-level": byte_level, "sentencepiece": sentencepiece}
 

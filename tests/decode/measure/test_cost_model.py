@@ -13,7 +13,7 @@ from decode.core.method_options import MethodOptions
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
-from decode.measure.costs.forward_costs import CostMeter, CostModel
+from decode.measure.costs.cost_model import CostMeter, CostModel
 from decode.measure.costs.forward_timer import time_forwards
 from decode.measure.offline_acceptance import offline_alpha
 from decode.measure.predicted_speedup import (
