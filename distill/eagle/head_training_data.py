@@ -18,8 +18,8 @@ from distill.losses.objective import Objective
 from distill.models.attention import use_attention
 from distill.models.lm_head import LMHead, check_head
 from distill.teacher import hidden_state_store as signals
+from distill.teacher.choose_signal import announced, choose_signal
 from distill.teacher.distillation_data import LOSSES, SIGNAL, DistillData, fixed_texts
-from distill.teacher.store_choice import announced, choose_signal
 from distill.teacher.target_distribution import TargetSignal
 from distill.teacher.target_model import at_work, open_target
 

@@ -29,7 +29,7 @@ from distill.experiments.ablation_table import Measured, write_table
 from distill.experiments.target_texts import Text, target_texts
 from distill.pipeline.run_pipeline import alone_in, run_of, run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
-from distill.pipeline.stage_reuse import adopt, siblings
+from distill.pipeline.stages_of_other_runs import adopt, siblings
 from distill.teacher.stored_arrays import Array, cached
 
 MODES = {"sampled": 1.0, "greedy": 0.0}  # decoding modes and their temperatures

@@ -44,8 +44,8 @@ from distill.pipeline.measured_run import note_taken
 from distill.pipeline.parallel_stages import may_run_beside, run_beside
 from distill.pipeline.preflight_checks import check_inputs
 from distill.pipeline.stage_fingerprint import measurement_fingerprint, stage_fingerprints
-from distill.pipeline.stage_reuse import adopt, siblings
 from distill.pipeline.stages import StageResult, distil, language_model
+from distill.pipeline.stages_of_other_runs import adopt, siblings
 from distill.report.run_figures import figures
 from distill.report.run_summary import display
 from distill.report.write_report import console_tables, write_report

@@ -25,7 +25,7 @@ from distill.models.attention import use_attention
 from distill.models.lm_head import LMHead, check_head
 from distill.models.precision import weights_dtype
 from distill.teacher import hidden_state_store as signals
-from distill.teacher.store_choice import announced, choose_signal
+from distill.teacher.choose_signal import announced, choose_signal
 from distill.teacher.target_distribution import TargetSignal, TargetSource
 from distill.teacher.target_model import at_work, open_target
 

@@ -12,7 +12,7 @@ from decode.core.errors import UserError
 from distill.config.eagle_heads import EagleSettings
 from distill.models.attention import use_attention
 from distill.pipeline.preflight_checks import check_inputs
-from distill.teacher.store_choice import choose_signal
+from distill.teacher.choose_signal import choose_signal
 
 Usage = namedtuple("Usage", "total used free")
 

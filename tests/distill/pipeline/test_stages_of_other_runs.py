@@ -7,7 +7,7 @@ from pathlib import Path
 from tiny_run import run_tiny, tiny_settings
 
 from distill.core.run_dir import RunDir
-from distill.pipeline.stage_reuse import adopt
+from distill.pipeline.stages_of_other_runs import adopt
 
 
 def test_stages_made_from_other_inputs_are_not_taken_over_and_a_donor_made_anew_changes_nothing(tmp_path: Path) -> None:
