@@ -96,7 +96,8 @@ FAULTS = [
     pytest.param("llama.cpp", "draft", short, "cut context", False, marks=needs_llama),
     pytest.param("llama.cpp", "head", layers_in_every_key, "captured layers off by one (+1)", True, marks=needs_llama),
     pytest.param("vllm", "head", layers_in_the_engines_key, "captured layers off by one", True, marks=needs_vllm),
-    pytest.param("vllm", "head", bias, "bias in an EAGLE-3 head", False, marks=needs_vllm),
+    # vLLM leaves the bias unfilled: what lies in that memory decides whether the drafts suffer
+    pytest.param("vllm", "head", bias, "bias in an EAGLE-3 head", None, marks=needs_vllm),
 ]
 
 
@@ -105,7 +106,8 @@ def test_a_fault_is_named(exports: Path, tmp_path: Path, engine, draft, fault, n
     found = serve_check(planted(exports, tmp_path, draft, fault), engine, draft)
     (row,) = found["rows"]
     assert name in [cause["name"] for cause in found["causes"]]
-    assert (row["served_length"] < row["recorded_length"] - 0.1) == hurts
+    if hurts is not None:
+        assert (row["served_length"] < row["recorded_length"] - 0.1) == hurts
     assert row["identical_share"] == 1  # whatever is drafted
 
 
