@@ -85,7 +85,11 @@ def read_texts(path: Path) -> Iterator[str]:
 
 
 def tokenize_files(files: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Token ids of every document in ``files``, with a progress bar over the files' bytes."""
+    """Token ids of every document in ``files``, with a progress bar over the files' bytes.
+
+    Raises:
+        UserError: a file is missing.
+    """
     paths = [Path(file) for file in files]
     for path in paths:
         if not path.is_file():

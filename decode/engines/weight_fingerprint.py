@@ -17,6 +17,9 @@ def weight_fingerprints(folder: str | Path) -> dict[str, str]:
     """For each tensor of a folder's safetensors files ``hash``, or ``hash/rows`` where its rows are tokens.
 
     ``rows`` does not depend on the order of the rows, so that a permuted embedding is told from another one.
+
+    Raises:
+        UserError: a file cannot be read.
     """
     found: dict[str, str] = {}
     for file in sorted(Path(folder).glob("*.safetensors")):

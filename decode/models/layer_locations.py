@@ -12,12 +12,20 @@ NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers, in order."""
+    """The decoder layers, in order.
+
+    Raises:
+        UserError: they cannot be found.
+    """
     return _stack(model)[1]
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
-    """The norm between the last layer and the head, which early exits use too."""
+    """The norm between the last layer and the head, which early exits use too.
+
+    Raises:
+        UserError: it cannot be found.
+    """
     parent, _ = _stack(model)
     for name in NORMS:
         found = getattr(parent, name, None)

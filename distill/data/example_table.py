@@ -65,7 +65,11 @@ def example_table(
     tokenizer: PreTrainedTokenizerBase,
     chat: ChatFormat | None,
 ) -> Dataset:
-    """The examples of one split in the seed's order, up to ``limit``, with `COLUMNS`; what was left out is noted."""
+    """The examples of one split in the seed's order, up to ``limit``, with `COLUMNS`; what was left out is noted.
+
+    Raises:
+        UserError: no example is left.
+    """
     found = rows.splits[split]
     ordered = array("q", range(len(found)))
     Random(f"{seed}/{split}").shuffle(ordered)

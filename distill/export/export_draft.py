@@ -234,7 +234,11 @@ def add_legacy_fields(path: Path) -> None:
 
 
 def draft_length(profile: Mapping[str, Any], settings: ExportSettings) -> int:
-    """The draft length set, or else the best measured one."""
+    """The draft length set, or else the best measured one.
+
+    Raises:
+        UserError: neither is a length.
+    """
     length = settings.draft_length if settings.draft_length is not None else profile.get("best_draft_length")
     if not isinstance(length, int) or length < 0 or (settings.draft_length == 0):
         raise UserError(

@@ -160,5 +160,9 @@ def _check_version_3(config: Mapping[str, Any], tables: list[str]) -> None:
 
 
 def check_head_path(out_dir: str | Path, version: int) -> None:
-    """See `export_draft.check_export_path`; below a path with ``eagle3`` vLLM takes any head for EAGLE-3."""
+    """See `export_draft.check_export_path`; below a path with ``eagle3`` vLLM takes any head for EAGLE-3.
+
+    Raises:
+        UserError: naming the offending part.
+    """
     check_export_path(out_dir, ("eagle3",) if version == 1 else (), "an EAGLE-1 head")

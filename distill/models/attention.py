@@ -24,7 +24,11 @@ def use_attention(model: PreTrainedModel, name: Attention) -> None:
 
 
 def check_attention(config: PretrainedConfig, name: Attention) -> None:
-    """The same for a model that is not loaded yet."""
+    """The same for a model that is not loaded yet.
+
+    Raises:
+        UserError: See `use_attention`.
+    """
     if name == "auto":
         return
     try:

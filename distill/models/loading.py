@@ -55,7 +55,11 @@ def load_or_build(
 
 
 def source_folder(model: str) -> Path:
-    """The folder of a model that is used as it is; a Hub repository is downloaded to the usual cache."""
+    """The folder of a model that is used as it is; a Hub repository is downloaded to the usual cache.
+
+    Raises:
+        UserError: there is no such model.
+    """
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -104,7 +108,11 @@ def _unreachable(model: str, error: Exception) -> UserError:
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Lets the model compute its layers' activations again in the backward pass instead of keeping them."""
+    """Lets the model compute its layers' activations again in the backward pass instead of keeping them.
+
+    Raises:
+        UserError: Its architecture cannot.
+    """
     if not model.supports_gradient_checkpointing:
         raise UserError(
             f"{type(model).__name__} has no gradient checkpointing: set trainer.gradient_checkpointing to false"

@@ -137,7 +137,11 @@ class TrainingModule(L.LightningModule):
         self._sums = batch if self._sums is None else self._sums + batch
 
     def log_means(self, *names: str) -> None:
-        """Logs the sums over all ranks, divided by the number of rows, as ``validation_<name>``."""
+        """Logs the sums over all ranks, divided by the number of rows, as ``validation_<name>``.
+
+        Raises:
+            UserError: One of them is not finite.
+        """
         assert self._sums is not None, "validation saw no batch"
         sums = self._sums
         if self.trainer.world_size > 1:

@@ -14,7 +14,11 @@ from decode.measure.bench.compare_methods import ResultBlock
 
 
 def draft_names(given: Sequence[str]) -> dict[str, str]:
-    """Names and paths of ``NAME=PATH`` or plain paths, which are called by their last parts."""
+    """Names and paths of ``NAME=PATH`` or plain paths, which are called by their last parts.
+
+    Raises:
+        UserError: two drafts of one name.
+    """
     named: dict[str, str] = {}
     for item in given:
         name, equals, path = item.partition("=")

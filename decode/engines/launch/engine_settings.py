@@ -64,7 +64,11 @@ class EngineSettings:
 
 
 def find(given: str | None, made: Path, option: str, what: str) -> str:
-    """The path of an engine's program."""
+    """The path of an engine's program.
+
+    Raises:
+        UserError: there is none.
+    """
     if given is not None:
         path = Path(given)
         if not path.is_file() or not os.access(path, os.X_OK):

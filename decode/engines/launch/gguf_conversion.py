@@ -51,7 +51,11 @@ def split_of(folder: str | Path) -> str:
 
 
 def find_converter() -> Path:
-    """The converter's script."""
+    """The converter's script.
+
+    Raises:
+        UserError: it is not installed.
+    """
     for folder in (Path.cwd(), CHECKOUT):
         if (folder / CONVERTER).is_file():
             return folder / CONVERTER

@@ -45,7 +45,11 @@ def head_config(
     draft_vocab: int | None = None,
     captured_layers: tuple[int, ...] | None = None,
 ) -> LlamaConfig:
-    """The configuration of a head for a target; what is None is the target's."""
+    """The configuration of a head for a target; what is None is the target's.
+
+    Raises:
+        UserError: sizes that do not fit.
+    """
     width, layers = int(target.hidden_size), int(target.num_hidden_layers)
     heads = heads or int(target.num_attention_heads)
     kv_heads = kv_heads or int(getattr(target, "num_key_value_heads", None) or heads)
@@ -115,6 +119,9 @@ def load_head(folder: str | os.PathLike[str], target: PreTrainedModel | None = N
         folder: with config.json and model.safetensors.
         target: the model it drafts for, to fill in and check what the file leaves to it; the head takes its number
             format and device.
+
+    Raises:
+        UserError: a damaged or unfit head.
     """
     folder = Path(folder)
     try:

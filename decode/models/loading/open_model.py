@@ -79,6 +79,9 @@ def choose_dtype(name: str, device: torch.device) -> str:
     """The number format for a setting: a key of `DTYPES`, or ``auto``.
 
     ``auto`` is float32 on a CPU; on a GPU it stays ``auto`` and `load_model` takes the format of the checkpoint.
+
+    Raises:
+        UserError: an unknown name.
     """
     if name not in (*DTYPES, "auto"):
         raise UserError(f"dtype is {name!r}; choose auto or one of {', '.join(DTYPES)}")

@@ -94,7 +94,11 @@ class FastRunner(RowRunner):
         return 0 if self.model is None else weight_bytes(self.model)
 
     def first_layers(self, exit_layer: int) -> FastRunner:
-        """The first layers as a draft model with a cache of its own, sharing the weights."""
+        """The first layers as a draft model with a cache of its own, sharing the weights.
+
+        Raises:
+            UserError: an exit outside the model.
+        """
         count = LayerSubset.early_exit(self.depth, exit_layer).shared
         return FastRunner(self.forward.first_layers(count), self.name, self.limit, compile=self.compile)
 
@@ -283,7 +287,11 @@ class FastRunner(RowRunner):
 
 
 def self_speculating(runner: Runner) -> FastRunner:
-    """The target's runner, if a subset of its layers can draft."""
+    """The target's runner, if a subset of its layers can draft.
+
+    Raises:
+        UserError: naming the model and the families that can.
+    """
     if isinstance(runner, FastRunner):
         return runner
     raise UserError(

@@ -25,7 +25,11 @@ class LayerSubset:
 
     @classmethod
     def skipping(cls, layers: int, attention: Iterable[int], mlp: Iterable[int]) -> LayerSubset:
-        """The model without the attention and the MLP sub-layers of these layers."""
+        """The model without the attention and the MLP sub-layers of these layers.
+
+        Raises:
+            UserError: a layer outside the model.
+        """
         no_attention, no_mlp = frozenset(attention), frozenset(mlp)
         outside = [i for i in sorted(no_attention | no_mlp) if not 0 <= i < layers]
         if outside:

@@ -133,7 +133,7 @@ def _files(settings: DataSettings) -> dict[str, str]:
 
 
 def _raw(settings: DataSettings, preset: Preset | None, seed: int) -> dict[str, Sequence[Row]]:
-    """SourceRows as they are in the source, by split."""
+    """Rows as they are in the source, by split."""
     given = _files(settings)
     own = {} if preset is not None and "train" in given else _local(settings.source)
     files = own | given
