@@ -112,6 +112,16 @@ class LayerSkipSettings:
 
 
 @dataclass
+class StackingSettings:
+    """Progressive stacking: the first layers are trained alone, then copied over the layers above them."""
+
+    layers: PositiveInt = 4
+    """Layers that are trained first; layer i + layers starts as a copy of layer i."""
+    share: ShareBelowOne = 0.4
+    """Share of the steps until then. A larger one costs less and leaves the whole model less time to learn."""
+
+
+@dataclass
 class ModelSettings:
     """Where a model comes from and what is done to it before distillation."""
 
@@ -168,6 +178,9 @@ class TargetSettings(ModelSettings):
 
     layerskip: LayerSkipSettings = field(default_factory=LayerSkipSettings)
     """LayerSkip's training recipe, so that the target's own early layers can draft (see python -m probes)."""
+    stacking: StackingSettings | None = None
+    """For a target from scratch, in one process: train few layers first (progressive stacking). null: all from the
+    first step on."""
     devices: list[str] = field(default_factory=list)
     """Where the frozen target computes answers and signals, and stands beside the draft (reference.signal online), such
     as ["cuda:4", "cuda:5"]: of every machine, dealt out to its processes. A process that gets several spreads the
@@ -198,6 +211,8 @@ class TargetSettings(ModelSettings):
                 f"{where}.layerskip.own_answers is for a given target that is trained with layerskip, and {where}.kind "
                 f"is {self.kind}, {where}.layerskip.enabled {self.layerskip.enabled}: choose finetune or lora, enabled"
             )
+        if self.stacking is not None and self.kind in ("finetune", "lora"):
+            raise UserError(f"{where}.stacking is for a target from scratch, and {where}.kind is {self.kind}")
         ways = {"devices": self.devices, "sharded": self.sharded, "quantization": self.quantization}
         if self.sharded and len(given := [f"{where}.{name}" for name, value in ways.items() if value]) > 1:
             raise UserError(f"{' and '.join(given)} are set: a sharded target is on the draft's devices, not quantised")

@@ -46,7 +46,7 @@ def exits_on(settings: LayerSkipSettings, layers: int, step: int, steps: int) ->
 
 def trained_exits(settings: LayerSkipSettings, layers: int) -> list[int]:
     """Indices of the layers whose exits are trained, ascending; the last layer is not among them."""
-    return sorted({e - 1 for e in settings.exits}) or list(range(layers - 1))
+    return sorted({e - 1 for e in settings.exits if e < layers}) or list(range(layers - 1))
 
 
 def exit_weights(settings: LayerSkipSettings, layers: int, exits: list[int]) -> tuple[list[float], float]:
@@ -87,23 +87,29 @@ class LayerSkip:
                 f"layerskip.exits has {max(settings.exits)}; the model has {self.count} layers, so exits are 1 to "
                 f"{self.count - 1} (the number of layers that run)"
             )
-        self._norm = final_norm(model)
+        self._norm, self._running = final_norm(model), self.count
         self._rates: list[float] = []
         self._exits: list[int] = []
         self._states: dict[int, Tensor] = {}
         self._hooks = [layer.register_forward_hook(self._hook(i), with_kwargs=True) for i, layer in enumerate(layers)]
 
-    def begin(self, step: int) -> None:
-        """A training step: which exits are trained, and how likely layers are dropped."""
-        settings = self.settings
-        self._rates = dropout_rates(self.count, step, self.steps, settings.dropout, scratch=self.scratch)
-        self._exits = exits_on(settings, self.count, step, self.steps) if settings.early_exit_scale else []
+    def begin(self, step: int, layers: int | None = None) -> None:
+        """A training step: which exits are trained, and how likely layers are dropped.
+
+        Args:
+            step: Its number, from 0.
+            layers: How many layers run at this step; None: all.
+        """
+        settings, self._running = self.settings, layers or self.count
+        self._rates = dropout_rates(self._running, step, self.steps, settings.dropout, scratch=self.scratch)
+        self._exits = exits_on(settings, self._running, step, self.steps) if settings.early_exit_scale else []
         self._states = {}
 
     def watch(self) -> None:
         """A validation batch: no layer is dropped, and some exits are looked at, the same in every validation."""
         exits = trained_exits(self.settings, self.count)
-        self._rates, self._exits, self._states = [], exits[:: -(-len(exits) // WATCHED)], {}
+        self._running, self._rates, self._states = self.count, [], {}
+        self._exits = exits[:: -(-len(exits) // WATCHED)]
 
     def combine(self, last: Tensor, loss_of: Callable[[Tensor], Tensor], mask: Tensor) -> Tensor:
         """The last layer's loss together with the exits'.
@@ -113,7 +119,7 @@ class LayerSkip:
             loss_of: loss of head inputs ``[rows, width]``.
             mask: ``[batch, time]``, positions whose states make the rows.
         """
-        weights, rest = exit_weights(self.settings, self.count, self._exits)
+        weights, rest = exit_weights(self.settings, self._running, self._exits)
         total = rest * last
         for weight, layer in zip(weights, self._exits):
             if weight:

@@ -75,6 +75,8 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
         if model.trained:
             _shorten(model.training)
     small.initial.layers, small.target.layerskip.exits = 1, []
+    if small.target.stacking is not None:
+        small.target.stacking.layers = 1
     _shorten(small.reference.training)
     largest = math.ceil(4 / min(draft.k for draft in (small.draft, *small.comparisons)))  # batch, see plan_draft
     small.reference.examples = max(16, largest)

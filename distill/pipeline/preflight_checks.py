@@ -98,6 +98,10 @@ def check_machine(context: StageContext, models: Mapping[str, ModelSettings]) ->
     """
     settings, device = context.settings, context.device
     check_place(context)
+    trainer = settings.trainer
+    stacked = settings.target.stacking is not None and settings.target.trained
+    if stacked and ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes) > 1:
+        raise UserError("target.stacking trains in one process: set trainer.devices to 1, or target.stacking to null")
     half = [
         f"{name} {value}"
         for name, value in {

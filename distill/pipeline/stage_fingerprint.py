@@ -118,8 +118,10 @@ def _model_key(settings: ModelSettings) -> dict[str, Any]:
         key.pop("layers", None)
     for name in ("devices", "sharded", "quantization"):  # where, and how it is read, not what
         key.pop(name, None)
-    if settings.precision is None or not settings.trained:  # folders made before there was this setting stay valid
+    if settings.precision is None or not settings.trained:  # folders made before there were these settings stay valid
         del key["precision"]
+    if settings.kind == "as_is" or key.get("stacking") is None:
+        key.pop("stacking", None)
     package = key.pop("package", None)
     if package is not None:  # wherever it came from
         return key | {"model": None, "files": {"sha256": package["sha256"]}}

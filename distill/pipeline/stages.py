@@ -39,6 +39,7 @@ from distill.models.loading import (
 )
 from distill.models.lora import add_adapter
 from distill.models.precision import training_precision
+from distill.models.progressive_stacking import ProgressiveStacking
 from distill.pipeline.training_budget import Plan, account, label_tokens, plan_draft, plan_reference
 from distill.teacher.distillation_data import answered_by_original, answered_by_target
 from distill.tracking.logger import for_stage
@@ -135,6 +136,8 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
         rows, validation = answered_by_target(context)
     plan = plan_reference(settings.training, len(rows))
     module = CausalLMModule(model, settings.training, plan.steps, seed=full.seed)
+    if isinstance(settings, TargetSettings) and settings.stacking is not None:  # from scratch
+        module.stacking = ProgressiveStacking(model, settings.stacking, plan.steps)
     if isinstance(settings, TargetSettings) and settings.layerskip.enabled:
         module.layerskip = LayerSkip(model, settings.layerskip, plan.steps, scratch=settings.kind == "scratch")
     schedule = Schedule(rows.lengths, plan.batch_size, settings.training.length_bucket, full.seed * 10 + offset)

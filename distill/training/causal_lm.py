@@ -1,11 +1,14 @@
 """Next-token training as a Lightning module: targets, with LayerSkip's recipe if wanted, and initial drafts."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
 from distill.data.batches.token_dataset import Batch
 from distill.losses.next_token import next_token_hits, next_token_loss
 from distill.models.layerskip import LayerSkip
+from distill.models.progressive_stacking import ProgressiveStacking
 from distill.training.lightning_module import TrainingModule
 
 
@@ -16,6 +19,7 @@ class CausalLMModule(TrainingModule):
     last layer's own loss is the smallest where the exits have learned least.
     """
 
+    stacking: ProgressiveStacking | None = None  # where the first layers are trained alone for a while
     _layerskip: LayerSkip | None = None
 
     @property
@@ -43,9 +47,11 @@ class CausalLMModule(TrainingModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The batch's loss, weighted by its share of the step's labels."""
-        if self.layerskip is not None:
-            self.layerskip.begin(self.global_step)
-        total, last, _ = self(batch)
+        step = self.global_step
+        with nullcontext() if self.stacking is None else self.stacking.training(step) as layers:
+            if self.layerskip is not None:
+                self.layerskip.begin(step, layers)
+            total, last, _ = self(batch)
         self.log_step(total, **({} if self.layerskip is None else {"last_layer_loss": last.detach()}))
         weighted: Tensor = total * batch["step"].weight if "step" in batch else total
         return weighted
