@@ -31,7 +31,8 @@ from decode.core.trace_metrics import Round
 from decode.loop import rejected_tokens, rounds, who_wrote
 from decode.measure.bench.method_entries import exported_length
 from decode.measure.costs import machine
-from decode.methods import METHODS, MethodInputs, build, is_lossless
+from decode.method_parts import MethodInputs
+from decode.methods import METHODS, build, is_lossless
 from decode.models.loading.generation_config import described
 from decode.models.loading.open_model import placement, stop_ids
 from decode.models.loading.target_and_draft import Pair

@@ -15,7 +15,8 @@ from decode.core.sampling import Warp
 from decode.core.stopping.batch_draft_length import RoundCosts
 from decode.measure.bench.session import BenchOptions
 from decode.measure.bench.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
-from decode.methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS
+from decode.method_parts import PROBE_STOPS, RULES, STOPS
+from decode.methods import DRAFTED, METHODS, PROBED
 from decode.models.loading.generation_config import NEUTRAL, own_warp
 from decode.models.loading.open_model import choose_device, choose_dtype
 from decode.models.loading.target_and_draft import Pair, load

@@ -14,7 +14,8 @@ from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
-from decode.methods import MethodInputs, build
+from decode.method_parts import MethodInputs
+from decode.methods import build
 from decode.models.batched_generation import Draws
 from decode.models.eagle.head import FeatureHead
 from decode.models.eagle.head_runner import HeadRunner

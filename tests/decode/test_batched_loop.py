@@ -27,7 +27,7 @@ from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.loop import System, decode
-from decode.methods import RULES, STOPS, MethodInputs
+from decode.method_parts import RULES, STOPS, MethodInputs
 from decode.models import free_memory
 from decode.models.loading.choose_runner import open_runner
 from decode.models.runners.fast_runner import FastRunner, fast_runner

@@ -22,7 +22,7 @@ from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
 from decode.loop import System
-from decode.methods import STOPS, MethodInputs
+from decode.method_parts import STOPS, MethodInputs
 
 TOLERANCE = 1e-12
 PROMPT = [0, 2, 1, 0, 2]

@@ -22,7 +22,8 @@ from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
-from decode.methods import MethodInputs, build
+from decode.method_parts import MethodInputs
+from decode.methods import build
 from decode.models.loading.choose_runner import open_draft_runner, open_runner
 from decode.models.loading.open_model import load_model
 from distill.config.eagle_heads import EagleSettings

@@ -29,7 +29,8 @@ from decode.drafters.acceptance_probe import (
     weight_sample,
 )
 from decode.loop import System, decode, rounds
-from decode.methods import MethodInputs, build
+from decode.method_parts import MethodInputs
+from decode.methods import build
 from decode.models.batched_generation import draws_named, write_texts
 from decode.models.loading.choose_runner import open_runner
 from probes.calibration_and_metrics import auroc_gain, calibrate, evaluate, evaluate_exits, pairs_won, probability

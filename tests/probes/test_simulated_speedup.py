@@ -11,7 +11,8 @@ from decode.core.target import Target
 from decode.loop import decode
 from decode.measure.costs.cost_model import CostModel
 from decode.measure.costs.exit_costs import Costs, measure, of_weights
-from decode.methods import MethodInputs, build
+from decode.method_parts import MethodInputs
+from decode.methods import build
 from decode.models.layer_locations import decoder_layers
 from decode.models.runners.fast_runner import fast_runner
 from probes.exit_search import entry_of

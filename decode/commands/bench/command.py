@@ -37,7 +37,8 @@ from decode.measure.bench.method_entries import BenchEntry, plan
 from decode.measure.bench.session import BenchOptions, Session
 from decode.measure.bench.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.measure.suite_acceptance import suite_alphas
-from decode.methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE, smaller_store
+from decode.method_parts import smaller_store
+from decode.methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE
 from decode.models.eagle.head_files import is_head
 from decode.models.loading.generation_config import described
 from decode.models.loading.open_model import load_tokenizer, open_draft, placement

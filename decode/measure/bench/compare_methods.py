@@ -48,7 +48,8 @@ from decode.measure.bootstrap_statistics import (
     speeds,
 )
 from decode.measure.costs.cost_model import round_costs
-from decode.methods import METHODS, TREE_DRAFTERS
+from decode.method_parts import TREE_DRAFTERS
+from decode.methods import METHODS
 from decode.models.streamed_text import Detokenizer, marked
 from decode.prompts.prompt_suites import Suite
 

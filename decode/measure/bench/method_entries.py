@@ -18,7 +18,8 @@ from decode.measure.bench.transformers_baselines import NEEDS_DRAFT, TRANSFORMER
 from decode.measure.bootstrap_statistics import Record, TimedText
 from decode.measure.costs.cost_model import round_costs
 from decode.measure.costs.forward_timer import time_forwards
-from decode.methods import DRAFTED, HEADED, METHODS, SELF_SPECULATIVE, MethodInputs, build, is_lossless
+from decode.method_parts import MethodInputs
+from decode.methods import DRAFTED, HEADED, METHODS, SELF_SPECULATIVE, build, is_lossless
 from decode.models.eagle.head import FeatureHead
 from decode.models.other_tokenizer import DraftModel
 

@@ -18,7 +18,8 @@ from decode.core.target import Target
 from decode.loop import decode
 from decode.measure.costs import machine
 from decode.measure.costs.cost_model import LONGEST, CostMeter, CostModel
-from decode.methods import MethodInputs, build
+from decode.method_parts import MethodInputs
+from decode.methods import build
 from decode.models.batched_generation import draws_of_loop, write_texts
 from decode.models.loading.choose_runner import open_draft_runner, open_runner
 from decode.models.loading.open_model import stop_ids

@@ -22,7 +22,8 @@ from decode.core.stopping.stop_rules import StopRule
 from decode.drafters.corpus_files import join_documents, tokenizer_fingerprint
 from decode.drafters.rest.datastore import save_datastore
 from decode.measure.predicted_speedup import speedup_of_rounds
-from decode.methods import MethodInputs, build
+from decode.method_parts import MethodInputs
+from decode.methods import build
 from distill.data.batches.token_dataset import TokenDataset
 from distill.experiments.design.shape_costs import Price
 from distill.experiments.target_texts import Text

@@ -23,7 +23,8 @@ from decode.core.target import Target
 from decode.core.trace_metrics import Trace
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, rounds
-from decode.methods import MethodInputs, build
+from decode.method_parts import MethodInputs
+from decode.methods import build
 from decode.models.loading.choose_runner import open_runner
 
 PROMPT = [3, 7, 1, 9, 3, 7, 22, 3]

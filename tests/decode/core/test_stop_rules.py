@@ -29,7 +29,8 @@ from decode.core.target import Target
 from decode.core.trace_metrics import Round
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import decode
-from decode.methods import METHODS, STOPS, MethodInputs, build
+from decode.method_parts import STOPS, MethodInputs
+from decode.methods import METHODS, build
 
 
 def chain_round(drafted: int, accepted: int, seconds: tuple[float, float] = (0.0, 0.0)) -> Round:

@@ -16,7 +16,8 @@ from decode.core.stopping.thresholds import Fixed
 from decode.core.target import Target
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.loop import System, decode, rounds
-from decode.methods import MethodInputs, build
+from decode.method_parts import MethodInputs
+from decode.methods import build
 from decode.models.loading.choose_runner import open_runner
 from decode.models.runners.fast_architectures import FAMILIES
 from decode.models.runners.fast_forward import FastForward

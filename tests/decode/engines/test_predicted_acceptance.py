@@ -17,7 +17,8 @@ from decode.engines.launch.start_engine import ROUNDS
 from decode.engines.launch.transformers_engine import AssistedGeneration
 from decode.engines.predicted_acceptance import Acceptance, Rounds, acceptance, predicted_drafts, predicted_speedup
 from decode.loop import decode
-from decode.methods import MethodInputs, build
+from decode.method_parts import MethodInputs
+from decode.methods import build
 from decode.models.loading.choose_runner import open_draft_runner, open_runner
 
 PROMPTS = [[5, 9, 17], [40, 41, 42, 43], [7], [100, 3, 55, 8, 9]]

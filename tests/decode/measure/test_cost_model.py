@@ -26,7 +26,8 @@ from decode.measure.predicted_speedup import (
     tokens_per_round,
     verdict,
 )
-from decode.methods import MethodInputs, build
+from decode.method_parts import MethodInputs
+from decode.methods import build
 from decode.models.loading.choose_runner import open_runner
 
 

@@ -13,7 +13,8 @@ from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
-from decode.methods import MethodInputs, build
+from decode.method_parts import MethodInputs
+from decode.methods import build
 from decode.models import batched_generation
 from decode.models.batched_generation import draws_named, draws_of_loop, uniform_draws, write_texts
 from decode.models.loading.choose_runner import open_runner

@@ -21,7 +21,8 @@ from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
-from decode.methods import MethodInputs, build
+from decode.method_parts import MethodInputs
+from decode.methods import build
 from decode.models.loading import choose_runner as open_runner_module
 from decode.models.loading.choose_runner import open_runner
 from decode.models.runners import compiled_forward as compiled

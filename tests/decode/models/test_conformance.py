@@ -21,7 +21,8 @@ from decode.core.method_options import MethodOptions
 from decode.core.stopping.stop_rules import StopRule
 from decode.core.target import Target
 from decode.loop import System, decode
-from decode.methods import MethodInputs, build
+from decode.method_parts import MethodInputs
+from decode.methods import build
 from decode.models.loading.choose_runner import compare, open_runner
 from decode.models.runners import fast_architectures, tree_masks
 from decode.models.runners import huggingface_runner as huggingface_module

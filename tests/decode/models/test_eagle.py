@@ -31,7 +31,8 @@ from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter
 from decode.drafters.hybrid import HybridDrafter
 from decode.loop import Output, System, decode
 from decode.measure.offline_acceptance import offline_alpha
-from decode.methods import MethodInputs, build
+from decode.method_parts import MethodInputs
+from decode.methods import build
 from decode.models.eagle.head_files import default_captured_layers, is_head, load_head, save_head
 from decode.models.eagle.head_runner import HeadRunner
 from decode.models.loading.choose_runner import open_runner

@@ -17,7 +17,7 @@ from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.hybrid import HybridDrafter
 from decode.loop import System, decode
-from decode.methods import STOPS, MethodInputs
+from decode.method_parts import STOPS, MethodInputs
 from decode.models.loading.choose_runner import open_runner
 from decode.models.runners.fast_runner import FastRunner
 

@@ -28,7 +28,7 @@ from decode.drafters.draft_model import ModelDrafter
 from decode.loop import System, decode
 from decode.measure.bench.method_entries import plan
 from decode.measure.bench.session import BenchOptions
-from decode.methods import STOPS, MethodInputs
+from decode.method_parts import STOPS, MethodInputs
 from decode.models import other_tokenizer as vocabulary
 from decode.models.loading.choose_runner import open_draft_runner, open_runner
 from decode.models.loading.open_model import open_draft

@@ -25,7 +25,8 @@ from decode.core.sampling import Warp
 from decode.core.target import Target
 from decode.loop import decode
 from decode.measure.offline_acceptance import offline_alpha
-from decode.methods import MethodInputs, build
+from decode.method_parts import MethodInputs
+from decode.methods import build
 from decode.models.eagle.head import FeatureHead
 from decode.models.eagle.head_files import head_config, load_head
 from decode.models.eagle.head_runner import HeadRunner
