@@ -19,7 +19,8 @@ from decode.models.loading.open_model import check_tokenizers, load_model, load_
 from decode.models.runners.fast_runner import FastRunner
 from distill.core.file_fingerprints import write_json
 from distill.data.stage_context import StageContext
-from distill.pipeline.run_pipeline import alone_in, run_of, run_stages, say_end
+from distill.pipeline.run_pipeline import alone_in, run_of, say_end
+from distill.pipeline.run_stages import run_stages
 from distill.tracking.logger import finish, for_stage, make_logger
 from probes.calibration_and_metrics import calibrate, evaluate_exits, scikit_check
 from probes.exit_search import advise, find_subset, predict_speedups, run_best

@@ -27,7 +27,8 @@ from distill.core.run_dir import account_of
 from distill.data.stage_context import StageContext
 from distill.experiments.ablation_table import Measured, write_table
 from distill.experiments.target_texts import Text, target_texts
-from distill.pipeline.run_pipeline import alone_in, run_of, run_stages
+from distill.pipeline.run_pipeline import alone_in, run_of
+from distill.pipeline.run_stages import run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 from distill.pipeline.stages_of_other_runs import adopt, siblings
 from distill.teacher.stored_arrays import Array, cached

@@ -12,10 +12,10 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch.loggers import Logger
@@ -32,17 +32,10 @@ from distill.core.run_dir import RunDir
 from distill.data.stage_context import StageContext
 from distill.losses.objective import Objective
 from distill.pipeline.preflight_checks import check_inputs
+from distill.pipeline.run_stages import run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 from distill.teacher.distillation_data import prepare
 from distill.tracking.logger import for_stage
-
-
-class RunStages(Protocol):
-    """Runs stages in order: `distill.pipeline.run_pipeline.run_stages`."""
-
-    def __call__(self, context: StageContext, only: Collection[str] | None = None, *, check: bool = ...) -> list[str]:
-        """Runs those that are not up to date; returns their names."""
-        ...
 
 
 def may_run_beside(context: StageContext) -> bool:
@@ -52,7 +45,7 @@ def may_run_beside(context: StageContext) -> bool:
     return settings.stages_at_once > 1 and context.device.type == "cpu" and max(processes, ranks.started()) == 1
 
 
-def run_beside(context: StageContext, run: RunStages) -> None:
+def run_beside(context: StageContext) -> None:
     """Runs all stages that are not up to date.
 
     The target and the reference are waited for by others and have all threads; the initial draft is trained while the
@@ -63,17 +56,17 @@ def run_beside(context: StageContext, run: RunStages) -> None:
     if unfinished:
         with working(context.console, "checking data and models", bars=False):
             check_inputs(context)
-    with _workers(context, run, min(settings.stages_at_once, len(unfinished)) - 1) as workers:
-        run(context, ("target",), check=False)
+    with _workers(context, min(settings.stages_at_once, len(unfinished)) - 1) as workers:
+        run_stages(context, ("target",), check=False)
         early = settings.initial.kind in ("scratch", "cut") and not settings.eagle.enabled  # it has the target's ids
         if early and "initial" in unfinished:
-            _share_out(context, run, ["initial"], workers, _make_signal)
+            _share_out(context, ["initial"], workers, _make_signal)
         else:
-            run(context, ("initial",), check=False)
-        run(context, ("reference",), check=False)
+            run_stages(context, ("initial",), check=False)
+        run_stages(context, ("reference",), check=False)
         drafts = list(keys)[3:]
-        run(context, [stage for stage in drafts if stage not in unfinished], check=False)
-        _share_out(context, run, [stage for stage in drafts if stage in unfinished], workers)
+        run_stages(context, [stage for stage in drafts if stage not in unfinished], check=False)
+        _share_out(context, [stage for stage in drafts if stage in unfinished], workers)
 
 
 def _make_signal(context: StageContext) -> None:
@@ -86,7 +79,6 @@ def _make_signal(context: StageContext) -> None:
 
 def _share_out(
     context: StageContext,
-    run: RunStages,
     stages: Sequence[str],
     workers: Sequence[_Worker],
     first: Callable[[StageContext], None] | None = None,
@@ -104,7 +96,7 @@ def _share_out(
         if first is not None:
             first(context)
         if own:
-            run(context, own, check=False)
+            run_stages(context, own, check=False)
     finally:
         torch.set_num_threads(threads)
     for worker in busy:
@@ -112,11 +104,11 @@ def _share_out(
 
 
 @contextmanager
-def _workers(context: StageContext, run: RunStages, count: int) -> Iterator[list[_Worker]]:
+def _workers(context: StageContext, count: int) -> Iterator[list[_Worker]]:
     """Processes that wait for stages, and are gone afterwards."""
     workers: list[_Worker] = []
     try:
-        workers += [_Worker(context, run) for _ in range(count)]
+        workers += [_Worker(context) for _ in range(count)]
         yield workers
     finally:
         for worker in workers:
@@ -126,13 +118,13 @@ def _workers(context: StageContext, run: RunStages, count: int) -> Iterator[list
 class _Worker:
     """A process that makes stages, one list after another; what it prints and logs is passed on here."""
 
-    def __init__(self, context: StageContext, run: RunStages) -> None:
+    def __init__(self, context: StageContext) -> None:
         self.context = context
         self.error: BaseException | None = None
         self._listener: threading.Thread | None = None
         self._pipe, other = multiprocessing.Pipe()
         threads = max(1, torch.get_num_threads() // context.settings.stages_at_once)
-        given = (other, context.settings, context.run, run, threads, context.console.width, context.logger is not None)
+        given = (other, context.settings, context.run, threads, context.console.width, context.logger is not None)
         self._process = multiprocessing.get_context("spawn").Process(target=_work, args=given)
         self._process.start()
         other.close()
@@ -187,9 +179,7 @@ class _Worker:
                 return
 
 
-def _work(
-    pipe: Connection, settings: Settings, folder: RunDir, run: RunStages, threads: int, width: int, tracked: bool
-) -> None:
+def _work(pipe: Connection, settings: Settings, folder: RunDir, threads: int, width: int, tracked: bool) -> None:
     """Another process: makes the stages that it is told to, until the one that started it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that started this one, which ends it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # cleans up
@@ -209,7 +199,7 @@ def _work(
             for stage in pipe.recv():
                 console = Console(file=_Lines(tell), width=width)  # type: ignore[arg-type]
                 context = StageContext(settings, folder, console, _Relay(tell) if tracked else None)
-                run(context, (stage,), check=False)
+                run_stages(context, (stage,), check=False)
         except (EOFError, KeyboardInterrupt, SystemExit):  # there is nothing more to make, or it is ended
             return
         except UserError as known:

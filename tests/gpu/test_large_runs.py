@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import build_tiny
+from heads import check_chain_attention
 from tiny_run import run_tiny, tiny_settings
 
 from distill.config.run_settings import Settings
@@ -48,6 +49,12 @@ def test_packed_rows_are_the_texts_by_themselves(attention: str) -> None:
     row, places = torch.cat(ids, 1), torch.cat([torch.arange(n) for n in LENGTHS])[None].to(DEVICE)
     found = last_hidden(model, row, torch.ones_like(row, dtype=torch.bool), places)
     assert torch.allclose(found.float(), wanted.float(), atol=5e-2 if flash else 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_to_a_text_and_a_chain_is_one_softmax_over_both(dtype: torch.dtype) -> None:
+    check_chain_attention(0, device=DEVICE, dtype=dtype)
+    check_chain_attention(5, device=DEVICE, dtype=dtype)
 
 
 @pytest.mark.parametrize("change", ["compile", "tf32", "bf16", "accumulate", "background"])

@@ -12,7 +12,8 @@ from tiny_run import tiny_settings
 
 from decode.core.errors import UserError
 from distill.data.stage_context import StageContext
-from distill.pipeline.run_pipeline import alone_in, run_of, run_stages
+from distill.pipeline.run_pipeline import alone_in, run_of
+from distill.pipeline.run_stages import run_stages
 from probes.__main__ import main
 from probes.pipeline import run_probes
 from probes.probe_report import change_of_target

@@ -34,7 +34,8 @@ from decode.core.errors import UserError  # noqa: E402
 from distill.data.batches.datamodule import TrainLoader  # noqa: E402
 from distill.data.batches.gradient_accumulation import OptimizerStep  # noqa: E402
 from distill.data.stage_context import StageContext  # noqa: E402
-from distill.pipeline.run_pipeline import alone_in, run_of, run_stages  # noqa: E402
+from distill.pipeline.run_pipeline import alone_in, run_of  # noqa: E402
+from distill.pipeline.run_stages import run_stages  # noqa: E402
 
 
 def fail_at_second_step() -> None:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.models.eagle.chain_attention import attend
 from decode.models.eagle.head import FeatureHead
 from decode.models.eagle.head_files import head_config
 
@@ -52,3 +54,40 @@ def learned_head(
         loss.backward()
         optimiser.step()
     return head.eval().requires_grad_(False)
+
+
+def check_chain_attention(
+    start: int, queries: int = 40, device: str = "cpu", dtype: torch.dtype = torch.float64
+) -> int:
+    """`attend` finds what one softmax over all keys finds, with its gradients; returns the bytes kept for these."""
+    generator = torch.Generator().manual_seed(0)
+    heads, kv, d, steps = 4, 2, 12, 3
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_(True)
+
+    q, k, v = some(2, heads, queries, d), some(2, kv, start + queries, d), some(2, kv, start + queries, d)
+    given = [q, k, v, *(some(2, kv, queries, d) for _ in range(2 * steps))]
+    kept: dict[int, int] = {}
+
+    def keep(values: Tensor) -> Tensor:
+        kept[values.data_ptr()] = values.nbytes
+        return values
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda values: values):
+        found = attend(q, start, *given[1:])
+    plain = [values.detach().cpu().double().requires_grad_(True) for values in given]
+    q, k, v, *chain = [values.repeat_interleave(heads // values.shape[1], 1) for values in plain]
+    scores = (q @ k.mT).masked_fill(~torch.ones(queries, start + queries).tril(start).bool(), -torch.inf)
+    own = torch.stack([(q * key).sum(-1) for key in chain[::2]], -1)
+    weights = (torch.cat([scores, own], -1) * d**-0.5).softmax(-1)
+    wanted = weights[..., :-steps] @ v
+    for i, value in enumerate(chain[1::2]):
+        wanted = wanted + weights[..., i - steps, None] * value
+    close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
+    assert (found.cpu().double() - wanted).abs().max() < close * 5
+    seed = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
+    theirs = torch.autograd.grad(wanted, plain, seed)
+    for ours, other in zip(torch.autograd.grad(found, given, seed.to(device, dtype)), theirs, strict=True):
+        assert (ours.cpu().double() - other).abs().max() < close * other.abs().max()
+    return sum(kept.values())

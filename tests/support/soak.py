@@ -37,6 +37,7 @@ from distill.config.drafts import ComparisonSettings
 from distill.config.run_settings import Settings
 from distill.core.run_dir import RunDir
 from distill.pipeline import run_pipeline as pipeline
+from distill.pipeline import run_stages
 from distill.training.progress_bar import ProgressLines
 
 HERE = Path(__file__).parent
@@ -140,7 +141,7 @@ def watch(witness: Witness, *, measured: bool) -> None:
 
         setattr(place, name, noted)
 
-    plan = pipeline.plan_stages
+    plan = run_stages.plan_stages
 
     def planned(bench: Any) -> Any:
         return [(stage, title, made(stage, make)) for stage, title, make in plan(bench)]
@@ -148,7 +149,7 @@ def watch(witness: Witness, *, measured: bool) -> None:
     def made(stage: str, make: Callable[[str], Any]) -> Callable[[str], Any]:
         return lambda key: (witness.enter(stage if stage in STAGES[:2] else f"{stage}: signals"), make(key))[1]
 
-    pipeline.plan_stages = planned  # type: ignore[assignment]
+    run_stages.plan_stages = planned  # type: ignore[assignment]
     before(pipeline, "measure", lambda *_: witness.enter("evaluation") if measured else os._exit(0))
     before(pipeline, "export_draft", lambda *_, **__: witness.enter("export"))
     before(pipeline, "write_report", lambda *_: witness.enter("report"))

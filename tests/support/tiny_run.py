@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from decode.core.errors import UserError
 from distill.config.data import DataSettings
 from distill.config.distillation import DistillSettings
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
@@ -22,7 +20,8 @@ from distill.config.run_settings import Settings, TrackerSettings
 from distill.config.training import TrainerSettings, TrainingSettings
 from distill.core.run_dir import RunDir
 from distill.data.stage_context import StageContext
-from distill.pipeline.run_pipeline import run_of, run_stages
+from distill.pipeline.run_pipeline import run_of
+from distill.pipeline.run_stages import run_stages
 from distill.training.progress_bar import ProgressLines
 
 
@@ -86,14 +85,3 @@ def killed(stage: str, step: int) -> Iterator[None]:
         patch.setattr(ProgressLines, "on_train_batch_end", end)
         with pytest.raises(Killed):
             yield
-
-
-def fails(context: StageContext, only: Any = None, *, check: bool = True) -> list[str]:
-    """In the place of `run_stages`: says something, then fails for a reason that the user can remove."""
-    context.console.print("about to fail")
-    raise UserError(f"{only[0]} lacks something")
-
-
-def dies(context: StageContext, only: Any = None, *, check: bool = True) -> list[str]:
-    """The same as if killed by the system."""
-    os._exit(9)

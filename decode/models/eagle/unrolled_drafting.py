@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from decode.models.eagle.chain_attention import attend
 
 
 def unroll(head: Any, embeds: Tensor, features: Tensor, steps: int, rows: Tensor) -> Iterator[Tensor]:
@@ -58,58 +59,31 @@ class _Attention:
     """Each row sees the first call's keys, the text's, up to its own position; of later calls those of its own row."""
 
     def __init__(self, rows: Tensor, text: Tensor, wanted: Tensor) -> None:
-        batch, time = rows.shape
-        counts = rows.sum(1)
-        longest = max(1, int(counts.max())) if batch else 1
-        of, position = wanted // max(1, time), wanted % max(1, time)
-        starts = counts.cumsum(0) - counts
-        self.slots = of * longest + torch.arange(len(wanted), device=rows.device) - starts[of]
-        self.text, self.shape = text, (batch, time, longest)
-        last = position.new_zeros(batch * longest).index_copy(0, self.slots, position).view(batch, 1, longest, 1)
-        self.seen = torch.arange(time, device=rows.device) <= last  # [batch, 1, longest, time]
+        batch, self.time = rows.shape
+        position = wanted % max(1, self.time)
+        self.start = int(position.min()) if len(wanted) else 0
+        self.grid = batch, self.time - self.start  # of queries: all positions from the first one that is asked for
+        self.place = wanted // max(1, self.time) * self.grid[1] + position - self.start
+        self.text = text
         self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``q [rows, heads, d]``, ``k, v [rows or tokens, kv heads, d]`` to ``[rows, heads, d]``."""
-        batch, _, longest = self.shape
-        heads, kv, d = q.shape[1], k.shape[1], q.shape[2]
-        if not self.keys:
-            k, v = self._spread(k), self._spread(v)
-        self.keys.append(k)
-        self.values.append(v)
-        # the query heads that share a key head become rows of its product
-        padded = q.new_zeros(batch * longest, heads, d).index_copy(0, self.slots, q)
-        grouped = padded.view(batch, longest, kv, heads // kv, d).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        if len(self.keys) == 1:
-            seen = self.seen.repeat(1, 1, heads // kv, 1)
-            return self._rows(F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen), heads)
-        scores = (grouped @ self.keys[0].transpose(-1, -2)).unflatten(2, (-1, longest))
-        text = scores.masked_fill(~self.seen[:, None], -torch.inf)
-        q = q.unflatten(1, (kv, -1))
-        chain = torch.stack([(q * key[:, :, None]).sum(-1) for key in self.keys[1:]], -1)  # [rows, kv, group, steps]
-        own = chain.new_zeros(batch * longest, *chain.shape[1:]).index_copy(0, self.slots, chain)
-        own = own.unflatten(0, (batch, longest)).permute(0, 2, 3, 1, 4)
-        weights = (torch.cat([text, own.to(text.dtype)], -1) * d**-0.5).softmax(-1)
-        split = len(self.keys) - 1
-        found = self._rows(weights[..., :-split].flatten(2, 3).to(v.dtype) @ self.values[0], heads)
-        share = weights[..., -split:].permute(0, 3, 1, 2, 4).flatten(0, 1).index_select(0, self.slots).flatten(1, 2)
-        for i, value in enumerate(self.values[1:]):
-            found = found + share[..., i, None] * value.repeat_interleave(heads // kv, 1)
-        return found
+        if not len(q):
+            return q
+        batch, queries = self.grid
+        place, shape = (self.place, self.grid) if self.keys else (self.text, (batch, self.time))
+        self.keys += [_spread(k, place, shape), _spread(v, place, shape)]
+        found = attend(_spread(q, self.place, self.grid), self.start, *self.keys)
+        return found.transpose(1, 2).reshape(batch * queries, *q.shape[1:]).index_select(0, self.place)
 
-    def _spread(self, values: Tensor) -> Tensor:
-        """The text's values ``[tokens, kv heads, d]`` as ``[batch, kv heads, time, d]``, zeros elsewhere."""
-        batch, time, _ = self.shape
-        if len(values) < batch * time:
-            values = values.new_zeros(batch * time, *values.shape[1:]).index_copy(0, self.text, values)
-        return values.unflatten(0, (batch, time)).transpose(1, 2)
 
-    def _rows(self, grouped: Tensor, heads: int) -> Tensor:
-        """``[batch, kv heads, group · longest, d]`` as ``[rows, heads, d]``."""
-        batch, _, longest = self.shape
-        found = grouped.unflatten(2, (-1, longest)).permute(0, 3, 1, 2, 4).reshape(batch * longest, heads, -1)
-        return found.index_select(0, self.slots)
+def _spread(values: Tensor, place: Tensor, grid: tuple[int, int]) -> Tensor:
+    """``[rows, heads, d]`` as ``[batch, heads, time, d]``, zeros elsewhere."""
+    batch, time = grid
+    if len(values) < batch * time:
+        values = values.new_zeros(batch * time, *values.shape[1:]).index_copy(0, place, values)
+    return values.unflatten(0, grid).transpose(1, 2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

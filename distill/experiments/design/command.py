@@ -35,7 +35,8 @@ from distill.experiments.design.successive_halving import Clock, Race
 from distill.experiments.design.training_trials import Trials
 from distill.experiments.design.verify_predictions import rank_correlation, verified, verify
 from distill.experiments.target_texts import Text, target_texts
-from distill.pipeline.run_pipeline import alone_in, run_of, run_stages, write_settings
+from distill.pipeline.run_pipeline import alone_in, run_of, write_settings
+from distill.pipeline.run_stages import run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 
 

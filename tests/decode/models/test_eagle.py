@@ -11,7 +11,7 @@ import torch
 from enumeration import Experiment, joint_bias
 from families import CONTEXT, VOCAB, WIDTH, in_double
 from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
-from heads import make_head
+from heads import check_chain_attention, make_head
 from plain_logits import head_logits, response_logits
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
@@ -367,3 +367,13 @@ def test_a_reduced_vocabulary_needs_its_table_and_the_mask_follows_from_it(tiny,
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="d2t"):
         load_head(tmp_path, tiny("llama"))
+
+
+@pytest.mark.parametrize("start", [0, 5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_attention_to_a_text_and_a_chain_is_one_softmax_over_both(start: int, dtype: torch.dtype) -> None:
+    check_chain_attention(start, dtype=dtype)
+
+
+def test_what_attention_keeps_for_its_gradients_grows_with_the_length_alone() -> None:
+    assert check_chain_attention(0, 160) <= 2 * check_chain_attention(0, 80)

@@ -25,7 +25,8 @@ from distill.data.own_prompts.user_turn import user_turn
 from distill.data.stage_context import StageContext
 from distill.data.tokenization.chat_masks import ChatFormat
 from distill.pipeline.dry_run import shrink
-from distill.pipeline.run_pipeline import run_of, run_stages
+from distill.pipeline.run_pipeline import run_of
+from distill.pipeline.run_stages import run_stages
 from distill.teacher.distillation_data import answered_by_target
 
 Tiny = Callable[..., PreTrainedModel]

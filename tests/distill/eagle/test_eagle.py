@@ -48,7 +48,8 @@ from distill.export.export_eagle_head import check_files, check_head_path, expor
 from distill.losses.chunked_kl import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
 from distill.pipeline.eagle_stages import frequent
-from distill.pipeline.run_pipeline import run_of, run_stages
+from distill.pipeline.run_pipeline import run_of
+from distill.pipeline.run_stages import run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 from distill.teacher.target_distribution import TargetSignal
 

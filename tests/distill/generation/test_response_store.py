@@ -28,7 +28,7 @@ from distill.generation.response_store import (
     response_rows,
     until_end,
 )
-from distill.pipeline.run_pipeline import run_stages
+from distill.pipeline.run_stages import run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 from distill.teacher import distillation_data as prepare
 from distill.teacher.distillation_data import answered_by_target

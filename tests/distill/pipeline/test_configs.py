@@ -28,7 +28,7 @@ from distill.config.run_settings import Settings
 from distill.core.run_dir import RunDir
 from distill.data.stage_context import StageContext
 from distill.pipeline.dry_run import shrink as shrink_run
-from distill.pipeline.run_pipeline import run_stages
+from distill.pipeline.run_stages import run_stages
 from probes.pipeline import run_probes
 from probes.probe_settings import ProbesSettings
 from probes.probe_settings import shrink as shrink_probes

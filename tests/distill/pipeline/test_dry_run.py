@@ -18,7 +18,8 @@ from distill.data.stage_context import StageContext
 from distill.models.lm_head import LMHead, check_head
 from distill.models.loading import build_model, count_parameters
 from distill.pipeline.dry_run import shrink, stand_in
-from distill.pipeline.run_pipeline import run_pipeline, run_stages
+from distill.pipeline.run_pipeline import run_pipeline
+from distill.pipeline.run_stages import run_stages
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 

@@ -2,20 +2,22 @@
 
 import csv
 import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_run import bench, dies, fails, run_tiny, tiny_settings
+from tiny_run import bench, run_tiny, tiny_settings
 
 from decode.core.errors import UserError
+from distill.config.language_models import InitialDraftSettings
 from distill.config.run_settings import TrackerSettings
 from distill.core.run_dir import RunDir
+from distill.data.stage_context import StageContext
 from distill.pipeline.parallel_stages import _share_out, _workers, may_run_beside, run_beside
-from distill.pipeline.run_pipeline import run_stages
 from distill.tracking.logger import make_logger
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
@@ -32,7 +34,7 @@ def test_stages_beside_each_other_are_the_same_and_tracked_and_found_again(tmp_p
     context, text = bench(tiny_settings(tmp_path / "beside", stages_at_once=2))
     assert may_run_beside(context)
     context.logger = make_logger(TrackerSettings(kind="csv"), context.run.folder, "tiny", {})
-    run_beside(context, run_stages)
+    run_beside(context)
     for stage in STAGES:
         made, wanted = (load_file(run.path(stage) / "model.safetensors") for run in (context.run, alone))
         assert all(torch.equal(made[name], wanted[name]) for name in wanted), stage
@@ -42,8 +44,9 @@ def test_stages_beside_each_other_are_the_same_and_tracked_and_found_again(tmp_p
     assert text.getvalue().count("to compute") == 1  # the signal is announced by who makes it
 
     context, text = bench(tiny_settings(tmp_path / "beside", stages_at_once=2))
-    run_beside(context, fails_unless_finished)
+    run_beside(context)
     assert text.getvalue().count("up to date") == len(STAGES)
+    assert context.seen == {}
 
 
 def metrics(run: RunDir, stage: str) -> list[dict[str, str]]:
@@ -51,20 +54,23 @@ def metrics(run: RunDir, stage: str) -> list[dict[str, str]]:
     return list(csv.DictReader(file.open()))
 
 
-def fails_unless_finished(context: Any, only: Any = None, *, check: bool = True) -> list[str]:
-    ran = run_stages(context, only, check=check)
-    assert ran == []
-    return ran
-
-
-@pytest.mark.parametrize(("run", "reason"), [(fails, "draft lacks something"), (dies, "draft has ended, status 9")])
-def test_what_another_process_fails_with_is_what_the_run_fails_with(tmp_path: Path, run: Any, reason: str) -> None:
-    context, text = bench(tiny_settings(tmp_path, stages_at_once=2))
+@pytest.mark.parametrize(("kill", "reason"), [(False, "missing"), (True, "initial has ended, status -9")])
+def test_what_another_process_fails_with_is_what_the_run_fails_with(tmp_path: Path, kill: bool, reason: str) -> None:
+    settings = tiny_settings(tmp_path, stages_at_once=2)
+    settings.initial = InitialDraftSettings(kind="as_is", model=str(tmp_path / "missing"))
+    context, text = bench(settings)
     done: list[int] = []
-    with _workers(context, run, 1) as workers, pytest.raises(UserError, match=reason):
-        _share_out(context, run, ["draft"], workers, lambda _: done.append(1))
+    with _workers(context, 1) as workers:
+
+        def first(_: StageContext) -> None:
+            if kill:
+                os.kill(workers[0]._process.pid, signal.SIGKILL)
+            done.append(1)
+
+        with pytest.raises(UserError, match=reason):
+            _share_out(context, ["initial"], workers, first)
     assert done, "what this process does is done to its end"
-    assert ("draft | about to fail" in text.getvalue()) is (run is fails)
+    assert ("initial | initial draft (as_is)" in text.getvalue()) is not kill
 
 
 @pytest.mark.parametrize("changes", [{"stages_at_once": 1}, {"devices": 2}])

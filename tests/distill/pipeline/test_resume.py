@@ -13,7 +13,8 @@ from tiny_run import bench, killed, run_tiny, tiny_settings
 from decode.core.errors import UserError
 from distill.config.run_settings import Settings
 from distill.core.run_dir import RunDir
-from distill.pipeline.run_pipeline import run_of, run_stages
+from distill.pipeline.run_pipeline import run_of
+from distill.pipeline.run_stages import run_stages
 from distill.training.checkpoints import BestWeights
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]

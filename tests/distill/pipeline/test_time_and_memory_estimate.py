@@ -11,7 +11,7 @@ from rich.console import Console
 from tiny_run import bench, tiny_settings
 
 from distill.pipeline.measured_run import note_taken, taken_parts
-from distill.pipeline.run_pipeline import run_stages
+from distill.pipeline.run_stages import run_stages
 from distill.pipeline.time_and_memory_estimate import measured_estimate, show
 
 
