@@ -37,7 +37,8 @@ def predict_speedups(
     mine = {(p.layer, p.kind): p for p in probes if p.label == mode.label}
     with context.step("costs", f"costs of the exits, {mode.name}"):
         halves = [ids[: (len(ids) + start) // 2] for ids, start in mode.texts["validation"][:3]]
-        costs = measure(runner, context.exits, {k: mine[context.exits[0], k] for k in KINDS}, mode.warp, halves)
+        confidences = {k: mine[context.exits[0], k] for k in KINDS}
+        costs = measure(runner, context.exits, confidences, mode.warp, halves, longest=settings.window)
     with context.step("choice", f"predicted speedup of every setting, {mode.name}"):
         weights = of_weights(context.model, context.exits)
         for i, layer in enumerate(held.exits):

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from decode.core.acceptance_rules import pick, ratio
 from decode.core.errors import UserError
+from decode.core.progress import current
 from decode.core.sampling import Warp
 from decode.drafters.acceptance_probe import FEATURES, confidence_features
 from decode.drafters.layer_search import Text
@@ -112,6 +113,7 @@ def collect(
         for some in torch.arange(len(final)).split(block):
             parts.append(_observe(heads, final[some], [s[some] for s in states], warp, generator))
         owner.append(torch.tensor(chosen)[rows[0]])
+        current().advance(len(chosen))
     text = torch.cat(owner)
     place = text.argsort(stable=True)
     joined = {name: torch.cat([part[name] for part in parts], 1)[:, place] for name in parts[0]}

@@ -153,7 +153,7 @@ def _train_for_draft(context: ProbeContext, modes: list[Mode], folder: Path) -> 
     probes: list[AcceptanceProbe] = []
     rows: Rows = []
     for mode in modes:
-        with context.step("draft", f"probes of the draft model, {mode.name}"):
+        with context.step("draft", f"probes of the draft model, {mode.name}", bars=False):
             made, measured = _train_label(context, context.read(mode, draft), mode.label)
         probes += made
         rows += [row | {"mode": mode.name, "model": "draft"} for row in measured]

@@ -12,12 +12,15 @@ from decode.core.errors import UserError
 from decode.core.progress import working
 from decode.core.sampling import Warp
 from decode.drafters.layer_search import Text
-from decode.models.batched_generation import draws_named, write_texts
 from decode.models.loading.open_model import stop_ids
 from decode.prompts.prompt_suites import Suite
+from distill.config.responses import ResponseSettings
+from distill.core.file_fingerprints import fingerprint
 from distill.data.corpus import test_suite
+from distill.data.response_file import ResponseFile
 from distill.data.stage_context import StageContext
 from distill.data.tokenization.label_masks import prompt_part
+from distill.generation.response_store import Job, answered_here
 from probes.hidden_state_features import Features, collect
 from probes.probe_settings import ProbeSettings, ProbesSettings
 
@@ -59,10 +62,10 @@ class ProbeContext:
         self.console.print(f"  {sentence}", highlight=False)
 
     @contextmanager
-    def step(self, name: str, title: str) -> Iterator[None]:
-        """Prints what is being done and adds its time to `seconds`."""
+    def step(self, name: str, title: str, *, bars: bool = True) -> Iterator[None]:
+        """Prints what is being done and adds its time to `seconds`; without bars, where its parts draw their own."""
         began = time.perf_counter()
-        with working(self.console, title):
+        with working(self.console, title, bars=bars):
             yield
         spent = time.perf_counter() - began
         self.seconds[name] = self.seconds.get(name, 0.0) + spent
@@ -88,26 +91,42 @@ class ProbeContext:
 
     def add_features(self, mode: Mode, prompts: dict[str, list[list[int]]]) -> None:
         """Has the target answer the prompts, and reads the texts once for all exits."""
-        options, ends = self.options, set(stop_ids(self.model, self.stages.corpus.tokenizer))
-        limit = int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
-        with self.step("texts", f"{mode.name} texts of the target"):
+        with self.step("texts", f"{mode.name} texts of the target", bars=False):
             for i, (split, some) in enumerate(prompts.items()):
-                budgets = [min(options.max_new_tokens, limit - len(ids)) for ids in some]
-                written = write_texts(
-                    self.model, some, mode.warp, budgets=budgets,
-                    stop_ids=ends, draws=draws_named(self.settings.seed + i), batch_size=options.batch_size,
-                )  # fmt: skip
+                written = self._written(mode, split, some, self.settings.seed + i)
                 mode.texts[split] = [([*ids, *text], len(ids)) for ids, text in zip(some, written)]
-        with self.step("features", f"{mode.name} texts read once, {len(self.exits)} exits"):
+        with self.step("features", f"{mode.name} texts read once, {len(self.exits)} exits", bars=False):
             mode.features = self.read(mode)
+
+    def _written(self, mode: Mode, split: str, prompts: list[list[int]], seed: int) -> list[list[int]]:
+        """The target's texts for the prompts of a split; an interrupted run goes on with those that it has written."""
+        options, record, tokenizer = self.options, self.stages.run.record("target"), self.stages.corpus.tokenizer
+        assert record is not None
+        limit = int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
+        budgets = [max(0, min(options.max_new_tokens, limit - len(ids))) for ids in prompts]
+        jobs = [Job(i, ids, "", budget) for i, (ids, budget) in enumerate(zip(prompts, budgets))]
+        how = ResponseSettings(
+            temperature=mode.warp.temperature, top_p=mode.warp.top_p, batch_size=options.batch_size,
+            max_new_tokens=options.max_new_tokens,
+        )  # fmt: skip
+        made_from = {"target": record.fingerprint, "prompts": fingerprint(prompts), "seed": seed} | how.written()
+        file = ResponseFile(self.stages.run.work / "probes" / f"{mode.name}-{split}.jsonl", made_from)
+        file.open()
+        missing = {job.example for job in jobs} - file.found.keys()
+        with working(self.console, f"{mode.name} texts, {split}", len(missing)):
+            ends = set(stop_ids(self.model, tokenizer))
+            for _ in file.fill(answered_here(self.model, how, seed, ends)(jobs, missing), tokenizer):
+                pass
+        return [file.found[job.example].ids for job in jobs]
 
     def read(self, mode: Mode, draft: PreTrainedModel | None = None) -> dict[str, Features]:
         """Features of a mode's texts by split, at every exit or at a draft model's last layer."""
-        return {
-            split: collect(
-                self.model, texts, mode.warp, exits=self.exits, draft=draft, seed=self.settings.seed + i,
-                positions=None if split == "validation" else self.options.positions,
-                batch_size=self.options.batch_size,
-            )
-            for i, (split, texts) in enumerate(mode.texts.items())
-        }  # fmt: skip
+        found = {}
+        for i, (split, texts) in enumerate(mode.texts.items()):
+            with working(self.console, f"{mode.name} texts read, {split}", len(texts)):
+                found[split] = collect(
+                    self.model, texts, mode.warp, exits=self.exits, draft=draft, seed=self.settings.seed + i,
+                    positions=None if split == "validation" else self.options.positions,
+                    batch_size=self.options.batch_size,
+                )  # fmt: skip
+        return found

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from distill.losses.head_gradients import HeadGradients, can_fuse, chunk_rows, row_slices
 from distill.models.lm_head import LMHead
-from distill.models.precision import loss_precision
+from distill.models.precision import autocast_to_bfloat16, loss_precision
 
 WHOLE_CPU, WHOLE_CUDA = 1 << 26, 1 << 28
 """Bytes of float32 logits up to which they are computed whole, which autograd does in less time."""
@@ -22,6 +22,7 @@ def next_token_loss(hidden: Tensor, head: LMHead, labels: Tensor) -> Tensor:
         head: The model's head.
         labels: Those tokens, ``[rows]``.
     """
+    narrow = torch.bfloat16 if autocast_to_bfloat16(hidden.device) else None
     with loss_precision(hidden.device):
         hidden = hidden.to(head.linear.weight.dtype)
         if not len(labels):
@@ -30,7 +31,7 @@ def next_token_loss(hidden: Tensor, head: LMHead, labels: Tensor) -> Tensor:
             logits = head(hidden)
             return functional.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)
         linear, graph = head.linear, torch.is_grad_enabled()
-        total: Tensor = _Chunked.apply(hidden, linear.weight, linear.bias, head, labels, graph)
+        total: Tensor = _Chunked.apply(hidden, linear.weight, linear.bias, head, labels, graph, narrow)
         return total / len(labels)
 
 
@@ -56,12 +57,19 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: LMHead, labels: Tensor, graph: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: LMHead,
+        labels: Tensor,
+        graph: bool,
+        narrow: torch.dtype | None,
     ) -> Tensor:
         needed = ctx.needs_input_grad[:3]
-        gradients = HeadGradients(hidden, weight, bias, head.vocab, needed) if graph and any(needed) else None
+        gradients = HeadGradients(hidden, weight, bias, head.vocab, needed, narrow) if graph and any(needed) else None
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for place in row_slices(len(hidden), chunk_rows(head.vocab, hidden.device)):
+        for place in row_slices(len(hidden), chunk_rows(head.vocab, hidden.device, narrow=narrow is not None)):
             logits = head.finish(functional.linear(hidden[place], weight, bias)).to(total.dtype)
             log_q = logits.log_softmax(-1)
             own = labels[place][:, None]
@@ -77,4 +85,4 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, by: Tensor) -> tuple[Any, ...]:
-        return *HeadGradients.scaled(ctx, by), None, None, None
+        return *HeadGradients.scaled(ctx, by), None, None, None, None

@@ -97,12 +97,17 @@ def test_a_target_is_used_as_it_is_while_its_settings_are_the_same_and_else_trai
     run, _ = finished
     weights = run / "target" / "model.safetensors"
     before = weights.read_bytes()
+    texts = run / "work" / "probes" / "sampled-train.jsonl"
+    written = texts.read_text().splitlines(keepends=True)
+    texts.write_text("".join(written[:-1]))  # as a kill leaves it
     settings = settings_in(run.parent, subset_prompts=0, check=False)
     run_probes(settings, Console(file=io.StringIO()))
     assert weights.read_bytes() == before
+    assert texts.read_text().splitlines(keepends=True) == written
     settings.target.training.steps = 13
     run_probes(settings, Console(file=io.StringIO()))
     assert weights.read_bytes() != before
+    assert texts.read_text().splitlines(keepends=True) != written
 
 
 def test_a_given_target_is_trained_on_its_own_answers_and_compared_with_what_it_was(finished, tmp_path: Path) -> None:

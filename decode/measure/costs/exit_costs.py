@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -57,6 +57,7 @@ def measure(
     warp: Warp,
     prompts: Sequence[list[int]],
     *,
+    longest: int = LENGTHS[-1],
     seconds: float = 20.0,
 ) -> Costs:
     """Time rounds of decoding at fixed draft lengths: the drafted tokens, their verification, the bookkeeping.
@@ -70,11 +71,12 @@ def measure(
         probes: one of each kind, to time them.
         warp: decoding mode.
         prompts: token ids, as long as the contexts that costs are wanted for.
+        longest: longest draft that costs are wanted for.
         seconds: no further turn of measurements begins after this time.
     """
     timed = sorted({exits[0], exits[len(exits) // 2], exits[-1]})
     room = (runner.limit - max(map(len, prompts))) // ROUNDS - 2
-    lengths = [k for k in LENGTHS if k <= room] or [1]
+    lengths = [k for before, k in pairwise((0, *LENGTHS)) if before < longest and k <= room] or [1]
     ruled = min(RULED, lengths[-1])
     confidences: dict[str, Confidence] = {"token": token_probability, **probes}
     drafters = {layer: EarlyExitDrafter(runner, warp, LayerSubset(layer)) for layer in timed}

@@ -62,3 +62,16 @@ def test_half_precision_hidden_states_give_float32_losses() -> None:
     exact = functional.cross_entropy(head.linear(hidden.bfloat16().float()), labels)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
+
+
+def test_chunks_under_bfloat16_autocast_round_the_gradients_factors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, head, labels = case(300, bias=False, cap=None)
+    hidden, head = hidden.detach().float().requires_grad_(True), LMHead.of(head.linear.float(), 1.0)
+    exact = torch.autograd.grad(functional.cross_entropy(head.linear(hidden), labels), hidden)[0]
+    monkeypatch.setattr(next_token, "WHOLE_CPU", 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = next_token_loss(hidden, head, labels)
+    rounded = torch.autograd.grad(loss, hidden)[0]
+    assert rounded.dtype == torch.float32
+    assert not torch.equal(rounded, exact)
+    assert (rounded - exact).norm() < 0.01 * exact.norm()
