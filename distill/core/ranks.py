@@ -96,7 +96,7 @@ def failing_together(folder: Path) -> Iterator[None]:
     """Inside, a process that fails leaves its reason in ``folder``, and those that wait for it fail with it.
 
     Raises:
-        UserError: Another process has failed, of which this one noticed only that it is gone.
+        UserError: Another process has failed, or was killed, of which this one noticed only that it is gone.
     """
     global _FOLDER
     _FOLDER = folder
@@ -107,9 +107,15 @@ def failing_together(folder: Path) -> Iterator[None]:
             raise
         if isinstance(error, RuntimeError) and (reason := _failed_elsewhere(seconds=3)) is not None:
             raise UserError(reason) from error
+        known = error
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+            known = UserError(
+                f"process {rank()} has lost another one, which has left no reason: it was killed, perhaps for want of "
+                f"memory, or its machine is gone. The same command continues from the last checkpoint ({error})"
+            )
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"failed-{rank()}.txt").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
-        raise
+        (folder / f"failed-{rank()}.txt").write_text(f"{type(known).__name__}: {known}", encoding="utf-8")
+        raise known from (None if known is error else error)
     finally:
         _FOLDER = None
 

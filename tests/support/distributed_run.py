@@ -1,12 +1,13 @@
 """Started by `test_distributed` once for every process: trains the tiny run, in several ways, one after another.
 
-Usage: distributed_run.py FOLDER RANK PORT WORLD WAYS [FAILING]
+Usage: distributed_run.py FOLDER RANK PORT WORLD WAYS [FAILING [killed]]
 
-WAYS are separated by commas. The process whose rank is FAILING ends with an error at its second step.
+WAYS are separated by commas. The process whose rank is FAILING ends at its second step: with an error, or killed.
 """
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -46,13 +47,15 @@ def fail_at_second_step() -> None:
         made(self, *given, **named)  # type: ignore[arg-type]
         TrainLoader.made = getattr(TrainLoader, "made", 0) + 1  # type: ignore[attr-defined]
         if TrainLoader.made == 4:  # type: ignore[attr-defined]
+            if "killed" in FAILING:
+                os.kill(os.getpid(), signal.SIGKILL)
             raise UserError("its disk is on fire")
 
     OptimizerStep.__init__ = broken  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":
-    if RANK in FAILING:
+    if RANK in FAILING[:1]:
         fail_at_second_step()
     for way in CHOSEN:
         settings = settings_of(way, FOLDER / "several")

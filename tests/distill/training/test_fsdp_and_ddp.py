@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from distributed_settings import SLOW, WAYS, settings_of
@@ -22,6 +23,7 @@ from decode.core.errors import UserError
 from distill.config.language_models import LoraSettings
 from distill.config.training import TrainingSettings
 from distill.core import ranks
+from distill.core.ranks import wait_for
 from distill.core.run_dir import RunDir
 from distill.data.batches.batch_schedule import Schedule
 from distill.data.batches.datamodule import DistillDataModule, TrainLoader
@@ -30,6 +32,7 @@ from distill.data.batches.token_dataset import Batch, TokenDataset
 from distill.data.tokenization.label_masks import IGNORE
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection, top_share
+from distill.pipeline.run_pipeline import write_settings
 from distill.teacher.target_distribution import TargetSource
 from distill.training.causal_lm import CausalLMModule
 from distill.training.distillation import DistillModule
@@ -134,10 +137,40 @@ def test_four_processes_go_on_from_the_shares_that_two_have_written(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_takes_the_others_with_it_and_they_say_why(tmp_path: Path) -> None:
-    ended, printed = started(tmp_path, 2, ["ddp"], "1")
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ([], "process 1 has failed, and this one (process 0) ends with it: UserError: its disk is on fire"),
+        (["killed"], "process 0 has lost another one, which has left no reason: it was killed"),
+    ],
+)
+def test_a_process_that_fails_takes_the_others_with_it_and_they_say_why(
+    tmp_path: Path, how: list[str], reason: str
+) -> None:
+    ended, printed = started(tmp_path, 2, ["ddp"], "1", *how)
     assert 0 not in ended
-    assert "process 1 has failed, and this one (process 0) ends with it: UserError: its disk is on fire" in printed
+    assert reason in printed
+
+
+@pytest.mark.slow
+def test_torchrun_ends_all_within_a_minute_of_a_kill_and_says_which_one_was_killed(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.target.training.steps, settings.trainer.devices, settings.trainer.strategy = 10_000, 2, "ddp"
+    write_settings(settings, tmp_path / "settings.yaml")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "distill", "--config", str(tmp_path / "settings.yaml")]
+    with (tmp_path / "printed.txt").open("w+") as printed:
+        agent = subprocess.Popen(command, cwd=HERE.parents[1], stdout=printed, stderr=subprocess.STDOUT)
+        try:
+            wait_for(lambda: list(tmp_path.rglob("step-*.ckpt")) or None, "a checkpoint", 180)
+            two = {process.environ().get("RANK"): process for process in psutil.Process(agent.pid).children()}
+            two["1"].kill()
+            assert agent.wait(60) != 0
+        finally:
+            agent.kill()
+        assert not any(process.is_running() for process in two.values())
+        printed.seek(0)
+        assert "Signal 9 (SIGKILL)" in printed.read()
 
 
 def test_different_data_on_the_processes_are_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
