@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import torch
 
 from decode.core.atomic_files import read_json
 from distill.core.file_fingerprints import write_json
 from distill.data.stage_context import DATA, StageContext
 from distill.teacher.distillation_data import ANSWERS, LOSSES, SIGNAL
+from distill.training.training_speed import peak_memory
 
 TAKEN = "taken.json"
 REST = "opening, checking, saving"
@@ -74,10 +71,3 @@ def files_size(folder: Path, pattern: str) -> int:
     if not pattern or folder.is_symlink():
         return 0
     return sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
-
-
-def peak_memory(device: torch.device) -> int:
-    """The most memory taken so far, in bytes."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

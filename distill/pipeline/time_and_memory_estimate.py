@@ -27,12 +27,13 @@ from distill.core.run_dir import RunDir
 from distill.data.batches.datamodule import Seen
 from distill.data.batches.token_dataset import TokenDataset
 from distill.data.stage_context import DATA, Measured, StageContext
-from distill.pipeline.measured_run import PREPARED, REST, TAKEN, Part, files_size, peak_memory, taken_parts
+from distill.pipeline.measured_run import PREPARED, REST, TAKEN, Part, files_size, taken_parts
 from distill.pipeline.run_pipeline import alone_in, run_of
 from distill.pipeline.run_stages import run_stages
 from distill.pipeline.stages import plan_of
 from distill.pipeline.training_budget import Plan, plan_reference
 from distill.teacher.distillation_data import ANSWERS, LOSSES, SIGNAL
+from distill.training.training_speed import peak_memory
 
 STEPS = 8
 """Of every training; the first one is not counted."""

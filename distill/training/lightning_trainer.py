@@ -95,7 +95,7 @@ def fit(
         "num_sanity_val_steps": 0,
         "log_every_n_steps": settings.log_every,
         "logger": logger or False,
-        "callbacks": [timer, Speed(data.seen), *further, best, resume],
+        "callbacks": [timer, Speed(data.seen, console), *further, best, resume],
         "profiler": settings.profiler_instance(),
         "plugins": [
             BackgroundCheckpointIO(SafeCheckpointIO()) if settings.checkpoint_background else SafeCheckpointIO()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from typing import Any
 
@@ -9,28 +11,37 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import Callback
+from rich.console import Console
 from torch import nn
 
+from decode.models.eagle.head import FeatureHead
 from distill.data.batches.datamodule import Seen
 
 
 class Speed(Callback):
-    """Logs ``tokens_per_second`` of all processes, ``padding``, and on a GPU ``memory_gb`` and ``mfu``.
+    """Logs ``tokens_per_second`` of all processes, ``padding``, ``memory_gb``, and ``mfu`` of language models on a GPU.
 
-    MFU is 6 operations a parameter and token (2 forward, 4 backward) over what the device can do in that time, where
-    its peak is known.
+    MFU (model FLOPs utilisation) is the trained model's `operations` over what the device can do in that time, where
+    its peak is known; the target's forward passes are not in it.
 
     Args:
         seen: What the loader has drawn.
+        console: Told where a GPU's peak is not known.
     """
 
-    def __init__(self, seen: Seen) -> None:
-        self.seen = seen
+    def __init__(self, seen: Seen, console: Console) -> None:
+        self.seen, self.console = seen, console
+        self._peak: int | None = None
         self._mark = self._logged_at = 0.0
         self._logged = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begins to count."""
+        if pl_module.device.type == "cuda" and not isinstance(pl_module.model, FeatureHead):
+            self._peak = peak_operations(pl_module.device, str(trainer.precision))
+            if self._peak is None:
+                name = torch.cuda.get_device_name(pl_module.device)
+                self.console.print(f"  mfu is not logged: no peak is known of {name} in {trainer.precision}")
         self._mark, self._logged_at, self._logged = time.perf_counter(), self.seen.seconds, self.seen.tokens
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -56,19 +67,33 @@ class Speed(Callback):
         self._logged_at, self._logged = self.seen.seconds, self.seen.tokens
         rate = tokens / max(spent, 1e-9)
         values = {"tokens_per_second": rate * trainer.world_size, "padding": self.seen.padding}
-        device = pl_module.device
-        if device.type == "cuda":
-            values["memory_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
-            bf16 = "bf16" in str(trainer.precision)
-            peak = get_available_flops(device, torch.bfloat16 if bf16 else torch.float32)
-            if peak:
-                values["mfu"] = 6 * matrix_parameters(pl_module.model) * rate / peak  # type: ignore[arg-type]
+        values["memory_gb"] = peak_memory(pl_module.device) / 1e9
+        if self._peak is not None:
+            values["mfu"] = operations(pl_module.model) * rate / self._peak  # type: ignore[arg-type]
         pl_module.log_dict(values)
 
 
-def matrix_parameters(model: nn.Module) -> int:
-    """Parameters that a token is multiplied with: all but the table of embeddings, unless it is the head too."""
-    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+def peak_memory(device: torch.device) -> int:
+    """The most memory taken so far, in bytes: of the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def peak_operations(device: torch.device, precision: str) -> int | None:
+    """Operations a second that a GPU is sold with in the number format of its matrix products; None: not known."""
+    formats = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
+    return get_available_flops(device, formats.get(precision.split("-")[0], torch.float32))
+
+
+def operations(model: nn.Module) -> int:
+    """Operations of a training step for a token: 2 forward and 4 backward a parameter, 2 backward where it is frozen.
+
+    A table of embeddings is looked up, so it does not count unless it is the head too; nor does attention to other
+    tokens.
+    """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    looked_up = sum(table.numel() for table in tables if head is None or table is not head.weight)
-    return sum(parameter.numel() for parameter in model.parameters()) - looked_up
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    looked_up = {id(table) for table in tables if head is None or table is not head.weight}
+    counted = (weight for weight in model.parameters() if id(weight) not in looked_up)
+    return sum(weight.numel() * (6 if weight.requires_grad else 4) for weight in counted)

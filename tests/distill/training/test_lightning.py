@@ -1,9 +1,12 @@
 """What a user of Lightning finds: logged metrics, callbacks and Trainer arguments from the YAML, its own resume."""
 
 import copy
+import csv
 import re
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,10 +28,12 @@ from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
 from distill.teacher import hidden_state_store as signals
 from distill.teacher.target_distribution import TargetSource
+from distill.training import training_speed
 from distill.training.causal_lm import CausalLMModule
 from distill.training.checkpoints import BestWeights
 from distill.training.distillation import DistillModule
 from distill.training.lightning_trainer import fit
+from distill.training.training_speed import Speed, operations, peak_operations
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -70,6 +75,65 @@ def test_metrics_reach_callbacks_and_loggers(tiny: Tiny, tmp_path: Path) -> None
     assert "loss" in seen.metrics[-1]
     text = next(tmp_path.glob("csv/**/metrics.csv")).read_text()
     assert {"loss", "lr", "validation_loss", "step"} <= set(text.splitlines()[0].split(","))
+
+
+@pytest.mark.parametrize("peak", [None, 10**9])
+def test_tokens_a_second_padding_memory_and_share_of_the_peak_are_as_counted_by_hand(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peak: int | None
+) -> None:
+    """By a clock on which a batch takes one second."""
+    ticks = count()
+    monkeypatch.setattr(training_speed, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    begin = Speed.on_train_start
+
+    def begin_on_a_gpu(self: Speed, trainer: Any, pl_module: Any) -> None:
+        begin(self, trainer, pl_module)
+        self._peak = peak
+
+    monkeypatch.setattr(Speed, "on_train_start", begin_on_a_gpu)
+    train(tiny("llama"), tmp_path, steps=4)  # logged every two steps of four examples
+    rows = list(csv.DictReader(next(tmp_path.glob("csv/**/metrics.csv")).open()))
+    logged = [row for row in rows if row["tokens_per_second"]]
+    lengths = some_rows().lengths
+    steps = [[int(lengths[i]) for i in Schedule(lengths, 4).batch(step)] for step in range(4)]
+    tokens, places = sum(map(sum, steps)), sum(4 * max(step) for step in steps)
+    assert [float(row["tokens_per_second"]) for row in logged] == [
+        pytest.approx(sum(map(sum, pair)) / 2) for pair in (steps[:2], steps[2:])
+    ]
+    assert float(logged[-1]["padding"]) == pytest.approx(1 - tokens / places)
+    assert 0.05 < float(logged[-1]["memory_gb"]) < 100
+    if peak is None:
+        assert "mfu" not in rows[0]
+        return
+    config = tiny("llama").config  # a layer: q and o, k and v, three matrices of the MLP, two norms
+    width, shared = config.hidden_size, config.num_key_value_heads * config.head_dim
+    layer = 2 * width * width + 2 * width * shared + 3 * width * config.intermediate_size + 2 * width
+    weights = config.num_hidden_layers * layer + width + config.vocab_size * width  # the last norm, the head
+    wanted = [6 * weights * sum(map(sum, pair)) / 2 / peak for pair in (steps[:2], steps[2:])]
+    assert [float(row["mfu"]) for row in logged] == pytest.approx(wanted)
+
+
+def test_operations_of_frozen_weights_and_of_tied_embeddings(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama")).requires_grad_(True)
+    table = model.get_input_embeddings().weight.numel()
+    whole = operations(model)
+    assert whole == 6 * (sum(p.numel() for p in model.parameters()) - table)
+    model.lm_head.weight = model.get_input_embeddings().weight
+    assert operations(model) == whole  # looked up and multiplied with
+    model.requires_grad_(False)
+    assert operations(model) == whole // 6 * 4
+
+
+@pytest.mark.parametrize(("precision", "wanted"), [("bf16-mixed", 989e12), ("16-mixed", 989e12), ("32-true", 67e12)])
+def test_the_peak_of_a_gpu_is_that_of_the_number_format(
+    monkeypatch: pytest.MonkeyPatch, precision: str, wanted: float
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("lightning.fabric.accelerators.cuda._is_ampere_or_later", lambda: True)
+    assert peak_operations(torch.device("cuda"), precision) == pytest.approx(wanted, rel=0.01)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "some other one")
+    with pytest.warns(UserWarning, match="FLOPs not found"):
+        assert peak_operations(torch.device("cuda"), precision) is None
 
 
 def test_early_stopping_from_the_settings_ends_a_training(tiny: Tiny, tmp_path: Path) -> None:
