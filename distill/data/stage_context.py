@@ -32,6 +32,8 @@ from distill.data.tokenization.chat_masks import ChatFormat
 
 DATA = "the data"
 """What the reading of the data is called in `StageContext.measured`."""
+MEASUREMENT = "measurement and export"
+"""The same of the end of a run; its parts are called this and what they are."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from decode.prompts.prompt_suites import Suite
 from distill.config.drafts import PLAIN
 from distill.core.run_dir import account_of
 from distill.data.corpus import test_suite
-from distill.data.stage_context import StageContext
+from distill.data.stage_context import MEASUREMENT, StageContext
 from distill.evaluation.paper_analysis import Histograms, lifts
 
 Text = tuple[list[int], int]  # token ids, and how many of them are the prompt
@@ -46,6 +46,7 @@ class Evaluation:
 
     def __init__(self, context: StageContext) -> None:
         self.console, self.threads, self.histograms = context.console, torch.get_num_threads(), Histograms()
+        self.timed = context.timed
         self.full, self.run, self.corpus = context.settings, context.run, context.corpus
         full, run, source, settings = self.full, self.run, self.full.data.source, self.full.evaluation
         self.settings, self.tokenizer = settings, context.corpus.tokenizer
@@ -104,7 +105,8 @@ class Evaluation:
             alphas = {name: of[0] for name, of in by_depth.items()}
             greedy_alphas = {name: of[0] for name, of in self._alphas(greedy[: self.settings.prompts], 0.0).items()}
             profile = self._profile(greedy_alphas)
-            decoding, extra = self._decoding(profile)
+            with self.timed(f"{MEASUREMENT}: decoding", len(self.suite.prompts)):
+                decoding, extra = self._decoding(profile)
         return {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "target": self._target(greedy),
@@ -128,7 +130,7 @@ class Evaluation:
         name = "greedy texts of the target" if temperature == 0 else f"texts of the target, T = {temperature:g}"
         prompts = self.prompt_ids[:count]
         work = self.bar.add(name, len(prompts))
-        with self._all_threads():
+        with self._all_threads(), self.timed(f"{MEASUREMENT}: {name}", len(prompts)):
             texts = self.session.written(prompts, self._warp(temperature), self.settings.batch_size, work.advance)
         return [([*ids, *text], len(ids)) for ids, text in zip(prompts, texts)]
 
@@ -142,7 +144,7 @@ class Evaluation:
                 self.histograms.add(forced.p, {draft: forced.q[draft][0] for draft in self.shown})
             work.advance()
 
-        with self._all_threads():
+        with self._all_threads(), self.timed(f"{MEASUREMENT}: {name}", len(texts) * len(self.models)):
             return offline_alphas(self.target, self.models, texts, self._warp(temperature), depth=depth, seen=seen)
 
     @contextmanager

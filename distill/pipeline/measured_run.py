@@ -7,7 +7,7 @@ from pathlib import Path
 
 from decode.core.atomic_files import read_json
 from distill.core.file_fingerprints import write_json
-from distill.data.stage_context import DATA, StageContext
+from distill.data.stage_context import DATA, MEASUREMENT, StageContext
 from distill.teacher.distillation_data import ANSWERS, LOSSES, SIGNAL
 from distill.training.training_speed import peak_memory
 
@@ -32,11 +32,11 @@ class Part:
 
 
 def note_taken(context: StageContext, seconds: float) -> None:
-    """Writes what the stages that a run has made just now took, beside those that it made before.
+    """Writes what the parts that a run has made just now took, beside those that it made before.
 
     Args:
         context: Of the run.
-        seconds: Of all its stages.
+        seconds: Of all of them.
     """
     note, parts = context.run.work / TAKEN, taken_parts(context)
     if not context.seen:
@@ -63,6 +63,10 @@ def taken_parts(context: StageContext) -> list[Part]:
         name = context.settings.draft.name if stage == "draft" else stage
         size = files_size(context.run.path(stage), "**/*")
         parts.append(Part(name, seen.tokens, size, seen.seconds + seen.validation))
+    if MEASUREMENT in found:
+        parts.append(
+            Part(MEASUREMENT, bytes=files_size(context.run.export, "**/*"), seconds=found[MEASUREMENT].seconds)
+        )
     return parts
 
 

@@ -29,7 +29,7 @@ from distill.core.file_fingerprints import (
     write_json,
 )
 from distill.core.run_dir import HEAD_NAMES, NAMES, RunDir
-from distill.data.stage_context import StageContext
+from distill.data.stage_context import MEASUREMENT, StageContext
 from distill.data.tokenization.show_label_masks import show
 from distill.export.export_draft import check_export_path, export_draft
 from distill.export.export_eagle_head import check_head_path, export_head
@@ -116,6 +116,7 @@ def _run(settings: Settings, run: RunDir, console: Console) -> RunDir:
             return run
         note_taken(context, time.monotonic() - started)
         report = measure(context)
+        note_taken(context, time.monotonic() - started)
         given = settings.target.model if settings.target.kind == "as_is" else None
         named = {} if given is None or Path(given).exists() else {str(run.target): given}
         if pushed := push(run.export, settings.export.hub, named):
@@ -155,6 +156,11 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
 
 def measure(context: StageContext) -> dict[str, Any]:
     """Evaluation, export and report, unless they are there and nothing they depend on has changed."""
+    with context.timed(MEASUREMENT, 1):
+        return _measure(context)
+
+
+def _measure(context: StageContext) -> dict[str, Any]:
     from distill.evaluation.evaluate_drafts import Evaluation
     from distill.evaluation.evaluate_eagle import HeadEvaluation
 

@@ -1,9 +1,9 @@
 """``--estimate``: what a run will read, write and take, from a few steps of each of its parts on this machine.
 
 The run's own data and models are used, in a folder that is removed again: as many examples as two steps need, a few
-steps of every training, batches as large as the run's. What depends on the number of texts is scaled up; measurement
-and export at the end of a run are not in it. A run notes what it took in the same parts, and an estimate after it shows
-both.
+steps of every training, batches as large as the run's, a batch of texts and a few timed ones for the measurement at
+the end. What depends on the number of texts is scaled up. A run notes what it took in the same parts, and an estimate
+after it shows both.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from rich.table import Table
 
 from decode.core.atomic_files import read_json
 from decode.core.progress import duration
-from distill.config.run_settings import ComparisonSettings, Settings
+from distill.config.drafts import ComparisonSettings
+from distill.config.export import HubSettings
+from distill.config.run_settings import Settings
 from distill.core import ranks
 from distill.core.file_fingerprints import remove
 from distill.core.run_dir import RunDir
 from distill.data.batches.datamodule import Seen
 from distill.data.batches.token_dataset import TokenDataset
-from distill.data.stage_context import DATA, Measured, StageContext
+from distill.data.stage_context import DATA, MEASUREMENT, Measured, StageContext
 from distill.pipeline.measured_run import PREPARED, REST, TAKEN, Part, files_size, taken_parts
-from distill.pipeline.run_pipeline import alone_in, run_of
+from distill.pipeline.run_pipeline import alone_in, measure, run_of
 from distill.pipeline.run_stages import run_stages
 from distill.pipeline.stages import plan_of
 from distill.pipeline.training_budget import Plan, plan_reference
@@ -37,6 +39,8 @@ from distill.training.training_speed import peak_memory
 
 STEPS = 8
 """Of every training; the first one is not counted."""
+TIMED = 4
+"""Texts that are decoded one by one."""
 MAPPED = [PREPARED[kind][0] for kind in (SIGNAL, LOSSES)]
 """Parts whose files are memory-mapped."""
 
@@ -75,6 +79,7 @@ def measured_estimate(settings: Settings, console: Console) -> Estimate:
             console.print(f"a few steps of every part, on {context.device}", highlight=False)
             began = time.monotonic()
             stages = len(run_stages(context))
+            measure(context)
             rest = time.monotonic() - began - sum(part.seconds for part in taken_parts(context))
             parts = [Part(DATA, seconds=real.measured[DATA].seconds), *_parts(real, context)]
             parts.append(Part(REST, seconds=rest * (1 + len(settings.comparisons) / stages)))
@@ -106,9 +111,8 @@ def show(found: Estimate, settings: Settings, console: Console) -> None:
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     memory = f"{_size(found.memory)} ({found.place}{', took ' + _size(known['memory']) if known else ''})"
     console.print(
-        f"most memory: {memory}; disk: {_size(whole.bytes)}, of which {_size(shutil.disk_usage(place).free)} are free. "
-        "Without the measurement and the export at the end"
-        + (", and with the stages one after another" if settings.stages_at_once > 1 else ""),
+        f"most memory: {memory}; disk: {_size(whole.bytes)}, of which {_size(shutil.disk_usage(place).free)} are free"
+        + (". The stages are taken one after another" if settings.stages_at_once > 1 else ""),
         highlight=False,
     )
 
@@ -137,6 +141,9 @@ def _shortened(settings: Settings) -> Settings:
         if model.trained:
             model.training.steps, model.training.epochs = STEPS, None
     small.reference.training.steps, small.reference.training.epochs, small.draft.epochs = STEPS, None, None
+    texts, small.export.choose, small.export.hub = small.evaluation, "draft", HubSettings()
+    texts.prompts, texts.accuracy_prompts = (min(n, texts.batch_size) for n in (texts.prompts, texts.accuracy_prompts))
+    texts.decode_prompts = min(texts.decode_prompts, TIMED)
     return small
 
 
@@ -173,7 +180,25 @@ def _parts(real: StageContext, small: StageContext) -> list[Part]:
         name = "reference" if draft is None else draft.name
         known, count = None if written else real.examples, before.steps * before.batch_size
         parts.append(_training(name, small.seen[stage], plan, count, known, real, small.run, stage))
+    parts.append(_measurement(real, small))
     return parts
+
+
+def _measurement(real: StageContext, small: StageContext) -> Part:
+    """The end of a run: what was measured on a few texts, for as many as there will be."""
+    texts, few, found = real.settings.evaluation, small.settings.evaluation, small.measured
+    drafts = len(real.run.drafts) / len(small.run.drafts)
+    answered, answers = (max(each.prompts, each.accuracy_prompts) for each in (texts, few))
+    times = {
+        "greedy texts of the target": answered / answers,
+        "texts of the target, T = 1": texts.prompts / few.prompts,
+        "acceptance, T = 1": drafts * texts.prompts / few.prompts,
+        "acceptance, greedy": drafts * texts.prompts / few.prompts,
+        "decoding": texts.decode_prompts / few.decode_prompts,
+    }
+    seconds = found[MEASUREMENT].seconds
+    seconds += sum(found[f"{MEASUREMENT}: {name}"].seconds * (more - 1) for name, more in times.items())
+    return Part(MEASUREMENT, bytes=files_size(small.run.export, "**/*"), seconds=seconds)
 
 
 def _training(

@@ -10,7 +10,9 @@ import pytest
 from rich.console import Console
 from tiny_run import bench, tiny_settings
 
+from distill.config.run_settings import EvaluationSettings
 from distill.pipeline.measured_run import note_taken, taken_parts
+from distill.pipeline.run_pipeline import measure
 from distill.pipeline.run_stages import run_stages
 from distill.pipeline.time_and_memory_estimate import measured_estimate, show
 
@@ -19,14 +21,17 @@ def test_tokens_and_bytes_are_those_of_the_run_and_nothing_else_is_left(tmp_path
     settings = tiny_settings(tmp_path)
     settings.reference.examples, settings.reference.training.steps = 40, 30
     settings.draft.iso, settings.trainer.validate_every = "epochs", 10
+    settings.evaluation = EvaluationSettings(8, 8, 8, 8, draft_lengths=[2], batch_size=4)
     found = measured_estimate(settings, Console(quiet=True))
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
     parts = {part.name: part for part in found.parts}
     assert list(parts) == ["the data", "the target's signal", "the reference's losses", "target", "initial",
-                           "reference", "adaspec", "equal-tokens", "opening, checking, saving"]  # fmt: skip
+                           "reference", "adaspec", "equal-tokens", "measurement and export",
+                           "opening, checking, saving"]  # fmt: skip
     context, _ = bench(settings)
     began = time.monotonic()
     run_stages(context)
+    measure(context)
     note_taken(context, time.monotonic() - began)
     taken = {part.name: part for part in taken_parts(context)}
     for name, part in taken.items():  # the same tokens and bytes, by either way of telling them
@@ -47,6 +52,7 @@ def test_tokens_and_bytes_are_those_of_the_run_and_nothing_else_is_left(tmp_path
     for name, stage in (("target", "target"), ("reference", "reference"), ("adaspec", "draft")):
         assert parts[name].tokens == pytest.approx(context.seen[stage].tokens, rel=0.05)
         assert parts[name].seconds > 0
+    assert parts["measurement and export"].seconds > 0
     signals = context.run.work / "signals"
     for name, pattern in (("the target's signal", "target_*.npy"), ("the reference's losses", "reference_*.npy")):
         written = sum(path.stat().st_size for path in signals.glob(pattern))
@@ -60,6 +66,7 @@ def test_texts_that_the_target_has_yet_to_write_are_scaled_up(tmp_path: Path) ->
     settings = tiny_settings(tmp_path, comparisons=[])
     settings.reference.examples = 40
     responses = settings.reference.responses
+    settings.evaluation = EvaluationSettings(2, 2, 2, 8, draft_lengths=[2])
     responses.source, responses.max_new_tokens, responses.batch_size = "target", 8, 8
     found, text = measured_estimate(settings, Console(quiet=True)), io.StringIO()
     show(found, settings, Console(file=text, width=120))
