@@ -2,7 +2,10 @@
 
 import json
 import os
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +53,17 @@ def write_section(path: Path, name: str, text: str) -> None:
     before, found, rest = path.read_text(encoding="utf-8").partition(begin)
     after = rest.partition(end)[2] if found else ""
     write_text(path, f"{before.rstrip()}\n\n{begin}\n{text}\n{end}\n{after.lstrip()}")
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder until the block is left; those of killed processes, which could not remove theirs, go too."""
+    for left in Path(tempfile.gettempdir()).glob("draftsmith-*-*"):
+        try:
+            os.kill(int(left.name.split("-")[1]), 0)
+        except ProcessLookupError:
+            shutil.rmtree(left, ignore_errors=True)
+        except (ValueError, OSError):  # not one of these folders, or of another user
+            continue
+    with tempfile.TemporaryDirectory(prefix=f"draftsmith-{os.getpid()}-") as folder:
+        yield Path(folder)

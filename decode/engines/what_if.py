@@ -1,6 +1,5 @@
 """A draft that is not trained yet, timed in vLLM: random weights of its shape, and supposed acceptances."""
 
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from decode.core.atomic_files import scratch_folder
 from decode.core.errors import UserError
 from decode.engines.acceptance_counts import ServedText, median, round_cost, tokens_per_second
 from decode.engines.launch.engine_settings import EngineSettings
@@ -94,9 +94,9 @@ def what_if(
             return [write(item.ids, max_new_tokens=max_new_tokens) for item in items]
 
     rows = []
-    with tempfile.TemporaryDirectory(prefix="draftsmith-what-if-") as folder:
-        settings.draft = folder
-        parameters = write_random_draft(Path(folder), settings.target, shape, seed)
+    with scratch_folder() as folder:
+        settings.draft = str(folder)
+        parameters = write_random_draft(folder, settings.target, shape, seed)
         say("vllm: without a draft")
         plain = written(None)
         for length in lengths:

@@ -16,9 +16,10 @@ from heads import learned_head
 from pairs import make_tokenizer
 
 from decode.__main__ import main
-from decode.engines.launch.engine_settings import CHECKOUT
+from decode.engines.launch.engine_settings import CHECKOUT, EngineSettings
 from decode.engines.launch.gguf_conversion import convert
 from decode.engines.launch.llama_cpp_engine import LLAMA_SERVER
+from decode.engines.launch.start_engine import opened
 from decode.engines.launch.vllm_engine import VLLM_PYTHON
 from decode.models.eagle.head_files import save_head
 from distill.config.export import ExportSettings
@@ -82,3 +83,11 @@ def serve_check(folder: Path, engine: str, draft: str, *more: str, temperatures:
         assert main(command) == 0
     found: dict[str, Any] = json.loads(printed.getvalue())
     return found
+
+
+def check_of_a_running_vllm(folder: Path, draft: str) -> dict[str, Any]:
+    """The same of a vLLM that runs already, which starts once instead of twice: its texts beside transformers' own."""
+    method = "eagle3" if draft == "head" else "draft_model"
+    settings = EngineSettings(str(folder / "target"), str(folder / draft), method, 128, threads=1, seconds=1800)
+    with opened("vllm", settings, 3) as server:
+        return serve_check(folder, "vllm", draft, "--url", server.url)

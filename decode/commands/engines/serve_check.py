@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +15,7 @@ from rich.console import Console
 from decode.commands.engines.settings import ServeCheckSettings
 from decode.commands.settings import required
 from decode.commands.settings_checks import check_models, measure_options, open_pair, open_suites, told_chat, use_chat
-from decode.core.atomic_files import read_json
+from decode.core.atomic_files import read_json, scratch_folder
 from decode.core.errors import UserError, choose
 from decode.engines.acceptance_gap_causes import causes_in_files
 from decode.engines.launch.engine_settings import EngineSettings
@@ -122,13 +121,13 @@ def engine_files(settings: ServeCheckSettings, draft: Any) -> Iterator[tuple[str
     if settings.engine != "llama.cpp" or settings.url is not None:
         yield target, head
         return
-    with TemporaryDirectory(prefix="draftsmith-gguf-") as folder:
+    with scratch_folder() as folder:
         found = []
         for name, path in (("target", target), ("draft", head)):
             made = Path(head) / "gguf" / f"{name}-{settings.gguf_type}.gguf"
             if Path(path).suffix != ".gguf":
                 of = str(settings.target) if name == "draft" and isinstance(draft, FeatureHead) else None
-                file = Path(folder) / made.name
+                file = folder / made.name
                 path = str(made if made.is_file() else convert(path, file, settings.gguf_type, target=of))
             found.append(path)
         yield found[0], found[1]

@@ -9,12 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from decode.core.atomic_files import scratch_folder
 from decode.core.errors import UserError
 
 LAST_LINES = 15  # lines of a failed engine that are shown
@@ -71,8 +71,8 @@ def running(
     Raises:
         UserError: it cannot be started, ends before it is ready, or is not ready in time; with its last lines.
     """
-    with tempfile.TemporaryDirectory(prefix="draftsmith-engine-") as folder:
-        log = Path(folder) / "log"
+    with scratch_folder() as folder:
+        log = folder / "log"
         with log.open("wb") as out:
             try:
                 process = subprocess.Popen(

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from decode.core.atomic_files import scratch_folder
 from decode.core.errors import UserError
 from decode.engines.launch.engine_process import check_port, running
 from decode.engines.launch.engine_settings import EngineSettings
@@ -49,8 +50,13 @@ def test_leaving_the_block_ends_everything(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("ended_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_check_that_is_ended_takes_its_engine_and_its_workers_with_it(tmp_path, ended_by: signal.Signals) -> None:
-    """The worker does not end with the engine, as vLLM's may not."""
+def test_a_check_that_is_ended_takes_its_engine_and_its_workers_with_it(
+    tmp_path, monkeypatch, ended_by: signal.Signals
+) -> None:
+    """The worker does not end with the engine, as vLLM's may not. The folder goes at the next start at the latest."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
     marker, ready = tmp_path / "worker", tmp_path / "ready"
     code = (
         "import pathlib, signal, sys, time\nfrom decode.engines.launch.engine_process import running\n"
@@ -69,6 +75,10 @@ def test_a_check_that_is_ended_takes_its_engine_and_its_workers_with_it(tmp_path
     while _holders(str(marker)) and time.monotonic() < end:
         time.sleep(0.05)
     assert not _holders(str(marker))
+    assert any(scratch.iterdir()) == (ended_by != signal.SIGINT)
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    with scratch_folder() as other, scratch_folder() as own:
+        assert set(scratch.iterdir()) == {other, own}
 
 
 def _holders(path: str) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_pairs import needs_llama, needs_vllm, save_exports, serve_check
+from engine_pairs import check_of_a_running_vllm, needs_llama, needs_vllm, save_exports, serve_check
 from safetensors.torch import load_file, save_file
 
 from decode.__main__ import main
@@ -103,7 +103,8 @@ FAULTS = [
 
 @pytest.mark.parametrize(("engine", "draft", "fault", "name", "hurts"), FAULTS)
 def test_a_fault_is_named(exports: Path, tmp_path: Path, engine, draft, fault, name, hurts) -> None:
-    found = serve_check(planted(exports, tmp_path, draft, fault), engine, draft)
+    folder = planted(exports, tmp_path, draft, fault)
+    found = check_of_a_running_vllm(folder, draft) if engine == "vllm" else serve_check(folder, engine, draft)
     (row,) = found["rows"]
     assert name in [cause["name"] for cause in found["causes"]]
     if hurts is not None:
