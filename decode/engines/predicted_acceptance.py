@@ -21,6 +21,9 @@ from decode.measure.offline_acceptance import prefixes
 from decode.models.other_tokenizer import DraftModel
 from decode.models.teacher_forcing import teacher_forced
 
+CANDIDATES = 10  # of a draft in llama.cpp, which takes their probabilities as if there were no others
+UNDRAFTED = -1.0  # stands for the acceptance of a token that the draft is not sure enough of
+
 
 @dataclass(frozen=True)
 class Rounds:
@@ -55,6 +58,7 @@ def acceptance(
     tail: int,
     depth: int = 1,
     greedy_draft: bool = True,
+    p_min: float = 0.0,
 ) -> Acceptance:
     """Teacher-forced acceptance of a draft on texts that the target wrote.
 
@@ -66,6 +70,7 @@ def acceptance(
         tail: greedy tokens of the target to append behind each text's end, for drafts that reach beyond it.
         depth: longest draft.
         greedy_draft: the draft proposes its most probable token, as vLLM and llama.cpp do unless told otherwise.
+        p_min: drafts end before a token that the draft, among its `CANDIDATES`, gives less than this probability.
     """
     drafting = dataclasses.replace(warp, temperature=0.0) if greedy_draft else warp
     limit = getattr(target.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
@@ -83,6 +88,10 @@ def acceptance(
         if warp.greedy:  # the text is what the engine's target wrote: certain, whatever rounding makes of ours
             p = torch.ones_like(p)
         kept = [(drafting(logits, before).gather(1, y)[:, 0] / p).clamp(max=1) for logits in by_depth]
+        if p_min:
+            for values, logits in zip(kept, by_depth):
+                likeliest = logits.float().topk(min(CANDIDATES, logits.shape[-1])).values.softmax(-1)
+                values[likeliest[:, 0] < p_min] = UNDRAFTED
         rows[forced.number] = [values.double().tolist() for values in kept]
         n, q_logits = len(texts[forced.number][1]), by_depth[0]
         right += int((forced.p.argmax(-1)[:n] == y[:n, 0]).sum())
@@ -143,6 +152,8 @@ def predicted_drafts(
         k = min(draft_length, len(accept[0]) - start)
         if rounds.to_budget:
             k = min(k, budget - start - 1)
+        at = (accept[min(i, len(accept) - 1)][start + i] for i in range(k))
+        k = next((i for i, kept in enumerate(at) if kept == UNDRAFTED), k)
         whole = start + draft_length < length
         alive = here
         for i in range(max(0, k)):

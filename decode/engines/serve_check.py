@@ -120,6 +120,8 @@ def serve_check(
     context = max(len(item.ids) for item in items) + options.max_new_tokens + max(options.draft_lengths) + 1
     sizes = sorted(size for size in set(options.batch_sizes) if size > 1)
     settings = dataclasses.replace(settings, context=context, batch=max([1, *sizes]))
+    if settings.draft_p_min:  # what a round drafts, and so what it costs, depends on the text
+        cost = round_costs = None
     together: dict[tuple[int | None, int], Together] = {}
     checked, facts = Check(engine), dict[str, Any]()
     checked.causes = causes_in_files(*folders, context=context, engine=engine)
@@ -131,7 +133,7 @@ def serve_check(
             seed = options.seed + i
             if not i:  # the first request of a temperature meets compilers and cold caches
                 writer.write(item.ids, temperature=temperature, seed=0, max_new_tokens=8, stop_ids=stop_ids)
-            if i < TIMED and isinstance(writer, Server):
+            if i < TIMED and isinstance(writer, Server) and not settings.draft_p_min:
                 shuffled = random.Random(seed).sample(item.ids, len(item.ids))
                 out.timed.append(writer.write(shuffled, seed=seed, ignore_eos=True, **how))
             out.texts.append(writer.write(item.ids, seed=seed, stop_ids=stop_ids, **how))
@@ -164,7 +166,8 @@ def serve_check(
     def reading(temperature: float, greedy: bool) -> Acceptance:
         warp, tail = Warp(temperature), longest if rounds.past_end else 0
         texts = pairs(plain[temperature])
-        return acceptance(target, draft, texts, warp, tail=tail, depth=longest, greedy_draft=greedy or not temperature)
+        how: dict[str, Any] = {"greedy_draft": greedy or not temperature, "p_min": settings.draft_p_min}
+        return acceptance(target, draft, texts, warp, tail=tail, depth=longest, **how)
 
     told = {temperature: reading(temperature, greedy_draft) for temperature in plain}
     if 0.0 in told:
@@ -177,6 +180,8 @@ def serve_check(
         served = written(length)
         for temperature, out in served.items():
             row = _row(engine, temperature, length, out, plain[temperature], told[temperature], options, cost, profile)
+            if settings.draft_p_min:
+                row |= {"draft_p_min": settings.draft_p_min, "recorded_length": None}
             if settings.url is not None:  # the texts without a draft are transformers', and so is their time
                 row |= dict.fromkeys(("speedup", "speedup_ci95", "plain_tokens_per_second"))
             if temperature:

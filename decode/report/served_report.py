@@ -74,7 +74,7 @@ def served_section(served: Sequence[Mapping[str, Any]]) -> str:
         for row in check["rows"]:
             same = row["identical_share"]
             lines.append(
-                f"| {check['engine']} | {row['temperature']:g} | {row['draft_length']} "
+                f"| {check['engine']} | {row['temperature']:g} | {row['draft_length']}{_sure(row)} "
                 f"| {_number(row['served_length'])} ± {_number(row['served_length_se'])} "
                 f"| {_number(row['predicted_length'])} | {_number(row['tokens_per_second'], 1)} "
                 f"| {_number(row['plain_tokens_per_second'], 1)} | {_number(row['speedup'])} "
@@ -87,6 +87,10 @@ def served_section(served: Sequence[Mapping[str, Any]]) -> str:
         "and the engine's own time of a round, taken on other texts.",
     ]
     return "\n".join(lines)
+
+
+def _sure(row: Mapping[str, Any]) -> str:
+    return f" if p ≥ {row['draft_p_min']:g}" if row.get("draft_p_min") else ""
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -106,6 +106,8 @@ def check(settings: ServeCheckSettings) -> None:
             f"{settings.draft} holds a feature head, which transformers cannot draft with; take --engine vllm, or "
             "python -m decode bench"
         )
+    if settings.draft_p_min and settings.engine != "llama.cpp":
+        raise UserError(f"draft_p_min is a setting of llama.cpp; leave it out with --engine {settings.engine}")
     if max(settings.batch_sizes) > 1 and (settings.engine == "transformers" or 0 not in settings.temperatures):
         raise UserError("batch_sizes above 1 are measured greedily in vllm or llama.cpp; give --temperatures 0")
     if settings.url is not None and max(settings.batch_sizes) > 1:

@@ -29,6 +29,9 @@ class ServeCheckSettings(SuiteSettings, ChatSettings, LoadSettings):
     """Requests under way at a time, greedy, such as 1,4,8; what is accepted by position is measured one at a time."""
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
     """What vLLM and llama.cpp draft above temperature 0: greedy, their default, or probabilistic."""
+    draft_p_min: ClosedUnitInterval = 0.0
+    """llama.cpp drafts up to the first token that the draft, among its ten likeliest, gives less than this probability:
+    with 0.6 a weak draft may pay that does not without. Speed is not predicted then."""
     python: str | None = None
     """Interpreter of an environment that has vLLM; null: .venv-vllm/bin/python."""
     binary: str | None = None

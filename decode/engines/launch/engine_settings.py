@@ -44,6 +44,7 @@ class EngineSettings:
         seconds: limit for loading.
         request_seconds: limit for each text.
         draft_sampling: greedy or probabilistic, above temperature 0.
+        draft_p_min: llama.cpp drafts no token that the draft finds less probable.
         speculative: further keys of vLLM's speculative configuration.
     """
 
@@ -60,6 +61,7 @@ class EngineSettings:
     seconds: float = 300.0
     request_seconds: float = 120.0
     draft_sampling: str = "greedy"
+    draft_p_min: float = 0.0
     speculative: Mapping[str, object] = field(default_factory=dict)
 
 

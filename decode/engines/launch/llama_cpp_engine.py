@@ -31,7 +31,7 @@ def llama_command(settings: EngineSettings, draft_length: int | None, port: int)
     if draft_length:
         kind = "draft-eagle3" if settings.method == "eagle3" else "draft-simple"
         command += ["-md", settings.draft, "--spec-type", kind, "--spec-draft-n-max", str(draft_length)]
-        command += ["--spec-draft-p-min", "0", "--spec-draft-sampling", settings.draft_sampling]
+        command += ["--spec-draft-p-min", f"{settings.draft_p_min:g}", "--spec-draft-sampling", settings.draft_sampling]
         command += ["-ctkd", "f32", "-ctvd", "f32"]
         command += ["--no-spec-draft-backend-sampling"]  # which mixes up the drafts of texts that are decoded together
     return command, {}

@@ -70,6 +70,15 @@ def test_llama_server_accepts_what_is_predicted_and_writes_the_same_texts(pair: 
     assert found["causes"] == []
 
 
+@needs_llama
+def test_llama_server_drafts_what_the_draft_is_sure_of(llama: Path) -> None:
+    (any_token,), (sure,) = (serve_check(llama, "llama.cpp", "head", "--draft-p-min", p)["rows"] for p in ("0", "0.7"))
+    assert agrees(any_token)
+    assert sure["fits"]
+    assert sure["identical_share"] == 1
+    assert 0 < sure["positions"][0]["served_rounds"] < any_token["positions"][0]["served_rounds"]
+
+
 @needs_vllm
 @pytest.mark.parametrize("draft", ["draft", "head"])
 def test_vllm_accepts_what_is_predicted_and_writes_the_same_texts(llama: Path, draft: str) -> None:

@@ -15,7 +15,14 @@ from decode.core.target import Target
 from decode.engines.acceptance_counts import Drafts, difference, mean_length, rates
 from decode.engines.launch.start_engine import ROUNDS
 from decode.engines.launch.transformers_engine import AssistedGeneration
-from decode.engines.predicted_acceptance import Acceptance, Rounds, acceptance, predicted_drafts, predicted_speedup
+from decode.engines.predicted_acceptance import (
+    UNDRAFTED,
+    Acceptance,
+    Rounds,
+    acceptance,
+    predicted_drafts,
+    predicted_speedup,
+)
 from decode.loop import decode
 from decode.method_parts import MethodInputs
 from decode.methods import build
@@ -35,6 +42,10 @@ def test_rounds_of_known_acceptances() -> None:
     cut = predicted_drafts(accept, 8, 8, 3, Rounds(to_budget=True))
     assert (cut.rounds, cut.drafted, cut.accepted) == (3, 6, [2, 1, 1])
     assert predicted_drafts(accept, 8, 20, 3, Rounds(whole_only=True)).rounds == 1
+    # no draft at 1; three tokens are accepted at 2, and at 6 two, behind which none is drafted
+    unsure = [[0.0, UNDRAFTED, 1.0, 1.0, 1.0, UNDRAFTED, 1.0, 1.0, UNDRAFTED, 1.0]]
+    counted = predicted_drafts(unsure, 8, 20, 3, Rounds())
+    assert (counted.rounds, counted.drafted, counted.accepted) == (2, 5, [2, 2, 1])
 
 
 def test_a_round_is_expected_as_often_as_it_is_reached() -> None:
