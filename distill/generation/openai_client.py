@@ -218,6 +218,26 @@ class Client:
             )
 
 
+def check_servers(urls: Sequence[str]) -> None:
+    """Refuses servers of which none answers; those that are lost later leave their work to the others.
+
+    Raises:
+        UserError: None answers.
+    """
+    reasons = []
+    for url in urls:
+        try:
+            httpx.get(url.rstrip("/") + "/models", timeout=10)
+        except httpx.TransportError as error:
+            reasons.append(f"{url} ({type(error).__name__}: {error})")
+        else:
+            return
+    raise UserError(
+        f"no server answers at {', '.join(reasons)}: start it, such as by `vllm serve` with target.model, or leave "
+        "reference.responses.server out to have the answers written here"
+    )
+
+
 def _asked_wait(answer: httpx.Response, wait: float) -> float:
     """Seconds that the server asks for, if it does."""
     try:

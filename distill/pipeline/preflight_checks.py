@@ -12,6 +12,7 @@ from distill.config.language_models import ModelSettings
 from distill.core import ranks
 from distill.data.batches.token_dataset import TokenDataset
 from distill.data.stage_context import StageContext
+from distill.generation.openai_client import check_servers
 from distill.models.attention import check_attention
 from distill.models.layer_pruning import kept_layers
 from distill.models.loading import config_of, count_layers, count_parameters, max_positions
@@ -97,7 +98,17 @@ def check_machine(context: StageContext, models: Mapping[str, ModelSettings]) ->
         UserError: with the setting, what is missing, and what to choose instead.
     """
     settings, device = context.settings, context.device
+    accelerator = settings.trainer.accelerator
+    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise UserError(
+            f"trainer.accelerator is {accelerator} and PyTorch finds no GPU: set it to auto or cpu, or install one "
+            "that was built for CUDA and look at what nvidia-smi shows"
+        )
     check_place(context)
+    responses = settings.reference.responses
+    servers = responses.server.addresses if responses.from_target else []
+    if servers and settings.target.kind == "as_is" and not (context.run.work / "responses").exists():
+        check_servers(servers)
     trainer = settings.trainer
     stacked = settings.target.stacking is not None and settings.target.trained
     if stacked and ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes) > 1:

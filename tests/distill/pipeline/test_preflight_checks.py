@@ -11,7 +11,7 @@ from tiny_run import bench, tiny_settings
 from decode.core.errors import UserError
 from distill.config.eagle_heads import EagleSettings
 from distill.models.attention import use_attention
-from distill.pipeline.preflight_checks import check_inputs
+from distill.pipeline.preflight_checks import check_inputs, check_machine
 from distill.teacher.choose_signal import choose_signal
 
 Usage = namedtuple("Usage", "total used free")
@@ -44,6 +44,25 @@ def test_an_attention_and_an_optimiser_that_are_not_here(tmp_path: Path) -> None
     settings.reference.training.optimizer = "adamw_8bit"
     with pytest.raises(UserError, match="adamw_8bit, which runs on GPUs, and the training runs on cpu: choose adamw"):
         check_inputs(bench(settings)[0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.trainer.accelerator = "cuda"
+    with pytest.raises(UserError, match=r"is cuda and PyTorch finds no GPU: set it to auto or cpu"):
+        check_inputs(bench(settings)[0])
+
+
+def test_servers_of_which_none_answers(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.reference.responses.source = "target"
+    settings.reference.responses.server.urls = ["http://127.0.0.1:9/v1", "http://127.0.0.1:1/v1"]
+    context, _ = bench(settings)
+    check_inputs(context)  # the target that they serve has to be trained first
+    settings.target.kind = "as_is"
+    with pytest.raises(UserError, match=r"no server answers at http://127.0.0.1:9/v1 .*, http://127.0.0.1:1/v1 .*: st"):
+        check_machine(context, {})
 
 
 @pytest.mark.parametrize("eagle", [EagleSettings(), EagleSettings(kind="eagle"), EagleSettings(kind="eagle3")])
