@@ -74,10 +74,12 @@ def _experiment(settings: ProbesSettings, stages: StageContext) -> dict[str, Any
     options, target, folder = settings.probes, settings.target, stages.run.folder / "probes"
     model = stages.load_target()
     context = ProbeContext(settings, stages, model, exit_layers(model, options.layers))
-    modes = [
+    sampled = Warp(options.temperature, top_p=options.top_p)
+    known = [
         Mode("greedy", Warp(), "match", ("match",)),
-        Mode("sampled", Warp(options.temperature, top_p=options.top_p), options.sampled_label, ("accept", "top-p")),
+        Mode("sampled", sampled, options.sampled_label, ("accept", "top-p")),
     ]
+    modes = [mode for mode in known if mode.name in options.modes]
     prompts = context.prompts()
     for mode in modes:
         context.add_features(mode, prompts)
@@ -93,7 +95,7 @@ def _experiment(settings: ProbesSettings, stages: StageContext) -> dict[str, Any
         for sentence in filter(None, (machine.set_threads(runner, options.threads)[1], runner.packing)):
             context.say(sentence)
         found = {mode.name: predict_speedups(context, mode, probes, runner) for mode in modes}
-        subset = find_subset(context, modes[0], runner, found["greedy"][2])
+        subset = find_subset(context, modes[0], runner, found[modes[0].name][2])
         for mode in modes:
             table += run_best(context, mode, found[mode.name][0], subset, str(folder))
         save_probes(folder, model, probes, advise(table))

@@ -10,7 +10,6 @@ from probes.probe_report import (
     BASELINES,
     JUDGED_COLUMNS,
     METRICS,
-    MODES,
     PREDICTED,
     SCORES,
     SPEED_COLUMNS,
@@ -19,6 +18,7 @@ from probes.probe_report import (
     best_rows,
     findings,
     mode_title,
+    modes_of,
     named,
     of_mode,
     predicted_table,
@@ -34,7 +34,7 @@ def write_page(path: Path, name: str, added: Row) -> None:
             "The target drafts with its own first layers. Each method is shown at the fastest of the settings that "
             "were predicted best; every run below is in report.json."
         )
-        tables = [(mode_title(added, mode), best_rows(added, mode)) for mode in MODES]
+        tables = [(mode_title(added, mode), best_rows(added, mode)) for mode in modes_of(added)]
         blocks += [Heading("Self-speculation", lead)]
         blocks += [Table(SPEED_COLUMNS, named(rows), title, legend=i == 0) for i, (title, rows) in enumerate(tables)]
         blocks += [
@@ -42,14 +42,17 @@ def write_page(path: Path, name: str, added: Row) -> None:
             Figures(list(_predicted(added))),
             *(
                 Table(*predicted_table(added, m), legend=False, folded=f"Predicted speedups by exit, {m}")
-                for m in MODES
+                for m in modes_of(added)
             ),
         ]
-    judged = {mode: of_mode(added, mode) for mode in MODES}
+    judged = {mode: of_mode(added, mode) for mode in modes_of(added)}
     blocks += [
         Heading("Probes", "Trained on texts that the target wrote, judged on prompts that no probe has seen."),
         Figures(list(_by_layer(judged))),
-        *(Table(JUDGED_COLUMNS, judged[mode], mode_title(added, mode), legend=mode == "greedy") for mode in MODES),
+        *(
+            Table(JUDGED_COLUMNS, judged[mode], mode_title(added, mode), legend=mode == next(iter(judged)))
+            for mode in judged
+        ),
         Figures(list(_reliability(added, judged))),
     ]
     if rest := [row for row in added["probes"] if not any(row in rows for rows in judged.values())]:
@@ -66,7 +69,7 @@ def write_page(path: Path, name: str, added: Row) -> None:
 
 
 def _tiles(added: Row) -> Iterable[Tile]:
-    for mode in MODES:
+    for mode in modes_of(added):
         rows = [r for r in best_rows(added, mode) if r["speedup"] and r["title"] not in BASELINES]
         if rows:
             best = max(rows, key=lambda r: r["speedup"])

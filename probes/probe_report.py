@@ -13,7 +13,6 @@ from decode.report.html_page import Column, read_columns
 from probes.simulated_speedup import HINDSIGHT, PRODUCT
 
 Row = Mapping[str, Any]
-MODES = ("greedy", "sampled")
 TITLES = {
     "autoregressive": "no drafting",
     "generate": "transformers generate",
@@ -87,6 +86,11 @@ def predicted_table(added: Row, mode: str) -> tuple[list[Column], list[Row]]:
     return columns, list(rows.values())
 
 
+def modes_of(added: Row) -> list[str]:
+    """The decoding modes that were measured."""
+    return list(added["probe_settings"]["labels"])
+
+
 def of_mode(added: Row, mode: str) -> list[Row]:
     """The rows of the target's probes whose label decoding uses in this mode."""
     label = added["probe_settings"]["labels"][mode]
@@ -115,18 +119,18 @@ def console_tables(added: Row) -> Group:
     """The probes of each mode, the paper's table, and the sentences."""
     tables = [
         console_table(f"\nScores on held-out prompts: {mode_title(added, mode)}", CONSOLE_JUDGED, of_mode(added, mode))
-        for mode in MODES
+        for mode in modes_of(added)
     ]
     if added["self_speculation"]:
         title = "\nSelf-speculation, {}, each method at its fastest setting"
-        tables += [console_table(title.format(m), CONSOLE_SPEEDS, named(best_rows(added, m))) for m in MODES]
+        tables += [console_table(title.format(m), CONSOLE_SPEEDS, named(best_rows(added, m))) for m in modes_of(added)]
     return Group(*tables, *(Text(sentence) for sentence in added.get("probe_findings") or findings(added)))
 
 
 def findings(added: Row) -> list[str]:
     """The answers in sentences: speed, exit, probes against the token probability, the check by scikit-learn."""
     found, settings = [], added["probe_settings"]
-    for mode in MODES:
+    for mode in modes_of(added):
         rows = {row["title"]: row for row in best_rows(added, mode)}
         layer = next((rows[t]["exit_layer"] for t in ("adaspeed-probe", "layerskip") if t in rows), None)
         sentences = [

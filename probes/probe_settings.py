@@ -22,6 +22,8 @@ else:
 class ProbeSettings:
     """Probes for every exit layer, the choice of the exit, and the comparison of self-speculative methods."""
 
+    modes: list[Literal["greedy", "sampled"]] = field(default_factory=lambda: ["greedy", "sampled"])
+    """Decoding modes to train probes for and to run; each costs as much again."""
     layers: list[PositiveInt] = field(default_factory=list)
     """Exit layers (layers that run before the exit); empty: all but the last."""
     draft: str | None = None
@@ -40,7 +42,7 @@ class ProbeSettings:
     batch_size: PositiveInt = 32
     """Texts read, and written, together."""
     temperature: SampledTemperature = 0.6
-    """Of the sampled mode (the greedy mode is measured anyway); LayerSkip's library uses 0.6."""
+    """Of the sampled mode; LayerSkip's library uses 0.6."""
     top_p: Share = 0.9
     """Of the sampled mode; LayerSkip's library uses 0.9."""
     sampled_label: Literal["accept", "top-p"] = "accept"
@@ -90,9 +92,9 @@ class ProbesSettings(DistillSettings):
         self.target.validate("target")
         self.check_unanswered()
         self.trainer.validate()
-        for key in ("l2", "thresholds"):
+        for key in ("modes", "l2", "thresholds"):
             if not getattr(self.probes, key):
-                raise UserError(f"probes.{key} is empty: give at least one number")
+                raise UserError(f"probes.{key} is empty: give at least one value")
 
 
 def shrink(settings: ProbesSettings, console: Console | None = None) -> ProbesSettings:

@@ -142,13 +142,13 @@ def test_the_tracker_is_chosen_by_its_short_form_as_for_distill(arguments, monke
     assert (seen[0].name, seen[0].tracker.kind) == ("short", "none")
 
 
-def test_families_without_a_layer_by_layer_forward_get_probes_and_no_table(tmp_path: Path) -> None:
-    settings = settings_in(tmp_path, check=False)
+def test_families_without_a_layer_by_layer_forward_get_probes_of_the_modes_wanted_and_no_table(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path, check=False, modes=["greedy"])
     settings.target.architecture.model_type = "gpt2"
     said = io.StringIO()
     added = run_probes(settings, Console(file=said, width=120))
     assert added["self_speculation"] == []
-    assert {row["layer"] for row in added["probes"]} == {1, 2}
+    assert {(row["mode"], row["layer"]) for row in added["probes"]} == {("greedy", 1), ("greedy", 2)}
     assert "no decoding with early exits" in said.getvalue()
 
 
@@ -160,7 +160,8 @@ def test_settings_for_a_deep_target_are_shrunk_with_it(tmp_path: Path) -> None:
 
 
 def test_bad_settings_are_refused_by_name(tmp_path: Path) -> None:
-    for change in ({"prompts": 0}, {"top_p": 0.0}, {"thresholds": [2.0]}, {"temperature": 0.0}, {"l2": []}):
+    wrong = {"prompts": 0, "top_p": 0.0, "thresholds": [2.0], "temperature": 0.0, "l2": [], "modes": []}
+    for change in ({name: value} for name, value in wrong.items()):
         with pytest.raises(UserError, match=rf"probes\.{next(iter(change))}"):
             settings_in(tmp_path, **change).validate()
     with pytest.raises(UserError, match=r"nearest known key is 'probes\.temperature'"):
