@@ -110,4 +110,6 @@ def _reason(errors: str) -> str:
             "llama.cpp has no name for the way in which this tokenizer splits texts; vLLM, SGLang, transformers take "
             "the folder as it is"
         )
+    if lines and lines[-1].endswith("is not supported"):
+        return f"{lines[-1].rpartition(':')[2]}; vLLM or transformers may take the folder as it is"
     return lines[-1] if lines else "it ended without a message"
