@@ -177,15 +177,15 @@ def _best_predicted(choices: Iterable[Row]) -> dict[str, float]:
 
 
 def _bound(choices: Iterable[Row]) -> str:
-    """How much any stop rule could gain over the best constant length."""
+    """How much stopping at every rejection, and nowhere else, would gain over the best constant length."""
     best = _best_predicted(choices)
     fixed, known = best.get("layerskip"), best.get(HINDSIGHT)
     if not fixed or not known:
         return ""
     return (
         f": knowing of each drafted token whether it is rejected, drafting would be {known / fixed:.2f} times as fast "
-        f"as LayerSkip's best constant length (predicted: {known:.2f} and {fixed:.2f} times no drafting), so no stop "
-        "rule can gain more at these costs"
+        f"as LayerSkip's best constant length (predicted: {known:.2f} and {fixed:.2f} times no drafting), the most that "
+        "stopping at rejections gains at these costs"
     )
 
 
