@@ -184,8 +184,8 @@ def _bound(choices: Iterable[Row]) -> str:
         return ""
     return (
         f": knowing of each drafted token whether it is rejected, drafting would be {known / fixed:.2f} times as fast "
-        f"as LayerSkip's best constant length (predicted: {known:.2f} and {fixed:.2f} times no drafting), the most that "
-        "stopping at rejections gains at these costs"
+        f"as LayerSkip's best constant length (predicted: {known:.2f} and {fixed:.2f} times no drafting), the most "
+        "that stopping at rejections gains at these costs"
     )
 
 
