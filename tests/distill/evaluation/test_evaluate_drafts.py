@@ -1,5 +1,6 @@
 """Which drafts are timed, at which lengths, and the acceptance of texts that are read together."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,6 +63,7 @@ def test_acceptance_on_texts_read_together_is_that_of_each_text(temperature: flo
     evaluation = HeadEvaluation.__new__(HeadEvaluation)  # without the folder of a run
     evaluation.target, evaluation.models, evaluation.shown = target, drafts, ["model"]
     evaluation.full, evaluation.threads, evaluation.histograms = SimpleNamespace(threads=None), 1, Histograms()
+    evaluation.timed = lambda name, count: nullcontext()
     with Progress() as evaluation.bar:
         found = evaluation._alphas(texts, temperature, evaluation.depths)
     warp = Warp(temperature)
