@@ -60,6 +60,12 @@ def test_speedup_of_measured_rounds_by_hand():
     assert speedup_of_rounds([2, 3], [2, 0], 0.1, v.__getitem__) == pytest.approx(4 / 3.1)
 
 
+def test_a_round_reads_the_pending_token_beside_the_drafted_ones() -> None:
+    cost = CostModel(0.1, {1: 1.0, 2: 1.2, 3: 1.5}, overhead=0.25, draft_overhead=0.05)
+    assert cost.of_round(0) == pytest.approx(1.0 + 0.25)
+    assert cost.of_round(2) == pytest.approx(2 * 0.15 + 1.5 + 0.25)
+
+
 def test_replay_of_certain_acceptances_by_hand():
     # "110111" with drafts of 2: accept 2 and emit the third; accept 2 and emit the sixth
     assert replay([1, 1, 0, 1, 1, 1], 2) == (2, {2: 2})
