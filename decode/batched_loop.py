@@ -15,9 +15,10 @@ from decode.core.errors import UserError
 from decode.core.rng import Rng
 from decode.core.runner_protocol import Runner
 from decode.core.sampling import Warp
+from decode.core.system import System
 from decode.core.target import Target
 from decode.core.trace_metrics import Trace
-from decode.loop import Output, System, Text, check_prompt, round_of
+from decode.loop import Output, Text, check_prompt, round_of
 from decode.models.free_memory import rows_that_fit
 
 Place = tuple[Runner, Drafter]  # caches and drafter of one text at a time

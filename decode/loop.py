@@ -15,43 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.core.acceptance_rules import AcceptanceRule, Exact
-from decode.core.drafter_base import Asked, Drafter
+from decode.core.drafter_base import Asked
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.rng import Rng, TorchRng
 from decode.core.runner_protocol import synchronize
 from decode.core.sampling import Warp, one_hot
-from decode.core.stopping.batch_draft_length import DraftLengths
-from decode.core.stopping.stop_rules import StopRule
+from decode.core.system import System
 from decode.core.target import Target, score_together
 from decode.core.trace_metrics import Round, Trace
 from decode.verify import Measured, verify, verify_greedy
-
-
-@dataclass
-class System:
-    """A decoding method: a drafter, a stop rule and an acceptance rule."""
-
-    name: str
-    drafter: Drafter
-    stop: StopRule
-    rule: AcceptanceRule = field(default_factory=Exact)
-    # limits the drafts of all texts of a round to what pays; None: the stop rule alone ends them
-    lengths: DraftLengths | None = None
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the output has the target's distribution."""
-        return self.rule.exact
-
-    def reset(self) -> None:
-        """Forget everything adapted so far, the drafter's learned weights included."""
-        self.stop.reset()
-        self.rule.reset()
-        self.drafter.reset()
-        if self.lengths is not None:
-            self.lengths.reset()
 
 
 @dataclass
@@ -314,20 +287,8 @@ def decode(
     for result, new in rounds(target, system, warp, prompt, trace=out.trace, **options):
         out.ids += new
         if annotate:
-            out.written_by += who_wrote(result)[: len(new)]
+            out.written_by += result.written_by[: len(new)]
             out.rejected += [[] for _ in new]
             if len(new) == result.accepted + 1:
-                out.rejected[-1] = rejected_tokens(result)
+                out.rejected[-1] = result.rejected_at_end
     return out
-
-
-def who_wrote(result: Round) -> list[str]:
-    """``draft``, ``fix`` or ``target`` for each emitted token of a round."""
-    last = "fix" if rejected_tokens(result) else "target"
-    return ["draft"] * result.accepted + [last]
-
-
-def rejected_tokens(result: Round) -> list[int]:
-    """Drafted tokens that were proposed for the place of the round's last token."""
-    last = result.path[-1] if result.path else -1
-    return [t for t, parent in zip(result.draft.ids, result.draft.parents) if parent == last]

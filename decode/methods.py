@@ -9,11 +9,11 @@ from dataclasses import replace
 from decode.core.errors import UserError, choose
 from decode.core.stopping.batch_draft_length import DraftLengths, RoundCosts
 from decode.core.stopping.stop_rules import StopRule
+from decode.core.system import System
 from decode.core.target import tree_error
 from decode.drafters.acceptance_probe import advised
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.hybrid import HybridDrafter
-from decode.loop import System
 from decode.method_parts import (
     CHAINS_BY_MODEL,
     DRAFTERS,

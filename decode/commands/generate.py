@@ -28,7 +28,7 @@ from decode.core.errors import UserError
 from decode.core.rng import TorchRng
 from decode.core.target import Target
 from decode.core.trace_metrics import Round
-from decode.loop import rejected_tokens, rounds, who_wrote
+from decode.loop import rounds
 from decode.measure.bench.method_entries import exported_length
 from decode.measure.costs import machine
 from decode.method_parts import MethodInputs
@@ -163,8 +163,8 @@ def _pieces(
     for result, new in source:
         rejected: list[list[int]] = [[] for _ in new]
         if len(new) == result.accepted + 1:
-            rejected[-1] = rejected_tokens(result)
-        pieces = marked(detokenizer, new, who_wrote(result)[: len(new)], rejected, alone)
+            rejected[-1] = result.rejected_at_end
+        pieces = marked(detokenizer, new, result.written_by[: len(new)], rejected, alone)
         generation.ids += new
         writer = pieces[-1]["who"] if pieces else writer
         yield _note(generation, pieces)

@@ -1,7 +1,9 @@
 """Files that are either complete or not there: written to a temporary file in the same folder, then renamed."""
 
+import glob
 import json
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -57,13 +59,14 @@ def write_section(path: Path, name: str, text: str) -> None:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A temporary folder until the block is left; those of killed processes, which could not remove theirs, go too."""
-    for left in Path(tempfile.gettempdir()).glob("draftsmith-*-*"):
+    """A temporary folder until the block is left; those that killed processes of this machine left are removed."""
+    prefix = f"draftsmith-{platform.node()}-"  # another machine or container may share the folder, and has other pids
+    for left in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
         try:
-            os.kill(int(left.name.split("-")[1]), 0)
+            os.kill(int(left.name.removeprefix(prefix).split("-")[0]), 0)
         except ProcessLookupError:
             shutil.rmtree(left, ignore_errors=True)
         except (ValueError, OSError):  # not one of these folders, or of another user
             continue
-    with tempfile.TemporaryDirectory(prefix=f"draftsmith-{os.getpid()}-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-") as folder:
         yield Path(folder)

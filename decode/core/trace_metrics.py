@@ -95,6 +95,17 @@ class Round:
         """The tokens this round adds to the text."""
         return [*(self.draft.ids[i] for i in self.path), self.token]
 
+    @property
+    def rejected_at_end(self) -> list[int]:
+        """The drafted tokens that were proposed for the place of the last emitted token."""
+        last = self.path[-1] if self.path else -1
+        return [t for t, parent in zip(self.draft.ids, self.draft.parents) if parent == last]
+
+    @property
+    def written_by(self) -> list[str]:
+        """``draft``, ``fix`` (correction of a rejected draft) or ``target`` for each emitted token."""
+        return ["draft"] * self.accepted + ["fix" if self.rejected_at_end else "target"]
+
 
 @dataclass
 class Trace:

@@ -60,7 +60,7 @@ def marked(
     Args:
         detokenizer: holds what came before.
         tokens: the next tokens.
-        written_by: as `decode.loop.who_wrote` tells it.
+        written_by: as `Round.written_by` tells it.
         rejected: for each token the drafted ones that were rejected at its place; at most three are shown.
         alone: nobody drafts, so the target's tokens are no bonus.
     """

@@ -27,7 +27,8 @@ class ProgressiveStacking:
     """
 
     def __init__(self, model: PreTrainedModel, settings: StackingSettings, steps: int) -> None:
-        self._layers, self._first, self.copy_step = decoder_layers(model), settings.layers, int(settings.share * steps)
+        self._layers, self._first = decoder_layers(model), settings.layers
+        self._copy_step = int(settings.share * steps)
         if settings.layers >= len(self._layers):
             raise UserError(
                 f"target.stacking.layers is {settings.layers} and the target has {len(self._layers)} layers: wanted "
@@ -41,10 +42,10 @@ class ProgressiveStacking:
         The copies are made before the first step at full depth. Evaluation is of the whole model at any time.
         """
         layers = self._layers
-        if step == self.copy_step:
+        if step == self._copy_step:
             for number in range(self._first, len(layers)):
                 layers[number].load_state_dict(layers[number - self._first].state_dict())
-        above = list(layers[self._first :]) if step < self.copy_step else []
+        above = list(layers[self._first :]) if step < self._copy_step else []
         del layers[len(layers) - len(above) :]
         try:
             yield len(layers)

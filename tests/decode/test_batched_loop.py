@@ -23,10 +23,11 @@ from decode.core.runner_protocol import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping.batch_draft_length import DraftLengths, RoundCosts
 from decode.core.stopping.stop_rules import StopRule
+from decode.core.system import System
 from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
-from decode.loop import System, decode
+from decode.loop import decode
 from decode.method_parts import RULES, STOPS, MethodInputs
 from decode.models import free_memory
 from decode.models.loading.choose_runner import open_runner

@@ -17,8 +17,8 @@ from decode.core.runner_protocol import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping.stop_rules import StopRule, negative_entropy, token_probability
 from decode.core.stopping.thresholds import Fixed, MeanOfRejected
+from decode.core.system import System
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import System
 from decode.models.runners.fast_runner import fast_runner
 from decode.models.runners.huggingface_runner import HuggingFaceRunner
 from decode.models.runners.weight_packing import PackedLinear

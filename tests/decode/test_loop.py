@@ -20,9 +20,10 @@ from decode.core.rng import TorchRng
 from decode.core.runner_protocol import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping.stop_rules import StopRule
+from decode.core.system import System
 from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import System, decode, rounds
+from decode.loop import decode, rounds
 from decode.models.loading.choose_runner import open_runner
 from decode.models.runners.fast_architectures import supports
 from decode.models.runners.huggingface_runner import HuggingFaceRunner

@@ -18,10 +18,10 @@ from decode.core.sampling import Warp
 from decode.core.stopping.batch_draft_length import DraftLengths, RoundCosts
 from decode.core.stopping.stop_rules import StopRule, max_probability, negative_entropy, token_probability
 from decode.core.stopping.thresholds import Fixed, Threshold
+from decode.core.system import System
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
-from decode.loop import System
 from decode.method_parts import STOPS, MethodInputs
 
 TOLERANCE = 1e-12

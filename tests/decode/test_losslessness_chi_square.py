@@ -16,9 +16,10 @@ from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.stopping.stop_rules import StopRule, token_probability
 from decode.core.stopping.thresholds import Fixed
+from decode.core.system import System
 from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import System, decode
+from decode.loop import decode
 from decode.models.loading.choose_runner import open_runner
 
 

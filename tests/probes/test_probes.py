@@ -18,6 +18,7 @@ from decode.core.method_options import MethodOptions
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.stopping.stop_rules import Step
+from decode.core.system import System
 from decode.core.target import Target
 from decode.drafters.acceptance_probe import (
     AcceptanceProbe,
@@ -28,7 +29,7 @@ from decode.drafters.acceptance_probe import (
     save_probes,
     weight_sample,
 )
-from decode.loop import System, decode, rounds
+from decode.loop import decode, rounds
 from decode.method_parts import MethodInputs
 from decode.methods import build
 from decode.models.batched_generation import draws_named, write_texts

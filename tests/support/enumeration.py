@@ -17,9 +17,10 @@ from decode.core.proposal import Draft
 from decode.core.rng import Rng
 from decode.core.runner_protocol import Runner
 from decode.core.sampling import Warp
+from decode.core.system import System
 from decode.core.target import Target
 from decode.core.trace_metrics import Trace
-from decode.loop import System, decode
+from decode.loop import decode
 
 Distribution = dict[tuple[int, ...], float]
 NEGLIGIBLE = 1e-17  # branches of less mass are rounding noise; ten thousand of them stay below the tolerance

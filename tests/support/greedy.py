@@ -7,8 +7,9 @@ from transformers import PreTrainedModel
 
 from decode.core.runner_protocol import Runner
 from decode.core.sampling import Warp
+from decode.core.system import System
 from decode.core.target import Target
-from decode.loop import System, decode
+from decode.loop import decode
 
 GREEDY = Warp()
 PROMPTS = [[3, 7, 1, 9], [1, 2, 3, 1, 2, 3, 1, 2]]

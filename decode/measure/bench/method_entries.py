@@ -11,8 +11,9 @@ from decode.core.acceptance_rules import JensenShannon
 from decode.core.errors import UserError
 from decode.core.method_options import MethodOptions, split_spec
 from decode.core.rng import TorchRng
+from decode.core.system import System
 from decode.core.target import Target
-from decode.loop import Output, System, decode
+from decode.loop import Output, decode
 from decode.measure.bench.session import BASELINE, Session
 from decode.measure.bench.transformers_baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES, TransformersBaseline
 from decode.measure.bootstrap_statistics import Record, TimedText

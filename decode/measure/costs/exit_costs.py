@@ -13,10 +13,11 @@ from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.stopping.stop_rules import Confidence, StopRule, token_probability
 from decode.core.stopping.thresholds import Fixed
+from decode.core.system import System
 from decode.core.target import Target
 from decode.core.trace_metrics import Trace
 from decode.drafters.early_exit import EarlyExitDrafter
-from decode.loop import System, rounds
+from decode.loop import rounds
 from decode.measure.costs.cost_model import CostModel
 from decode.models.layer_locations import decoder_layers
 from decode.models.runners.fast_runner import FastRunner

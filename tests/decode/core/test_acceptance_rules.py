@@ -27,10 +27,11 @@ from decode.core.proposal import Draft
 from decode.core.rng import Rng, TorchRng
 from decode.core.sampling import Warp
 from decode.core.stopping.stop_rules import StopRule
+from decode.core.system import System
 from decode.core.target import Target
 from decode.core.trace_metrics import Round
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import System, decode
+from decode.loop import decode
 
 Probs = list[Fraction]
 

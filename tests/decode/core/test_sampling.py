@@ -19,10 +19,11 @@ from decode.core.errors import UserError
 from decode.core.rng import TorchRng
 from decode.core.sampling import TopP, Warp, argmax, one_hot
 from decode.core.stopping.stop_rules import StopRule
+from decode.core.system import System
 from decode.core.target import Target
 from decode.core.trace_metrics import Trace
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import System, rounds
+from decode.loop import rounds
 from decode.method_parts import MethodInputs
 from decode.methods import build
 from decode.models.loading.choose_runner import open_runner

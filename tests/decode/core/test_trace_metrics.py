@@ -12,10 +12,11 @@ from decode.core.proposal import Draft
 from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.stopping.stop_rules import StopRule
+from decode.core.system import System
 from decode.core.target import Target
 from decode.core.trace_metrics import FORMULAS, Round, Trace
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import System, decode, rejected_tokens, who_wrote
+from decode.loop import decode
 from decode.models.loading.choose_runner import open_runner
 
 
@@ -49,11 +50,11 @@ def test_tested_positions_are_the_accepted_ones_and_the_first_refused(
 
 def test_authors_and_rejected_tokens_of_a_tree_round() -> None:
     result = make_round([5, 6, 7, 8], [-1, -1, 0, 0], [0])
-    assert who_wrote(result) == ["draft", "fix"]
-    assert rejected_tokens(result) == [7, 8]
+    assert result.written_by == ["draft", "fix"]
+    assert result.rejected_at_end == [7, 8]
     result = make_round([5, 6, 7, 8], [-1, -1, 0, 0], [0, 3])
-    assert who_wrote(result) == ["draft", "draft", "target"]
-    assert rejected_tokens(result) == []
+    assert result.written_by == ["draft", "draft", "target"]
+    assert result.rejected_at_end == []
 
 
 def example() -> Trace:

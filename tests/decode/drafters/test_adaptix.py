@@ -9,10 +9,10 @@ from stores import build_trigram_table
 from decode.core.errors import UserError
 from decode.core.rng import TorchRng
 from decode.core.stopping.stop_rules import StopRule
+from decode.core.system import System
 from decode.drafters.adaptix.drafter import TrigramDrafter
 from decode.drafters.adaptix.ngrams import NgramTable
 from decode.drafters.adaptix.search import C1, C2, most_visited, search
-from decode.loop import System
 
 RNG, STOP = TorchRng(seed=0), StopRule()
 

@@ -13,9 +13,10 @@ from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.stopping.stop_rules import StopRule, max_probability, token_probability
 from decode.core.stopping.thresholds import Fixed
+from decode.core.system import System
 from decode.core.target import Target
 from decode.drafters.early_exit import EarlyExitDrafter
-from decode.loop import System, decode, rounds
+from decode.loop import decode, rounds
 from decode.method_parts import MethodInputs
 from decode.methods import build
 from decode.models.loading.choose_runner import open_runner

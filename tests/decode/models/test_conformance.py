@@ -19,8 +19,9 @@ from decode.core.drafter_base import NoDrafter
 from decode.core.errors import UserError
 from decode.core.method_options import MethodOptions
 from decode.core.stopping.stop_rules import StopRule
+from decode.core.system import System
 from decode.core.target import Target
-from decode.loop import System, decode
+from decode.loop import decode
 from decode.method_parts import MethodInputs
 from decode.methods import build
 from decode.models.loading.choose_runner import compare, open_runner

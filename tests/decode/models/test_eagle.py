@@ -26,10 +26,11 @@ from decode.core.sampling import Warp
 from decode.core.stopping.batch_draft_length import DraftLengths, RoundCosts
 from decode.core.stopping.stop_rules import StopRule, negative_entropy
 from decode.core.stopping.thresholds import MeanOfRejected
+from decode.core.system import System
 from decode.core.target import Target
 from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter
 from decode.drafters.hybrid import HybridDrafter
-from decode.loop import Output, System, decode
+from decode.loop import Output, decode
 from decode.measure.offline_acceptance import offline_alpha
 from decode.method_parts import MethodInputs
 from decode.methods import build

@@ -13,10 +13,11 @@ from decode.core.drafter_base import Drafter
 from decode.core.runner_protocol import Runner
 from decode.core.sampling import Warp
 from decode.core.stopping.stop_rules import StopRule
+from decode.core.system import System
 from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.hybrid import HybridDrafter
-from decode.loop import System, decode
+from decode.loop import decode
 from decode.method_parts import STOPS, MethodInputs
 from decode.models.loading.choose_runner import open_runner
 from decode.models.runners.fast_runner import FastRunner

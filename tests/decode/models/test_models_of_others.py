@@ -23,9 +23,10 @@ from decode.core.rng import TorchRng
 from decode.core.sampling import Warp
 from decode.core.stopping.stop_rules import StopRule, token_probability
 from decode.core.stopping.thresholds import Fixed
+from decode.core.system import System
 from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import System, decode
+from decode.loop import decode
 from decode.measure.bench.method_entries import plan
 from decode.measure.bench.session import BenchOptions
 from decode.method_parts import STOPS, MethodInputs
