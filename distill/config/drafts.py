@@ -81,7 +81,7 @@ class AdaSpecSettings:
     """Weight of each token's loss, from the draft's own acceptances at that step and the rounds of decoding that follow
     from them. none: all alike. tested: the chance that decoding tests a drafted token there. rounds: how many rounds
     its acceptance would save; with divergence tv the loss has the gradient of the expected number of rounds, so what is
-    trained is the block efficiency itself. For draft models."""
+    trained is the block efficiency itself. Feature heads: of each drafting step by its own, in place of eagle.decay."""
     block: PositiveInt = 7
     """Of weigh_by: drafted tokens in a round."""
 

@@ -121,12 +121,6 @@ class Settings:
         self.draft.validate("draft")
         for index, comparison in enumerate(self.comparisons):
             comparison.validate(f"comparisons[{index}]")
-        weighed = [draft.name for draft in (self.draft, *self.comparisons) if draft.weigh_by != "none"]
-        if self.eagle.enabled and weighed:
-            raise UserError(
-                f"weigh_by of {weighed[0]} is set, which is for draft models: the acceptance of a feature head differs "
-                "from one drafted token to the next. Leave it at none"
-            )
         check_names(self.draft, self.comparisons)
         self.evaluation.validate()
         self.trainer.validate()

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from decode.core.errors import UserError
 from decode.core.method_options import Seed
-from decode.measure.offline_acceptance import OfflineAlpha, offline_alpha, prompt_numbers
+from decode.measure.offline_acceptance import OfflineAlpha, offline_alphas, prompt_numbers
 from decode.models.loading.generation_config import own_warp
 from decode.models.loading.open_model import open_draft
 from distill.config.drafts import ComparisonSettings
@@ -25,7 +25,7 @@ from distill.config.run_settings import Settings
 from distill.core.file_fingerprints import fingerprint
 from distill.core.run_dir import account_of
 from distill.data.stage_context import StageContext
-from distill.experiments.ablation_table import Measured, write_table
+from distill.experiments.ablation_table import DRAFTED, Measured, write_table
 from distill.experiments.target_texts import Text, target_texts
 from distill.pipeline.run_pipeline import alone_in, run_of
 from distill.pipeline.run_stages import run_stages
@@ -132,19 +132,23 @@ class Meter:
         )
         return texts
 
-    def measure(self, draft: str) -> dict[str, OfflineAlpha]:
-        """Acceptance of a draft in every mode."""
-        return {mode: self._alpha(draft, mode, temperature) for mode, temperature in MODES.items()}
+    def measure(self, draft: str) -> dict[str, list[OfflineAlpha]]:
+        """Acceptance of a draft in every mode, of a feature head's sampled one as first, second, … drafted token."""
+        depth = DRAFTED if self.bench.settings.eagle.enabled else 1
+        return {mode: self._alphas(draft, mode, depth if mode == "sampled" else 1) for mode in MODES}
 
-    def _alpha(self, draft: str, mode: str, temperature: float) -> OfflineAlpha:
+    def _alphas(self, draft: str, mode: str, depth: int) -> list[OfflineAlpha]:
         texts = [text for text in self.texts[mode] if len(text[0]) > text[1]]
         ends = np.cumsum([len(ids) - start for ids, start in texts])
 
         def parts() -> Iterator[tuple[slice, Array]]:
             model = open_draft(self.bench.run.path(draft), self.target, self.bench.corpus.tokenizer)
-            found = offline_alpha(self.target, model, texts, own_warp(self.target, temperature, {}))
-            yield slice(None), np.concatenate([np.asarray(text) for text in found.texts])
+            warp = own_warp(self.target, MODES[mode], {})
+            found = offline_alphas(self.target, {draft: model}, texts, warp, depth=depth)[draft]
+            yield slice(None), np.stack([np.concatenate([np.asarray(text) for text in of.texts]) for of in found], 1)
 
-        made_from = fingerprint(self.keys[draft], self.made_from[mode])
-        values: Any = cached(self.folder / f"{draft}-{mode}.npy", made_from, (int(ends[-1]),), parts(), "float64")
-        return OfflineAlpha([part.tolist() for part in np.split(values, ends[:-1])], prompt_numbers(texts))
+        made_from = fingerprint(self.keys[draft], self.made_from[mode], depth)
+        shape = (int(ends[-1]), depth)
+        values: Any = cached(self.folder / f"{draft}-{mode}.npy", made_from, shape, parts(), "float64")
+        prompts = prompt_numbers(texts)
+        return [OfflineAlpha([part.tolist() for part in np.split(of, ends[:-1])], prompts) for of in values.T]

@@ -42,13 +42,16 @@ class Measured:
 
     names: list[str]  # Variants in order; the first is the baseline, the second the one that others would have to beat
     alphas: dict[str, dict[str, dict[int, OfflineAlpha]]] = field(default_factory=dict)  # By variant, mode and seed
+    # By variant and seed: the sampled acceptance of a feature head as second, third, … drafted token
+    deeper: dict[str, dict[int, list[OfflineAlpha]]] = field(default_factory=dict)
     # By variant: its settings, and of each seed steps, teacher tokens and seconds
     about: dict[str, Row] = field(default_factory=dict)
 
-    def add(self, name: str, settings: Row, seed: int, alphas: dict[str, OfflineAlpha], used: Row) -> None:
-        """Takes in a draft."""
-        for mode, alpha in alphas.items():
-            self.alphas.setdefault(name, {}).setdefault(mode, {})[seed] = alpha
+    def add(self, name: str, settings: Row, seed: int, alphas: dict[str, list[OfflineAlpha]], used: Row) -> None:
+        """Takes in a draft: in each mode its acceptance as first, second, … drafted token."""
+        for mode, by_depth in alphas.items():
+            self.alphas.setdefault(name, {}).setdefault(mode, {})[seed] = by_depth[0]
+        self.deeper.setdefault(name, {})[seed] = alphas["sampled"][1:]
         self.about.setdefault(name, {"settings": settings, "used": {}})["used"][seed] = used
 
     def gain(self, name: str, over: str, mode: str = "sampled") -> Row:
@@ -68,13 +71,13 @@ class Measured:
 
     def _per_token(self, name: str) -> dict[int, OfflineAlpha]:
         """By seed, the rounds of each text spread over its tokens."""
-        sampled = self.alphas.get(name, {}).get("sampled", {})
-        return {
-            seed: OfflineAlpha(
-                [[replay(text, DRAFTED)[0] / len(text)] * len(text) for text in alpha.texts], alpha.prompts
-            )
-            for seed, alpha in sampled.items()
-        }
+        found = {}
+        for seed, alpha in self.alphas.get(name, {}).get("sampled", {}).items():
+            deeper = [of.texts for of in self.deeper[name][seed]]
+            rounds = [replay(text, DRAFTED, [of[i] for of in deeper])[0] for i, text in enumerate(alpha.texts)]
+            texts = [[count / len(text)] * len(text) for count, text in zip(rounds, alpha.texts)]
+            found[seed] = OfflineAlpha(texts, alpha.prompts)
+        return found
 
     def rows(self) -> list[Row]:
         """One a variant that has a draft."""

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from distill.config.run_settings import Settings
@@ -40,18 +40,19 @@ def adopt(
             source = donor.path(stage)
             run.put(stage, record, lambda path, source=source: _link(source, path))  # type: ignore[misc]
             if ranks.is_first():
-                _signals(donor, run)
+                _take_over_data(donor, run)
             taken[stage] = source
     return taken
 
 
-def _signals(donor: RunDir, run: RunDir) -> None:
-    """The cached signals of the target and the reference; each carries the fingerprint that it is good for."""
-    for file in sorted((donor.work / "signals").glob("*")):
-        place = run.work / "signals" / file.name
-        if not file.name.startswith(".") and not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            _link_file(str(file), str(place))
+def _take_over_data(donor: RunDir, run: RunDir) -> None:
+    """Signals and texts of the target; each file carries the fingerprint of what it is good for."""
+    for folder, take in TAKEN.items():
+        for file in sorted((donor.work / folder).glob("*")):
+            place = run.work / folder / file.name
+            if not file.name.startswith(".") and not place.exists():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                take(str(file), str(place))
 
 
 def _link(source: Path, path: Path) -> None:
@@ -67,3 +68,12 @@ def _link_file(source: str, path: str) -> None:
         os.link(source, path)
     except OSError:  # another file system, or one without links
         shutil.copy2(source, path)
+
+
+# folders of a run's work, and how their files are taken over: a run adds lines to the texts, so it has its own
+TAKEN: dict[str, Callable[[str, str], object]] = {
+    "signals": _link_file,
+    "prompts": shutil.copy2,
+    "responses": shutil.copy2,
+    "original": shutil.copy2,
+}

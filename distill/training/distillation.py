@@ -1,7 +1,7 @@
 """Distillation as a Lightning module: DistillSpec and, with a selection of tokens, AdaSPEC."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from decode.models.eagle.head import FeatureHead
 from distill.config.training import TrainingSettings
 from distill.data.batches.gradient_accumulation import OptimizerStep
-from distill.data.batches.token_dataset import Batch, example_of_rows
+from distill.data.batches.token_dataset import Batch, example_of_rows, label_mask
 from distill.eagle.target_features import FeatureSource
 from distill.losses.chunked_kl import LossRequest, LossRows, fused_loss, plain_loss
 from distill.losses.draft_outputs import Drafted
@@ -71,14 +71,20 @@ class DistillModule(TrainingModule):
     ) -> list[tuple[Drafted, LossRows]]:
         """The losses of a batch's label rows, in each drafting step."""
         found, step = [], batch.get("step")
-        for number, drafted in enumerate(self.drafted(batch, training=training)):
+        steps: Iterable[Drafted] = self.drafted(batch, training=training)
+        weights: list[Tensor] = []
+        if objective.weigh is not None:
+            steps = list(steps)
+            weights = self._position_weights(batch, steps, objective.weigh)
+        for number, drafted in enumerate(steps):
             request = objective.request(
                 self.global_step, drafted, step.responses if step is not None else None, metrics=metrics
             )
             if step is not None and request.choose is not None and step.parts > 1:
                 request = self._choose_in_step(request, objective, drafted, step, number)
-            if objective.weigh is not None:
-                request = self._weighed(request, objective.weigh, drafted)
+            if weights:
+                own = weights[number]
+                request = replace(request, weights=own if request.weights is None else request.weights * own)
             found.append((drafted, self._loss(drafted, request)))
             if not training:
                 break
@@ -132,12 +138,20 @@ class DistillModule(TrainingModule):
         return fused_loss(drafted.hidden, drafted.head, drafted.target, request, compiled=compiled)
 
     @torch.no_grad()
-    def _weighed(self, request: LossRequest, weigh: BlockWeights, drafted: Drafted) -> LossRequest:
-        """With the weights that follow from the acceptances of the weights as they are."""
-        now = self._loss(drafted, LossRequest(request.divergence, mass=drafted.mass))
-        assert now.alpha is not None
-        weights = weigh(now.alpha, drafted.sequence)
-        return replace(request, weights=weights if request.weights is None else request.weights * weights)
+    def _position_weights(self, batch: Batch, steps: list[Drafted], weigh: BlockWeights) -> list[Tensor]:
+        """Weights of the rows of each drafting step, from the acceptances of the draft as it is.
+
+        A row that a step does not draft, as where a head has no id for the target's token, counts as rejected.
+        """
+        sequence = example_of_rows(batch, label_mask(batch["labels"]))
+        alpha = torch.zeros(len(sequence), len(steps), device=self.device)
+        rows = [slice(None) if drafted.rows is None else drafted.rows for drafted in steps]
+        for number, (drafted, place) in enumerate(zip(steps, rows)):
+            now = self._loss(drafted, LossRequest(self.objective.divergence, mass=drafted.mass)).alpha
+            assert now is not None
+            alpha[place, number] = now.to(alpha.dtype)
+        weights = weigh(alpha, sequence)
+        return [weights[place, number] for number, place in enumerate(rows)]
 
     def _choose_in_step(
         self, request: LossRequest, objective: Objective, drafted: Drafted, step: OptimizerStep, number: int

@@ -49,8 +49,8 @@ class HeadModule(DistillModule):
         )
 
     def weight(self, number: int) -> float:
-        """decayⁱ."""
-        return self.settings.decay**number
+        """decayⁱ; 1 where weights by position tell how much each drafting step counts."""
+        return self.settings.decay**number if self.objective.weigh is None else 1.0
 
     def _step_loss(
         self, drafted: Drafted, found: LossRows, step: OptimizerStep | None, selection: Selection | None

@@ -375,8 +375,9 @@ def test_an_adapter_and_sharding_are_refused(tmp_path: Path) -> None:
 
 
 def test_heads_are_trained_with_everything_that_drafts_are(tmp_path: Path) -> None:
-    """Top-k and bfloat16 signals, another divergence, Muon, a selection over accumulated batches, labels on prompts."""
-    settings = head_settings(tmp_path, "eagle3", draft=AdaSpecSettings(name="wide", scope="global", divergence="kl_tv"))
+    """Top-k and bfloat16 signals, another divergence, Muon, a weighted selection over accumulated batches, prompts."""
+    wide = AdaSpecSettings(name="wide", scope="global", divergence="kl_tv", weigh_by="rounds", block=4)
+    settings = head_settings(tmp_path, "eagle3", draft=wide)
     reference = settings.reference
     reference.signal, reference.signal_dtype, reference.signal_k = "topk", "bfloat16", 16
     reference.divergence, reference.training.optimizer, reference.training.prompt_loss = "lk_hybrid", "muon", True

@@ -154,7 +154,7 @@ def measured(gains: dict[str, list[float]]) -> Measured:
         for seed, gain in enumerate(by_seed):
             alpha = OfflineAlpha([[0.5 + gain + (gain != 0) * wiggle] * 3 for wiggle in noise])
             used = {"optimiser_steps": 1, "teacher_tokens": 2, "selected_tokens": 1, "seconds": 3.0}
-            found.add(name, asdict(AdaSpecSettings()), seed, {"sampled": alpha, "greedy": alpha}, used)
+            found.add(name, asdict(AdaSpecSettings()), seed, {"sampled": [alpha], "greedy": [alpha]}, used)
     return found
 
 
@@ -174,6 +174,17 @@ def test_the_verdict_names_a_winner_only_beyond_twice_the_error() -> None:
     assert verdict(measured(base | {"x": [0.02, 0.022]}).rows()).startswith(f"{told} x beats AdaSPEC: +0.0100 ± ")
     assert verdict(measured(base | {"x": [0.02, 0.002]}).rows()).startswith(f"{told} No variant beats AdaSPEC")
     assert verdict(measured(base | {"x": [0.001, 0.002]}).rows()).endswith("seeds.")
+
+
+def test_the_block_efficiency_of_a_head_follows_each_drafted_token_s_own_acceptance() -> None:
+    found = measured({"eagle": [0.0]})
+    first, second = ([[a] * 3 for a in alphas] for alphas in ((0.9, 0.8), (0.2, 0.1)))
+    used = {"optimiser_steps": 1, "teacher_tokens": 2, "selected_tokens": 1, "seconds": 3.0}
+    by_depth = [OfflineAlpha(first), OfflineAlpha(second)]
+    found.add("eagle", {}, 0, {"sampled": by_depth, "greedy": by_depth[:1]}, used)
+    rounds = sum(replay(text, 7, [deep])[0] for text, deep in zip(first, second))
+    assert found.rows()[0]["block_efficiency"] == pytest.approx(6 / rounds)
+    assert rounds > sum(replay(text, 7)[0] for text in first)
 
 
 def test_the_block_efficiency_s_gain_is_that_of_replayed_rounds() -> None:
@@ -197,13 +208,10 @@ def test_texts_of_one_prompt_are_one_observation() -> None:
     assert prompt_numbers([([1, 2, 3], 2), ([1, 3, 3], 2), ([1, 2, 4], 2)]) == [0, 1, 0]
 
 
-def test_weights_by_rounds_train_another_draft_and_are_not_for_heads(tmp_path: Path) -> None:
+def test_weights_by_rounds_train_another_draft(tmp_path: Path) -> None:
     plain = ComparisonSettings(name="plain", method="distillspec", k=1.0, iso="epochs", divergence="kl_tv")
     settings = tiny_settings(tmp_path, comparisons=[plain, replace(plain, name="rounds", weigh_by="rounds")])
     assert "weigh_by" not in plain.key()
     _, run, _ = run_tiny(settings)
     weights = {name: (run.path(name) / "model.safetensors").read_bytes() for name in ("plain", "rounds")}
     assert weights["plain"] != weights["rounds"]
-    settings.eagle.kind = "eagle3"
-    with pytest.raises(UserError, match="weigh_by of rounds is set, which is for draft models"):
-        settings.validate()

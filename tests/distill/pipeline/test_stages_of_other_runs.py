@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from tiny_run import run_tiny, tiny_settings
@@ -25,3 +26,21 @@ def test_stages_made_from_other_inputs_are_not_taken_over_and_a_donor_made_anew_
     assert (taker.target / "model.safetensors").read_bytes() == kept
     record = taker.record("target")
     assert record is not None
+
+
+def test_the_targets_answers_are_taken_over_as_a_copy_that_the_donor_does_not_share(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path / "a", comparisons=[])
+    settings.reference.responses.source = "target"
+    _, donor, _ = run_tiny(settings)
+    written = donor.work / "responses/train.jsonl"
+    kept = written.read_bytes()
+    taker = RunDir(tmp_path / "b/tiny")
+    other = tiny_settings(tmp_path / "b", comparisons=[])
+    other.reference = replace(settings.reference, signal="topk")
+    adopt(taker, other, [donor])
+    own = taker.work / "responses/train.jsonl"
+    assert own.read_bytes() == kept
+    _, _, printed = run_tiny(other)
+    assert "the target's responses" not in printed
+    own.write_bytes(kept + b"more")
+    assert written.read_bytes() == kept
