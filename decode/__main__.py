@@ -41,15 +41,15 @@ def _overview() -> str:
 
 
 def _list_methods() -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from decode.core.progress import output_console
     from decode.methods import METHODS, is_lossless
 
     table = Table("method", "drafter", "stop rule", "acceptance rule", "output", box=None, pad_edge=False)
     for name, components in METHODS.items():
         table.add_row(name, *components, "[green]lossless" if is_lossless(name) else "[yellow]relaxed")
-    Console().print(table)
+    output_console().print(table)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -71,12 +71,11 @@ def main(argv: list[str] | None = None) -> None:
     from distill.pipeline.run_pipeline import run_pipeline, show_example
 
     if measure:
-        from rich.console import Console
-
+        from decode.core.progress import output_console
         from distill.pipeline.time_and_memory_estimate import measured_estimate
         from distill.pipeline.time_and_memory_estimate import show as show_estimate
 
-        console = Console()
+        console = output_console()
         return show_estimate(measured_estimate(settings, console), settings, console)
     if dry_run:
         from distill.pipeline.dry_run import shrink

@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
 from decode.core.atomic_files import read_json
+from decode.core.progress import output_console
 from decode.core.sampling import Warp
 from decode.drafters.acceptance_probe import AcceptanceProbe, save_probes
 from decode.measure.bootstrap_statistics import plain
@@ -48,7 +49,7 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
         UserError: settings, data or models that cannot be used, or another process at work in the run's folder.
     """
     settings.validate()
-    console = console or Console()
+    console = console or output_console()
     began, threads, run = time.monotonic(), torch.get_num_threads(), run_of(settings)
     try:
         with alone_in(run, settings, console):

@@ -20,6 +20,7 @@ from decode.commands.generated_text import LEGEND, STYLES, Generation, colored
 from decode.commands.settings import DemoSettings, GenerateSettings
 from decode.commands.settings_checks import open_pair
 from decode.core.errors import UserError
+from decode.core.progress import output_console
 from decode.methods import METHODS
 from decode.models.eagle.head import FeatureHead
 from decode.models.loading.target_and_draft import Pair
@@ -117,7 +118,7 @@ def run(settings: DemoSettings) -> None:
     Raises:
         UserError: no draft, or models that do not fit each other.
     """
-    console = Console(highlight=False)
+    console = output_console(highlight=False)
     if settings.draft is None and METHODS.get(settings.method or "vanilla", ("model",))[0] == "model":
         raise UserError("demo compares decoding without and with a draft; give --draft D, or --method prompt-lookup")
     drafted = open_pair(settings, settings.draft)

@@ -20,7 +20,7 @@ from decode.commands.settings_checks import (
     told_chat,
     use_chat,
 )
-from decode.core.progress import working
+from decode.core.progress import output_console, working
 from decode.core.trace_metrics import FORMULAS
 from decode.measure.bench.pair_profile import PairProfile, profile_pair
 from decode.measure.bench.session import Session
@@ -81,7 +81,7 @@ def run(settings: ProfileSettings) -> None:
 
 def show(found: PairProfile, threads: str, packing: Sequence[str] = ()) -> None:
     """The profile for a terminal."""
-    console = Console(highlight=False)
+    console = output_console(highlight=False)
     cost = found.cost
     console.print("\n".join([machine.sentence(found.machine), threads, *packing]), soft_wrap=True)
     facts = Table(box=None, pad_edge=False, show_header=False)

@@ -6,13 +6,14 @@ items, `Progress` for several pieces after one another. Code further down report
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -21,7 +22,14 @@ from rich.text import Text
 
 Item = TypeVar("Item")
 
+
 EVERY = 20.0  # seconds between two lines
+
+
+def output_console(width: int = 130, **options: Any) -> Console:
+    """A console for standard output; `width` is that of a file or pipe, which has none of its own."""
+    console = Console(**options)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=width, **options)
 
 
 class Work:

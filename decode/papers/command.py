@@ -14,6 +14,7 @@ from decode.commands.bench.dry_run import shrink
 from decode.commands.bench.settings import BenchSettings, bench_settings
 from decode.core.atomic_files import write_text
 from decode.core.errors import UserError, choose
+from decode.core.progress import output_console
 from decode.methods import PROBED
 from decode.papers import Paper, papers
 from decode.papers.claims import Ordering
@@ -37,8 +38,7 @@ def run(settings: PaperSettings) -> None:
         raise UserError(f"no paper is named; give one of {', '.join(papers())}: python -m decode paper adasd")
     name, paper = str(settings.paper), choose("paper", str(settings.paper), papers())
     choose("scale", settings.scale, dict.fromkeys(SCALES))
-    console = Console()
-    console = console if console.is_terminal else Console(width=200)
+    console = output_console(width=200)
     if settings.scale == "gpu-small" and not settings.dry_run and not torch.cuda.is_available():
         raise UserError("gpu-small measures on a GPU, and torch sees none here; take --scale quickstart")
     folder = Path(settings.output or f"runs/papers/{name}-{settings.scale}{'-dry-run' * settings.dry_run}")

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from decode.core.errors import UserError
 from decode.core.method_options import Seed
+from decode.core.progress import output_console, working
 from decode.measure.offline_acceptance import OfflineAlpha, offline_alphas, prompt_numbers
 from decode.models.loading.generation_config import own_warp
 from decode.models.loading.open_model import open_draft
@@ -71,7 +72,7 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
     """
     settings.validate()
     settings.ablation.validate()
-    console, made = console or Console(), variants(settings)
+    console, made = console or output_console(), variants(settings)
     drafts = [
         replace(variant, name=drafted(name, seed), seed=seed)
         for seed in settings.ablation.seeds
@@ -144,7 +145,8 @@ class Meter:
         def parts() -> Iterator[tuple[slice, Array]]:
             model = open_draft(self.bench.run.path(draft), self.target, self.bench.corpus.tokenizer)
             warp = own_warp(self.target, MODES[mode], {})
-            found = offline_alphas(self.target, {draft: model}, texts, warp, depth=depth)[draft]
+            with working(self.bench.console, f"  acceptance of {draft}, {mode}"):
+                found = offline_alphas(self.target, {draft: model}, texts, warp, depth=depth)[draft]
             yield slice(None), np.stack([np.concatenate([np.asarray(text) for text in of.texts]) for of in found], 1)
 
         made_from = fingerprint(self.keys[draft], self.made_from[mode], depth)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from decode.core.errors import UserError
-from decode.core.progress import working
+from decode.core.progress import output_console, working
 from decode.core.runner_protocol import synchronize
 from decode.measure.costs import machine
 from decode.models.loading.open_model import load_model
@@ -96,7 +96,7 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
     settings.validate()
     settings.speed.validate()
     hf_logging.disable_progress_bar()
-    console, threads = console or Console(), settings.threads or torch.get_num_threads()
+    console, threads = console or output_console(), settings.threads or torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         with working(console, "models and data"):
             job, about = _prepare(settings, Path(folder))

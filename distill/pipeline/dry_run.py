@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 from decode.commands.bench.dry_run import row_with, save_tiny, tiny_model, write_rows
+from decode.core.progress import output_console
 from decode.prompts.data_presets import PRESETS
 from distill.config.data import DataSettings
 from distill.config.export import HubSettings
@@ -47,7 +48,7 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
         UserError: The settings are refused as they are.
     """
     settings.validate()
-    console = console or Console()
+    console = console or output_console()
     small = copy.deepcopy(settings)
     small.name = f"{settings.name}-dry-run"
     folder = Path(small.output_dir) / small.name

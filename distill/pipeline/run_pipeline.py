@@ -15,7 +15,7 @@ from transformers.utils import logging as hf_logging
 
 from decode.core.atomic_files import read_json, write_text
 from decode.core.errors import UserError
-from decode.core.progress import working
+from decode.core.progress import output_console, working
 from distill.config.drafts import PLAIN
 from distill.config.run_settings import Settings
 from distill.core import ranks
@@ -53,7 +53,7 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> RunDir:
         UserError: Settings, data or models that cannot be used.
     """
     settings.validate()
-    console = (console or Console()) if ranks.is_first() else Console(quiet=True)
+    console = (console or output_console()) if ranks.is_first() else Console(quiet=True)
     run = run_of(settings)
     if settings.eagle.enabled:
         check_head_path(run.export, settings.eagle.version)
@@ -91,7 +91,7 @@ def alone_in(run: RunDir, settings: Settings, console: Console | None = None) ->
         if ranks.is_first():
             for left in [*run.folder.glob(".tmp-*"), *run.work.rglob(".tmp-*"), *run.work.glob("failed-*.txt")]:
                 remove(left)
-        fetch_models(settings, console or Console())
+        fetch_models(settings, console or output_console())
         yield
 
 
@@ -147,7 +147,7 @@ def run_of(settings: Settings) -> RunDir:
 def show_example(settings: Settings, console: Console | None = None) -> None:
     """Prints one training example with its label mask, as the stages will see it."""
     settings.validate()
-    console = console or Console()
+    console = console or output_console()
     fetch_models(settings, console)
     run = RunDir(Path(settings.output_dir) / settings.name)
     corpus = StageContext(settings, run, console, keep_corpus=False).corpus

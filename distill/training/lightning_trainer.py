@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from decode.core.progress import output_console
 from decode.models.layer_locations import decoder_layers
 from distill.config.training import TrainerSettings
 from distill.core import ranks
@@ -64,7 +65,7 @@ def fit(
         The learning curve, ``{"step": ..., metric: value, ...}`` for every validation, step 0 included; and the
         seconds of training, those before an interruption included as far as checkpoints know.
     """
-    console = console or Console()
+    console = console or output_console()
     checkpoint = newest_sound(work, lambda text: console.print(f"  {text}"))
     if settings.gradient_checkpointing and isinstance(module.model, PreTrainedModel):
         checkpoint_layers(module.model)

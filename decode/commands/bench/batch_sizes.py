@@ -5,11 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from decode.commands.bench.settings import BenchSettings
 from decode.commands.settings_checks import open_suites
-from decode.core.progress import working
+from decode.core.progress import output_console, working
 from decode.measure.bench.compare_batch_sizes import FILLED, BatchBenchmark
 from decode.measure.bench.method_entries import BenchEntry
 from decode.measure.bench.session import Session
@@ -49,8 +47,7 @@ def measure(
     bench = BatchBenchmark(session)
     if folder is None:
         return bench.run(suites, entries, settings.batch_sizes, prompts=settings.limit)
-    console = Console()
-    console = console if console.is_terminal else Console(width=130)  # a file or pipe has no width of its own
+    console = output_console()
     left_out = {e.label for e in entries if e.method in TRANSFORMERS_BASELINES and e.method != "generate"}
     if left_out:
         console.print(f"{', '.join(sorted(left_out))}: transformers decodes one text at a time with these; left out")

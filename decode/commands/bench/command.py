@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from decode.commands.bench.batch_sizes import enough_prompts, measure, with_defaults
 from decode.commands.bench.checkpoint import Checkpoint, draft_names
 from decode.commands.bench.settings import BenchSettings
@@ -30,7 +28,7 @@ from decode.commands.settings_checks import (
     use_chat,
 )
 from decode.core.method_options import split_spec
-from decode.core.progress import working
+from decode.core.progress import output_console, working
 from decode.drafters.corpus_files import join_documents
 from decode.measure.bench.compare_methods import Benchmark
 from decode.measure.bench.method_entries import BenchEntry, plan
@@ -129,8 +127,7 @@ def run(settings: BenchSettings) -> None:
         UserError: before anything is loaded, if something is unknown or missing, or results cannot be written.
         KeyboardInterrupt: passed on, after what was measured has been printed and written.
     """
-    console = Console()
-    console = console if console.is_terminal else Console(width=130)  # a file or pipe has no width of its own
+    console = output_console()
     settings = with_defaults(settings) if settings.batch_sizes else settings
     methods, suites = check(settings), _suites(settings)
     folder = check_writable(settings.output or "runs/bench")

@@ -22,6 +22,7 @@ from decode.commands.bench.checkpoint import draft_names
 from decode.commands.bench.settings import BenchSettings
 from decode.commands.settings_checks import check_models
 from decode.core.method_options import split_spec
+from decode.core.progress import output_console
 from decode.drafters.acceptance_probe import FEATURES, KINDS, AcceptanceProbe, save_probes
 from decode.methods import PROBED, SELF_SPECULATIVE
 from decode.models.config_from_shape import config_for, family_of
@@ -45,7 +46,7 @@ def shrink(settings: BenchSettings, console: Console | None = None) -> BenchSett
     Raises:
         UserError: the settings are refused as they are.
     """
-    console = console or Console()
+    console = console or output_console()
     small = copy.deepcopy(settings)
     small.device, small.device_map, small.dtype, small.trust_remote_code = "cpu", None, "float32", False
     check_models(small)

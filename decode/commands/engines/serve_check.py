@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from decode.commands.settings import required
 from decode.commands.settings_checks import check_models, measure_options, open_pair, open_suites, told_chat, use_chat
 from decode.core.atomic_files import read_json, scratch_folder
 from decode.core.errors import UserError, choose
+from decode.core.progress import output_console
 from decode.engines.acceptance_gap_causes import causes_in_files
 from decode.engines.launch.engine_settings import EngineSettings
 from decode.engines.launch.gguf_conversion import convert
@@ -147,7 +147,7 @@ def engine_settings(settings: ServeCheckSettings, draft: Any, target_file: str, 
 
 def show(found: Check) -> None:
     """The tables and the causes, for a terminal."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = output_console(highlight=False)
     console.print(console_table("", TABLES["served"], list(map(shown, found.rows))))
     console.print("[dim]tokens a round: 1 + Σ accepted / Σ rounds, as the engine counts, and as predicted from p and q")
     console.print("\nAccepted at each draft position, of all rounds: served / predicted", style="bold")

@@ -13,6 +13,7 @@ from decode.commands.settings import required
 from decode.commands.settings_checks import open_suites
 from decode.core.atomic_files import read_json
 from decode.core.errors import UserError
+from decode.core.progress import output_console
 from decode.engines.launch.engine_settings import EngineSettings
 from decode.engines.what_if import marginal_rates, parse_shape, what_if
 from decode.measure.bench.session import Item
@@ -76,7 +77,7 @@ def profile_rates(path: Path, length: int) -> list[float]:
 
 def show(found: dict[str, Any]) -> None:
     """The table for a terminal."""
-    console = Console(highlight=False)
+    console = output_console(highlight=False)
     console.print(
         f"a draft of {found['shape']} ({found['parameters']:,} parameters); the target alone writes "
         f"{found['plain_tokens_per_second']:.1f} tokens/s"

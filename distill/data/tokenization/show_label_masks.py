@@ -9,6 +9,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
+from decode.core.progress import output_console
 from distill.data.tokenization.label_masks import IGNORE
 
 
@@ -49,7 +50,7 @@ def render(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
 
 def show(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, console: Console | None = None) -> None:
     """Prints one example with its mask, and how many of its tokens are learned."""
-    console = console or Console()
+    console = console or output_console()
     learned = sum(label != IGNORE for label in row["labels"])
     console.print(render(row, tokenizer))
     console.print(f"{len(row['labels'])} tokens, {learned} of them learned (in [[ ]])", style="dim", markup=False)

@@ -10,7 +10,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
-from decode.core.progress import working
+from decode.core.progress import output_console, working
 from decode.measure.bench.session import ANSWERED_AT_ONCE
 from decode.measure.bootstrap_statistics import plain
 from decode.measure.costs.cost_model import LONGEST
@@ -51,7 +51,7 @@ def design(settings: DesignRunSettings, console: Console | None = None) -> Path:
     """
     settings.validate()
     settings.design.validate()
-    console = console or Console()
+    console = console or output_console()
     full = Settings(**{name: getattr(settings, name) for name in Settings.__dataclass_fields__})
     run = run_of(full)
     with alone_in(run, full, console):

@@ -114,7 +114,7 @@ def cost_against_acceptance(
     for entry, (c, alpha, _) in zip(shown, bounds):
         if entry is winner or entry.shape == default:
             note = entry.shape.name + (" (as configured)" if entry.shape == default else "")
-            axes.annotate(note, (c, alpha), (6, -11), textcoords="offset points", fontsize=8)
+            axes.annotate(note, (c, alpha), (8, 5 if entry is winner else -11), textcoords="offset points", fontsize=8)
     return as_svg(axes, legend=True)
 
 
