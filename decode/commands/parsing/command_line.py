@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import jsonargparse
+import yaml
 
 from decode.commands.parsing.config_files import config_layers, config_paths, merge
 from decode.core.errors import UserError
@@ -71,6 +72,7 @@ def parse(
     try:
         content = read_config(paths, foreign or (), settings_class, section)
         source = " and ".join(map(str, paths)) or source
+        content, options = _with_optional_sections(content, options, settings_class)
         values = parser.parse_object(content) if content else None
         source = "the command line"
         values = parser.parse_args(options, namespace=values)
@@ -165,6 +167,29 @@ def _read_options(
         else:
             raise UserError(f"{name} needs a value; `{prog} --help` explains it")
     return paths, options + [f"--{key}={_list_value(key, given, hints[key])}" for key, given in lists.items()]
+
+
+def _with_optional_sections(
+    content: dict[str, Any], options: Sequence[str], settings_class: type
+) -> tuple[dict[str, Any], list[str]]:
+    """Options inside sections that may be null are put into the content: jsonargparse replaces such sections whole."""
+    sections = tuple(f"{key}." for key, hint in _typed_keys(settings_class) if _may_be_null(hint))
+    left = []
+    for option in options:
+        key, _, value = option[2:].partition("=")
+        if key.startswith(sections):
+            inside: Any = yaml.safe_load(value)
+            for name in reversed(key.split(".")):
+                inside = {name: inside}
+            content = merge(content, inside)
+        else:
+            left.append(option)
+    return content, left
+
+
+def _may_be_null(hint: Any) -> bool:
+    """Whether it is a section, or null."""
+    return type(None) in typing.get_args(hint) and any(map(dataclasses.is_dataclass, typing.get_args(hint)))
 
 
 def _key(option: str) -> str:

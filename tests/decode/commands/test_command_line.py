@@ -40,6 +40,8 @@ class Outer:
     """Layers; null chooses."""
     sizes: list[int] = field(default_factory=list)
     """Sizes to try."""
+    second: Inner | None = None
+    """Another optimiser, if any."""
 
 
 def read(tmp_path: Path, text: str, *overrides: str, foreign: set[str] | None = None) -> Outer:
@@ -57,6 +59,19 @@ def test_a_later_file_overrides_an_earlier_one_key_by_key(tmp_path: Path) -> Non
     (tmp_path / "d.yaml").write_text("inner: {kind: sgd}\n")
     got = read(tmp_path, "inner: {rate: 0.5}\n", f"--config={tmp_path / 'd.yaml'}")
     assert got.inner == Inner(rate=0.5, kind="sgd")
+
+
+def test_one_key_of_a_section_that_may_be_null_is_overridden(tmp_path: Path) -> None:
+    file = "second: {rate: 0.5, kind: sgd}\n"
+    assert read(tmp_path, file, "--second.rate", "1e-3").second == Inner(rate=1e-3, kind="sgd")
+    assert read(tmp_path, "name: a\n", "--second.kind=sgd").second == Inner(kind="sgd")
+    assert read(tmp_path, "second: null\n", "--second.kind=sgd").second == Inner(kind="sgd")
+    assert read(tmp_path, file, "--second", "null").second is None
+    assert parse(Outer, ["--second.rate", "2"]).second == Inner(rate=2.0)
+    with pytest.raises(UserError, match=r"'second'.*'rate': 'fast'"):
+        read(tmp_path, file, "--second.rate", "fast")
+    with pytest.raises(UserError, match=r"the nearest known key is 'second\.rate'"):
+        read(tmp_path, file, "--second.rat", "1")
 
 
 def test_lists_of_sections_become_dataclasses(tmp_path: Path) -> None:
@@ -154,6 +169,7 @@ def test_help_shows_every_key_with_its_docstring(capsys: pytest.CaptureFixture[s
 def test_known_keys_walks_nested_sections() -> None:
     assert [name for name, _ in _typed_keys(Outer)] == [
         "name", "inner", "inner.rate", "inner.kind", "extra", "extra.rate", "extra.kind", "depth", "sizes",
+        "second", "second.rate", "second.kind",
     ]  # fmt: skip
 
 
