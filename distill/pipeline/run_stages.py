@@ -38,11 +38,11 @@ def run_stages(context: StageContext, only: Collection[str] | None = None, *, ch
             continue
         if (noted := run.noted(stage)) is not None and noted.fingerprint == key:
             console.print(f"  {run.path(stage)} is not as it was written, and is made again", highlight=False)
+        taken = adopt(run, settings, siblings(run), only=("target",)) if stage == "target" else {}
         if check and not ran and (only is None or "initial" in only):
             with working(console, "checking data and models", bars=False):
                 check_inputs(context)
         started = time.monotonic()
-        taken = adopt(run, settings, siblings(run), only=("target",)) if stage == "target" else {}
         if taken:
             console.print(f"  the same one is in {taken[stage]}", highlight=False)
         else:

@@ -1,14 +1,20 @@
 """Stages that another run has made already from the same inputs, taken over instead of made again."""
 
+import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import asdict
 from pathlib import Path
+
+import yaml
 
 from distill.config.run_settings import Settings
 from distill.core import ranks
 from distill.core.run_dir import RunDir
 from distill.pipeline.stage_fingerprint import stage_fingerprints
+
+TEXTS = ("prompts", "responses", "original")  # folders of a run's work with what the target wrote
 
 
 def siblings(run: RunDir) -> list[RunDir]:
@@ -22,7 +28,8 @@ def adopt(
 ) -> dict[str, Path]:
     """Takes stages over from runs that made them from the same inputs; returns whose folder each one was.
 
-    Files are linked, not copied, where the file system allows it: nothing is ever changed in place.
+    The target's signals come with them, and the target's texts from runs with the same data. Files are linked where the
+    file system allows it, since nothing is ever changed in place; texts, to which a run adds lines, are copied.
 
     Args:
         run: takes over what it does not have.
@@ -30,7 +37,7 @@ def adopt(
         others: runs to look at.
         only: stages to take; None takes all.
     """
-    taken, others = {}, list(others)
+    taken, others, donors = {}, list(others), []
     for stage, (key, _) in stage_fingerprints(settings).items():
         if (only is not None and stage not in only) or run.finished(stage, key) is not None:
             continue
@@ -39,20 +46,38 @@ def adopt(
         if donor is not None and record is not None:
             source = donor.path(stage)
             run.put(stage, record, lambda path, source=source: _link(source, path))  # type: ignore[misc]
-            if ranks.is_first():
-                _take_over_data(donor, run)
             taken[stage] = source
+            donors.append(donor)
+    if ranks.is_first():
+        same = [other for other in others if _same_data(other, settings)]
+        for donor in sorted([*donors, *same], key=lambda one: (one in donors) + (one in same), reverse=True):
+            for folder in ("signals", *TEXTS) if donor in same else ("signals",):
+                _take_over_files(donor, run, folder)
     return taken
 
 
-def _take_over_data(donor: RunDir, run: RunDir) -> None:
-    """Signals and texts of the target; each file carries the fingerprint of what it is good for."""
-    for folder, take in TAKEN.items():
-        for file in sorted((donor.work / folder).glob("*")):
-            place = run.work / folder / file.name
-            if not file.name.startswith(".") and not place.exists():
-                place.parent.mkdir(parents=True, exist_ok=True)
-                take(str(file), str(place))
+def _same_data(donor: RunDir, settings: Settings) -> bool:
+    """Whether a finished run has the same examples, with responses by the same rule."""
+    try:
+        theirs = yaml.safe_load((donor.folder / "settings.yaml").read_text(encoding="utf-8"))
+        ours = json.loads(json.dumps(asdict(settings)))
+        return all(theirs[name] == ours[name] for name in ("seed", "data")) and bool(
+            theirs["reference"]["responses"] == ours["reference"]["responses"]
+        )
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return False
+
+
+def _take_over_files(donor: RunDir, run: RunDir, folder: str) -> None:
+    """Files of a run's work that are not there yet; each carries the fingerprint of what it is good for."""
+    for file in sorted((donor.work / folder).glob("*")):
+        place = run.work / folder / file.name
+        if not file.name.startswith(".") and not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if folder in TEXTS:
+                shutil.copy2(file, place)
+            else:
+                _link_file(str(file), str(place))
 
 
 def _link(source: Path, path: Path) -> None:
@@ -68,12 +93,3 @@ def _link_file(source: str, path: str) -> None:
         os.link(source, path)
     except OSError:  # another file system, or one without links
         shutil.copy2(source, path)
-
-
-# folders of a run's work, and how their files are taken over: a run adds lines to the texts, so it has its own
-TAKEN: dict[str, Callable[[str, str], object]] = {
-    "signals": _link_file,
-    "prompts": shutil.copy2,
-    "responses": shutil.copy2,
-    "original": shutil.copy2,
-}

@@ -185,7 +185,7 @@ class Benchmark:
                     work.update(name=f"{suite} T={run.entry.temperature:g} {run.entry.label}", done=work.done + 1)
             for run in running:
                 run.record.texts.append(texts[id(run)])
-            for meter in self.session.meters.values():  # costs too, under the same load of the machine
+            for meter in dict.fromkeys(self.session.meters.values()):  # costs too, under the same load of the machine
                 meter.run(1 + options.cost_turns // len(chats), seconds=1.0)
 
     def _warm_up(self, run: EntryRun, ids: list[int]) -> None:

@@ -15,6 +15,8 @@ from decode.core.errors import UserError
 
 COLUMNS = 1 << 15  # smallest weight (elements) that is laid out column by column
 
+_MEASURED: dict[tuple[object, ...], list[list[float]]] = {}  # seconds by what decides them: models of a shape are alike
+
 
 class Linear:
     """x·Wᵀ + b.
@@ -128,7 +130,11 @@ class Linears:
             return False
         if self.mode == "on":
             return True
-        seconds = self._seconds[tuple(weight.shape)] = measure(self._plain, PackedLinear, weight, self.layers)
+        shape = tuple(weight.shape)
+        known = shape, weight.dtype, self.layers, self.copies, torch.get_num_threads()
+        if known not in _MEASURED:
+            _MEASURED[known] = measure(self._plain, PackedLinear, weight, self.layers)
+        seconds = self._seconds[shape] = _MEASURED[known]
         plain, packed = map(sum, zip(*seconds))
         return packed < MARGIN * plain
 

@@ -70,6 +70,17 @@ def bench(models):
     return run_benchmark(target, {"small": draft}, make_tokenizer(), [make_suite()], entries, options)
 
 
+def test_drafts_of_one_shape_share_one_measurement_of_their_costs(models, tiny):
+    target, draft = models
+    drafts = {"small": draft, "trained": copy.deepcopy(draft), "wide": tiny("llama", hidden_size=32)}
+    session = Session(target, drafts, make_tokenizer(), BenchOptions(8, 1))
+    session.measure_costs(session.items(make_suite()), drafts, repeats=1)
+    assert session.meters["small"] is session.meters["trained"]
+    assert len(set(session.meters.values())) == 3  # the target alone, and two shapes
+    assert session.costs.keys() == {None, *drafts}
+    assert session.costs["small"].to_dict() == session.costs["trained"].to_dict()
+
+
 def rows_of(bench, temperature, **wanted):
     found = [r for r in bench.rows if r["temperature"] == temperature]
     return [r for r in found if all(r[k] == v for k, v in wanted.items())]

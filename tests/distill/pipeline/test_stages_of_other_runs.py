@@ -8,6 +8,7 @@ from pathlib import Path
 from tiny_run import run_tiny, tiny_settings
 
 from distill.core.run_dir import RunDir
+from distill.pipeline.run_pipeline import write_settings
 from distill.pipeline.stages_of_other_runs import adopt
 
 
@@ -32,11 +33,12 @@ def test_the_targets_answers_are_taken_over_as_a_copy_that_the_donor_does_not_sh
     settings = tiny_settings(tmp_path / "a", comparisons=[])
     settings.reference.responses.source = "target"
     _, donor, _ = run_tiny(settings)
+    write_settings(settings, donor.folder / "settings.yaml")
     written = donor.work / "responses/train.jsonl"
     kept = written.read_bytes()
-    taker = RunDir(tmp_path / "b/tiny")
     other = tiny_settings(tmp_path / "b", comparisons=[])
     other.reference = replace(settings.reference, signal="topk")
+    taker = RunDir(tmp_path / "b/tiny")
     adopt(taker, other, [donor])
     own = taker.work / "responses/train.jsonl"
     assert own.read_bytes() == kept
@@ -44,3 +46,16 @@ def test_the_targets_answers_are_taken_over_as_a_copy_that_the_donor_does_not_sh
     assert "the target's responses" not in printed
     own.write_bytes(kept + b"more")
     assert written.read_bytes() == kept
+
+
+def test_answers_to_other_prompts_stay_where_they_are(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path / "a", comparisons=[])
+    settings.reference.responses.source = "target"
+    _, donor, _ = run_tiny(settings)
+    write_settings(settings, donor.folder / "settings.yaml")
+    other = tiny_settings(tmp_path / "b", comparisons=[])
+    other.reference = replace(settings.reference)
+    other.data = replace(settings.data, max_length=40)
+    taker = RunDir(tmp_path / "b/tiny")
+    adopt(taker, other, [donor])
+    assert not (taker.work / "responses").exists()
