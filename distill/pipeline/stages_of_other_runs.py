@@ -50,7 +50,7 @@ def adopt(
             donors.append(donor)
     if ranks.is_first():
         same = [other for other in others if _same_data(other, settings)]
-        for donor in sorted([*donors, *same], key=lambda one: (one in donors) + (one in same), reverse=True):
+        for donor in sorted([*donors, *same], key=lambda one: (one in same, one in donors), reverse=True):
             for folder in ("signals", *TEXTS) if donor in same else ("signals",):
                 _take_over_files(donor, run, folder)
     return taken

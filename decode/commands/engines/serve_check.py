@@ -147,7 +147,7 @@ def engine_settings(settings: ServeCheckSettings, draft: Any, target_file: str, 
 
 def show(found: Check) -> None:
     """The tables and the causes, for a terminal."""
-    console = output_console(highlight=False)
+    console = output_console(width=170, highlight=False)
     console.print(console_table("", TABLES["served"], list(map(shown, found.rows))))
     console.print("[dim]tokens a round: 1 + Σ accepted / Σ rounds, as the engine counts, and as predicted from p and q")
     console.print("\nAccepted at each draft position, of all rounds: served / predicted", style="bold")
