@@ -80,7 +80,9 @@ def objective_of(draft: AdaSpecSettings, reference: DistillSettings, steps: int)
     """
     loss, warmup = divergence_of(reference, draft.divergence), round(draft.kl_first * steps)
     weigh = None if draft.weigh_by == "none" else BlockWeights(draft.weigh_by, draft.block)
-    if isinstance(draft, ComparisonSettings) and draft.method == "distillspec":
+    plain = isinstance(draft, ComparisonSettings) and draft.method == "distillspec"
+    everything = draft.k == 1 and draft.k_start is None and draft.normalisation != "response"
+    if plain or everything:  # no reference is asked where all tokens are selected
         return Objective(loss, warmup=warmup, weigh=weigh)
     return Objective(
         loss,

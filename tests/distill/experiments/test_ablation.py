@@ -34,6 +34,13 @@ def objective(**settings: Any) -> Any:
     return objective_of(ComparisonSettings(name="variant", **settings), DistillSettings(), STEPS)
 
 
+def test_a_selection_of_all_tokens_asks_for_no_reference() -> None:
+    assert objective(k=1.0).selection is None
+    assert objective(k=1.0, normalisation="response").selection is not None
+    assert objective(k=1.0, k_start=0.5).selection is not None
+    assert objective(k=0.9).selection is not None
+
+
 def test_plain_adaspec_is_the_objective_it_was() -> None:
     plain = objective_of(AdaSpecSettings(), DistillSettings(divergence="jsd"), STEPS)
     assert plain.divergence == plain.ranking == Divergence("jsd")
