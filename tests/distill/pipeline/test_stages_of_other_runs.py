@@ -7,9 +7,11 @@ from pathlib import Path
 
 from tiny_run import run_tiny, tiny_settings
 
+from distill.config.language_models import TargetSettings
+from distill.config.run_settings import Settings
 from distill.core.run_dir import RunDir
 from distill.pipeline.run_pipeline import write_settings
-from distill.pipeline.stages_of_other_runs import adopt
+from distill.pipeline.stages_of_other_runs import adopt, siblings
 
 
 def test_stages_made_from_other_inputs_are_not_taken_over_and_a_donor_made_anew_changes_nothing(tmp_path: Path) -> None:
@@ -59,3 +61,23 @@ def test_answers_to_other_prompts_stay_where_they_are(tmp_path: Path) -> None:
     taker = RunDir(tmp_path / "b/tiny")
     adopt(taker, other, [donor])
     assert not (taker.work / "responses").exists()
+
+
+def test_signals_of_a_run_with_the_same_data_come_before_those_of_one_with_the_same_target(tmp_path: Path) -> None:
+    _, first, _ = run_tiny(tiny_settings(tmp_path / "a", comparisons=[]))
+
+    def settings_of(name: str, examples: int = 48) -> Settings:
+        settings = tiny_settings(tmp_path / "runs", name=name, comparisons=[])
+        settings.target = TargetSettings(kind="as_is", model=str(first.target))
+        settings.data = replace(settings.data, tokenizer=str(first.target), train_examples=examples)
+        return settings
+
+    for name, examples in (("a-others", 40), ("b-same", 48)):
+        settings = settings_of(name, examples)
+        _, donor, _ = run_tiny(settings)
+        write_settings(settings, donor.folder / "settings.yaml")
+    taker = RunDir(tmp_path / "runs/c")
+    taken = adopt(taker, settings_of("c"), siblings(taker), only=("target",))
+    assert taken == {"target": tmp_path / "runs/a-others/target"}
+    (kept,) = (taker.work / "signals").glob("target_*_train.npy")
+    assert kept.samefile(donor.work / "signals" / kept.name)
