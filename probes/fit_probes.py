@@ -3,7 +3,7 @@
 The losses of different probes are independent, so each takes its own Newton step, all of them in the same few batched
 products. The gradient is over all tokens, the Hessian over a part of them, another one in each step, at a fraction of
 the cost; a line search chooses the length of the step. About ten steps reach the optimum whatever the scale and
-correlation of the hidden states, in seconds, where gradient descent takes minutes.
+correlation of the hidden states.
 """
 
 import lightning as L

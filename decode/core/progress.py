@@ -22,7 +22,6 @@ from rich.text import Text
 
 Item = TypeVar("Item")
 
-
 EVERY = 20.0  # seconds between two lines
 
 

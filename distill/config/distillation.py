@@ -49,9 +49,10 @@ class DistillSettings:
     kept all the same."""
     signal_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of hidden. bfloat16 halves the file; nothing is lost where the target itself runs in bfloat16 (target.dtype)."""
-    signal_autocast: bool = False
-    """Compute the signal under bfloat16 autocast, in half the time on a CPU with AVX512-BF16 or AMX. It then differs
-    from the float32 target's: on SmolLM2-135M by 0.01 in total variation. The target decodes in its own format."""
+    signal_autocast: bool | Literal["auto"] = False
+    """Compute the signal under bfloat16 autocast, in half the time on a CPU with AVX512-BF16 or AMX; auto: there and on
+    GPUs. It then differs from the float32 target's: on SmolLM2-135M by 0.01 in total variation. The target decodes in
+    its own format."""
     signal_k: PositiveInt = 64
     """Of topk: log-probabilities kept of each token. More of them leave less to the tail."""
     signal_limit_gb: PositiveFloat = 100.0

@@ -102,7 +102,8 @@ class LayerSkipSettings:
     """rotational: every rotation-th exit, moved on by one each step; gradual: from the last layer down, all from half
     of the training on (costs a head for every exit)."""
     rotation: PositiveInt | None = None
-    """Rotational only: distance of the exits trained together; null: one exit a step, which is the cheapest."""
+    """Rotational only: distance of the exits trained together; null: their number, so one exit a step. A larger one
+    leaves steps without an exit, which cost less: twice the number, every second step."""
     own_answers: bool = False
     """Train a given target on what it answered to the data's prompts itself, before it is trained, so that it stays
     what it is; reference.responses says how it answers. false: on the data's responses."""

@@ -64,10 +64,11 @@ class ResponseSettings:
     end-of-text label."""
     batch_size: PositiveInt = 16
     """Prompts answered together here."""
-    dtype: Literal["float32", "bfloat16"] | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] | None = None
     """Number format in which the target writes responses, and prompts of its own; null: target.dtype. bfloat16 is
-    faster on CPUs with instructions for it (avx512_bf16, amx), and the texts are then those of the rounded target; its
-    signal is computed in target.dtype all the same."""
+    faster on a GPU or a CPU with instructions for it (avx512_bf16, amx), several times slower on others, and the texts
+    are then those of the rounded target; its signal is computed in target.dtype all the same. auto: bfloat16 where it
+    is faster, else target.dtype."""
     refresh_every: PositiveInt = 100
     """Steps between rewritings of the draft's own texts. Small: closer to on-policy, but writing takes longer than
     training."""

@@ -66,7 +66,8 @@ class TrainerSettings:
     tf32: bool = False
     """Let float32 products of a GPU round their inputs to TF32 (10 bits of mantissa): several times faster."""
     precision: str = "32-true"
-    """Lightning's precision: 32-true; bf16-mixed on GPUs that have bfloat16 (losses stay in float32)."""
+    """Lightning's precision: 32-true; bf16-mixed on GPUs and CPUs that multiply in bfloat16 (losses stay in float32);
+    auto: bf16-mixed there, elsewhere 32-true."""
     fused_loss: bool = True
     """Compute the distillation loss in chunks of rows, with its gradient in closed form and only for the selected
     tokens: several times faster, and memory of a chunk instead of all tokens times the vocabulary. false: the plain

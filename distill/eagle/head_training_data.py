@@ -25,7 +25,11 @@ from distill.teacher.target_model import at_work, open_target
 
 
 def prepare_head(
-    context: StageContext, head: FeatureHead, objective: Objective, share: float = 0.0
+    context: StageContext,
+    head: FeatureHead,
+    objective: Objective,
+    share: float = 0.0,
+    first: int | None = None,
 ) -> DistillData[FeatureSource]:
     """As `distill.teacher.distillation_data.prepare`, for a feature head.
 
@@ -34,6 +38,7 @@ def prepare_head(
         head: which states it reads and which ids it drafts.
         objective: of the draft.
         share: of the examples whose responses the head will write itself.
+        first: examples that are wanted, the first ones; None: all.
     """
     settings, run, folder = context.settings, context.run, context.run.work / "signals"
     model = at_work(context, open_target(context))
@@ -41,6 +46,7 @@ def prepare_head(
     ids = head.draft_ids()
     ends = stop_ids(model, context.corpus.tokenizer)
     train, validation, key = fixed_texts(context, model, ends)
+    train = train.part(0, min(first or len(train), len(train)))
     fixed = {"validation": validation} if share == 1 else {"validation": validation, "train": train}
 
     def signal_of(kind: Signal) -> TargetSignal:

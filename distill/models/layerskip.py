@@ -40,7 +40,7 @@ def exits_on(settings: LayerSkipSettings, layers: int, step: int, steps: int) ->
     if settings.curriculum == "gradual":
         # one more exit every T/(2L) steps, from the last one down
         return early[count - min(count, int(step * 2 * (count + 1) / max(1, steps))) :]
-    distance = max(1, min(settings.rotation or count, count))
+    distance = max(1, settings.rotation or count)
     return early[step % distance :: distance]
 
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from decode.core.errors import UserError
 from distill.config.training import TrainingSettings
-from distill.models.precision import training_precision
+from distill.models.precision import multiplies_bfloat16
 
 
 def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: str = "32-true") -> Optimizer:
@@ -35,7 +35,7 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: s
         {"params": others, "weight_decay": 0.0, "muon": False},
     ]
     wanted = settings.optimizer == "muon_bfloat16" and matrices
-    groups[0]["bfloat16"] = "bf16" in (training_precision("auto", matrices[0].device) if wanted else precision)
+    groups[0]["bfloat16"] = multiplies_bfloat16(matrices[0].device) if wanted else "bf16" in precision
     groups = [group for group in groups if group["params"]]
     if settings.optimizer == "adamw_8bit":
         return _adamw_8bit()(groups, lr=settings.lr, betas=(0.9, settings.beta2))

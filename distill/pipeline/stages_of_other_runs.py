@@ -61,9 +61,8 @@ def _same_data(donor: RunDir, settings: Settings) -> bool:
     try:
         theirs = yaml.safe_load((donor.folder / "settings.yaml").read_text(encoding="utf-8"))
         ours = json.loads(json.dumps(asdict(settings)))
-        return all(theirs[name] == ours[name] for name in ("seed", "data")) and bool(
-            theirs["reference"]["responses"] == ours["reference"]["responses"]
-        )
+        pair = [(one["seed"], one["data"], one["reference"]["responses"]) for one in (theirs, ours)]
+        return pair[0] == pair[1]
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return False
 

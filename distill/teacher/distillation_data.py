@@ -58,7 +58,11 @@ class DistillData(Generic[Target]):
 
 
 def prepare(
-    context: StageContext, objective: Objective, share: float = 0.0, draft_vocab: int | None = None
+    context: StageContext,
+    objective: Objective,
+    share: float = 0.0,
+    draft_vocab: int | None = None,
+    first: int | None = None,
 ) -> DistillData[TargetSource]:
     """The target as a source of logits, and examples with the cached values that the distillation needs.
 
@@ -67,12 +71,14 @@ def prepare(
         objective: of the draft.
         share: of the examples whose responses the draft will write itself.
         draft_vocab: ids of the draft; None: those of the run's initial draft.
+        first: examples that are wanted, the first ones; None: all.
     """
     folder = context.run.work / "signals"
     model = open_target(context)
     check_head(model, LMHead(model))
     ends = stop_ids(model, context.corpus.tokenizer)
     train, validation, key = fixed_texts(context, model, ends)
+    train = train.part(0, min(first or len(train), len(train)))
     all_own = share == 1
     fixed = {"validation": validation} if all_own else {"validation": validation, "train": train}
     tokens = sum(rows.label_count for rows in fixed.values())

@@ -120,7 +120,7 @@ class TargetSignal:
     def of(cls, settings: DistillSettings, vocab: int) -> TargetSignal:
         """What the settings want kept, of ids that target and draft share."""
         half = settings.signal_dtype == "bfloat16"
-        autocast = settings.signal_autocast
+        autocast = settings.signal_autocast is True  # auto is settled when a run begins
         kind: Signal = "hidden" if settings.signal == "auto" else settings.signal  # see `choose_signal` for runs
         return cls(kind, half, settings.signal_k, vocab, settings.temperature, autocast)
 

@@ -1,5 +1,6 @@
 """The models, prompts and costs that a benchmark works with."""
 
+import json
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -205,9 +206,9 @@ class Session:
         return Detokenizer(self.tokenizer).text(ids)
 
 
-def _shape(model: DraftModel) -> Any:
+def _shape(model: DraftModel) -> str:
     """What decides how long a forward takes: equal for models that differ in their weights alone."""
     if not isinstance(model, PreTrainedModel):
-        return id(model)
-    weights = tuple((name, tuple(weight.shape), weight.dtype) for name, weight in model.named_parameters())
-    return type(model), model.config.num_attention_heads, weights
+        return str(id(model))
+    settings = model.config.to_dict() | {"_name_or_path": "", "dtype": str(model.dtype)}
+    return json.dumps(settings, sort_keys=True, default=str)

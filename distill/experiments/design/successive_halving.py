@@ -139,7 +139,8 @@ class Race:
             return int(known["steps"])
         least, full = min(self.settings.least_steps, self.trials.full_steps), self.trials.full_steps
         per_step, fixed = sum(entry.step_seconds or 0.0 for entry in alive), FIXED * len(alive)
-        needed = least * per_step + fixed
+        shapes = [entry.shape for entry in alive]
+        needed = least * per_step + fixed + self.trials.signal_seconds(shapes, least)
         if needed > self.clock.left:
             whole = self.clock.spent + needed
             raise UserError(
@@ -152,6 +153,7 @@ class Race:
         steps = least
         for count in range(rounds, 0, -1):  # every round takes about as long as the first
             steps = int((self.clock.left / count - fixed) / per_step)
+            steps = int(steps - self.trials.signal_seconds(shapes, max(least, steps)) / per_step)
             if steps >= least:
                 break
         steps = max(least, min(steps, math.ceil(full / 2 ** (rounds - 1))))
@@ -166,7 +168,8 @@ class Race:
             for trial in self.found.get(other.shape, {}).values()
         ]
         spare = sorted(fixed)[len(fixed) // 2] if fixed else FIXED
-        return steps * (entry.step_seconds or 0.0) + max(0.0, spare)
+        signals = self.trials.signal_seconds([entry.shape], steps)
+        return signals + steps * (entry.step_seconds or 0.0) + max(0.0, spare)
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -100,6 +101,7 @@ class Trials:
         self.texts_key, self.warp = texts_key, warp
         self.full_steps = plan_reference(base.settings.reference.training, len(base.examples)).steps
         self._prepared: dict[str, DistillData[Any]] = {}
+        self._signal_seconds: dict[str, float] = {}  # of each example, by group
         own = default_shape(base.settings, int(target.config.get_text_config().num_hidden_layers))
         changed = own.is_head and base.settings.reference.signal == "log_probs"
         self.own_group = "" if changed else self.group(own)
@@ -120,7 +122,7 @@ class Trials:
             return found
         settings = self.settings(shape, steps)
         model, seconds = self.train(shape, steps, examples)
-        began, used = time.monotonic(), min(examples or len(self.base.examples), len(self.base.examples))
+        began, used = time.monotonic(), self.examples_of(steps, examples)
         alphas = self.measure(model)
         measuring = time.monotonic() - began
         trial = Trial(shape.name, steps, used, seconds, measuring, alphas, self._key(settings, examples))
@@ -131,9 +133,9 @@ class Trials:
         """A trained draft, and the seconds its training took."""
         settings = self.settings(shape, steps)
         context, key = self._context(settings, shape), fingerprint(self._key(settings, examples))
-        data = self.prepared(shape)
-        began = time.monotonic()
-        rows = data.train if examples is None else data.train.part(0, min(examples, len(data.train)))
+        count = self.examples_of(steps, examples)
+        data = self.prepared(shape, count)
+        began, rows = time.monotonic(), data.train.part(0, count)
         initial = self._initial(context, shape, key)
 
         def begin(
@@ -165,7 +167,7 @@ class Trials:
     def step_seconds(self, shape: Shape) -> float:
         """Seconds that a training step takes, from a few."""
         settings = self.settings(shape, self.full_steps)
-        context, data = self._context(settings, shape), self.prepared(shape)
+        context, data = self._context(settings, shape), self.prepared(shape, self.examples_of(TIMED + 1))
         draft = shape.random(settings, self.target).float().train()
         training = settings.reference.training
         module = self._module(context, draft, training, TIMED + 1, settings.seed, data)
@@ -203,20 +205,42 @@ class Trials:
         trainer = replace(full.trainer, validate_every=max(1, steps), checkpoint_every=None, callbacks=[])
         return replace(full, initial=initial, reference=reference, trainer=trainer)
 
-    def prepared(self, shape: Shape) -> DistillData[Any]:
-        """The target's signals for a kind of drafts, computed once and kept."""
+    def examples_of(self, steps: int, examples: int | None = None) -> int:
+        """How many examples so many steps read, of so many; each once before any is read again."""
+        wanted = steps * self.base.settings.reference.training.batch_size
+        return min(wanted, examples or wanted, len(self.base.examples))
+
+    def prepared(self, shape: Shape, count: int) -> DistillData[Any]:
+        """The target's signals of the first examples for a kind of drafts, kept until more of them are wanted.
+
+        A large target takes long for all examples, and most kinds are out after a few hundred. Those of the
+        configuration's own kind are made at once, since its training will want them.
+        """
         group = self.group(shape)
-        if group not in self._prepared:
-            context = self._context(self.settings(shape, self.full_steps), shape)
-            divergence = Objective(divergence_of(context.settings.reference))
-            if shape.is_head:
-                made = eagle_heads.initial(context, "").model
-                assert isinstance(made, FeatureHead)
-                self._prepared[group] = prepare_head(context, made, divergence)
-            else:
-                vocab = int(self.target.config.get_text_config().vocab_size)
-                self._prepared[group] = prepare(context, divergence, draft_vocab=vocab)
-        return self._prepared[group]
+        count = len(self.base.examples) if group == self.own_group else count
+        known = self._prepared.get(group)
+        if known is not None and len(known.train) >= count:
+            return known
+        context, began = self._context(self.settings(shape, self.full_steps), shape), time.monotonic()
+        divergence = Objective(divergence_of(context.settings.reference))
+        data: DistillData[Any]
+        if shape.is_head:
+            made = eagle_heads.initial(context, "").model
+            assert isinstance(made, FeatureHead)
+            data = prepare_head(context, made, divergence, first=count)
+        else:
+            vocab = int(self.target.config.get_text_config().vocab_size)
+            data = prepare(context, divergence, draft_vocab=vocab, first=count)
+        texts = count + (len(data.validation) if known is None else 0)
+        self._prepared[group], self._signal_seconds[group] = data, (time.monotonic() - began) / texts
+        return data
+
+    def signal_seconds(self, shapes: Iterable[Shape], steps: int) -> float:
+        """What the target's signals that trials of so many steps lack will take."""
+        count = self.examples_of(steps)
+        groups = {self.group(shape) for shape in shapes}
+        lacking = [g for g in groups if g in self._prepared and len(self._prepared[g].train) < count]
+        return sum(count * self._signal_seconds[group] for group in lacking)
 
     def group(self, shape: Shape) -> str:
         """Shapes that learn from the same signals."""

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.target import Target
+from decode.models.loading import choose_runner
 from decode.models.loading.choose_runner import open_runner
 from decode.models.runners import fast_architectures
 from decode.models.runners import fast_runner as fast_module
@@ -141,6 +142,17 @@ def test_the_fast_forward_is_given_up_where_it_does_not_reproduce_the_model(
     tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = copy.deepcopy(tiny("llama"))
+    monkeypatch.setattr(fast_architectures, "norm", lambda module: torch.tanh)
+    with pytest.warns(UserWarning, match="differs from LlamaForCausalLM"):
+        assert type(open_runner(model)) is HuggingFaceRunner
+
+
+def test_in_sixteen_bits_the_models_own_rounding_decides_what_the_fast_forward_may_differ_by(
+    tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
+    monkeypatch.setattr(choose_runner, "SIXTEEN_BITS", 0.02)  # as of a model that rounds five times as much
+    assert isinstance(open_runner(model), fast_module.FastRunner)
     monkeypatch.setattr(fast_architectures, "norm", lambda module: torch.tanh)
     with pytest.warns(UserWarning, match="differs from LlamaForCausalLM"):
         assert type(open_runner(model)) is HuggingFaceRunner

@@ -24,13 +24,15 @@ from decode.measure.costs.cost_model import CostMeter, CostModel
 from decode.measure.offline_acceptance import OfflineAlpha
 from decode.measure.predicted_speedup import predicted_speedup, replayed_speedup
 from distill.config.run_settings import Settings
-from distill.experiments.design.command import design
+from distill.data.stage_context import StageContext
+from distill.experiments.design.command import Design, design
 from distill.experiments.design.draft_shapes import Shape, default_shape, space
 from distill.experiments.design.methods_without_training import draft_along
 from distill.experiments.design.predicted_speedup import Slope, common_slope, forecast, own_slope, replayed, slope_of
 from distill.experiments.design.settings import DesignRunSettings, DesignSettings
 from distill.experiments.design.shape_costs import CALM, Price
 from distill.experiments.design.verify_predictions import rank_correlation
+from distill.pipeline.run_pipeline import run_of
 
 PRICE = Price(CostModel(0.1, {1: 1.0, 4: 1.2, 8: 1.6, 16: 2.4}, overhead=0.05, draft_overhead=0.02, step_overhead=0.1))
 
@@ -230,6 +232,20 @@ def test_a_design_that_is_run_again_reads_what_is_there(designed: Designed) -> N
     assert [shape["history"] for shape in again["shapes"]] == [shape["history"] for shape in found["shapes"]]
     assert again["winner"] == found["winner"]
     assert {path: path.stat().st_mtime_ns for path in (out / "work" / "trials").iterdir()} == files
+
+
+def test_a_short_trial_has_the_signals_of_the_examples_that_it_reads_and_no_more(designed: Designed) -> None:
+    settings, _, _ = designed
+    full = Settings(**{name: getattr(settings, name) for name in Settings.__dataclass_fields__})
+    trials = Design(StageContext(full, run_of(full), Console(quiet=True)), settings).trials
+    head, own = Shape("eagle3", vocab=60), default_shape(full, 2)
+    whole = len(trials.base.examples)
+    assert [len(trials.prepared(head, count).train) for count in (2, 1, 3)] == [2, 2, 3]
+    assert len(trials.prepared(own, 2).train) == whole  # the run itself will want them
+    batch = full.reference.training.batch_size
+    assert [trials.examples_of(n) for n in (1, 10 * whole)] == [batch, whole]
+    assert trials.signal_seconds([own], 10 * whole) == 0
+    assert trials.signal_seconds([head, head, own], 10 * whole) == trials.signal_seconds([head], 10 * whole) > 0
 
 
 def test_a_budget_too_small_for_one_round_names_the_time_that_is_needed(tmp_path: Path) -> None:

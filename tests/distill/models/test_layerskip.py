@@ -62,6 +62,8 @@ def test_the_rotation_trains_every_exit_in_turn_and_the_gradual_one_all_from_hal
     assert [exits_on(ON, 5, step, 100) for step in range(5)] == [[0], [1], [2], [3], [0]]
     pairs = LayerSkipSettings(rotation=2)
     assert [exits_on(pairs, 5, step, 100) for step in range(3)] == [[0, 2], [1, 3], [0, 2]]
+    rare = LayerSkipSettings(rotation=6)
+    assert [exits_on(rare, 5, step, 100) for step in range(7)] == [[0], [1], [2], [3], [], [], [0]]
     few = LayerSkipSettings(exits=[4, 2])
     assert [exits_on(few, 5, step, 100) for step in range(3)] == [[1], [3], [1]]
     gradual = LayerSkipSettings(curriculum="gradual")

@@ -71,7 +71,7 @@ def test_only_matrices_inside_the_layers_are_updated_by_muon() -> None:
 def test_muon_multiplies_in_bfloat16_where_that_is_asked_for_and_the_processor_can(
     monkeypatch: pytest.MonkeyPatch, name: Any, precision: str, can: bool, wanted: bool
 ) -> None:
-    monkeypatch.setattr("distill.models.precision.cpu_multiplies_bfloat16", lambda device: can)
+    monkeypatch.setattr("distill.models.optimizers.multiplies_bfloat16", lambda device: can)
     weight = nn.Linear(24, 8, bias=False)
     optimizer = make_optimizer(weight, TrainingSettings(steps=1, optimizer=name), precision=precision)
     assert optimizer.param_groups[0]["bfloat16"] is wanted

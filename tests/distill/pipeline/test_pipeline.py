@@ -26,7 +26,7 @@ from distill.core.run_dir import RunDir, StageRecord
 from distill.losses.objective import Objective
 from distill.losses.token_selection import Selection
 from distill.models.loading import checkpoint_layers
-from distill.pipeline.run_pipeline import run_of, run_pipeline
+from distill.pipeline.run_pipeline import complete_settings, run_of, run_pipeline
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 from distill.pipeline.stages import StageResult, language_model
 from distill.teacher.distillation_data import prepare
@@ -113,9 +113,10 @@ def test_a_model_is_trained_in_its_own_precision_and_the_drafts_in_the_trainers(
         return fit(module, data, trainer, *_, **more)
 
     monkeypatch.setattr("distill.pipeline.stages.fit", note)
-    monkeypatch.setattr("distill.models.precision.cpu_multiplies_bfloat16", lambda device: can)
+    monkeypatch.setattr("distill.models.precision.multiplies_bfloat16", lambda device: can)
     settings = tiny_settings(tmp_path, comparisons=[])
     settings.target.precision = "auto"
+    complete_settings(settings, Console(quiet=True))
     run_tiny(settings)
     assert seen == [wanted, *[("32-true", "auto")] * 3]
 

@@ -11,6 +11,7 @@ from tiny_run import bench, tiny_settings
 from decode.core.errors import UserError
 from distill.config.eagle_heads import EagleSettings
 from distill.models.attention import use_attention
+from distill.models.precision import choose_number_formats
 from distill.pipeline.preflight_checks import check_inputs, check_machine
 from distill.teacher.choose_signal import choose_signal
 
@@ -31,6 +32,31 @@ def test_a_gpu_without_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
     with pytest.raises(UserError, match=r"Tesla V100 has no bfloat16, and trainer.precision bf16-mixed asks for it"):
         check_inputs(context)
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_formats_that_are_auto_are_bfloat16_where_the_processor_multiplies_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can: bool
+) -> None:
+    for module in ("models.precision", "pipeline.preflight_checks"):
+        monkeypatch.setattr(f"distill.{module}.multiplies_bfloat16", lambda device: can)
+    settings = tiny_settings(tmp_path)
+    settings.trainer.precision = settings.target.precision = "auto"
+    settings.reference.responses.dtype = settings.reference.signal_autocast = "auto"
+    choose_number_formats(settings, torch.device("cpu"))
+    wanted = ("bf16-mixed", "bf16-mixed", "bfloat16", True) if can else ("32-true", "32-true", None, False)
+    reference = settings.reference
+    assert wanted == (
+        settings.trainer.precision,
+        settings.target.precision,
+        reference.responses.dtype,
+        reference.signal_autocast,
+    )
+    settings.trainer.precision, reference.signal_autocast = "bf16-mixed", True  # asked for by name
+    context, printed = bench(settings)
+    check_inputs(context)
+    slower = "several times slower than in float32: trainer.precision bf16-mixed, reference.signal_autocast"
+    assert (slower in printed.getvalue().replace("\n", " ")) is not can
 
 
 def test_an_attention_and_an_optimiser_that_are_not_here(tmp_path: Path) -> None:
