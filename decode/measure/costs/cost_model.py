@@ -180,9 +180,9 @@ class CostMeter:
         seconds = {"target_seconds": one, "draft_seconds": spent}
         return CostModel(spent / one, verify, **seconds, context=self.context, batch=self.batch)
 
-    def run(self, repeats: int = 21, seconds: float = 5.0) -> CostModel:
-        """Up to `repeats` turns; after the first few (five in all, of a batch two), none begins after `seconds`."""
-        began, least = time.perf_counter(), 5 if self.batch == 1 else 2
+    def run(self, repeats: int = 21, seconds: float = 5.0, least: int | None = None) -> CostModel:
+        """Up to `repeats` turns; after `least` in all (None: five, of a batch two), none begins after `seconds`."""
+        began, least = time.perf_counter(), least or (5 if self.batch == 1 else 2)
         with ExitStack() as stack:
             texts = stack.enter_context(self._filled()) if self.batch > 1 else None
             for turn in range(repeats):

@@ -33,7 +33,7 @@ from distill.core.file_fingerprints import write_json
 from distill.experiments.design.draft_shapes import Shape
 
 PRICED = (3, 6)  # widths between which drafts are timed
-TURNS, SECONDS = 5, 0.3  # most measurements of a shape in a pass, and seconds after which none begins
+TURNS, SECONDS = 5, 0.3  # most measurements of a shape in a pass, and seconds after which no second one begins
 PASSES = 3  # over all shapes, so that a disturbance of the machine affects each of them once at most
 EXIT_SECONDS = 4.0  # for all early exits together, in turn
 CALM = 0.25  # the quantile of the times that is taken for the cost
@@ -140,7 +140,7 @@ class Pricing:
         draft = shape.random(self.full, self.target)
         opened = open_draft_runner(draft, self.target, pack="auto")
         meter = CostMeter(runner, opened, widths=PRICED, context=self.context, batch=self.batch)
-        meter.run(TURNS, SECONDS)
+        meter.run(TURNS, SECONDS, least=1)
         found = meter.cost(CALM)
         cost = replace(self.verify, cost_ratio=found.cost_ratio, draft_seconds=found.draft_seconds)
         parameters = 0 if shape.family == "exit" else sum(p.numel() for p in draft.parameters())

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,9 +82,9 @@ class Race:
         alive = [entry for entry in self.entries if entry.shape.trained and not entry.status]
         if not alive:
             return
-        self._time_steps(alive)
-        steps, full = self._first_steps(alive), self.trials.full_steps
         alive.sort(key=lambda entry: (entry.shape != self.default, -(entry.at_ceiling or 0.0)))
+        alive, steps = self._plan(alive)
+        full = self.trials.full_steps
         while True:
             self.console.print(
                 f"[bold]round {len(self.rounds) + 1}[/bold]: {len(alive)} shapes, {steps} steps each of {full}; "
@@ -104,43 +104,78 @@ class Race:
                 if entry.shape != self.default:
                     entry.status = "out"
             alive = [entry for entry in best if not entry.status]
-            groups = {self.trials.group(entry.shape) for entry in self.entries if entry.shape.trained}
-            for group in groups - {self.trials.group(entry.shape) for entry in alive}:
-                self.trials.forget(group)
+            groups = {self.trials.signals.group(entry.shape) for entry in self.entries if entry.shape.trained}
+            for group in groups - {self.trials.signals.group(entry.shape) for entry in alive}:
+                self.trials.signals.forget(group)
             steps = min(2 * steps, full)
         for entry in alive:
             entry.status = entry.status or ("left" if entry.history else "not reached")
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
-    def _time_steps(self, alive: Sequence[Entry]) -> None:
-        """How long a training step of each shape takes; kept in a file."""
-        path = self.folder / "steps.json"
-        content = read_json(path)
-        known: dict[str, float] = content.get("seconds", {}) if content.get("of") == self.clock.made_from else {}
-        for entry in alive:
-            name = entry.shape.name
-            if name not in known:
-                with self.clock.counting(), working(self.console, f"signals, and the time of training steps: {name}"):
-                    known[name] = self.trials.step_seconds(entry.shape)
-                write_json(path, {"of": self.clock.made_from, "seconds": known})
-            entry.step_seconds = known[name]
-
-    def _first_steps(self, alive: Sequence[Entry]) -> int:
-        """Steps of the first round, so that all rounds take about the budget; the same when a run is continued.
+    def _plan(self, alive: Sequence[Entry]) -> tuple[list[Entry], int]:
+        """Who takes part and for how many steps first: the same when a run is continued, more with a larger budget.
 
         Raises:
-            UserError: there is no time for the fewest that say anything.
+            UserError: there is no time for the fewest steps that say anything.
         """
         path = self.folder / "plan.json"
         made_from = [self.clock.made_from, sorted(entry.shape.name for entry in alive), self.settings.least_steps]
-        known = read_json(path)
-        if known.get("made_from") == made_from:
-            return int(known["steps"])
-        least, full = min(self.settings.least_steps, self.trials.full_steps), self.trials.full_steps
-        per_step, fixed = sum(entry.step_seconds or 0.0 for entry in alive), FIXED * len(alive)
-        shapes = [entry.shape for entry in alive]
-        needed = least * per_step + fixed + self.trials.signal_seconds(shapes, least)
+        known = read_json(path) if read_json(path).get("made_from") == made_from else {}
+        taken = self._timed(alive, known.get("shapes", []), more=self.clock.budget > known.get("budget", 0))
+        steps = int(known.get("steps") or self._first_steps(taken))
+        names, budget = [entry.shape.name for entry in taken], self.clock.budget
+        write_json(path, {"made_from": made_from, "steps": steps, "shapes": names, "budget": budget})
+        for entry in alive:
+            if entry.shape.name not in names:
+                entry.status, entry.reason = "not reached", "slower than the others at an equal acceptance rate"
+        if len(taken) < len(alive):
+            self.console.print(
+                f"  there is time for {len(taken)} shapes; the other {len(alive) - len(taken)}, slower at an equal "
+                "acceptance rate, need a larger budget", highlight=False, soft_wrap=True,
+            )  # fmt: skip
+        return taken, steps
+
+    def _timed(self, alive: Sequence[Entry], certain: Collection[str], more: bool) -> list[Entry]:
+        """Those of certain names, and as many more as half of what is left of the budget trains for the fewest steps.
+
+        How long their steps take is measured, and kept.
+        """
+        path = self.folder / "steps.json"
+        content = read_json(path)
+        known: dict[str, float] = content.get("seconds", {}) if content.get("of") == self.clock.made_from else {}
+        taken: list[Entry] = []
+        with working(self.console, "signals, and the time of training steps", len(alive)) as work:
+            for entry in alive:
+                name = entry.shape.name
+                work.advance()
+                if not more and name not in certain:
+                    continue
+                if name not in known:
+                    with self.clock.counting():
+                        known[name] = self.trials.step_seconds(entry.shape)
+                    write_json(path, {"of": self.clock.made_from, "seconds": known})
+                entry.step_seconds = known[name]
+                whole = 2 * self._seconds_of_round([*taken, entry], self._least)
+                if name not in certain and len(taken) > LEFT and whole > self.clock.left:
+                    more = False
+                else:
+                    taken.append(entry)
+        return taken
+
+    @property
+    def _least(self) -> int:
+        return min(self.settings.least_steps, self.trials.full_steps)
+
+    def _seconds_of_round(self, entries: Sequence[Entry], steps: int) -> float:
+        """What trials of so many steps will take, before any was run."""
+        signals = self.trials.signals.seconds([entry.shape for entry in entries], steps)
+        return signals + sum(steps * (entry.step_seconds or 0.0) + FIXED for entry in entries)
+
+    def _first_steps(self, alive: Sequence[Entry]) -> int:
+        """Steps of the first round, so that all rounds take about the budget."""
+        least, full = self._least, self.trials.full_steps
+        needed = self._seconds_of_round(alive, least)
         if needed > self.clock.left:
             whole = self.clock.spent + needed
             raise UserError(
@@ -150,15 +185,12 @@ class Race:
                 "…); what was measured is kept"
             )
         rounds = max(1, math.ceil(math.log(max(1.0, len(alive) / LEFT), 1 / self.settings.keep)) + 1)
-        steps = least
+        most = math.ceil(full / 2 ** (rounds - 1))
         for count in range(rounds, 0, -1):  # every round takes about as long as the first
-            steps = int((self.clock.left / count - fixed) / per_step)
-            steps = int(steps - self.trials.signal_seconds(shapes, max(least, steps)) / per_step)
-            if steps >= least:
-                break
-        steps = max(least, min(steps, math.ceil(full / 2 ** (rounds - 1))))
-        write_json(path, {"made_from": made_from, "steps": steps})
-        return steps
+            fitting = [n for n in range(least, most + 1) if self._seconds_of_round(alive, n) <= self.clock.left / count]
+            if fitting:
+                return fitting[-1]
+        return least
 
     def seconds(self, entry: Entry, steps: int) -> float:
         """What a trial will take."""
@@ -168,7 +200,7 @@ class Race:
             for trial in self.found.get(other.shape, {}).values()
         ]
         spare = sorted(fixed)[len(fixed) // 2] if fixed else FIXED
-        signals = self.trials.signal_seconds([entry.shape], steps)
+        signals = self.trials.signals.seconds([entry.shape], steps)
         return signals + steps * (entry.step_seconds or 0.0) + max(0.0, spare)
 
     # -- rounds --------------------------------------------------------------------------------------------------------

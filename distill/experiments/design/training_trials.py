@@ -7,15 +7,12 @@ at the run's own number of steps, is what the run itself would train.
 
 from __future__ import annotations
 
-import shutil
 import statistics
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rich.console import Console
 from transformers import PreTrainedModel
 
 from decode.core.sampling import Warp
@@ -24,12 +21,11 @@ from decode.models.eagle.head import FeatureHead
 from distill.config.run_settings import Settings
 from distill.config.training import TrainingSettings
 from distill.core.file_fingerprints import fingerprint, read_sealed, remove, sealed, write_json
-from distill.core.run_dir import RunDir
 from distill.data.batches.batch_schedule import Schedule
 from distill.data.batches.datamodule import TrainLoader
 from distill.data.stage_context import StageContext
-from distill.eagle.head_training_data import prepare_head
-from distill.experiments.design.draft_shapes import Shape, default_shape
+from distill.experiments.design.draft_shapes import Shape
+from distill.experiments.design.trial_signals import TrialSignals
 from distill.experiments.target_texts import Text
 from distill.losses.objective import Objective, divergence_of
 from distill.models.loading import ready_to_save
@@ -38,7 +34,7 @@ from distill.pipeline import eagle_stages as eagle_heads
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 from distill.pipeline.stages import Distillation, distil, language_model
 from distill.pipeline.training_budget import plan_reference
-from distill.teacher.distillation_data import DistillData, prepare
+from distill.teacher.distillation_data import DistillData
 from distill.training.distillation import DistillModule
 from distill.training.eagle_distillation import HeadModule
 
@@ -100,11 +96,7 @@ class Trials:
         self.base, self.folder, self.target, self.texts = base, folder, target, texts
         self.texts_key, self.warp = texts_key, warp
         self.full_steps = plan_reference(base.settings.reference.training, len(base.examples)).steps
-        self._prepared: dict[str, DistillData[Any]] = {}
-        self._signal_seconds: dict[str, float] = {}  # of each example, by group
-        own = default_shape(base.settings, int(target.config.get_text_config().num_hidden_layers))
-        changed = own.is_head and base.settings.reference.signal == "log_probs"
-        self.own_group = "" if changed else self.group(own)
+        self.signals = TrialSignals(base, folder, target.config.get_text_config())
 
     def key(self, shape: Shape) -> str:
         """Fingerprint of a shape's full training."""
@@ -122,7 +114,7 @@ class Trials:
             return found
         settings = self.settings(shape, steps)
         model, seconds = self.train(shape, steps, examples)
-        began, used = time.monotonic(), self.examples_of(steps, examples)
+        began, used = time.monotonic(), self.signals.examples_of(steps, examples)
         alphas = self.measure(model)
         measuring = time.monotonic() - began
         trial = Trial(shape.name, steps, used, seconds, measuring, alphas, self._key(settings, examples))
@@ -132,9 +124,9 @@ class Trials:
     def train(self, shape: Shape, steps: int, examples: int | None = None) -> tuple[Model, float]:
         """A trained draft, and the seconds its training took."""
         settings = self.settings(shape, steps)
-        context, key = self._context(settings, shape), fingerprint(self._key(settings, examples))
-        count = self.examples_of(steps, examples)
-        data = self.prepared(shape, count)
+        context, key = self.signals.context(settings, shape), fingerprint(self._key(settings, examples))
+        count = self.signals.examples_of(steps, examples)
+        data = self.signals.of(shape, settings, count)
         began, rows = time.monotonic(), data.train.part(0, count)
         initial = self._initial(context, shape, key)
 
@@ -167,7 +159,8 @@ class Trials:
     def step_seconds(self, shape: Shape) -> float:
         """Seconds that a training step takes, from a few."""
         settings = self.settings(shape, self.full_steps)
-        context, data = self._context(settings, shape), self.prepared(shape, self.examples_of(TIMED + 1))
+        context = self.signals.context(settings, shape)
+        data = self.signals.of(shape, settings, self.signals.examples_of(TIMED + 1))
         draft = shape.random(settings, self.target).float().train()
         training = settings.reference.training
         module = self._module(context, draft, training, TIMED + 1, settings.seed, data)
@@ -204,76 +197,6 @@ class Trials:
             initial = replace(initial, training=scaled(initial.training, round(self._next_token_steps(full) * share)))
         trainer = replace(full.trainer, validate_every=max(1, steps), checkpoint_every=None, callbacks=[])
         return replace(full, initial=initial, reference=reference, trainer=trainer)
-
-    def examples_of(self, steps: int, examples: int | None = None) -> int:
-        """How many examples so many steps read, of so many; each once before any is read again."""
-        wanted = steps * self.base.settings.reference.training.batch_size
-        return min(wanted, examples or wanted, len(self.base.examples))
-
-    def prepared(self, shape: Shape, count: int) -> DistillData[Any]:
-        """The target's signals of the first examples for a kind of drafts, kept until more of them are wanted.
-
-        A large target takes long for all examples, and most kinds are out after a few hundred. Those of the
-        configuration's own kind are made at once, since its training will want them.
-        """
-        group = self.group(shape)
-        count = len(self.base.examples) if group == self.own_group else count
-        known = self._prepared.get(group)
-        if known is not None and len(known.train) >= count:
-            return known
-        context, began = self._context(self.settings(shape, self.full_steps), shape), time.monotonic()
-        divergence = Objective(divergence_of(context.settings.reference))
-        data: DistillData[Any]
-        if shape.is_head:
-            made = eagle_heads.initial(context, "").model
-            assert isinstance(made, FeatureHead)
-            data = prepare_head(context, made, divergence, first=count)
-        else:
-            vocab = int(self.target.config.get_text_config().vocab_size)
-            data = prepare(context, divergence, draft_vocab=vocab, first=count)
-        texts = count + (len(data.validation) if known is None else 0)
-        self._prepared[group], self._signal_seconds[group] = data, (time.monotonic() - began) / texts
-        return data
-
-    def signal_seconds(self, shapes: Iterable[Shape], steps: int) -> float:
-        """What the target's signals that trials of so many steps lack will take."""
-        count = self.examples_of(steps)
-        groups = {self.group(shape) for shape in shapes}
-        lacking = [g for g in groups if g in self._prepared and len(self._prepared[g].train) < count]
-        return sum(count * self._signal_seconds[group] for group in lacking)
-
-    def group(self, shape: Shape) -> str:
-        """Shapes that learn from the same signals."""
-        return f"{shape.family}-{shape.vocab or 'all'}" if shape.is_head else "models"
-
-    def forget(self, group: str) -> None:
-        """Remove the signals of a kind of drafts of which none is left, unless they are the run's own."""
-        self._prepared.pop(group, None)
-        signals = self._area(group).work / "signals"
-        if signals.is_dir() and not signals.is_symlink():
-            shutil.rmtree(signals)
-
-    # -- folders -----------------------------------------------------------------------------------------------------
-
-    def _area(self, group: str) -> RunDir:
-        """A folder for signals and checkpoints that has the run's target."""
-        area, run = RunDir(self.folder / "work" / group), self.base.run
-        if not area.target.exists():
-            area.work.mkdir(parents=True, exist_ok=True)
-            for name in ("responses", "original", *(["signals"] if group == self.own_group else [])):
-                (run.work / name).mkdir(parents=True, exist_ok=True)
-                remove(area.work / name)
-                (area.work / name).symlink_to((run.work / name).resolve(), target_is_directory=True)
-            shutil.copy2(run.work / "target.json", area.work / "target.json")
-            remove(area.target)
-            area.target.symlink_to(run.target.resolve(), target_is_directory=True)
-        return area
-
-    def _context(self, settings: Settings, shape: Shape) -> StageContext:
-        made = StageContext(settings, self._area(self.group(shape)), Console(quiet=True))
-        for name in ("corpus", "validation", "examples"):  # read once
-            vars(made)[name] = getattr(self.base, name)
-        return made
 
     def _key(self, settings: Settings, examples: int | None) -> str:
         plain = Settings(**{name: getattr(settings, name) for name in Settings.__dataclass_fields__})

@@ -237,15 +237,15 @@ def test_a_design_that_is_run_again_reads_what_is_there(designed: Designed) -> N
 def test_a_short_trial_has_the_signals_of_the_examples_that_it_reads_and_no_more(designed: Designed) -> None:
     settings, _, _ = designed
     full = Settings(**{name: getattr(settings, name) for name in Settings.__dataclass_fields__})
-    trials = Design(StageContext(full, run_of(full), Console(quiet=True)), settings).trials
+    signals = Design(StageContext(full, run_of(full), Console(quiet=True)), settings).trials.signals
     head, own = Shape("eagle3", vocab=60), default_shape(full, 2)
-    whole = len(trials.base.examples)
-    assert [len(trials.prepared(head, count).train) for count in (2, 1, 3)] == [2, 2, 3]
-    assert len(trials.prepared(own, 2).train) == whole  # the run itself will want them
+    whole = len(signals.base.examples)
+    assert [len(signals.of(head, head.settings(full), count).train) for count in (2, 1, 3)] == [2, 2, 3]
+    assert len(signals.of(own, full, 2).train) == whole  # the run itself will want them
     batch = full.reference.training.batch_size
-    assert [trials.examples_of(n) for n in (1, 10 * whole)] == [batch, whole]
-    assert trials.signal_seconds([own], 10 * whole) == 0
-    assert trials.signal_seconds([head, head, own], 10 * whole) == trials.signal_seconds([head], 10 * whole) > 0
+    assert [signals.examples_of(n) for n in (1, 10 * whole)] == [batch, whole]
+    assert signals.seconds([own], 10 * whole) == 0
+    assert signals.seconds([head, head, own], 10 * whole) == signals.seconds([head], 10 * whole) > 0
 
 
 def test_a_budget_too_small_for_one_round_names_the_time_that_is_needed(tmp_path: Path) -> None:
