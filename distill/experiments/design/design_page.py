@@ -81,17 +81,19 @@ class Results:
         own, best = self.own, self.winner
         if best is None or own.full is None or best.full is None:
             return ""
+        late = sum(entry.status == "not reached" for entry in self.entries)
+        judged = sum(entry.price is not None for entry in self.entries) - late
+        more = f" For {late} more there was no time: raise the budget." if late else ""
         if best is own:
-            others = sum(entry.price is not None for entry in self.entries) - 1
-            return f"It is the configuration's own shape: none of {others} others is predicted to be faster."
+            return f"It is the configuration's own shape: none of {judged - 1} others is predicted to be faster.{more}"
         gain = f"{100 * (best.forecast / own.forecast - 1):.0f} %"
         told = f"{own.shape.name}, the configuration's own, has {own.full.speedup:.2f}"
         if len(self.rounds) < 2:
             told = f"After one round no curve is known, so this is a guess: raise the budget. {told}"
         if best.forecast >= MARGIN * own.forecast:
-            return f"{told}: the winner is predicted to be {gain} faster.{self._decoded()}"
-        told += f": the winner is predicted to be only {gain} faster, no other of {len(self.entries)} shapes by 10 %."
-        return told + self._decoded()
+            return f"{told}: the winner is predicted to be {gain} faster.{more}{self._decoded()}"
+        told += f": the winner is predicted to be only {gain} faster, no other of {judged} shapes by 10 %."
+        return told + more + self._decoded()
 
     def _decoded(self) -> str:
         """What decoding with the winner and with the configuration's own shape says to the prediction."""

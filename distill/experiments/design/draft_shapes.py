@@ -24,6 +24,7 @@ Family = Literal["model", "cut", "eagle", "eagle3", "given", "exit", "lookup", "
 
 HEADS = ("eagle", "eagle3")
 UNTRAINED = ("exit", "lookup", "rest")
+SHOWN = 6  # most layers that a name lists
 LARGE = 32_768  # A vocabulary of which a head drafts a fixed number of ids rather than a share
 
 
@@ -46,8 +47,10 @@ class Shape:
             return f"{self.layers} × {self.width}, MLP {self.inner}{', own head' * self.own}"
         if self.family == "cut":
             first = self.kept == tuple(range(len(self.kept)))
-            numbers = f"first {len(self.kept)}" if first else ", ".join(str(i + 1) for i in self.kept)
-            return f"target's layers: {numbers}"
+            numbers = [str(i + 1) for i in self.kept]
+            if len(numbers) > SHOWN:
+                numbers = [f"{len(numbers)} of them", *numbers[:2], "…", numbers[-1]]
+            return f"target's layers: {f'first {len(self.kept)}' if first else ', '.join(numbers)}"
         if self.family in HEADS:
             ids = "" if self.vocab is None else f", {self.vocab:,} ids"
             return f"EAGLE-{3 if self.family == 'eagle3' else 1}{ids}"

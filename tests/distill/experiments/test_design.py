@@ -7,6 +7,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ from distill.experiments.design.methods_without_training import draft_along
 from distill.experiments.design.predicted_speedup import Slope, common_slope, forecast, own_slope, replayed, slope_of
 from distill.experiments.design.settings import DesignRunSettings, DesignSettings
 from distill.experiments.design.shape_costs import CALM, Price
+from distill.experiments.design.shape_table import Entry
+from distill.experiments.design.successive_halving import FIXED, Clock, Race
 from distill.experiments.design.verify_predictions import rank_correlation
 from distill.pipeline.run_pipeline import run_of
 
@@ -251,6 +254,29 @@ def test_a_short_trial_has_the_signals_of_the_examples_that_it_reads_and_no_more
 def test_a_budget_too_small_for_one_round_names_the_time_that_is_needed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"design.budget is 1s, and one round needs about"):
         run_design(small(tmp_path, budget="1s", ceiling=0.9999))
+
+
+def test_a_budget_takes_the_shapes_it_has_time_for_and_the_same_ones_when_it_is_continued(tmp_path: Path) -> None:
+    signals = SimpleNamespace(seconds=lambda shapes, steps: 0.0)
+    trials: Any = SimpleNamespace(step_seconds=lambda shape: 1.0, full_steps=40, signals=signals)
+    text = io.StringIO()
+
+    def plan(budget: float) -> tuple[list[str], int, list[str]]:
+        entries = [Entry(Shape("model", 1, 16 * n, 16), PRICE, at_ceiling=9.0 - n) for n in range(1, 9)]
+        own = DesignSettings(least_steps=5)
+        clock = Clock(tmp_path / "spent.json", "", budget)
+        race = Race(trials, entries, entries[0].shape, own, 4, clock, tmp_path, Console(file=text, width=200))
+        taken, steps = race._plan(entries)
+        left = [entry.shape.name for entry in entries if entry.status == "not reached"]
+        return [entry.shape.name for entry in taken], steps, left
+
+    first, steps, left = plan(82.0)  # a round of n shapes takes n · (5 · 1 s + FIXED)
+    assert len(first) == 80 / 2 / (5 * 1.0 + FIXED) == 5
+    assert len(left) == 3
+    assert "there is time for 5 shapes; the other 3" in text.getvalue()
+    (tmp_path / "spent.json").write_text('{"made_from": "", "seconds": 60}')
+    assert plan(82.0) == (first, steps, left)
+    assert plan(62.0 + 2 * 8 * 8.0) == ([*first, *left], steps, [])
 
 
 def test_costs_alone_train_nothing_and_are_measured_for_every_shape(tmp_path: Path) -> None:
