@@ -84,6 +84,8 @@ class Results:
         late = sum(entry.status == "not reached" for entry in self.entries)
         judged = sum(entry.price is not None for entry in self.entries) - late
         more = f" For {late} more there was no time: raise the budget." if late else ""
+        if self.rounds and "not reached" in self.rounds[-1]:
+            more = f" The last round is not complete.{more or ' Raise the budget.'}"
         if best is own:
             return f"It is the configuration's own shape: none of {judged - 1} others is predicted to be faster.{more}"
         gain = f"{100 * (best.forecast / own.forecast - 1):.0f} %"
