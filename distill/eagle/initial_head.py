@@ -14,8 +14,9 @@ from decode.models.layer_locations import decoder_layers, final_norm
 def start_from_target(head: FeatureHead, target: PreTrainedModel) -> list[str]:
     """Gives a head what fits of its target's last layer, so that it begins as that layer on the last captured state.
 
-    ``fc`` passes the last captured state through. EAGLE-3's attention reads that state with the target's weights and
-    the embedding with its own random ones; its norm is the target's final one, and its output rows are the target's.
+    ``fc`` passes the last captured state through. EAGLE-1's layer is moved behind the final norm. EAGLE-3's attention
+    reads that state with the target's weights and the embedding with its own random ones; its norm is the target's
+    final one, and its output rows are the target's.
 
     Returns:
         Names of the layer's weights that are not the target's: of other shapes, or of a family built otherwise.
@@ -41,7 +42,34 @@ def start_from_target(head: FeatureHead, target: PreTrainedModel) -> list[str]:
             continue
         if not _copied(module, sources[name] if name in sources else last.get(name), embedded=head.version == 3):
             left.append(name)
+    if head.version == 1:
+        _move_behind_norm(head, target)
     return left
+
+
+def _move_behind_norm(head: FeatureHead, target: PreTrainedModel) -> None:
+    """Makes a copy of the last layer read and write states behind the target's final norm, which EAGLE-1's are.
+
+    With the norm's weight w, a state h of size s (root mean square) before the norm is x = w · h / s behind it. So the
+    attention and the MLP read x / w, and what they add is multiplied by w / s. Other norms than `RMSNorm` are left.
+    """
+    norm, layer, sizes = final_norm(target), head.layer, []
+    first = getattr(decoder_layers(target)[-1], "input_layernorm", None)
+    if first is None or not all(_same_norm(layer.post_attention_layernorm, plain) for plain in (norm, first)):
+        return
+    ids = torch.arange(64, device=target.device)[None] * 7 % int(head.config.vocab_size)
+    hook = norm.register_forward_pre_hook(lambda _, read: sizes.append(read[0].pow(2).mean(-1).sqrt().median()))
+    try:
+        behind = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    finally:
+        hook.remove()
+    w = norm.weight
+    w = w.sign() * w.abs().clamp_min(0.1 * w.abs().median())  # what is divided by
+    for reads in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+        reads.weight.mul_(first.weight / w)
+    layer.post_attention_layernorm.weight.mul_(behind.pow(2).mean(-1).sqrt().median() / w)
+    for writes in (layer.self_attn.o_proj, layer.mlp.down_proj):
+        writes.weight.mul_((norm.weight / sizes[0])[:, None])
 
 
 def _copied(module: nn.Linear | RMSNorm, source: nn.Module | None, *, embedded: bool) -> bool:

@@ -28,6 +28,7 @@ from distill.config.run_settings import Settings
 from distill.core.run_dir import RunDir
 from distill.data.stage_context import StageContext
 from distill.pipeline.dry_run import shrink as shrink_run
+from distill.pipeline.run_pipeline import complete_settings
 from distill.pipeline.run_stages import run_stages
 from probes.pipeline import run_probes
 from probes.probe_settings import ProbesSettings
@@ -121,5 +122,6 @@ def test_files_with_all_that_any_file_asks_for_run_through(path: Path, tmp_path:
         assert report["probes"]
     else:
         run = shrink_run(settings, quiet)
+        complete_settings(run, quiet)
         ran = run_stages(StageContext(run, RunDir(tmp_path / run.name, [c.name for c in run.comparisons]), quiet))
         assert ran == ["target", "initial", "reference", "draft", *(c.name for c in run.comparisons)]

@@ -233,6 +233,7 @@ def test_a_target_that_is_run_every_step_is_on_the_device_before_the_first_valid
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_a_draft_equal_to_its_reference_has_no_loss_difference(tiny: Tiny, tmp_path: Path, precision: str) -> None:
     rows, model = some_rows(), tiny("llama", seed=5)
+    model.set_attn_implementation("eager")  # as runs set it: SDPA in bfloat16 depends on the padding on some CPUs
     target = TargetSource(tiny("llama", seed=4))
     rows.signals["reference_loss"] = signals.reference_loss(
         copy.deepcopy(model), target, rows, tmp_path / "r.npy", "", batch_size=3, precision=precision
