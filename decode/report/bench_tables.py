@@ -115,10 +115,9 @@ def console_table(title: str, columns: Iterable[Column], rows: Sequence[Row]) ->
     columns = [column for column in columns if any(present(row.get(column.key)) for row in rows)]
     grid = Table(title=title or None, title_justify="left", caption_justify="left", box=None, pad_edge=False)
     for column in columns:
-        texts = all(isinstance(row.get(column.key), str | Badge | None) for row in rows)
-        grid.add_column(
-            column.label, justify="left" if texts and not column.numeric else "right", no_wrap=True, min_width=1
-        )
+        text = not column.numeric and all(isinstance(row.get(column.key), str | Badge | None) for row in rows)
+        # where the table is too wide, words take several lines before a number is cut
+        grid.add_column(column.label, justify="left" if text else "right", no_wrap=not text, min_width=1)
     for row in rows:
         cells = (" ".join(filter(None, (column.text(row), column.error_text(row)))) for column in columns)
         grid.add_row(*cells, style=row.get("style", ""))

@@ -1,5 +1,7 @@
 """The weights that a feature head starts from: random, or the target's own last layer."""
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -63,13 +65,13 @@ def _move_behind_norm(head: FeatureHead, target: PreTrainedModel) -> None:
         behind = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
     finally:
         hook.remove()
-    w = norm.weight
-    w = w.sign() * w.abs().clamp_min(0.1 * w.abs().median())  # what is divided by
+    weight = cast(Tensor, norm.weight)
+    w = weight.sign() * weight.abs().clamp_min(0.1 * weight.abs().median())  # what is divided by
     for reads in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
         reads.weight.mul_(first.weight / w)
     layer.post_attention_layernorm.weight.mul_(behind.pow(2).mean(-1).sqrt().median() / w)
     for writes in (layer.self_attn.o_proj, layer.mlp.down_proj):
-        writes.weight.mul_((norm.weight / sizes[0])[:, None])
+        writes.weight.mul_((weight / sizes[0])[:, None])
 
 
 def _copied(module: nn.Linear | RMSNorm, source: nn.Module | None, *, embedded: bool) -> bool:
