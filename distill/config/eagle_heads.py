@@ -24,8 +24,9 @@ class EagleSettings:
     """none: the drafts are language models. eagle: EAGLE-1, one layer on the target's last hidden state, with the
     target's embedding and output head. eagle3: on a low, a middle and a high state, with an output head of its own."""
     init: Literal["target", "random"] = "target"
-    """Weights that the head starts from. target: those of the target's last layer where the shapes agree, with fc
-    passing the last captured state through. random: none but eagle3's output rows, which are the target's."""
+    """eagle3: weights that the head starts from. target: those of the target's last layer where the shapes agree, with
+    fc passing the last captured state through. random: none but the output rows, which are the target's. EAGLE-1
+    always starts at random: its states are behind the final norm, and that layer's weights are for states before it."""
     intermediate_size: PositiveInt | None = None
     """Width inside the layer's MLP; null: the target's. The layer's width is the target's."""
     heads: PositiveInt | None = None

@@ -26,7 +26,7 @@ KINDS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}  # settings' names for the hea
 
 
 def initial(context: StageContext, key: str) -> StageResult:
-    """A head for the target, its vocabulary chosen; its weights random, or the target's as far as they fit."""
+    """A head for the target, its vocabulary chosen; an EAGLE-3 one starts from the target's weights where they fit."""
     settings, console = context.settings.eagle, context.console
     target = context.load_target("float32", "cpu")
     config = head_config(target.config.get_text_config(), settings.version, **settings.shape())
@@ -39,7 +39,7 @@ def initial(context: StageContext, key: str) -> StageResult:
         console.print(f"  {len(ids):,} tokens drafted, {share:.1%} of the training labels", highlight=False)
     elif settings.version == 3:
         head.set_vocabulary(torch.arange(int(config.vocab_size)))
-    if settings.init == "target":
+    if settings.version == 3 and settings.init == "target":
         left = start_from_target(head, target)
         console.print(
             "  starts from the target's last layer" + (f", but for {', '.join(left)}" if left else ""), highlight=False

@@ -108,12 +108,12 @@ def test_two_texts_are_lossless_together_through_real_caches(
     target, draft = runner(model), runner(resembling(model, 0.2))
     prompts = [[3, 1, 4, 1, 5, 1, 4], [2, 7]]
     lookahead = corpus_drafters(tmp_path, 8, [prompts[0] * 3])["lookahead"]
-    drafters = [ModelDrafter(draft, WARP, 8), lookahead()]
+    drafters = [(ModelDrafter(draft, WARP, 8), tokens), (lookahead(), 2)]
     if isinstance(target, FastRunner):
-        drafters.append(EarlyExitDrafter(target, WARP, LayerSubset(1)))
+        drafters.append((EarlyExitDrafter(target, WARP, LayerSubset(1)), 2))
     with torch.inference_mode():
-        for drafter in drafters:
-            assert joint_bias(target, System("", drafter, StopRule(3)), WARP, prompts, tokens) < TOLERANCE
+        for drafter, count in drafters:
+            assert joint_bias(target, System("", drafter, StopRule(3)), WARP, prompts, count) < TOLERANCE
 
 
 PROMPTS = [[3, 7, 1, 9], [1, 2, 3, 1, 2, 3, 1, 2], [5], [9, 9, 4] * 6, [40, 2], [8] * (CONTEXT - 6), [11, 30, 7]]
