@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from rich.console import Console
 from transformers import PreTrainedModel
 
 from decode.core.sampling import Warp
@@ -121,12 +122,14 @@ class Trials:
         write_json(self._file(shape, steps, examples), sealed(trial.row()))
         return trial
 
-    def train(self, shape: Shape, steps: int, examples: int | None = None) -> tuple[Model, float]:
-        """A trained draft, and the seconds its training took."""
+    def train(
+        self, shape: Shape, steps: int, examples: int | None = None, console: Console | None = None
+    ) -> tuple[Model, float]:
+        """A trained draft, and the seconds its training took; silent without a console."""
         settings = self.settings(shape, steps)
-        context, key = self.signals.context(settings, shape), fingerprint(self._key(settings, examples))
+        context, key = self.signals.context(settings, shape, console), fingerprint(self._key(settings, examples))
         count = self.signals.examples_of(steps, examples)
-        data = self.signals.of(shape, settings, count)
+        data = self.signals.of(shape, context, count)
         began, rows = time.monotonic(), data.train.part(0, count)
         initial = self._initial(context, shape, key)
 
@@ -142,11 +145,9 @@ class Trials:
                 return initial.eval().cpu()
             return ready_to_save(initial, context.corpus.tokenizer)
 
-        try:
-            made = distil(context, "reference", key, begin)
-        finally:
-            for stage in ("initial", "reference"):
-                remove(context.run.work / f"checkpoints-{stage}")
+        made = distil(context, "reference", key, begin)
+        for stage in ("initial", "reference"):
+            remove(context.run.work / f"checkpoints-{stage}")
         assert made.model is not None
         return made.model, time.monotonic() - began
 
@@ -160,7 +161,7 @@ class Trials:
         """Seconds that a training step takes, from a few."""
         settings = self.settings(shape, self.full_steps)
         context = self.signals.context(settings, shape)
-        data = self.signals.of(shape, settings, self.signals.examples_of(TIMED + 1))
+        data = self.signals.of(shape, context, self.signals.examples_of(TIMED + 1))
         draft = shape.random(settings, self.target).float().train()
         training = settings.reference.training
         module = self._module(context, draft, training, TIMED + 1, settings.seed, data)
@@ -195,7 +196,9 @@ class Trials:
         initial = full.initial
         if not shape.is_head and initial.trained:
             initial = replace(initial, training=scaled(initial.training, round(self._next_token_steps(full) * share)))
-        trainer = replace(full.trainer, validate_every=max(1, steps), checkpoint_every=None, callbacks=[])
+        trainer = replace(full.trainer, callbacks=[])
+        if steps < self.full_steps:  # done again sooner than resumed
+            trainer = replace(trainer, validate_every=max(1, steps), checkpoint_every=None)
         return replace(full, initial=initial, reference=reference, trainer=trainer)
 
     def _key(self, settings: Settings, examples: int | None) -> str:

@@ -50,15 +50,14 @@ class TrialSignals:
         wanted = steps * self.base.settings.reference.training.batch_size
         return min(wanted, examples or wanted, len(self.base.examples))
 
-    def of(self, shape: Shape, settings: Settings, count: int) -> DistillData[Any]:
+    def of(self, shape: Shape, context: StageContext, count: int) -> DistillData[Any]:
         """Signals of the first examples, at least so many, under a trial's settings."""
         group = self.group(shape)
         count = len(self.base.examples) if group == self._own_group else count
         known = self._made.get(group)
         if known is not None and len(known.train) >= count:
             return known
-        context, began = self.context(settings, shape), time.monotonic()
-        divergence = Objective(divergence_of(settings.reference))
+        began, divergence = time.monotonic(), Objective(divergence_of(context.settings.reference))
         data: DistillData[Any]
         if shape.is_head:
             made = eagle_heads.initial(context, "").model
@@ -84,9 +83,9 @@ class TrialSignals:
         if signals.is_dir() and not signals.is_symlink():
             shutil.rmtree(signals)
 
-    def context(self, settings: Settings, shape: Shape) -> StageContext:
-        """A context whose folder is that of the shape's kind and whose data are the run's."""
-        made = StageContext(settings, self._area(self.group(shape)), Console(quiet=True))
+    def context(self, settings: Settings, shape: Shape, console: Console | None = None) -> StageContext:
+        """A context whose folder is that of the shape's kind and whose data are the run's; silent without a console."""
+        made = StageContext(settings, self._area(self.group(shape)), console or Console(quiet=True))
         for name in ("corpus", "validation", "examples"):  # read once
             vars(made)[name] = getattr(self.base, name)
         return made

@@ -100,7 +100,7 @@ def _trained(shape: Shape, trials: Trials, context: StageContext, folder: RunDir
     """A draft after a full training, kept in a folder."""
     stage, key = f"full-{shape.slug}", trials.key(shape)
     if folder.finished(stage, key) is None:
-        model, seconds = trials.train(shape, trials.full_steps)
+        model, seconds = trials.train(shape, trials.full_steps, console=context.console)
         record = StageRecord(key, parameters=sum(p.numel() for p in model.parameters()), seconds=seconds)
         folder.put(stage, record, StageResult(record, model, context.corpus.tokenizer).save)
     made = open_draft(folder.path(stage), trials.target, context.corpus.tokenizer)

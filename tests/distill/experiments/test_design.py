@@ -243,8 +243,12 @@ def test_a_short_trial_has_the_signals_of_the_examples_that_it_reads_and_no_more
     signals = Design(StageContext(full, run_of(full), Console(quiet=True)), settings).trials.signals
     head, own = Shape("eagle3", vocab=60), default_shape(full, 2)
     whole = len(signals.base.examples)
-    assert [len(signals.of(head, head.settings(full), count).train) for count in (2, 1, 3)] == [2, 2, 3]
-    assert len(signals.of(own, full, 2).train) == whole  # the run itself will want them
+    assert [len(signals.of(head, signals.context(head.settings(full), head), count).train) for count in (2, 1, 3)] == [
+        2,
+        2,
+        3,
+    ]
+    assert len(signals.of(own, signals.context(full, own), 2).train) == whole  # the run itself will want them
     batch = full.reference.training.batch_size
     assert [signals.examples_of(n) for n in (1, 10 * whole)] == [batch, whole]
     assert signals.seconds([own], 10 * whole) == 0
