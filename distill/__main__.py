@@ -58,6 +58,9 @@ def main(argv: list[str] | None = None) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     others = {"bench": _bench, "ablate": _ablate, "design": _design}
     if argv and argv[0] in others:
+        from distill.core.ranks import check_alone
+
+        check_alone(f"python -m distill {argv[0]}")
         return others[argv[0]](argv[1:])
     if not argv:
         raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")

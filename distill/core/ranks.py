@@ -43,6 +43,19 @@ def started() -> int:
     return max(world(), *(int(os.environ.get(name) or 1) for name in names), 1)
 
 
+def check_alone(command: str) -> None:
+    """Refuses to run a command of one process in several.
+
+    Raises:
+        UserError: it was started as several.
+    """
+    if (count := started()) > 1:
+        raise UserError(
+            f"{command} was started as {count} processes, and is one: start it without torchrun or srun. What trains "
+            "in several is python -m distill; a target or drafts that it left are taken over"
+        )
+
+
 def is_first() -> bool:
     """Whether this process is the one that writes files."""
     return rank() == 0

@@ -124,3 +124,14 @@ def test_help_explains_every_key_and_shows_examples(capsys: pytest.CaptureFixtur
         assert "--reference.training.batch-size" in out
     assert "--speed.steps" in run(capsys, "bench", "-h")[1]
     assert "examples:\n  python -m distill --config" in run(capsys, "--help")[1]
+
+
+@pytest.mark.parametrize("name", ["ablate", "design", "bench"])
+def test_a_command_of_one_process_is_refused_in_several(
+    name: str, config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, _, err = run(capsys, name, "--config", config)
+    assert status == 2
+    assert f"python -m distill {name} was started as 2 processes, and is one" in err
