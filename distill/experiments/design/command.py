@@ -132,7 +132,8 @@ class Design:
         if not own.costs_only:
             race.run()
         left = [entry for entry in trained if entry.full is not None and entry.status == "left"]
-        winner = max(left, key=lambda entry: entry.forecast, default=None)
+        # where the budget ended within a round, one tried for longer goes before a better guess from fewer steps
+        winner = max(left, key=lambda entry: (entry.steps, entry.forecast), default=None)
         results = Results(
             self.context.run.folder.name, self.entries, self.default, winner, self.trials.full_steps, self.longest,
             self.clock.spent, self.clock.budget, self.facts(), datetime.now(UTC).isoformat(timespec="seconds"),
