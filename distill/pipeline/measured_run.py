@@ -42,7 +42,7 @@ def note_taken(context: StageContext, seconds: float) -> None:
     if not context.seen:
         return
     known = read_json(note)
-    if context.settings.stages_at_once == 1:  # else other processes have made some
+    if context.settings.stages_at_once == 1:  # else their times overlap
         parts.append(Part(REST, seconds=seconds - sum(part.seconds for part in parts)))
     peak = max(peak_memory(context.device), known.get("memory", 0))
     made = known.get("parts", {}) | {part.name: asdict(part) for part in parts}

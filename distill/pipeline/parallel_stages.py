@@ -174,6 +174,10 @@ class _Worker:
                 if logger is not None:
                     logger.log_metrics(*values)
                     logger.save()
+            elif kind == "took":
+                self.context.seen |= values[0]
+                for name, measured in values[1].items():
+                    self.context.measured.setdefault(name, measured)
             else:
                 self.error = values[0]
                 return
@@ -200,6 +204,7 @@ def _work(pipe: Connection, settings: Settings, folder: RunDir, threads: int, wi
                 console = Console(file=_Lines(tell), width=width)  # type: ignore[arg-type]
                 context = StageContext(settings, folder, console, _Relay(tell) if tracked else None)
                 run_stages(context, (stage,), check=False)
+                tell("took", context.seen, context.measured)
         except (EOFError, KeyboardInterrupt, SystemExit):  # there is nothing more to make, or it is ended
             return
         except UserError as known:

@@ -18,10 +18,13 @@ from distill.pipeline.stages_of_other_runs import adopt, siblings
 from distill.report.run_summary import display
 
 
-def run_stages(context: StageContext, only: Collection[str] | None = None, *, check: bool = True) -> list[str]:
+def run_stages(
+    context: StageContext, only: Collection[str] | None = None, *, check: bool = True, take_over: bool = True
+) -> list[str]:
     """Runs the stages (``only`` some of them) that are not up to date; returns their names.
 
-    Unless the target alone is wanted, data and models are checked before the first one, if ``check`` is true.
+    Unless the target alone is wanted, data and models are checked before the first one, if ``check`` is true. With
+    ``take_over`` a target, signals and texts that another run made from the same inputs are not made again.
     """
     settings, run, console = context.settings, context.run, context.console
     keys = stage_fingerprints(settings)
@@ -38,7 +41,7 @@ def run_stages(context: StageContext, only: Collection[str] | None = None, *, ch
             continue
         if (noted := run.noted(stage)) is not None and noted.fingerprint == key:
             console.print(f"  {run.path(stage)} is not as it was written, and is made again", highlight=False)
-        taken = adopt(run, settings, siblings(run), only=("target",)) if stage == "target" else {}
+        taken = adopt(run, settings, siblings(run), only=("target",)) if take_over and stage == "target" else {}
         if check and not ran and (only is None or "initial" in only):
             with working(console, "checking data and models", bars=False):
                 check_inputs(context)

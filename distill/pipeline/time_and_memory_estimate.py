@@ -74,11 +74,14 @@ def measured_estimate(settings: Settings, console: Console) -> Estimate:
             batch = answers.batch_size if answers.from_target else 1
             # as two steps of any distillation take, and a batch of answers
             small.reference.examples = min(len(real.examples), max(2 * largest, batch))
+            if settings.target.trained and real.corpus.answered:  # it does not end its texts yet
+                length = -(-real.validation.label_count // len(real.validation))
+                small.evaluation.max_new_tokens = min(settings.evaluation.max_new_tokens, length)
             context = StageContext(small, run, Console(quiet=True))
             context.corpus = real.corpus
             console.print(f"a few steps of every part, on {context.device}", highlight=False)
             began = time.monotonic()
-            stages = len(run_stages(context))
+            stages = len(run_stages(context, take_over=False))
             measure(context)
             rest = time.monotonic() - began - sum(part.seconds for part in taken_parts(context))
             parts = [Part(DATA, seconds=real.measured[DATA].seconds), *_parts(real, context)]

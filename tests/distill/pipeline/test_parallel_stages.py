@@ -40,6 +40,7 @@ def test_stages_beside_each_other_are_the_same_and_tracked_and_found_again(tmp_p
         assert all(torch.equal(made[name], wanted[name]) for name in wanted), stage
         assert context.run.record(stage).history == alone.record(stage).history  # type: ignore[union-attr]
         assert [row["loss"] for row in metrics(context.run, stage) if row.get("loss")]
+        assert context.seen[stage].tokens > 0
     assert "  equal-tokens | LlamaForCausalLM" in text.getvalue()
     assert text.getvalue().count("to compute") == 1  # the signal is announced by who makes it
 

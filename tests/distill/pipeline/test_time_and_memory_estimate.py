@@ -12,7 +12,7 @@ from tiny_run import bench, tiny_settings
 
 from distill.config.run_settings import EvaluationSettings
 from distill.pipeline.measured_run import note_taken, taken_parts
-from distill.pipeline.run_pipeline import measure
+from distill.pipeline.run_pipeline import measure, write_settings
 from distill.pipeline.run_stages import run_stages
 from distill.pipeline.time_and_memory_estimate import measured_estimate, show
 
@@ -22,17 +22,21 @@ def test_tokens_and_bytes_are_those_of_the_run_and_nothing_else_is_left(tmp_path
     settings.reference.examples, settings.reference.training.steps = 40, 30
     settings.draft.iso, settings.trainer.validate_every = "epochs", 10
     settings.evaluation = EvaluationSettings(8, 8, 8, 8, draft_lengths=[2], batch_size=4)
-    found = measured_estimate(settings, Console(quiet=True))
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
-    parts = {part.name: part for part in found.parts}
-    assert list(parts) == ["the data", "the target's signal", "the reference's losses", "target", "initial",
-                           "reference", "adaspec", "equal-tokens", "measurement and export",
-                           "opening, checking, saving"]  # fmt: skip
     context, _ = bench(settings)
     began = time.monotonic()
     run_stages(context)
     measure(context)
     note_taken(context, time.monotonic() - began)
+    write_settings(settings, context.run.folder / "settings.yaml")
+    others = context.run.work / "signals" / "features_train.npy"  # as a head of the same target leaves
+    others.write_bytes(bytes(10**6))
+    found = measured_estimate(settings, Console(quiet=True))
+    others.unlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+    parts = {part.name: part for part in found.parts}
+    assert list(parts) == ["the data", "the target's signal", "the reference's losses", "target", "initial",
+                           "reference", "adaspec", "equal-tokens", "measurement and export",
+                           "opening, checking, saving"]  # fmt: skip
     taken = {part.name: part for part in taken_parts(context)}
     for name, part in taken.items():  # the same tokens and bytes, by either way of telling them
         assert (part.tokens, part.bytes) == pytest.approx((parts[name].tokens, parts[name].bytes), rel=0.05), name
