@@ -1,4 +1,4 @@
-"""The short form of ``make soak``: three kills and one damaged file; and that the soak itself sees what is wrong."""
+"""What a soak sees as wrong, and (slow) its short form: three kills and one damaged file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from soak import PHASES, Ledger, alter, draw, truncate
 
 
+@pytest.mark.slow
 def test_a_run_killed_three_times_ends_bit_by_bit_as_an_undisturbed_one() -> None:
     # in a process of its own: one that has used threads must not be forked
     script = Path(__file__).parents[2] / "support" / "soak.py"
