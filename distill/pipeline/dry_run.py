@@ -75,7 +75,8 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
             model.model = save_tiny(made, tokenizer, folder / "models" / stage)
         if model.trained:
             _shorten(model.training)
-    small.initial.layers, small.target.layerskip.exits, small.stages_at_once = 1, [], 1  # a process takes longer to start
+    small.initial.layers, small.target.layerskip.exits = 1, []
+    small.stages_at_once = 1  # another process takes longer to start than the stages do
     if small.target.stacking is not None:
         small.target.stacking.layers = 1
     _shorten(small.reference.training)
