@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.core.atomic_files import read_json
-from decode.core.progress import duration
+from decode.core.progress import duration, working
 from distill.config.drafts import ComparisonSettings
 from distill.config.export import HubSettings
 from distill.config.run_settings import Settings
@@ -32,6 +32,7 @@ from distill.data.stage_context import DATA, MEASUREMENT, Measured, StageContext
 from distill.pipeline.measured_run import PREPARED, REST, TAKEN, Part, files_size, taken_parts
 from distill.pipeline.run_pipeline import alone_in, measure, run_of
 from distill.pipeline.run_stages import run_stages
+from distill.pipeline.stage_fingerprint import stage_fingerprints
 from distill.pipeline.stages import plan_of
 from distill.pipeline.training_budget import Plan, plan_reference
 from distill.teacher.distillation_data import ANSWERS, LOSSES, SIGNAL
@@ -81,11 +82,15 @@ def measured_estimate(settings: Settings, console: Console) -> Estimate:
             context.corpus = real.corpus
             console.print(f"a few steps of every part, on {context.device}", highlight=False)
             began = time.monotonic()
-            stages = len(run_stages(context, take_over=False))
-            measure(context)
+            stages = stage_fingerprints(small)
+            for stage in stages:
+                with working(console, f"estimating {stage}"):
+                    run_stages(context, (stage,), take_over=False)
+            with working(console, f"estimating {MEASUREMENT}"):
+                measure(context)
             rest = time.monotonic() - began - sum(part.seconds for part in taken_parts(context))
             parts = [Part(DATA, seconds=real.measured[DATA].seconds), *_parts(real, context)]
-            parts.append(Part(REST, seconds=rest * (1 + len(settings.comparisons) / stages)))
+            parts.append(Part(REST, seconds=rest * (1 + len(settings.comparisons) / len(stages))))
             memory: float = peak_memory(context.device)
             if context.device.type == "cpu":  # the signals' files count as memory of who has read them
                 sizes = [sum(p.bytes for p in of if p.name in MAPPED) for of in (parts, taken_parts(context))]
@@ -179,7 +184,7 @@ def _parts(real: StageContext, small: StageContext) -> list[Part]:
     for draft in (None, settings.draft, *settings.comparisons):
         plain = draft is None or (isinstance(draft, ComparisonSettings) and draft.method == "distillspec")
         stage = "reference" if plain else "draft"
-        (_, before), (_, plan) = plan_of(small, None if plain else settings.draft), plan_of(real, draft)
+        (_, before), (_, plan) = plan_of(small, None if plain else small.settings.draft), plan_of(real, draft)
         name = "reference" if draft is None else draft.name
         known, count = None if written else real.examples, before.steps * before.batch_size
         parts.append(_training(name, small.seen[stage], plan, count, known, real, small.run, stage))

@@ -68,7 +68,7 @@ def test_tokens_and_bytes_are_those_of_the_run_and_nothing_else_is_left(tmp_path
 
 def test_texts_that_the_target_has_yet_to_write_are_scaled_up(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path, comparisons=[])
-    settings.reference.examples = 40
+    settings.reference.examples, settings.draft.epochs, settings.draft.iso = 40, 6, "epochs"
     responses = settings.reference.responses
     settings.evaluation = EvaluationSettings(2, 2, 2, 8, draft_lengths=[2])
     responses.source, responses.max_new_tokens, responses.batch_size = "target", 8, 8
@@ -76,5 +76,7 @@ def test_texts_that_the_target_has_yet_to_write_are_scaled_up(tmp_path: Path) ->
     show(found, settings, Console(file=text, width=120))
     assert [part.name for part in found.parts][1:3] == ["the target's answers", "the target's signal"]
     assert found.parts[1].bytes > 0
+    tokens = {part.name: part.tokens for part in found.parts}  # 6 passes in steps of 4 texts, and 12 steps of 4
+    assert tokens["adaspec"] / tokens["reference"] == pytest.approx(6 * 40 / 4 / 12, rel=0.25)
     assert "most memory" in text.getvalue()
     assert "in all" in text.getvalue()
