@@ -4,8 +4,9 @@ A product of few rows takes as long as its weight takes to be read, if the kerne
 a weight is read with strides, or reordered in each call. Freezing in torch.compile packs weights by the same operators.
 """
 
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +59,8 @@ COLD = 1 << 25
 """Bytes of weights that a measurement reads in turn: a model's weights are read from memory, not from the cache."""
 TURNS = 5  # measurements of each way, interleaved; the least one counts
 FEW = 4
-"""Fewer rows are padded to this: the kernel for one to three rows takes up to 1.4 times as long as the one for four."""
+"""Fewer rows are padded to this where that is faster: the kernel for one to three rows takes up to 1.4 times as long as
+the one for four with AVX-512, and 0.7 times with AVX2 alone."""
 _BATCH = 8  # rows that oneDNN is told to expect; the order of the weight is the same for others
 
 
@@ -68,27 +70,29 @@ class PackedLinear(Linear):
     Args:
         weight: ``[rows, width]``; it is copied.
         bias: ``[rows]``.
+        least: fewer rows of states are padded to so many.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, least: int = 1) -> None:
         with torch.inference_mode():
             packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _BATCH)
         super().__init__(packed, None if bias is None else bias.detach())
+        self.least = least
         self._product = torch.ops.mkldnn._linear_pointwise.default
         self._sum = torch.ops.mkldnn._linear_pointwise.binary
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear.__call__`."""
         rows = x.shape[0]
-        few = x.dim() == 2 and 0 < rows < FEW
+        few = x.dim() == 2 and 0 < rows < self.least
         product: Tensor = self._product(
-            F.pad(x, (0, 0, 0, FEW - rows)) if few else x, self.weight, self.bias, "none", [], ""
+            F.pad(x, (0, 0, 0, self.least - rows)) if few else x, self.weight, self.bias, "none", [], ""
         )
         return product[:rows] if few else product
 
     def add_to(self, x: Tensor, y: Tensor) -> Tensor:
         """See `Linear.add_to`."""
-        if x.dim() == 2 and 0 < x.shape[0] < FEW:
+        if x.dim() == 2 and 0 < x.shape[0] < self.least:
             return x + self(y)
         sum: Tensor = self._sum(y, x, self.weight, self.bias, "add")
         return sum
@@ -109,34 +113,39 @@ class Linears:
     def __init__(self, mode: str = "off", layers: int = 1, *, copies: bool = False) -> None:
         check_pack(mode)
         self.mode, self.layers, self.copies, self.packed = mode, layers, copies, 0
-        self._chosen: dict[tuple[int, ...], bool] = {}
+        self._chosen: dict[tuple[int, ...], int] = {}  # least rows of a packed product; 0: plain
         self._seconds: dict[tuple[int, ...], list[list[float]]] = {}
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """The product with a weight ``[rows, width]`` and a bias ``[rows]``."""
         shape = tuple(weight.shape)
         if shape not in self._chosen:
-            self._chosen[shape] = self._packs(weight)
+            self._chosen[shape] = self._least(weight)
         if self._chosen[shape]:
             self.packed += weight.numel() * weight.element_size()
-            return PackedLinear(weight, bias)
+            return PackedLinear(weight, bias, self._chosen[shape])
         return self._plain(weight, bias)
 
     def _plain(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return Linear(by_columns(weight) if self.copies else weight, bias)
 
-    def _packs(self, weight: Tensor) -> bool:
+    def _least(self, weight: Tensor) -> int:
         if self.mode == "off" or not packable(weight):
-            return False
-        if self.mode == "on":
-            return True
+            return 0
+        if self.mode == "on":  # perhaps of a large model
+            weight = weight[: max(1, COLD // (weight.shape[1] * weight.element_size()))]
         shape = tuple(weight.shape)
         known = shape, weight.dtype, self.layers, self.copies, torch.get_num_threads()
         if known not in _MEASURED:
-            _MEASURED[known] = measure(self._plain, PackedLinear, weight, self.layers)
-        seconds = self._seconds[shape] = _MEASURED[known]
-        plain, packed = map(sum, zip(*seconds))
-        return packed < MARGIN * plain
+            _MEASURED[known] = measure(self._plain, weight, self.layers)
+        step = _MEASURED[known][0]  # at more rows nothing is padded
+        best = [[times[0], min(times[1:])] for times in _MEASURED[known]]
+        if self.mode == "auto":
+            self._seconds[shape] = best
+            plain, packed = map(sum, zip(*best))
+            if packed >= MARGIN * plain:
+                return 0
+        return 1 if step[1] <= step[2] else FEW
 
     def sentence(self) -> str:
         """What was chosen and why, for the terminal; empty where there was nothing to choose."""
@@ -169,31 +178,32 @@ def packable(weight: Tensor) -> bool:
 
 
 @torch.inference_mode()
-def measure(
-    plain: Callable[[Tensor], Linear], packed: Callable[[Tensor], Linear], weight: Tensor, layers: int
-) -> list[list[float]]:
-    """Seconds of plain and of packed products, at each of `ROWS`.
+def measure(plain: Callable[[Tensor], Linear], weight: Tensor, layers: int) -> list[list[float]]:
+    """Seconds of plain, packed, and padded packed products, at each of `ROWS`.
 
     Args:
         plain: makes a plain product.
-        packed: makes a packed one.
         weight: an example of the shape.
         layers: weights of this shape that the model reads in turn.
     """
     size = weight.numel() * weight.element_size()
     count = max(1, min(layers, COLD // size))
-    ways = [[make(weight.detach().clone()) for _ in range(count)] for make in (plain, packed)]
+    packed = [PackedLinear(weight) for _ in range(count)]
+    padded = [copy.copy(linear) for linear in packed]
+    for linear in padded:
+        linear.least = FEW
+    ways: list[Sequence[Linear]] = [[plain(weight.detach().clone()) for _ in range(count)], packed, padded]
     inputs = [weight.new_ones(rows, weight.shape[1]) for rows in ROWS]
     repeats = max(1, min(64, COLD // size) // count)  # small weights take too little time to be measured once
 
-    def seconds(way: list[Linear], x: Tensor) -> float:
+    def seconds(way: Sequence[Linear], x: Tensor) -> float:
         begun = time.perf_counter()
         for _ in range(repeats):
             for linear in way:
                 linear(x)
         return time.perf_counter() - begun
 
-    least = [[float("inf")] * 2 for _ in ROWS]
+    least = [[float("inf")] * len(ways) for _ in ROWS]
     for _ in range(TURNS):
         for row, x in zip(least, inputs):
             row[:] = [min(best, seconds(way, x)) for best, way in zip(row, ways)]

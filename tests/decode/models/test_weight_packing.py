@@ -17,11 +17,12 @@ from decode.models.runners.weight_packing import Linear, Linears, PackedLinear, 
 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("shape", [(48, 32), (32, 48), (96, 576), (7, 5)], ids=str)
+@pytest.mark.parametrize("least", [1, packing.FEW])
 @torch.inference_mode()
-def test_products_are_those_of_plain_weights(shape: tuple[int, int], biased: bool) -> None:
+def test_products_are_those_of_plain_weights(least: int, shape: tuple[int, int], biased: bool) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(shape), torch.randn(shape[0]) if biased else None
-    plain, packed = Linear(weight, bias), PackedLinear(weight, bias)
+    plain, packed = Linear(weight, bias), PackedLinear(weight, bias, least)
     assert (packed.rows, packed.weight.numel()) == (shape[0], weight.numel())
     for rows in [(0,), (1,), (2,), (8,), (13,), (64,), (300,), (2, 3)]:
         x, before = torch.randn(*rows, shape[1]), torch.randn(*rows, shape[0])
@@ -47,15 +48,16 @@ def test_what_the_kernels_do_not_take_stays_plain() -> None:
 def test_the_faster_way_is_chosen_for_each_shape_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def measured(plain, packed, weight, layers):  # type: ignore[no-untyped-def]
+    def measured(plain, weight, layers):  # type: ignore[no-untyped-def]
         asked.append(tuple(weight.shape))
-        return [[1.0, 1.2], [4.0, 1.0]] if weight.shape[0] == 6 else [[1.0, 1.5], [2.0, 2.0]]
+        return [[1.0, 1.4, 1.2], [4.0, 1.0, 1.0]] if weight.shape[0] == 6 else [[1.0, 1.5, 1.6], [2.0, 2.0, 2.0]]
 
     monkeypatch.setattr(packing, "measure", measured)
     monkeypatch.setattr(packing, "_MEASURED", {})
     make = Linears("auto", 2)
     kinds = [type(make(torch.randn(rows, 4))) for rows in (6, 3, 6, 3)]
     assert kinds == [PackedLinear, Linear, PackedLinear, Linear]
+    assert [Linears("on", 2)(torch.randn(rows, 4)).least for rows in (6, 3)] == [packing.FEW, 1]  # type: ignore[attr-defined]
     again = Linears("auto", 2)
     assert [type(again(torch.randn(rows, 4))) for rows in (6, 3)] == kinds[:2]
     assert asked == [(6, 4), (3, 4)]  # another model of these shapes is laid out in the same way
@@ -65,7 +67,7 @@ def test_the_faster_way_is_chosen_for_each_shape_and_said(monkeypatch: pytest.Mo
     assert "3×4 plain (0.7 and 1.0)" in sentence
 
 
-def test_the_measurement_compares_the_two_ways() -> None:
+def test_the_measurement_compares_all_ways() -> None:
     calls = []
 
     class Counted(Linear):
@@ -73,10 +75,10 @@ def test_the_measurement_compares_the_two_ways() -> None:
             calls.append(len(x))
             return super().__call__(x)
 
-    seconds = measure(Linear, Counted, torch.randn(6, 4), 2)
+    seconds = measure(Counted, torch.randn(6, 4), 2)
     assert set(calls) == set(packing.ROWS)
     assert len(seconds) == len(packing.ROWS)
-    assert all(plain > 0 and packed > 0 for plain, packed in seconds)
+    assert all(len(times) == 3 and min(times) > 0 for times in seconds)
 
 
 def test_an_unknown_mode_is_refused(tiny) -> None:
