@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.core.atomic_files import read_json
-from decode.core.progress import duration, working
+from decode.core.progress import duration
 from distill.config.drafts import ComparisonSettings
 from distill.config.export import HubSettings
 from distill.config.run_settings import Settings
@@ -84,10 +84,10 @@ def measured_estimate(settings: Settings, console: Console) -> Estimate:
             began = time.monotonic()
             stages = stage_fingerprints(small)
             for stage in stages:
-                with working(console, f"estimating {stage}"):
-                    run_stages(context, (stage,), take_over=False)
-            with working(console, f"estimating {MEASUREMENT}"):
-                measure(context)
+                console.print(f"  {stage}", highlight=False)
+                run_stages(context, (stage,), take_over=False)
+            console.print(f"  {MEASUREMENT}", highlight=False)
+            measure(context)
             rest = time.monotonic() - began - sum(part.seconds for part in taken_parts(context))
             parts = [Part(DATA, seconds=real.measured[DATA].seconds), *_parts(real, context)]
             parts.append(Part(REST, seconds=rest * (1 + len(settings.comparisons) / len(stages))))
