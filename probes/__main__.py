@@ -41,10 +41,8 @@ def main(argv: list[str] | None = None) -> None:
         from probes.probe_settings import shrink
 
         settings = shrink(settings)
-    from distill.core.ranks import check_alone
     from probes.pipeline import run_probes
 
-    check_alone("python -m probes")
     run_probes(settings)
 
 

@@ -1,6 +1,6 @@
 """What probes see and what they are to predict, for every exit layer, from one forward pass over the texts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +84,7 @@ def collect(
     positions: int | None = None,
     batch_size: int = 32,
     seed: int = 0,
+    share: tuple[int, int] = (0, 1),
 ) -> Features:
     """Read the texts once, and note for every exit what it would draft and whether the target would accept it.
 
@@ -96,28 +97,39 @@ def collect(
         positions: keep a random sample of this many response positions of each text.
         batch_size: texts read together.
         seed: of the drafted tokens, of their acceptance and of the sample.
+        share: which part of the batches is read, and of how many parts.
     """
-    generator = torch.Generator().manual_seed(seed)
     layers = [int(draft.config.get_text_config().num_hidden_layers)] if draft is not None else list(exits)
     heads = LMHead(target), LMHead(draft if draft is not None else target)
     texts = [text for text in texts if len(text[0]) > text[1]]
     if not texts:
         raise UserError("the target wrote nothing for any prompt, so there is nothing to learn from; check the data")
     order = sorted(range(len(texts)), key=lambda i: len(texts[i][0]))
-    owner, parts = [], []
-    for at in range(0, len(order), batch_size):
+    parts: list[Features] = []
+    for at in range(batch_size * share[0], len(order), batch_size * share[1]):
         chosen = order[at : at + batch_size]
+        generator = torch.Generator().manual_seed((seed << 32) + at)
         ids, rows = _rows([texts[i] for i in chosen], positions, generator)
         final, states = _states(target, draft, ids.to(target.device), layers, rows)
-        block = max(1, BLOCK // heads[0].vocab)
+        text, block = torch.tensor(chosen)[rows[0]], max(1, BLOCK // heads[0].vocab)
         for some in torch.arange(len(final)).split(block):
-            parts.append(_observe(heads, final[some], [s[some] for s in states], warp, generator))
-        owner.append(torch.tensor(chosen)[rows[0]])
+            values = _observe(heads, final[some], [s[some] for s in states], warp, generator)
+            parts.append(Features(layers, values.pop("inputs"), values, values.pop("outcome"), text[some]))
         current().advance(len(chosen))
-    text = torch.cat(owner)
+    return join(parts)
+
+
+def join(parts: Sequence[Features]) -> Features:
+    """Features of whole texts, put in the order of the texts."""
+    text = torch.cat([part.text for part in parts])
     place = text.argsort(stable=True)
-    joined = {name: torch.cat([part[name] for part in parts], 1)[:, place] for name in parts[0]}
-    return Features(layers, joined.pop("inputs"), joined, joined.pop("outcome"), text[place])
+
+    def joined(values: Iterable[Tensor]) -> Tensor:
+        return torch.cat(list(values), 1)[:, place]
+
+    labels = {name: joined(part.labels[name] for part in parts) for name in parts[0].labels}
+    inputs, outcome = joined(part.inputs for part in parts), joined(part.outcome for part in parts)
+    return Features(parts[0].exits, inputs, labels, outcome, text[place])
 
 
 def _rows(texts: Sequence[Text], positions: int | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -149,7 +161,7 @@ def _states(
 def _observe(
     heads: tuple[LMHead, LMHead], final: Tensor, states: Sequence[Tensor], warp: Warp, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Inputs, labels and outcomes at every exit, ``[exits, n, ...]``, on the CPU."""
+    """Inputs, labels by name, and outcome at every exit, ``[exits, n, ...]``, on the CPU."""
     p = warp(heads[0](final)).cpu()
     made: dict[str, list[Tensor]] = {}
     for state in states:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
+from transformers import PreTrainedModel
 
 from decode.core.atomic_files import read_json
 from decode.core.progress import output_console
@@ -18,6 +19,7 @@ from decode.measure.costs import machine
 from decode.models.loading.choose_runner import open_runner
 from decode.models.loading.open_model import check_tokenizers, load_model, load_tokenizer
 from decode.models.runners.fast_runner import FastRunner
+from distill.core import ranks
 from distill.core.file_fingerprints import write_json
 from distill.data.stage_context import StageContext
 from distill.pipeline.run_pipeline import alone_in, run_of, say_end
@@ -39,23 +41,27 @@ Rows = list[dict[str, Any]]
 def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict[str, Any]:
     """Train probes, measure them, choose an exit, run the best settings and report.
 
-    The run's target is trained first if it is not there, or was made from other settings; the run's folder is locked
+    Several processes train the target, write its texts and read them together; the rest is done by the first one. The
+    run's target is trained first if it is not there, or was made from other settings; the run's folder is locked
     meanwhile.
 
     Returns:
-        What was added to the run's ``report.json``.
+        What was added to the run's ``report.json``; nothing in processes other than the first.
 
     Raises:
         UserError: settings, data or models that cannot be used, or another process at work in the run's folder.
     """
     settings.validate()
-    console = console or output_console()
+    first = ranks.is_first()
+    console = (console or output_console()) if first else Console(quiet=True)
     began, threads, run = time.monotonic(), torch.get_num_threads(), run_of(settings)
     try:
         with alone_in(run, settings, console):
-            logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings))
+            logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings)) if first else None
             try:
                 added = _experiment(settings, StageContext(settings, run, console, logger))
+                if not first:
+                    return {}
                 _log(for_stage(logger, "probes"), added)
             finally:
                 finish(logger)
@@ -84,9 +90,13 @@ def _experiment(settings: ProbesSettings, stages: StageContext) -> dict[str, Any
     prompts = context.prompts()
     for mode in modes:
         context.add_features(mode, prompts)
+    draft, seen_by_draft = _features_of_draft(context, modes)
+    if not ranks.is_first():
+        return {}
     probes, rows, check = _train(context, modes)
     save_probes(folder, model, probes)
-    rows += _train_for_draft(context, modes, folder)
+    if draft is not None:
+        rows += _train_for_draft(context, modes, draft, seen_by_draft, folder / "draft")
     torch.set_num_threads(options.threads or torch.get_num_threads())  # how weights are packed is measured
     runner = open_runner(model, pack="auto")
     found: dict[str, tuple[list[Choice], list[Choice], dict[str, Any]]] = {}
@@ -145,22 +155,36 @@ def _train(context: ProbeContext, modes: list[Mode]) -> tuple[list[AcceptancePro
     return probes, rows, _compare_with_scikit(context, modes[0]) if context.options.check else {}
 
 
-def _train_for_draft(context: ProbeContext, modes: list[Mode], folder: Path) -> Rows:
-    """The same for a separate draft model's last hidden state."""
+def _features_of_draft(
+    context: ProbeContext, modes: list[Mode]
+) -> tuple[PreTrainedModel | None, dict[str, dict[str, Features]]]:
+    """A separate draft model, if one is named, and the features at its last layer by mode and split."""
     name = context.options.draft
     if name is None:
-        return []
+        return None, {}
     trust = context.settings.target.trust_remote_code
     check_tokenizers(context.stages.corpus.tokenizer, load_tokenizer(name, trust_remote_code=trust))
     draft = load_model(name, device=context.model.device, dtype="float32", trust_remote_code=trust)
+    with context.step("draft", "texts read by the draft model", bars=False):
+        return draft, {mode.name: context.read(mode, draft) for mode in modes}
+
+
+def _train_for_draft(
+    context: ProbeContext,
+    modes: list[Mode],
+    draft: PreTrainedModel,
+    features: dict[str, dict[str, Features]],
+    folder: Path,
+) -> Rows:
+    """The same for a separate draft model's last hidden state."""
     probes: list[AcceptanceProbe] = []
     rows: Rows = []
     for mode in modes:
         with context.step("draft", f"probes of the draft model, {mode.name}", bars=False):
-            made, measured = _train_label(context, context.read(mode, draft), mode.label)
+            made, measured = _train_label(context, features[mode.name], mode.label)
         probes += made
         rows += [row | {"mode": mode.name, "model": "draft"} for row in measured]
-    save_probes(folder / "draft", draft, probes)
+    save_probes(folder, draft, probes)
     return rows
 
 

@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 from transformers import PreTrainedModel
@@ -17,11 +19,11 @@ from decode.prompts.prompt_suites import Suite
 from distill.config.responses import ResponseSettings
 from distill.core.file_fingerprints import fingerprint
 from distill.data.corpus import test_suite
-from distill.data.response_file import ResponseFile
 from distill.data.stage_context import StageContext
 from distill.data.tokenization.label_masks import prompt_part
-from distill.generation.response_store import Job, answered_here
-from probes.hidden_state_features import Features, collect
+from distill.generation.response_store import Job, answered_by_all, answered_here
+from probes.features_of_processes import collect_together
+from probes.hidden_state_features import Features
 from probes.probe_settings import ProbeSettings, ProbesSettings
 
 
@@ -60,6 +62,18 @@ class ProbeContext:
     def say(self, sentence: str) -> None:
         """Prints a line below the step that it belongs to."""
         self.console.print(f"  {sentence}", highlight=False)
+
+    @property
+    def folder(self) -> Path:
+        """Where texts are kept."""
+        return self.stages.run.work / "probes"
+
+    @property
+    def target(self) -> str:
+        """What the target was made from."""
+        record = self.stages.run.record("target")
+        assert record is not None
+        return record.fingerprint
 
     @contextmanager
     def step(self, name: str, title: str, *, bars: bool = True) -> Iterator[None]:
@@ -100,33 +114,44 @@ class ProbeContext:
 
     def _written(self, mode: Mode, split: str, prompts: list[list[int]], seed: int) -> list[list[int]]:
         """The target's texts for the prompts of a split; an interrupted run goes on with those that it has written."""
-        options, record, tokenizer = self.options, self.stages.run.record("target"), self.stages.corpus.tokenizer
-        assert record is not None
+        options, tokenizer = self.options, self.stages.corpus.tokenizer
         limit = int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
         budgets = [max(0, min(options.max_new_tokens, limit - len(ids))) for ids in prompts]
-        jobs = [Job(i, ids, "", budget) for i, (ids, budget) in enumerate(zip(prompts, budgets))]
         how = ResponseSettings(
             temperature=mode.warp.temperature, top_p=mode.warp.top_p, batch_size=options.batch_size,
             max_new_tokens=options.max_new_tokens,
         )  # fmt: skip
-        made_from = {"target": record.fingerprint, "prompts": fingerprint(prompts), "seed": seed} | how.written()
-        file = ResponseFile(self.stages.run.work / "probes" / f"{mode.name}-{split}.jsonl", made_from)
-        file.open()
-        missing = {job.example for job in jobs} - file.found.keys()
-        with working(self.console, f"{mode.name} texts, {split}", len(missing)):
-            ends = set(stop_ids(self.model, tokenizer))
-            for _ in file.fill(answered_here(self.model, how, seed, ends)(jobs, missing), tokenizer):
-                pass
-        return [file.found[job.example].ids for job in jobs]
+        return answered_by_all(
+            [Job(i, ids, "", budget) for i, (ids, budget) in enumerate(zip(prompts, budgets))],
+            how,
+            self.folder,
+            f"{mode.name}-{split}",
+            {"target": self.target, "prompts": fingerprint(prompts), "seed": seed} | how.written(),
+            writer=lambda: answered_here(self.model, how, seed, set(stop_ids(self.model, tokenizer))),
+            tokenizer=tokenizer,
+            around=partial(working, self.console, f"{mode.name} texts, {split}"),
+        )
 
     def read(self, mode: Mode, draft: PreTrainedModel | None = None) -> dict[str, Features]:
-        """Features of a mode's texts by split, at every exit or at a draft model's last layer."""
+        """Features of a mode's texts by split, at every exit or at a draft model's last layer.
+
+        They are in the first process alone.
+        """
         found = {}
         for i, (split, texts) in enumerate(mode.texts.items()):
             with working(self.console, f"{mode.name} texts read, {split}", len(texts)):
-                found[split] = collect(
-                    self.model, texts, mode.warp, exits=self.exits, draft=draft, seed=self.settings.seed + i,
+                features = collect_together(
+                    self.folder,
+                    [self.target, mode.name, split, self.options.draft if draft is not None else self.exits],
+                    texts,
+                    target=self.model,
+                    warp=mode.warp,
+                    exits=self.exits,
+                    draft=draft,
+                    seed=self.settings.seed + i,
                     positions=None if split == "validation" else self.options.positions,
                     batch_size=self.options.batch_size,
-                )  # fmt: skip
+                )
+            if features is not None:
+                found[split] = features
         return found

@@ -93,8 +93,11 @@ class Progress:
         self.console = console or Console(stderr=True)
         name, times = TextColumn("  {task.description}"), (TimeElapsedColumn(), TimeRemainingColumn())
         drawn = Bars(name, BarColumn(), _Count(), *times, console=self.console, transient=transient)
-        terminal = self.console.is_terminal and not self.console.quiet
-        self._bars, self._lines = drawn if terminal and bars else None, not terminal
+        terminal, quiet = (
+            self.console.is_terminal,
+            self.console.quiet,
+        )  # what is quiet leaves the lines to what is around
+        self._bars, self._lines = drawn if terminal and bars and not quiet else None, not terminal and not quiet
         self._works: list[Work] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._print_lines, daemon=True)

@@ -52,7 +52,7 @@ def check_alone(command: str) -> None:
     if (count := started()) > 1:
         raise UserError(
             f"{command} was started as {count} processes, and is one: start it without torchrun or srun. What trains "
-            "in several is python -m distill; a target or drafts that it left are taken over"
+            "in several is python -m distill and python -m probes; a target or drafts that it left are taken over"
         )
 
 

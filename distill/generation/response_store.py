@@ -1,7 +1,10 @@
 """Responses written by the target: which prompts are answered, by whom, and the rows to train on."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -10,8 +13,9 @@ from decode.core.sampling import Warp
 from decode.models.batched_generation import GROUP, uniform_draws, write_texts
 from decode.models.prompt_tokens import continuation_ids, end_token
 from distill.config.responses import ResponseSettings
+from distill.core import ranks
 from distill.data.batches.token_dataset import TokenDataset
-from distill.data.response_file import Response
+from distill.data.response_file import Response, ResponseFile
 from distill.data.tokenization.label_masks import IGNORE
 
 Answer = Callable[[Sequence["Job"], Collection[int]], Iterator["Response"]]
@@ -77,6 +81,57 @@ def answered_here(model: PreTrainedModel, settings: ResponseSettings, seed: int,
             yield from (Response(job.example, text) for job, text in zip(batch, texts))
 
     return answers
+
+
+def answered_by_all(
+    jobs: Sequence[Job],
+    settings: ResponseSettings,
+    folder: Path,
+    name: str,
+    made_from: dict[str, Any],
+    *,
+    writer: Callable[[], Answer],
+    tokenizer: PreTrainedTokenizerBase,
+    around: Callable[[int], AbstractContextManager[Any]],
+) -> list[list[int]]:
+    """The responses to prompts, which are kept in a folder.
+
+    Every process writes its share into a file of its own (a server is asked by the first one alone), and goes on when
+    all responses are there, whoever wrote them: another number of processes takes up what there is.
+
+    Args:
+        jobs: The prompts.
+        settings: Batch size and servers.
+        folder: Where responses are kept.
+        name: Of the file, such as the split.
+        made_from: Everything that decides the responses.
+        writer: What writes those that are missing.
+        tokenizer: For the texts in the file.
+        around: What the writing of so many responses is done in.
+    """
+    rank, world = ranks.rank(), 1 if settings.server.addresses else ranks.started()
+    file = ResponseFile(folder / (f"{name}-{rank}.jsonl" if rank else f"{name}.jsonl"), made_from)
+
+    def known() -> dict[int, Response]:
+        found: dict[int, Response] = {}
+        for path in sorted(folder.glob(f"{name}*.jsonl")):
+            if not path.name.endswith(".old.jsonl"):
+                found |= ResponseFile(path, made_from).read()
+        return found
+
+    if rank < world:
+        file.open()
+        if missing := own_examples(jobs, settings, rank, world) - known().keys():
+            with around(len(missing)):
+                for done, _ in enumerate(file.fill(writer()(jobs, missing), tokenizer), 1):
+                    current().update(done=max(current().done, done))  # a writer may have counted it already
+
+    def all_of_them() -> dict[int, Response] | None:
+        found = known()
+        return found if all(job.example in found for job in jobs) else None
+
+    found = ranks.wait_for(all_of_them, f"the target's responses ({name})")
+    return [found[job.example].ids for job in jobs]
 
 
 def own_examples(jobs: Sequence[Job], settings: ResponseSettings, rank: int, world: int) -> set[int]:

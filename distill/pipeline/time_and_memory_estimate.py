@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.core.atomic_files import read_json
-from decode.core.progress import duration
+from decode.core.progress import duration, working
 from distill.config.drafts import ComparisonSettings
 from distill.config.export import HubSettings
 from distill.config.run_settings import Settings
@@ -80,14 +80,14 @@ def measured_estimate(settings: Settings, console: Console) -> Estimate:
                 small.evaluation.max_new_tokens = min(settings.evaluation.max_new_tokens, length)
             context = StageContext(small, run, Console(quiet=True))
             context.corpus = real.corpus
-            console.print(f"a few steps of every part, on {context.device}", highlight=False)
+            console.print(f"a few steps of every part, on {context.device}: minutes", highlight=False)
             began = time.monotonic()
             stages = stage_fingerprints(small)
             for stage in stages:
-                console.print(f"  {stage}", highlight=False)
-                run_stages(context, (stage,), take_over=False)
-            console.print(f"  {MEASUREMENT}", highlight=False)
-            measure(context)
+                with working(console, f"a few steps of {stage}"):
+                    run_stages(context, (stage,), take_over=False)
+            with working(console, MEASUREMENT):
+                measure(context)
             rest = time.monotonic() - began - sum(part.seconds for part in taken_parts(context))
             parts = [Part(DATA, seconds=real.measured[DATA].seconds), *_parts(real, context)]
             parts.append(Part(REST, seconds=rest * (1 + len(settings.comparisons) / len(stages))))

@@ -1,6 +1,7 @@
 """What a distillation trains on: examples by whoever wrote their responses, and what frozen models say of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,15 +12,13 @@ from transformers import AutoConfig, PreTrainedModel
 from decode.core.progress import working
 from decode.models.loading.open_model import load_model, stop_ids
 from distill.config.distillation import Signal
-from distill.core import ranks
 from distill.core.file_fingerprints import files_state, fingerprint
 from distill.data.batches.batch_schedule import Schedule
 from distill.data.batches.token_dataset import TokenDataset
-from distill.data.response_file import Response, ResponseFile
 from distill.data.stage_context import StageContext
 from distill.generation.on_policy import OnPolicy, Writer
 from distill.generation.openai_client import answered_by_server
-from distill.generation.response_store import Answer, answered_here, make_jobs, own_examples, response_rows
+from distill.generation.response_store import Answer, answered_by_all, answered_here, make_jobs, response_rows
 from distill.losses.objective import Objective
 from distill.models.attention import use_attention
 from distill.models.lm_head import LMHead, check_head
@@ -213,15 +212,9 @@ def _answered(
     path: str | Path,
     folder: str = "responses",
 ) -> TokenDataset:
-    """The split's prompts with the responses of the target at a path, kept in a folder of the run's work.
-
-    Every process writes its share into a file of its own (a server is asked by the first one alone), and goes on when
-    all responses are there, whoever wrote them: another number of processes takes up what there is.
-    """
+    """The split's prompts with the responses of the target at a path, kept in a folder of the run's work."""
     settings, tokenizer = context.settings.reference.responses, context.corpus.tokenizer
     jobs = make_jobs(rows, getattr(context.corpus, split)[: len(rows)], settings, context.settings.data.max_length)
-    rank, world = ranks.rank(), 1 if settings.server.addresses else ranks.started()
-    file = _file_of(context.run.work / folder, split, rank, made_from)
 
     def writer() -> Answer:
         seed = context.settings.seed
@@ -231,38 +224,17 @@ def _answered(
             return answered_here(at_work(context, model), settings, seed, ends)
         return answered_by_server(settings, seed, tokenizer, ends, Path(path), context.line)
 
-    if rank < world:
-        file.open()
-        known = _found(context.run.work / folder, split, made_from)
-        if missing := own_examples(jobs, settings, rank, world) - known.keys():
-            lines = file.fill(writer()(jobs, missing), tokenizer)
-            name = f"  the target's responses, {split}"
-            timed = context.timed(f"{ANSWERS} {split}", len(missing))
-            with working(context.console, name, len(missing)) as work, timed:
-                for done, _ in enumerate(lines, 1):
-                    work.update(done=max(work.done, done))  # a writer may have counted it already
-            context.console.print(f"{name}: {len(jobs)}, {len(missing)} of them written now", highlight=False)
+    @contextmanager
+    def shown(count: int) -> Iterator[None]:
+        title = f"the target's responses, {split}"
+        with working(context.console, title, count), context.timed(f"{ANSWERS} {split}", count):
+            yield
+        context.line(f"{title}: {len(jobs)}, {count} of them written now")
 
-    def all_of_them() -> dict[int, Response] | None:
-        found = _found(context.run.work / folder, split, made_from)
-        return found if all(job.example in found for job in jobs) else None
-
-    found = ranks.wait_for(all_of_them, f"the target's responses ({split})")
-    return response_rows([job.ids for job in jobs], [found[job.example].ids for job in jobs], ends)
-
-
-def _file_of(folder: Path, split: str, rank: int, made_from: dict[str, Any]) -> ResponseFile:
-    """What a process has written, or writes."""
-    return ResponseFile(folder / (f"{split}-{rank}.jsonl" if rank else f"{split}.jsonl"), made_from)
-
-
-def _found(folder: Path, split: str, made_from: dict[str, Any]) -> dict[int, Response]:
-    """The responses that any process has written, by example."""
-    found: dict[int, Response] = {}
-    for path in sorted(folder.glob(f"{split}*.jsonl")):
-        if not path.name.endswith(".old.jsonl"):
-            found |= ResponseFile(path, made_from).read()
-    return found
+    written = answered_by_all(
+        jobs, settings, context.run.work / folder, split, made_from, writer=writer, tokenizer=tokenizer, around=shown
+    )
+    return response_rows([job.ids for job in jobs], written, ends)
 
 
 def bare(rows: TokenDataset) -> TokenDataset:

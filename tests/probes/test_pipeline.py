@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from tiny_run import tiny_settings
 
 from decode.core.errors import UserError
 from distill.data.stage_context import StageContext
-from distill.pipeline.run_pipeline import alone_in, run_of
+from distill.pipeline.run_pipeline import alone_in, run_of, write_settings
 from distill.pipeline.run_stages import run_stages
 from probes.__main__ import main
 from probes.pipeline import run_probes
@@ -34,8 +38,11 @@ SMALL = {
 }
 
 
-def settings_in(folder: Path, **probes) -> ProbesSettings:
-    tiny = tiny_settings(folder)
+ROOT = Path(__file__).parents[2]
+
+
+def settings_in(folder: Path, name: str = "tiny", **probes) -> ProbesSettings:
+    tiny = tiny_settings(folder, name=name)
     tiny.target.architecture.layers = 3
     tiny.target.layerskip.enabled = True
     return ProbesSettings(**vars(tiny), probes=ProbeSettings(**SMALL | probes))
@@ -125,6 +132,27 @@ def test_a_given_target_is_trained_on_its_own_answers_and_compared_with_what_it_
     settings.target.kind, settings.target.model = "scratch", None
     with pytest.raises(UserError, match=r"own_answers is for a given target.*kind is scratch"):
         settings.validate()
+
+
+@pytest.mark.slow
+def test_two_processes_end_with_the_target_and_the_probes_of_one(tmp_path: Path) -> None:
+    settings = {}
+    for name in ("one", "two"):
+        made = settings_in(tmp_path, name, batch_size=4, prompts=24, layers=[1])
+        made.threads, made.trainer.precision = 1, "64-true"
+        settings[name] = made
+    run_probes(settings["one"], Console(file=io.StringIO()))
+    settings["two"].trainer.devices, settings["two"].trainer.strategy = 2, "ddp"
+    write_settings(settings["two"], tmp_path / "two.yaml")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "probes", "--config", str(tmp_path / "two.yaml")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert {"greedy-train.jsonl", "greedy-train-1.jsonl"} <= {p.name for p in (tmp_path / "two/work/probes").iterdir()}
+    one, two = (load_file(tmp_path / name / "probes/probes.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], atol=1e-4, rtol=1e-3)
 
 
 def test_a_folder_in_which_another_process_works_is_left_alone(tmp_path: Path) -> None:

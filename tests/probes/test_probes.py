@@ -34,7 +34,9 @@ from decode.method_parts import MethodInputs
 from decode.methods import build
 from decode.models.batched_generation import draws_named, write_texts
 from decode.models.loading.choose_runner import open_runner
+from distill.core import ranks
 from probes.calibration_and_metrics import auroc_gain, calibrate, evaluate, evaluate_exits, pairs_won, probability
+from probes.features_of_processes import collect_together
 from probes.fit_probes import EXTRA_PENALTY, check_labels, train_probes
 from probes.hidden_state_features import Features, collect, exit_layers
 from probes.probe_settings import ProbeSettings
@@ -134,6 +136,24 @@ def test_a_draft_model_is_the_only_exit_of_its_features(tiny) -> None:
     assert (found.exits, found.width) == ([2], 16)
     itself = collect(target, texts, Warp(), draft=target)
     assert itself.outcome.min() == 1
+
+
+def test_features_that_several_processes_read_are_those_of_one(tiny, tmp_path, monkeypatch) -> None:
+    model = model_of(tiny)
+    texts = texts_of(model, PROMPTS, SAMPLED, 9)
+    how = {"texts": texts, "target": model, "warp": SAMPLED, "exits": [1, 3], "positions": 6, "batch_size": 1}
+    one = collect_together(tmp_path, "target", **how)
+    monkeypatch.setattr(ranks, "started", lambda: 3)
+    for rank in (2, 1):
+        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+        assert collect_together(tmp_path, "target", **how) is None
+    assert len(list(tmp_path.iterdir())) == 2
+    monkeypatch.setattr(ranks, "rank", lambda: 0)
+    three = collect_together(tmp_path, "target", **how)
+    assert not list(tmp_path.iterdir())
+    for name in ("inputs", "outcome", "text"):
+        assert torch.equal(getattr(one, name), getattr(three, name))
+    assert all(torch.equal(one.labels[name], three.labels[name]) for name in ("accept", "top-p"))
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

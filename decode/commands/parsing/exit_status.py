@@ -3,9 +3,12 @@
 import errno
 import os
 import re
+import signal
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from decode.core.errors import UserError
@@ -29,11 +32,12 @@ def run_main(function: Callable[[], object]) -> int:
     """Run a command; an error that the user can correct, an interrupt or a full disk is told in one line.
 
     Returns:
-        0 on success, 2 after a `UserError` or where files cannot be written, 130 after Ctrl-C. Other exceptions pass
-        through.
+        0 on success, 2 after a `UserError` or where files cannot be written, 130 after Ctrl-C or SIGTERM. Other
+        exceptions pass through.
     """
     try:
-        function()
+        with _sigterm_interrupts():
+            function()
         sys.stdout.flush()
         return 0
     except UserError as error:
@@ -54,6 +58,19 @@ def run_main(function: Callable[[], object]) -> int:
         except OSError:  # it is standard output that cannot be written
             _close_stdout()
         return _fail(f"error: {reason}. {NEXT}", 2)
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Within it, SIGTERM ends the main thread as Ctrl-C does, so that what is temporary is removed."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def writing_error(error: BaseException) -> str | None:

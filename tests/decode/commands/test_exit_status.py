@@ -49,6 +49,21 @@ for library, write in {LIBRARIES!r}.items():
     assert all(line.startswith("error: ") and "ulimit -f" in line for line in lines)
 
 
+def test_sigterm_ends_a_command_as_ctrl_c_does_and_removes_what_is_temporary(tmp_path):
+    code = f"""
+import os, signal, sys, tempfile
+from decode.commands.parsing.exit_status import run_main
+def work():
+    with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}):
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+sys.exit(run_main(work))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "stopped; run the same command again to continue\n")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("number", WRITING)
 def test_every_reason_names_the_file_and_the_next_step(number, capsys):
     def fail() -> None:

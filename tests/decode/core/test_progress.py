@@ -40,6 +40,11 @@ def test_a_file_gets_lines_with_how_far_and_how_long(file: io.StringIO) -> None:
     assert current().name == ""
 
 
+def test_lines_go_on_around_work_that_is_quiet(file: io.StringIO) -> None:
+    with working(Console(file=file), "a few steps of every part"), working(Console(quiet=True), "a part", 8):
+        wait_for(file, "a few steps of every part")
+
+
 def test_the_newest_unfinished_piece_is_told(file: io.StringIO) -> None:
     with Progress(Console(file=file)) as shown:
         outer, inner = shown.add("whole", 2), shown.add("part", 1)
