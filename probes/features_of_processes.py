@@ -13,6 +13,8 @@ from distill.core import ranks
 from distill.core.file_fingerprints import fingerprint
 from probes.hidden_state_features import Features, collect, join
 
+FILES = "features-*.safetensors"
+
 
 def collect_together(folder: Path, made_from: Any, texts: Sequence[Text], **how: Any) -> Features | None:
     """Features of the texts in the first process, whose others leave their shares as files; None in those.
@@ -23,12 +25,13 @@ def collect_together(folder: Path, made_from: Any, texts: Sequence[Text], **how:
         texts: see `collect`.
         how: the other arguments of `collect`.
     """
-    rank, world = ranks.rank(), min(ranks.started(), math.ceil(len(texts) / how["batch_size"]))
+    batches = math.ceil(sum(len(ids) > start for ids, start in texts) / how["batch_size"])
+    rank, world = ranks.rank(), max(1, min(ranks.started(), batches))
     if rank >= world:
         return None
     own = collect(texts=texts, **how, share=(rank, world))
     key = fingerprint(made_from, texts, world)
-    paths = [folder / f"features-{key}-{number}.safetensors" for number in range(world)]
+    paths = [folder / FILES.replace("*", f"{key}-{number}") for number in range(world)]
     if rank:
         tensors = {"inputs": own.inputs, "outcome": own.outcome, "text": own.text}
         tensors |= {f"label {name}": label for name, label in own.labels.items()}

@@ -108,7 +108,7 @@ def collect(
     parts: list[Features] = []
     for at in range(batch_size * share[0], len(order), batch_size * share[1]):
         chosen = order[at : at + batch_size]
-        generator = torch.Generator().manual_seed((seed << 32) + at)
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + at) % (1 << 63))
         ids, rows = _rows([texts[i] for i in chosen], positions, generator)
         final, states = _states(target, draft, ids.to(target.device), layers, rows)
         text, block = torch.tensor(chosen)[rows[0]], max(1, BLOCK // heads[0].vocab)

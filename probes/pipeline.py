@@ -28,6 +28,7 @@ from distill.tracking.logger import finish, for_stage, make_logger
 from probes.calibration_and_metrics import calibrate, evaluate_exits, scikit_check
 from probes.exit_search import advise, find_subset, predict_speedups, run_best
 from probes.fit_probes import train_probes
+from probes.features_of_processes import FILES
 from probes.hidden_state_features import Features, exit_layers
 from probes.probe_context import Mode, ProbeContext
 from probes.probe_page import write_page
@@ -93,6 +94,8 @@ def _experiment(settings: ProbesSettings, stages: StageContext) -> dict[str, Any
     draft, seen_by_draft = _features_of_draft(context, modes)
     if not ranks.is_first():
         return {}
+    for left in context.folder.glob(FILES):  # by a run that was killed
+        left.unlink()
     probes, rows, check = _train(context, modes)
     save_probes(folder, model, probes)
     if draft is not None:

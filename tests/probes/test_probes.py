@@ -140,20 +140,20 @@ def test_a_draft_model_is_the_only_exit_of_its_features(tiny) -> None:
 
 def test_features_that_several_processes_read_are_those_of_one(tiny, tmp_path, monkeypatch) -> None:
     model = model_of(tiny)
-    texts = texts_of(model, PROMPTS, SAMPLED, 9)
+    texts = [*texts_of(model, PROMPTS, SAMPLED, 9), ([3, 1], 2)]  # the last one was not answered
     how = {"texts": texts, "target": model, "warp": SAMPLED, "exits": [1, 3], "positions": 6, "batch_size": 1}
     one = collect_together(tmp_path, "target", **how)
-    monkeypatch.setattr(ranks, "started", lambda: 3)
-    for rank in (2, 1):
+    monkeypatch.setattr(ranks, "started", lambda: 5)
+    for rank in (4, 3, 2, 1):
         monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
         assert collect_together(tmp_path, "target", **how) is None
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
     monkeypatch.setattr(ranks, "rank", lambda: 0)
-    three = collect_together(tmp_path, "target", **how)
+    several = collect_together(tmp_path, "target", **how)
     assert not list(tmp_path.iterdir())
     for name in ("inputs", "outcome", "text"):
-        assert torch.equal(getattr(one, name), getattr(three, name))
-    assert all(torch.equal(one.labels[name], three.labels[name]) for name in ("accept", "top-p"))
+        assert torch.equal(getattr(one, name), getattr(several, name))
+    assert all(torch.equal(one.labels[name], several.labels[name]) for name in ("accept", "top-p"))
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -138,14 +138,14 @@ class Linears:
         known = shape, weight.dtype, self.layers, self.copies, torch.get_num_threads()
         if known not in _MEASURED:
             _MEASURED[known] = measure(self._plain, weight, self.layers)
-        step = _MEASURED[known][0]  # at more rows nothing is padded
-        best = [[times[0], min(times[1:])] for times in _MEASURED[known]]
+        seconds = _MEASURED[known]
         if self.mode == "auto":
-            self._seconds[shape] = best
-            plain, packed = map(sum, zip(*best))
+            self._seconds[shape] = [[plain, min(packed)] for plain, *packed in seconds]
+            plain, packed = map(sum, zip(*self._seconds[shape]))
             if packed >= MARGIN * plain:
                 return 0
-        return 1 if step[1] <= step[2] else FEW
+        _, packed, padded = seconds[0]  # at more rows nothing is padded
+        return 1 if packed <= padded else FEW
 
     def sentence(self) -> str:
         """What was chosen and why, for the terminal; empty where there was nothing to choose."""
