@@ -27,8 +27,8 @@ from distill.pipeline.run_stages import run_stages
 from distill.tracking.logger import finish, for_stage, make_logger
 from probes.calibration_and_metrics import calibrate, evaluate_exits, scikit_check
 from probes.exit_search import advise, find_subset, predict_speedups, run_best
-from probes.fit_probes import train_probes
 from probes.features_of_processes import FILES
+from probes.fit_probes import train_probes
 from probes.hidden_state_features import Features, exit_layers
 from probes.probe_context import Mode, ProbeContext
 from probes.probe_page import write_page
