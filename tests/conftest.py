@@ -11,12 +11,18 @@ import transformers
 from families import build_tiny
 from transformers import PreTrainedModel
 
-from decode.measure.costs import cost_model
+from decode.measure.costs import cost_model, exit_costs
+from decode.models.runners import weight_packing
 from decode.models.runners.fast_forward import FastForward
 
 torch.set_num_threads(1)
-cost_model.SETTLE, cost_model.STEADY = 0.0, 2  # no test depends on how exact a time is
 transformers.logging.set_verbosity_error()
+
+# no test depends on how exact a time is
+cost_model.SETTLE, cost_model.STEADY = 0.0, 2
+exit_costs.TURNS, weight_packing.TURNS = 2, 1
+measured = cost_model.CostMeter.run
+cost_model.CostMeter.run = lambda self, repeats=2, *_, **__: measured(self, min(repeats, 2), least=1)  # type: ignore[method-assign]
 
 
 LONGEST = ("test_fsdp_and_ddp.py", "test_configs.py", "test_export.py")
