@@ -144,8 +144,8 @@ class Linears:
             plain, packed = map(sum, zip(*self._seconds[shape]))
             if packed >= MARGIN * plain:
                 return 0
-        _, packed, padded = seconds[0]  # at more rows nothing is padded
-        return 1 if packed <= padded else FEW
+        step = seconds[0]  # at more rows nothing is padded
+        return 1 if step[1] <= step[2] else FEW
 
     def sentence(self) -> str:
         """What was chosen and why, for the terminal; empty where there was nothing to choose."""
