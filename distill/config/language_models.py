@@ -81,6 +81,17 @@ class LoraSettings:
     """Dropout on the adapter's input."""
     modules: list[str] = field(default_factory=list)
     """Names of the layers that get an adapter; empty: every linear layer but the head."""
+    base: Literal["float32", "bfloat16"] = "float32"
+    """Format of those layers' frozen weights while the adapter is trained. bfloat16 takes half the memory and needs the
+    precision bf16-mixed. What was learned is merged into the float32 weights, which wait on the CPU."""
+    quantization: dict[str, Any] | None = None
+    """Fewer bits for them, as transformers' quantization_config, such as {quant_method: bitsandbytes, load_in_4bit:
+    true, bnb_4bit_quant_type: nf4} (QLoRA, arXiv 2305.14314); the package has to be installed. null: none."""
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the frozen weights are in fewer bits than float32."""
+        return self.base == "bfloat16" or self.quantization is not None
 
 
 @dataclass

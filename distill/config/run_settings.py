@@ -13,7 +13,7 @@ from distill.config.drafts import AdaSpecSettings, ComparisonSettings, check_nam
 from distill.config.eagle_heads import EagleSettings
 from distill.config.export import ExportSettings
 from distill.config.language_models import InitialDraftSettings, TargetSettings
-from distill.config.training import TrainerSettings
+from distill.config.training import SHARDED, TrainerSettings
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Settings:
         check_names(self.draft, self.comparisons)
         self.evaluation.validate()
         self.trainer.validate()
-        if self.trainer.strategy == "fsdp":
+        if self.trainer.strategy in SHARDED:
             self._check_sharding()
         self._check_placed_target()
 
@@ -177,6 +177,12 @@ class Settings:
                 "writes with the target itself: leave out target.sharded, for heads target.devices and quantization too"
             )
 
+        if own and self.reference.lora is not None and self.reference.lora.narrow:
+            raise UserError(
+                "texts of the draft's own are wanted, and reference.lora has frozen weights in fewer bits, which only "
+                "training computes with: set its base to float32 and its quantization to null"
+            )
+
     def _check_sharding(self) -> None:
         """Refuses what needs a model's weights in one place."""
         trainings = {"target": self.target, "initial": self.initial}
@@ -194,6 +200,6 @@ class Settings:
             problems.append("feature heads (eagle.kind), which are small,")
         if problems:
             raise UserError(
-                f"trainer.strategy is fsdp, which spreads every weight over the devices; {', '.join(problems)} need "
-                "whole ones: choose ddp, or change them"
+                f"trainer.strategy is {self.trainer.strategy}, which spreads every weight over the devices; "
+                f"{', '.join(problems)} need whole ones: choose ddp, or change them"
             )

@@ -13,6 +13,8 @@ Attention = Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_
 Compile = Literal["none", "default", "reduce-overhead", "max-autotune"]
 CompileLoss = Literal["auto", "on", "off"]
 
+SHARDED = ("fsdp", "hsdp")
+"""Strategies that spread a model's weights over devices."""
 PROFILERS = ("simple", "advanced", "pytorch")
 
 OWN = {
@@ -47,7 +49,8 @@ class TrainerSettings:
     """Machines."""
     strategy: str = "auto"
     """auto; ddp: a copy of the model on every device; fsdp: weights, gradients and optimiser state spread over the
-    devices, for models too large for one; or another name that Lightning knows."""
+    devices, for models too large for one; hsdp: over those of a machine, a copy on each of num_nodes, where the network
+    between machines is slow; or another name that Lightning knows."""
     accumulate: PositiveInt = 1
     """Batches whose gradients are summed up to one optimiser step: batch_size / accumulate examples at a time, over
     all devices, for the same result in less memory."""
@@ -104,7 +107,11 @@ class TrainerSettings:
     """Further arguments of lightning.Trainer, passed on as they are, such as {deterministic: true}."""
 
     def validate(self) -> None:
-        """Check that callbacks, profiler and further arguments can be made; a `UserError` names the key."""
+        """Check strategy, callbacks, profiler and further arguments; a `UserError` names the key."""
+        if self.strategy == "hsdp" and self.num_nodes < 2:
+            raise UserError(
+                "trainer.strategy is hsdp, a copy on each of several machines, and num_nodes is 1: choose fsdp"
+            )
         self.callback_instances()
         self.profiler_instance()
         if self.extra:

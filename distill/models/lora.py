@@ -1,5 +1,7 @@
-"""Low-rank adapters (LoRA) by peft."""
+"""Low-rank adapters (LoRA) by peft, on frozen weights that may be held in bfloat16 or fewer bits (QLoRA)."""
 
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -7,22 +9,87 @@ from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
 from distill.config.language_models import LoraSettings
+from distill.models.quantization import quantization_config
 
 
-def add_adapter(model: PreTrainedModel, lora: LoraSettings, seed: int) -> Any:
-    """Puts a low-rank adapter into the model; only the adapter is trained. Its first weights depend on the seed."""
-    from peft import LoraConfig, get_peft_model
+def check_few_bits(lora: LoraSettings, device: torch.device) -> Any:
+    """The configuration of ``lora.quantization``, or None; raises as `quantization_config` does."""
+    if lora.quantization is None:
+        return None
+    return quantization_config(lora.quantization, device, "lora.quantization", "lora.base to bfloat16")
 
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=lora.modules or "all-linear",
-        task_type="CAUSAL_LM",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        try:
-            return get_peft_model(model, config)
-        except ValueError as error:
-            raise UserError(f"lora.modules is {lora.modules}: {error}") from error
+
+class Adapter:
+    """A low-rank adapter in a model, which alone is trained. Its first weights depend on the seed.
+
+    Args:
+        whole: The model in float32, into which the adapter is merged at the end.
+        lora: Its settings.
+        seed: Decides its first weights.
+        precision: Of the training, by Lightning's name.
+        device: Where it is trained.
+        load: Reads the same model there, with further options of transformers' ``from_pretrained``.
+
+    Attributes:
+        model: What is trained: ``whole``, or a copy whose adapted layers are in bfloat16 or quantised.
+
+    Raises:
+        UserError: There are no such layers, or the format of the frozen weights cannot be used.
+    """
+
+    def __init__(
+        self,
+        whole: PreTrainedModel,
+        lora: LoraSettings,
+        seed: int,
+        precision: str,
+        device: torch.device,
+        load: Callable[..., PreTrainedModel],
+    ) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        if lora.narrow and precision != "bf16-mixed":
+            raise UserError(
+                f"lora.base is {lora.base}, lora.quantization {lora.quantization}, and the training's precision is "
+                f"{precision}: products with such weights need bf16-mixed (trainer.precision, or the model's own)"
+            )
+        self.whole = self.model = whole
+        if lora.quantization is not None:
+            self.model = load(quantization_config=check_few_bits(lora, device)).train()
+        elif lora.narrow:
+            self.model = copy.deepcopy(whole)
+        if lora.narrow:
+            whole.cpu()
+        config = LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=lora.modules or "all-linear",
+            task_type="CAUSAL_LM",
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            try:
+                self._adapted = get_peft_model(self.model, config)
+            except ValueError as error:
+                raise UserError(f"lora.modules is {lora.modules}: {error}") from error
+        if lora.base == "bfloat16" and lora.quantization is None:
+            for _, layer in self._layers():
+                layer.get_base_layer().to(torch.bfloat16)
+
+    def _layers(self) -> Iterator[tuple[str, Any]]:
+        """The adapted layers by name."""
+        from peft.tuners.lora import LoraLayer
+
+        return ((name, layer) for name, layer in self.model.named_modules() if isinstance(layer, LoraLayer))
+
+    @torch.no_grad()
+    def merged(self) -> PreTrainedModel:
+        """The model in float32 with what was learned in its weights."""
+        if self.model is self.whole:
+            merged: PreTrainedModel = self._adapted.merge_and_unload()
+            return merged
+        for name, layer in self._layers():
+            weight = self.whole.get_submodule(name).weight
+            weight += layer.get_delta_weight("default").to(weight)
+        return self.whole

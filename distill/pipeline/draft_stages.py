@@ -11,7 +11,7 @@ from distill.data.stage_context import StageContext
 from distill.losses.objective import Objective
 from distill.models.lm_head import LMHead, check_head
 from distill.models.loading import ready_to_save
-from distill.models.lora import add_adapter
+from distill.models.lora import Adapter
 from distill.pipeline.stages import Distillation, say_size
 from distill.teacher.distillation_data import prepare
 from distill.training.distillation import DistillModule
@@ -22,18 +22,24 @@ def begin(
 ) -> Distillation:
     """The training of a draft model that starts from the initial draft (see `distill.pipeline.stages.Begin`)."""
     full, settings = context.settings, context.settings.reference
-    trust = full.initial.trust_remote_code
-    model = load_model(context.run.path("initial"), device="cpu", dtype="float32", trust_remote_code=trust).train()
+    load = partial(
+        load_model, context.run.path("initial"), dtype="float32", trust_remote_code=full.initial.trust_remote_code
+    )
+    model = load(device="cpu").train()
     check_head(model, LMHead(model))
     parameters = model.num_parameters()
-    adapted = add_adapter(model, settings.lora, full.seed) if settings.lora is not None else None
+    adapter = None
+    if settings.lora is not None:
+        again = partial(load, device=context.device)
+        adapter = Adapter(model, settings.lora, full.seed, full.trainer.precision, context.device, again)
+        model = adapter.model
     data = prepare(context, objective, share)
     say_size(context, model, parameters)
     fused = full.trainer.fused_loss
     module = DistillModule(model, training, steps, target=data.target, objective=objective, fused=fused, seed=seed)
 
     def trained() -> PreTrainedModel:
-        return ready_to_save(module.model if adapted is None else adapted.merge_and_unload(), context.corpus.tokenizer)
+        return ready_to_save(module.model if adapter is None else adapter.merged(), context.corpus.tokenizer)
 
     return Distillation(
         module,

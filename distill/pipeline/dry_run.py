@@ -103,6 +103,9 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     evaluation.max_new_tokens, evaluation.repeats = 8, 1
     evaluation.draft_lengths = sorted(evaluation.draft_lengths)[:2]
     small.target.devices, small.target.sharded, small.target.quantization = [], False, None
+    for lora in (small.target.lora, small.initial.lora, small.reference.lora):
+        if lora is not None:
+            lora.quantization = None
     small.tracker.mode, small.export.hub = "offline", HubSettings()
     return small
 

@@ -16,6 +16,7 @@ from distill.generation.openai_client import check_servers
 from distill.models.attention import check_attention
 from distill.models.layer_pruning import kept_layers
 from distill.models.loading import config_of, count_layers, count_parameters, max_positions
+from distill.models.lora import check_few_bits
 from distill.models.optimizers import check_optimizer
 from distill.models.precision import multiplies_bfloat16
 from distill.pipeline.training_budget import plan_draft, plan_reference
@@ -106,6 +107,9 @@ def check_machine(context: StageContext, models: Mapping[str, ModelSettings]) ->
             "that was built for CUDA and look at what nvidia-smi shows"
         )
     check_place(context)
+    adapters = [each.lora for each in (settings.target, settings.initial) if each.kind == "lora"]
+    for lora in filter(None, (*adapters, settings.reference.lora)):
+        check_few_bits(lora, context.device)
     responses = settings.reference.responses
     servers = responses.server.addresses if responses.from_target else []
     if servers and settings.target.kind == "as_is" and not (context.run.work / "responses").exists():

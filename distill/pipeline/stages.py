@@ -8,6 +8,7 @@ puts the results in their folders. What differs between draft models and feature
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -37,7 +38,7 @@ from distill.models.loading import (
     ready_to_save,
     source_folder,
 )
-from distill.models.lora import add_adapter
+from distill.models.lora import Adapter
 from distill.models.progressive_stacking import ProgressiveStacking
 from distill.pipeline.training_budget import Plan, account, label_tokens, plan_draft, plan_reference
 from distill.teacher.distillation_data import answered_by_original, answered_by_target
@@ -127,12 +128,18 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
     say_size(context, model, record.parameters)
     if not settings.trained:
         return StageResult(record, ready_to_save(model, tokenizer), tokenizer)
-    adapted = add_adapter(model, settings.lora, full.seed) if settings.kind == "lora" else None
     rows, validation = TokenDataset.of(context.corpus.train), context.validation
     if isinstance(settings, TargetSettings) and settings.layerskip.own_answers:
         rows, validation = answered_by_original(context, model.to(context.device))
     elif not context.corpus.answered:
         rows, validation = answered_by_target(context)
+    trainer, adapter = _trainer_of(context, settings), None
+    if settings.kind == "lora":
+        assert settings.model is not None
+        trust = settings.trust_remote_code
+        load = partial(load_model, settings.model, device=context.device, dtype="float32", trust_remote_code=trust)
+        adapter = Adapter(model, settings.lora, full.seed, trainer.precision, context.device, load)
+        model = adapter.model
     plan = plan_reference(settings.training, len(rows))
     module = CausalLMModule(model, settings.training, plan.steps, seed=full.seed)
     if isinstance(settings, TargetSettings) and settings.stacking is not None:  # from scratch
@@ -141,11 +148,10 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
         module.layerskip = LayerSkip(model, settings.layerskip, plan.steps, scratch=settings.kind == "scratch")
     schedule = Schedule(rows.lengths, plan.batch_size, settings.training.length_bucket, full.seed * 10 + offset)
     data = Distillation(module, rows, validation, record.parameters, lambda: model)
-    trainer = _trainer_of(context, settings)
     record.history, record.seconds = _fit(context, stage, key, data, schedule, plan, settings.training, trainer)
     if module.layerskip is not None:
         module.layerskip.remove()
-    model = module.model if adapted is None else adapted.merge_and_unload()
+    model = module.model if adapter is None else adapter.merged()
     return StageResult(record, ready_to_save(model, tokenizer), tokenizer)
 
 

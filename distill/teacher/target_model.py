@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from transformers import PreTrainedModel
-from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
-from decode.core.errors import UserError
 from decode.models.loading.open_model import choose_device
 from distill.data.placed_target import open_placed
 from distill.data.stage_context import StageContext
+from distill.models.quantization import quantization_config
 from distill.teacher.sharded_target import check_several, shard_layers
 
 
@@ -39,17 +38,10 @@ def check_place(context: StageContext) -> None:
         choose_device(name)
     if wanted.sharded:
         check_several()
-    if not wanted.quantization:
-        return
-    try:
-        made = AutoHfQuantizer.from_config(AutoQuantizationConfig.from_dict(wanted.quantization), pre_quantized=False)
-        made.validate_environment(device_map={"": wanted.devices[0] if wanted.devices else context.device})
-    except (ImportError, ValueError, TypeError, KeyError, AssertionError, RuntimeError) as error:
-        why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        raise UserError(
-            f"target.quantization is {wanted.quantization}, which cannot be used here ({why}): install what is "
-            "missing, or leave it out and set target.dtype to bfloat16, target.devices or target.sharded"
-        ) from error
+    if wanted.quantization:
+        place = wanted.devices[0] if wanted.devices else context.device
+        instead = "target.dtype to bfloat16, target.devices or target.sharded"
+        quantization_config(wanted.quantization, place, "target.quantization", instead)
 
 
 def at_work(context: StageContext, model: PreTrainedModel) -> PreTrainedModel:

@@ -155,7 +155,8 @@ class BestWeights(_Movable):
             sharded.load({"state_dict": own}, checkpoint_id=self.best_model_path, no_dist=True)
             return
         state = torch.load(self.best_model_path, map_location="cpu", weights_only=True)["state_dict"]
-        model.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
+        whole = all(weight.requires_grad for weight in model.parameters())  # of an adapter there is nothing else
+        model.load_state_dict({name.removeprefix("model."): value for name, value in state.items()}, strict=whole)
 
 
 def newest_sound(folder: Path, note: Callable[[str], None]) -> Path | None:

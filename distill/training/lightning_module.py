@@ -56,6 +56,7 @@ class TrainingModule(L.LightningModule):
         self._sums: Tensor | None = None
         self._sharded = False
         self._first_bad = FirstBad()
+        self.strict_loading = all(weight.requires_grad for weight in model.parameters())  # Lightning's: all are saved
 
     @property
     def logs_this_step(self) -> bool:
@@ -88,7 +89,7 @@ class TrainingModule(L.LightningModule):
         """Spreads the weights over the ranks, under FSDP."""
         if isinstance(self.trainer.strategy, Fsdp) and not self._sharded:
             self._sharded = True
-            shard(self, self.model, self.trainer.strategy.device_mesh["data_parallel"])
+            shard(self, self.model, self.trainer.strategy.sharding_mesh)
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -165,8 +166,11 @@ class TrainingModule(L.LightningModule):
             self.selected = self.selected.to(self.device)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Saves the learning curve and the counts of all ranks."""
+        """Saves the learning curve, the counts of all ranks, and of a model with an adapter the adapter alone."""
         checkpoint["history"] = self.history
+        if not self.strict_loading:
+            trained = {name for name, weight in self.named_parameters() if weight.requires_grad}
+            checkpoint["state_dict"] = {n: w for n, w in checkpoint["state_dict"].items() if n in trained}
         if self.selected is not None:
             checkpoint["selected"] = self._selected_by_all().cpu()
 

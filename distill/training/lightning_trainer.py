@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from decode.core.progress import output_console
 from decode.models.layer_locations import decoder_layers
-from distill.config.training import TrainerSettings
+from distill.config.training import SHARDED, TrainerSettings
 from distill.core import ranks
 from distill.data.batches.datamodule import DistillDataModule
 from distill.models.attention import use_attention
@@ -72,7 +72,7 @@ def fit(
     if isinstance(module.model, PreTrainedModel):
         use_attention(module.model, settings.attention)
     module.compile_loss = settings.compile_loss
-    sharded = settings.strategy == "fsdp"
+    sharded = settings.strategy in SHARDED
     plain = copy.deepcopy(module.model) if sharded and ranks.is_first() else module.model
     best, timer = BestWeights(work, module.monitor, module.mode), Timer()
     resume = ResumeCheckpoint(work, settings.checkpoint_every or settings.validate_every, best)
@@ -86,7 +86,7 @@ def fit(
         "accelerator": settings.accelerator,
         "devices": settings.devices,
         "num_nodes": settings.num_nodes,
-        "strategy": Fsdp() if sharded else settings.strategy,
+        "strategy": Fsdp(hybrid=settings.strategy == "hsdp") if sharded else settings.strategy,
         "accumulate_grad_batches": settings.accumulate,
         "inference_mode": not sharded,
         "precision": settings.precision,

@@ -60,6 +60,11 @@ if __name__ == "__main__":
     for way in CHOSEN:
         settings = settings_of(way, FOLDER / "several")
         settings.trainer.devices, settings.trainer.strategy = int(WORLD), (WAYS | SLOW)[way].strategy
+        if settings.trainer.strategy == "hsdp":  # as on two machines
+            settings.trainer.num_nodes, each = 2, int(WORLD) // 2
+            settings.trainer.devices, machine = each, int(RANK) // each
+            own = {"LOCAL_RANK": str(int(RANK) % each), "LOCAL_WORLD_SIZE": str(each), "GROUP_RANK": str(machine)}
+            os.environ |= own
         settings.target.sharded = (WAYS | SLOW)[way].sharded
         run = run_of(settings)
         with alone_in(run, settings):

@@ -37,8 +37,9 @@ SLOW = {
     "packed": Way(scopes=("global", "sequence"), packing=400),
     "sharded-online": Way(signal="online", sharded=True),
     "heads": Way(head=True, signal="online"),
+    "hsdp": Way("hsdp"),
 }
-"""Trained by four processes beside the others, in `make test-slow`."""
+"""Trained by four processes, for hsdp on two machines, beside the others, in `make test-slow`."""
 
 
 def settings_of(way: str, folder: Path) -> Settings:
