@@ -12,8 +12,17 @@ from distill.config.language_models import LoraSettings
 from distill.models.quantization import quantization_config
 
 
-def check_few_bits(lora: LoraSettings, device: torch.device) -> Any:
-    """The configuration of ``lora.quantization``, or None; raises as `quantization_config` does."""
+def check_base(lora: LoraSettings, precision: str, device: torch.device) -> Any:
+    """What transformers' quantizers are told of the frozen weights, None without ``lora.quantization``.
+
+    Raises:
+        UserError: They cannot be in this format with this precision of the training, or on this device.
+    """
+    if lora.narrow and precision != "bf16-mixed":
+        raise UserError(
+            f"lora.base is {lora.base}, lora.quantization {lora.quantization}, and the training's precision is "
+            f"{precision}: products with such weights need bf16-mixed (trainer.precision, or the model's own)"
+        )
     if lora.quantization is None:
         return None
     return quantization_config(lora.quantization, device, "lora.quantization", "lora.base to bfloat16")
@@ -34,7 +43,7 @@ class Adapter:
         model: What is trained: ``whole``, or a copy whose adapted layers are in bfloat16 or quantised.
 
     Raises:
-        UserError: There are no such layers, or the format of the frozen weights cannot be used.
+        UserError: There are no such layers, or the frozen weights cannot be in this format (see `check_base`).
     """
 
     def __init__(
@@ -48,14 +57,10 @@ class Adapter:
     ) -> None:
         from peft import LoraConfig, get_peft_model
 
-        if lora.narrow and precision != "bf16-mixed":
-            raise UserError(
-                f"lora.base is {lora.base}, lora.quantization {lora.quantization}, and the training's precision is "
-                f"{precision}: products with such weights need bf16-mixed (trainer.precision, or the model's own)"
-            )
+        few_bits = check_base(lora, precision, device)
         self.whole = self.model = whole
-        if lora.quantization is not None:
-            self.model = load(quantization_config=check_few_bits(lora, device)).train()
+        if few_bits is not None:
+            self.model = load(quantization_config=few_bits).train()
         elif lora.narrow:
             self.model = copy.deepcopy(whole)
         if lora.narrow:

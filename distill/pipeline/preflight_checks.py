@@ -16,7 +16,7 @@ from distill.generation.openai_client import check_servers
 from distill.models.attention import check_attention
 from distill.models.layer_pruning import kept_layers
 from distill.models.loading import config_of, count_layers, count_parameters, max_positions
-from distill.models.lora import check_few_bits
+from distill.models.lora import check_base
 from distill.models.optimizers import check_optimizer
 from distill.models.precision import multiplies_bfloat16
 from distill.pipeline.training_budget import plan_draft, plan_reference
@@ -107,9 +107,11 @@ def check_machine(context: StageContext, models: Mapping[str, ModelSettings]) ->
             "that was built for CUDA and look at what nvidia-smi shows"
         )
     check_place(context)
-    adapters = [each.lora for each in (settings.target, settings.initial) if each.kind == "lora"]
-    for lora in filter(None, (*adapters, settings.reference.lora)):
-        check_few_bits(lora, context.device)
+    for section in models.values():
+        if section.kind == "lora":
+            check_base(section.lora, section.precision or settings.trainer.precision, device)
+    if settings.reference.lora is not None:
+        check_base(settings.reference.lora, settings.trainer.precision, device)
     responses = settings.reference.responses
     servers = responses.server.addresses if responses.from_target else []
     if servers and settings.target.kind == "as_is" and not (context.run.work / "responses").exists():

@@ -67,10 +67,11 @@ def test_a_draft_and_a_target_are_trained_on_bfloat16_weights(tmp_path: Path) ->
 
 
 def test_weights_in_fewer_bits_need_mixed_precision_and_no_texts_of_the_draft(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"precision is 32-true.*need bf16-mixed"):
-        Adapter(build_tiny("llama"), LoraSettings(base="bfloat16"), 0, "32-true", CPU, no_load)
     settings = tiny_settings(tmp_path)
     settings.reference.lora = LoraSettings(base="bfloat16")
+    with pytest.raises(UserError, match=r"precision is 32-true.*need bf16-mixed"):
+        run_tiny(settings)
+    assert not (tmp_path / "tiny" / "target").exists()
     settings.reference.responses.source = "mixed"
     with pytest.raises(UserError, match=r"reference\.lora has frozen weights in fewer bits"):
         settings.validate()
