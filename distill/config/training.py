@@ -110,7 +110,8 @@ class TrainerSettings:
         """Check strategy, callbacks, profiler and further arguments; a `UserError` names the key."""
         if self.strategy == "hsdp" and self.num_nodes < 2:
             raise UserError(
-                "trainer.strategy is hsdp, a copy on each of several machines, and num_nodes is 1: choose fsdp"
+                "trainer.strategy is hsdp, a copy on each of several machines, and trainer.num_nodes is 1: set it, or "
+                "choose fsdp"
             )
         self.callback_instances()
         self.profiler_instance()
