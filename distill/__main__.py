@@ -57,15 +57,17 @@ def main(argv: list[str] | None = None) -> None:
     """Parses the arguments and runs."""
     argv = list(sys.argv[1:] if argv is None else argv)
     others = {"bench": _bench, "ablate": _ablate, "design": _design}
-    if argv and argv[0] in others:
-        from distill.core.ranks import check_alone
+    from distill.core.ranks import check_alone
 
+    if argv and argv[0] in others:
         check_alone(f"python -m distill {argv[0]}")
         return others[argv[0]](argv[1:])
     if not argv:
         raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")
     dry_run, show = take_flag(argv, "--dry-run"), take_flag(argv, "--show-example")
     measure = take_flag(argv, "--estimate")
+    if dry_run or measure:
+        check_alone(f"python -m distill {'--dry-run' if dry_run else '--estimate'}")
     from distill.config.run_settings import Settings
 
     settings = parse(

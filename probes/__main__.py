@@ -38,8 +38,10 @@ def main(argv: list[str] | None = None) -> None:
         aliases=aliases,
     )
     if dry_run:
+        from distill.core.ranks import check_alone
         from probes.probe_settings import shrink
 
+        check_alone("python -m probes --dry-run")
         settings = shrink(settings)
     from probes.pipeline import run_probes
 

@@ -126,7 +126,7 @@ def test_help_explains_every_key_and_shows_examples(capsys: pytest.CaptureFixtur
     assert "examples:\n  python -m distill --config" in run(capsys, "--help")[1]
 
 
-@pytest.mark.parametrize("name", ["ablate", "design", "bench"])
+@pytest.mark.parametrize("name", ["ablate", "design", "bench", "--dry-run", "--estimate"])
 def test_a_command_of_one_process_is_refused_in_several(
     name: str, config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
