@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -142,7 +142,7 @@ class ProbeContext:
             with working(self.console, f"{mode.name} texts read, {split}", len(texts)):
                 features = collect_together(
                     self.folder,
-                    [self.target, mode.name, split, self.options.draft if draft is not None else self.exits],
+                    [self.target, asdict(self.options), self.settings.seed, mode.name, split, draft is not None],
                     texts,
                     target=self.model,
                     warp=mode.warp,

@@ -21,8 +21,8 @@ transformers.logging.set_verbosity_error()
 # no test depends on how exact a time is
 cost_model.SETTLE, cost_model.STEADY = 0.0, 2
 exit_costs.TURNS, weight_packing.TURNS = 2, 1
-measured = cost_model.CostMeter.run
-cost_model.CostMeter.run = lambda self, repeats=2, *_, **__: measured(self, min(repeats, 2), least=1)  # type: ignore[method-assign]
+every_turn = cost_model.CostMeter.run
+cost_model.CostMeter.run = lambda self, repeats=2, *_, **__: every_turn(self, min(repeats, 2), least=1)  # type: ignore[method-assign]
 
 
 LONGEST = ("test_fsdp_and_ddp.py", "test_configs.py", "test_export.py")

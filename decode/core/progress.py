@@ -93,11 +93,9 @@ class Progress:
         self.console = console or Console(stderr=True)
         name, times = TextColumn("  {task.description}"), (TimeElapsedColumn(), TimeRemainingColumn())
         drawn = Bars(name, BarColumn(), _Count(), *times, console=self.console, transient=transient)
-        terminal, quiet = (
-            self.console.is_terminal,
-            self.console.quiet,
-        )  # what is quiet leaves the lines to what is around
-        self._bars, self._lines = drawn if terminal and bars and not quiet else None, not terminal and not quiet
+        terminal, quiet = self.console.is_terminal, self.console.quiet
+        self._bars = drawn if terminal and bars and not quiet else None
+        self._lines = not terminal and not quiet  # work inside what is quiet leaves the lines to what is around it
         self._works: list[Work] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._print_lines, daemon=True)

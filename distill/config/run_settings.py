@@ -176,7 +176,6 @@ class Settings:
                 "texts of the draft's own are wanted, for which a process asks the target at its own time, and a head "
                 "writes with the target itself: leave out target.sharded, for heads target.devices and quantization too"
             )
-
         if own and self.reference.lora is not None and self.reference.lora.narrow:
             raise UserError(
                 "texts of the draft's own are wanted, and reference.lora has frozen weights in fewer bits, which only "

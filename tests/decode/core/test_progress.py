@@ -42,7 +42,8 @@ def test_a_file_gets_lines_with_how_far_and_how_long(file: io.StringIO) -> None:
 
 def test_lines_go_on_around_work_that_is_quiet(file: io.StringIO) -> None:
     with working(Console(file=file), "a few steps of every part"), working(Console(quiet=True), "a part", 8):
-        wait_for(file, "a few steps of every part")
+        wait_for(file, r"a few steps of every part \(0 s so far\)\n")
+    assert file.getvalue().splitlines()[0] == "  a few steps of every part (0 s so far)"
 
 
 def test_the_newest_unfinished_piece_is_told(file: io.StringIO) -> None:
