@@ -91,8 +91,8 @@ class TrainerSettings:
     """Steps between the checkpoints that a killed run continues from, so what a kill costs at most; null: one after
     every validation. The two newest are kept."""
     checkpoint_background: bool = False
-    """Write them in a thread while training goes on, from a copy of weights and optimiser state on the device. Not of
-    fsdp, whose processes write their shares at once."""
+    """Write them in a thread while training goes on, from a copy of weights and optimiser state: on the device, under
+    fsdp and hsdp each process its share, in the CPU's memory."""
     validation_examples: PositiveInt = 128
     """Validation examples used for it."""
     log_every: PositiveInt = 20

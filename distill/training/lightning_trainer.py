@@ -86,7 +86,7 @@ def fit(
         "accelerator": settings.accelerator,
         "devices": settings.devices,
         "num_nodes": settings.num_nodes,
-        "strategy": Fsdp(hybrid=settings.strategy == "hsdp") if sharded else settings.strategy,
+        "strategy": _sharding(settings) if sharded else settings.strategy,
         "accumulate_grad_batches": settings.accumulate,
         "inference_mode": not sharded,
         "precision": settings.precision,
@@ -118,6 +118,10 @@ def fit(
     if ranks.is_first():
         best.restore(plain)
     return module.history, timer.time_elapsed("train")
+
+
+def _sharding(settings: TrainerSettings) -> Fsdp:
+    return Fsdp(hybrid=settings.strategy == "hsdp", background=settings.checkpoint_background)
 
 
 @contextmanager

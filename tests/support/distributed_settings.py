@@ -25,11 +25,12 @@ class Way:
     packing: int | None = None
     signal: Signal = "auto"
     sharded: bool = False
+    background: bool = False
 
 
 WAYS = {
     "ddp": Way(scopes=("microbatch", "sequence", "global"), accumulate=2),
-    "fsdp": Way("fsdp"),
+    "fsdp": Way("fsdp", background=True),
     "on-policy": Way(responses=ResponseSettings(source="mixed", max_new_tokens=6, refresh_every=2), signal="online"),
     "sharded": Way(signal="hidden", sharded=True),
 }
@@ -56,6 +57,7 @@ def settings_of(way: str, folder: Path) -> Settings:
         settings.trainer.precision = "64-true"
     settings.reference.responses, settings.trainer.packing = chosen.responses, chosen.packing
     settings.reference.signal = chosen.signal
+    settings.trainer.checkpoint_background = chosen.background
     if chosen.head:
         settings.target.architecture.layers = 4
         settings.eagle = EagleSettings(kind="eagle3", unroll=2, draft_vocab=64)

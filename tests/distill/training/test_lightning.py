@@ -2,8 +2,10 @@
 
 import copy
 import csv
+import errno
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +20,10 @@ from rich.console import Console
 from safetensors.torch import load_file
 from some_rows import TRAINING, some_rows
 from tiny_run import killed, run_tiny, tiny_settings
+from torch.distributed.checkpoint import FileSystemWriter, load
 from transformers import PreTrainedModel
 
+from decode.commands.parsing.exit_status import WRITING, writing_error
 from decode.core.errors import UserError
 from distill.config.training import TrainerSettings
 from distill.data.batches.batch_schedule import Schedule
@@ -197,6 +201,60 @@ def test_a_kill_between_validations_costs_no_more_than_checkpoint_every(
     again, run = weights("again", 4, 8)
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     assert not (run / "work/checkpoints-target").exists()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Afterwards this process is in no group of processes any more."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_shares_written_in_the_background_are_of_their_step_and_have_their_name_once_they_are_whole(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, stepped = tmp_path / "work", threading.Event()
+    write = FileSystemWriter.write_data
+    seen: list[list[str]] = []
+
+    def late(self: FileSystemWriter, *given: Any) -> Any:
+        assert stepped.wait(60)
+        return write(self, *given)
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                state = trainer.strategy.lightning_module_state_dict()
+                self.then: dict[str, Any] = {name: value.clone() for name, value in state.items()}
+            if trainer.global_step == 3:
+                seen.append([path.name for path in work.iterdir() if "step" in path.name])
+                stepped.set()
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", late)
+    watch = Watch()
+    chosen = {"strategy": "fsdp", "checkpoint_background": True, "checkpoint_every": 2, "validate_every": 4}
+    train(tiny("llama"), tmp_path, watch, steps=4, **chosen)
+    assert seen == [[".tmp-step-00000002.ckpt"]]
+    found = {name: torch.zeros_like(value) for name, value in watch.then.items()}
+    load({"state_dict": found}, checkpoint_id=work / "step-00000002.ckpt")
+    assert all(torch.equal(found[name].full_tensor(), value.full_tensor()) for name, value in watch.then.items())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("background", [False, True])
+def test_a_share_that_cannot_be_written_ends_the_training_and_says_why(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
+    with pytest.raises(OSError, match="No space left") as failed:
+        train(tiny("llama"), tmp_path, steps=2, strategy="fsdp", checkpoint_background=background)
+    assert writing_error(failed.value) == WRITING[errno.ENOSPC]
+    assert not list(tmp_path.rglob("step-*.ckpt"))
 
 
 def test_missing_weights_are_not_passed_over(tmp_path: Path) -> None:
