@@ -10,6 +10,7 @@ first, and the file says only what differs.
 import contextlib
 import dataclasses
 import difflib
+import functools
 import io
 import json
 import re
@@ -63,7 +64,7 @@ def parse(
         UserError: Missing file, malformed YAML, unknown key, wrong type, or a ``__post_init__`` that refused.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(settings_class, prog, description)
+    parser = _parser(cast(Any, settings_class), prog, description)
     if "-h" in argv or "--help" in argv:  # a help request must not fail on the arguments beside it
         print(_help(parser) + (f"\n\nexamples:\n{examples}" if examples else ""))
         raise SystemExit(0)
@@ -75,7 +76,8 @@ def parse(
         content, options = _with_optional_sections(content, options, settings_class)
         values = parser.parse_object(content) if content else None
         source = "the command line"
-        values = parser.parse_args(options, namespace=values)
+        if options or values is None:
+            values = parser.parse_args(options, namespace=values)
         source = " and ".join([*map(str, paths), "the command line"] if options else map(str, paths)) or prog
         return settings_class(**vars(parser.instantiate(values)))
     except UserError:
@@ -214,6 +216,7 @@ def _list_value(key: str, given: list[str], hint: Any) -> str:
     return "[" + ",".join(json.dumps(item, ensure_ascii=False) if texts else item for item in given) + "]"
 
 
+@functools.cache
 def _parser(settings_class: type, prog: str, description: str) -> Any:
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(

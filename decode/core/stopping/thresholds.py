@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from decode.core.trace_metrics import Round
 
 
@@ -100,16 +102,18 @@ class Roc(Threshold):
 
     def observe(self, round: Round, confidence: list[float]) -> None:
         """Add accepted tokens and the first rejected one; refit once both kinds have been seen."""
-        from sklearn.metrics import roc_curve
-
         seen = confidence[: round.tested]
         self.matches += [1] * round.accepted + [0] * (len(seen) - round.accepted)
         self.scores += seen
         del self.matches[: -self.limit], self.scores[: -self.limit]
         if len(self.scores) > 5 and 0 < sum(self.matches) < len(self.matches):
-            fpr, tpr, values = roc_curve(self.matches, self.scores)
-            best = int((fpr + 3 * (1 - tpr)).argmin())
-            self.value = float(min(values[best], 1.0))
+            scores = np.array(self.scores)
+            order = np.argsort(-scores, kind="stable")
+            scores, hits = scores[order], np.array(self.matches)[order].cumsum()
+            last = np.append(np.flatnonzero(np.diff(scores)), len(scores) - 1)  # of equal scores
+            accepted, rejected = hits[last], last + 1 - hits[last]
+            cost = rejected / rejected[-1] + 3 * (1 - accepted / accepted[-1])
+            self.value = float(scores[last[cost.argmin()]])
 
     def reset(self) -> None:
         """Back to the start."""

@@ -154,18 +154,20 @@ def test_adasd_stops_at_the_mean_entropy_of_first_rejected_tokens() -> None:
     assert controller.value == -math.inf
 
 
-def test_hugging_faces_threshold_minimises_the_cost_on_its_roc_curve() -> None:
+@pytest.mark.parametrize("digits", [1, 17])  # with and without confidences that are equal
+@pytest.mark.parametrize("shift", [0.2, -0.5])  # seldom rejected, seldom accepted
+def test_hugging_faces_threshold_minimises_the_cost_on_its_roc_curve(digits: int, shift: float) -> None:
     generator = random.Random(3)
     controller = Roc()
     matches: list[int] = []
     probabilities: list[float] = []
     threshold = 0.4
     changed = 0
-    for _ in range(30):
+    for _ in range(60):
         drafted = generator.randrange(1, 6)
-        seen = [generator.random() for _ in range(drafted)]
+        seen = [round(generator.random(), digits) for _ in range(drafted)]
         accepted = 0
-        while accepted < drafted and generator.random() < seen[accepted] + 0.2:
+        while accepted < drafted and generator.random() < seen[accepted] + shift:
             accepted += 1
         controller.observe(chain_round(drafted, accepted), seen)
         # literally: accepted ones, then one zero if anything is left, the rest of the probabilities is dropped
@@ -176,7 +178,7 @@ def test_hugging_faces_threshold_minimises_the_cost_on_its_roc_curve() -> None:
         del probabilities[len(matches) :]
         if len(probabilities) > 5 and {0, 1} <= set(matches):
             fpr, tpr, thresholds = roc_curve(matches, probabilities)
-            threshold = thresholds[(fpr + 3 * (1 - tpr)).argmin()]
+            threshold = min(thresholds[(fpr + 3 * (1 - tpr)).argmin()], 1.0)
         changed += controller.value != 0.4
         assert controller.value == threshold
     assert changed > 20

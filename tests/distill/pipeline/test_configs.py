@@ -1,15 +1,14 @@
 """Every file in ``configs/``: read, checked, and run through with tiny random models of its families, without network.
 
-Every file is read and checked. So many of them are run that every value that decides which path a run takes (a family,
-a kind of rows, a method, a kind of training; not a number) is in one of them; `python -m distill|probes --config FILE
---dry-run` and `python -m decode bench --config FILE --dry-run` run any other.
+Every file is read and checked. So many of them are run that every value that a file states and that decides which path
+a run takes (a family, a kind of rows, a method, a kind of training; not a number) is in one of them; `python -m
+distill|probes --config FILE --dry-run` and `python -m decode bench --config FILE --dry-run` run any other.
 """
 
 from __future__ import annotations
 
 import json
 from copy import deepcopy
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,23 @@ MACHINE = ("device", "dtype", "device_map", "threads", "name", "output", "output
 
 
 @cache
+def sections(path: Path) -> tuple[str, dict[str, Any]]:
+    """The command that the file is for, and what it says to it."""
+    content = read_config([path])
+    if "reference" in content and ("initial" in content or "probes" not in content):
+        return "distill", {key: value for key, value in content.items() if key not in FOREIGN}
+    if "probes" in content:
+        return "probes", {key: value for key, value in content.items() if key != "bench"}
+    return "bench", content.get("bench", {})
+
+
+@cache
 def load(path: Path) -> Settings | ProbesSettings | BenchSettings:
-    """The settings of the command that the file is for."""
-    sections, argv = read_config([path]), ["--config", str(path)]
-    if "reference" in sections and ("initial" in sections or "probes" not in sections):
+    """The settings of that command."""
+    command, argv = sections(path)[0], ["--config", str(path)]
+    if command == "distill":
         return parse(Settings, argv, prog="distill", description="", foreign=FOREIGN)
-    if "probes" in sections:
+    if command == "probes":
         return parse(ProbesSettings, argv, prog="probes", description="", foreign={"bench"})
     return bench_settings(argv)
 
@@ -78,7 +88,7 @@ def features(value: Any, key: str) -> set[str]:
 
 def covering() -> list[Path]:
     """Few files that have every feature of all."""
-    found = {path: features(asdict(load(path)), type(load(path)).__module__) for path in CONFIGS}
+    found = {path: features(*reversed(sections(path))) for path in CONFIGS}
     chosen: list[Path] = []
     seen: set[str] = set()
     while seen != set().union(*found.values()):
