@@ -22,6 +22,14 @@ class ServerSettings:
     """In place of url several such servers with the same target (say one `vllm serve` a machine or GPU): requests go to
     whichever has room, and a server that fails for good leaves what it was asked to the others. They may be others when
     the run is continued: what was answered is kept."""
+    engine: Literal["vllm"] | None = None
+    """In place of url: starts vLLM with the target, in the environment of `make engine-vllm`, and ends it when the
+    answers are written. It gets prompts and gives answers as tokens, and follows nothing of the target's
+    generation_config. For one machine, with several GPUs by arguments."""
+    python: str | None = None
+    """Interpreter of an environment with vLLM; null: .venv-vllm/bin/python, which `make engine-vllm` makes."""
+    arguments: list[str] = field(default_factory=list)
+    """Further ones of `vllm serve`, such as [--tensor-parallel-size=4]."""
     model: str | None = None
     """The target's name on the server; null: the only one that it lists."""
     endpoint: Literal["completions", "chat"] = "completions"
@@ -38,8 +46,13 @@ class ServerSettings:
 
     @property
     def addresses(self) -> list[str]:
-        """Those of all servers."""
+        """Those of all servers that run."""
         return self.urls or ([] if self.url is None else [self.url])
+
+    @property
+    def answers(self) -> bool:
+        """Whether servers write the target's answers, not this process."""
+        return bool(self.addresses or self.engine)
 
 
 @dataclass
@@ -94,7 +107,9 @@ class ResponseSettings:
             return {"source": self.source}
         key = asdict(self)
         server = key.pop("server")
-        if self.from_target and self.server.addresses:
+        if self.from_target and self.server.engine:
+            key["server"] = {"engine": server["engine"]}
+        elif self.from_target and self.server.addresses:
             key["server"] = {name: server[name] for name in ("url", "model", "endpoint")}
             if self.server.urls:
                 key["server"]["urls"] = True  # whichever they are
@@ -108,8 +123,12 @@ class ResponseSettings:
     def written(self) -> dict[str, Any]:
         """What decides texts that a target writes, whoever else writes some."""
         names = "temperature", "top_p", "max_new_tokens", "batch_size", "dtype"
-        several = {"urls": True} if self.server.urls else {}  # whichever they are
-        return {name: getattr(self, name) for name in names} | {"url": self.server.url} | several
+        others: dict[str, Any] = {"url": self.server.url}
+        if self.server.urls:
+            others["urls"] = True  # whichever they are
+        if self.server.engine:
+            others["engine"] = self.server.engine
+        return {name: getattr(self, name) for name in names} | others
 
     def validate(self, where: str) -> None:
         """Check the server's address, and that what is set is used."""
@@ -117,7 +136,12 @@ class ResponseSettings:
         if url is not None and urls:
             raise UserError(f"{where}.server.url is {url!r} and {where}.server.urls {urls}: give one of the two")
         given = f"{where}.server.urls is {urls}" if urls else f"{where}.server.url is {url!r}"
-        if self.server.addresses and not self.from_target:
+        if self.server.engine and self.server.addresses:
+            raise UserError(f"{where}.server.engine is {self.server.engine} and {given}: give one of the two")
+        given = given if self.server.addresses else f"{where}.server.engine is {self.server.engine}"
+        if self.server.engine and self.server.endpoint == "chat":
+            raise UserError(f"{given} and {where}.server.endpoint chat: leave the endpoint out, the engine gets tokens")
+        if self.server.answers and not self.from_target:
             raise UserError(
                 f"{given}, but no response is the target's: set {where}.source to target, or {where}.fixed to target"
             )

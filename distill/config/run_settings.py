@@ -160,7 +160,7 @@ class Settings:
     def _check_placed_target(self) -> None:
         """Refuses what needs a target that is whole, or where the draft is."""
         responses, target = self.reference.responses, self.target
-        if target.sharded and responses.from_target and not responses.server.addresses:
+        if target.sharded and responses.from_target and not responses.server.answers:
             raise UserError(
                 f"target.sharded is set and reference.responses.source is {responses.source}: a sharded target writes "
                 "no answers; let servers write them (reference.responses.server.urls)"

@@ -191,6 +191,9 @@ class Client:
             "top_p": self.settings.top_p,
             "seed": (self.seed * 1_000_003 + job.example) % (1 << 31),
         }
+        if self.settings.server.engine:  # nothing of the model's generation_config, which vLLM would follow
+            body |= {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": sorted(self.ends)}
+            return body | {"prompt": job.ids, "return_token_ids": True}
         if self.settings.server.endpoint == "chat":
             return body | {"messages": json.loads(job.messages or "[]") or [{"role": "user", "content": job.text}]}
         start = self.tokenizer.bos_token  # servers put it before a prompt themselves
@@ -198,8 +201,10 @@ class Client:
 
     def _response(self, job: Job, values: dict[str, Any]) -> Response:
         choice = values["choices"][0]
-        text = choice["message"]["content"] if self.settings.server.endpoint == "chat" else choice["text"]
         ended = choice.get("finish_reason") == "stop"
+        if self.settings.server.engine:
+            return Response(job.example, [int(token) for token in choice["token_ids"]])
+        text = choice["message"]["content"] if self.settings.server.endpoint == "chat" else choice["text"]
         return Response(
             job.example, encode_answer(self.tokenizer, text or "", ended=ended, ends=self.ends, budget=job.budget)
         )

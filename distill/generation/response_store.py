@@ -109,7 +109,7 @@ def answered_by_all(
         tokenizer: For the texts in the file.
         around: What the writing of so many responses is done in.
     """
-    rank, world = ranks.rank(), 1 if settings.server.addresses else ranks.started()
+    rank, world = ranks.rank(), 1 if settings.server.answers else ranks.started()
     file = ResponseFile(folder / (f"{name}-{rank}.jsonl" if rank else f"{name}.jsonl"), made_from)
 
     def known() -> dict[int, Response]:

@@ -85,9 +85,10 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     small.data.train_examples = max(48, 2 * largest)
     responses = small.reference.responses  # short, and written here whatever server is meant to
     responses.max_new_tokens, responses.batch_size, responses.refresh_every = 8, 8, STEPS // 2
-    if addresses := responses.server.addresses:
-        console.print(f"  the target made here answers in place of {', '.join(addresses)}", highlight=False)
-        responses.server.url, responses.server.urls = None, []
+    if responses.server.answers:
+        others = ", ".join(responses.server.addresses) or responses.server.engine
+        console.print(f"  the target made here answers in place of {others}", highlight=False)
+        responses.server.url, responses.server.urls, responses.server.engine = None, [], None
     for draft in (small.draft, *small.comparisons):
         draft.epochs = None if draft.epochs is None else 1.0
     trainer, evaluation = small.trainer, small.evaluation

@@ -97,6 +97,6 @@ def begin(
 def _texts(context: StageContext, target: PreTrainedModel) -> TokenDataset:
     """The texts that the head will be trained on, as far as they do not depend on it."""
     responses = context.settings.reference.responses
-    if responses.from_target and not responses.server.addresses:
+    if responses.from_target and not responses.server.answers:
         return answered_by_target(context)[0]  # in the target's own place and number format
     return fixed_texts(context, target, stop_ids(target, context.corpus.tokenizer))[0]

@@ -12,6 +12,7 @@ from distill.config.language_models import ModelSettings
 from distill.core import ranks
 from distill.data.batches.token_dataset import TokenDataset
 from distill.data.stage_context import StageContext
+from distill.generation.engine_answers import check_answering_engine
 from distill.generation.openai_client import check_servers
 from distill.models.attention import check_attention
 from distill.models.layer_pruning import kept_layers
@@ -114,8 +115,11 @@ def check_machine(context: StageContext, models: Mapping[str, ModelSettings]) ->
         check_base(settings.reference.lora, settings.trainer.precision, device)
     responses = settings.reference.responses
     servers = responses.server.addresses if responses.from_target else []
-    if servers and settings.target.kind == "as_is" and not (context.run.work / "responses").exists():
-        check_servers(servers)
+    if not (context.run.work / "responses").exists():
+        if servers and settings.target.kind == "as_is":
+            check_servers(servers)
+        if responses.from_target:
+            check_answering_engine(responses)
     trainer = settings.trainer
     stacked = settings.target.stacking is not None and settings.target.trained
     if stacked and ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes) > 1:

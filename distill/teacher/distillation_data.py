@@ -16,6 +16,7 @@ from distill.core.file_fingerprints import files_state, fingerprint
 from distill.data.batches.batch_schedule import Schedule
 from distill.data.batches.token_dataset import TokenDataset
 from distill.data.stage_context import StageContext
+from distill.generation.engine_answers import answering_engine
 from distill.generation.on_policy import OnPolicy, Writer
 from distill.generation.openai_client import answered_by_server
 from distill.generation.response_store import Answer, answered_by_all, answered_here, make_jobs, response_rows
@@ -166,10 +167,7 @@ def fixed_texts(
             "max_length": context.settings.data.max_length,
             "responses": settings.responses.key(),
         }
-        for name, rows in splits.items():
-            splits[name] = _answered(
-                context, target, ends, name, rows, made_from | {"split": name, "prompts": len(rows)}, context.run.target
-            )
+        splits = _answered(context, target, ends, splits, made_from, context.run.target)
     if settings.training.prompt_loss:
         splits["train"], made_from["prompt_loss"] = splits["train"].all_labelled(), True
     return splits["train"], splits["validation"], fingerprint(made_from)
@@ -194,11 +192,9 @@ def answered_by_original(context: StageContext, model: PreTrainedModel) -> tuple
         "max_length": settings.data.max_length,
         "responses": wanted.written(),
     }
+    splits = {"train": bare(TokenDataset.of(corpus.train)), "validation": bare(context.validation)}
     ends = stop_ids(model, corpus.tokenizer)
-    splits: dict[str, TokenDataset] = {}
-    for name, rows in {"train": TokenDataset.of(corpus.train), "validation": context.validation}.items():
-        key = made_from | {"split": name, "prompts": len(rows)}
-        splits[name] = _answered(context, model, ends, name, bare(rows), key, given, folder="original")
+    splits = _answered(context, model, ends, splits, made_from, given, folder="original")
     return splits["train"], splits["validation"]
 
 
@@ -206,35 +202,42 @@ def _answered(
     context: StageContext,
     target: PreTrainedModel,
     ends: set[int],
-    split: str,
-    rows: TokenDataset,
+    splits: dict[str, TokenDataset],
     made_from: dict[str, Any],
     path: str | Path,
     folder: str = "responses",
-) -> TokenDataset:
-    """The split's prompts with the responses of the target at a path, kept in a folder of the run's work."""
+) -> dict[str, TokenDataset]:
+    """The splits' prompts with the responses of the target at a path, kept in a folder of the run's work."""
     settings, tokenizer = context.settings.reference.responses, context.corpus.tokenizer
-    jobs = make_jobs(rows, getattr(context.corpus, split)[: len(rows)], settings, context.settings.data.max_length)
+    seed, limit = context.settings.seed, context.settings.data.max_length
 
-    def writer() -> Answer:
-        seed = context.settings.seed
-        if not settings.server.addresses:
-            other = settings.dtype not in (None, context.settings.target.dtype)
-            model = open_target(context, path, settings.dtype) if other else target
-            return answered_here(at_work(context, model), settings, seed, ends)
-        return answered_by_server(settings, seed, tokenizer, ends, Path(path), context.line)
+    def writer(by_engine: Answer) -> Answer:
+        if settings.server.engine:
+            return by_engine
+        if settings.server.addresses:
+            return answered_by_server(settings, seed, tokenizer, ends, Path(path), context.line)
+        other = settings.dtype not in (None, context.settings.target.dtype)
+        model = open_target(context, path, settings.dtype) if other else target
+        return answered_here(at_work(context, model), settings, seed, ends)
 
     @contextmanager
-    def shown(count: int) -> Iterator[None]:
+    def shown(split: str, jobs: int, count: int) -> Iterator[None]:
         title = f"the target's responses, {split}"
         with working(context.console, title, count), context.timed(f"{ANSWERS} {split}", count):
             yield
-        context.line(f"{title}: {len(jobs)}, {count} of them written now")
+        context.line(f"{title}: {jobs}, {count} of them written now")
 
-    written = answered_by_all(
-        jobs, settings, context.run.work / folder, split, made_from, writer=writer, tokenizer=tokenizer, around=shown
-    )
-    return response_rows([job.ids for job in jobs], written, ends)
+    dtype = settings.dtype or context.settings.target.dtype
+    answered = {}
+    with answering_engine(settings, seed, tokenizer, ends, Path(path), limit, dtype, context.line) as by_engine:
+        for split, rows in splits.items():
+            jobs = make_jobs(rows, getattr(context.corpus, split)[: len(rows)], settings, limit)
+            written = answered_by_all(
+                jobs, settings, context.run.work / folder, split, made_from | {"split": split, "prompts": len(rows)},
+                writer=partial(writer, by_engine), tokenizer=tokenizer, around=partial(shown, split, len(jobs)),
+            )  # fmt: skip
+            answered[split] = response_rows([job.ids for job in jobs], written, ends)
+    return answered
 
 
 def bare(rows: TokenDataset) -> TokenDataset:

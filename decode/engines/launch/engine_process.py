@@ -17,6 +17,8 @@ from pathlib import Path
 from decode.core.atomic_files import scratch_folder
 from decode.core.errors import UserError
 
+LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
+"""What torchrun tells its processes of each other; an engine has processes of its own."""
 LAST_LINES = 15  # lines of a failed engine that are shown
 WATCHER = """
 import os, signal, sys, time
@@ -80,7 +82,7 @@ def running(
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **(environment or {})},
+                    env={name: os.environ[name] for name in os.environ.keys() - LAUNCHER} | dict(environment or {}),
                     start_new_session=True,
                 )
             except OSError as error:

@@ -36,7 +36,11 @@ class EngineSettings:
         method: draft_model, eagle3 or eagle.
         context: tokens that the longest text needs, prompt and answer.
         batch: most requests under way at a time.
+        dtype: number format of vLLM's weights.
+        exact: vLLM without compiled kernels and prefix cache, which serve-check's comparison of texts wants.
+        arguments: further ones of `vllm serve`.
         python: interpreter of vLLM's environment.
+        python_option: what that is called where it is set.
         binary: llama-server.
         url: of a server that runs already.
         port: to listen on; None takes a free one.
@@ -53,7 +57,11 @@ class EngineSettings:
     method: str = "draft_model"
     context: int = 512
     batch: int = 1
+    dtype: str = "float32"
+    exact: bool = True
+    arguments: Sequence[str] = ()
     python: str | None = None
+    python_option: str = "--python"
     binary: str | None = None
     url: str | None = None
     port: int | None = None

@@ -20,11 +20,13 @@ def check_vllm(python: str) -> None:
     asked = "import importlib.metadata as m; print('vLLM', m.version('vllm'))"
     found = re.search(r"^vLLM (\d+)\.(\d+)\S*", answer_of(python, "-c", asked), re.MULTILINE)
     if found is None:
-        raise UserError(f"{python} has no vLLM; give --python of an environment that has it, or run `make engines`")
+        raise UserError(
+            f"{python} has no vLLM; give the interpreter of an environment that has it, or run `make engines`"
+        )
     if (int(found[1]), int(found[2])) < OLDEST_VLLM:
         raise UserError(
-            f"{python} has {found[0]}; serve-check starts {'.'.join(map(str, OLDEST_VLLM))} or newer: run `make "
-            "engines`, or start the server yourself and give its --url"
+            f"{python} has {found[0]}; {'.'.join(map(str, OLDEST_VLLM))} or newer can be started: run `make engines`, "
+            "or start the server yourself and give its address"
         )
 
 
@@ -39,11 +41,13 @@ def speculative_config(settings: EngineSettings, draft_length: int) -> str:
 
 def vllm_command(settings: EngineSettings, draft_length: int | None, port: int) -> tuple[list[str], dict[str, str]]:
     """The command that starts vLLM's server, and environment variables for it."""
-    python = find(settings.python, VLLM_PYTHON, "--python", "vLLM's environment (.venv-vllm/bin/python)")
-    command = [python, "-m", "vllm.entrypoints.cli.main", "serve", settings.target, "--dtype", "float32"]
-    command += ["--enforce-eager", "--host", "127.0.0.1", "--port", str(port)]
+    python = find(settings.python, VLLM_PYTHON, settings.python_option, "vLLM's environment (.venv-vllm/bin/python)")
+    command = [python, "-m", "vllm.entrypoints.cli.main", "serve", settings.target, "--dtype", settings.dtype]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
     command += ["--max-num-seqs", str(max(4, settings.batch))]
-    command += ["--max-model-len", str(settings.context), "--disable-uvicorn-access-log", "--no-enable-prefix-caching"]
+    command += ["--max-model-len", str(settings.context), *settings.arguments]
+    if settings.exact:
+        command += ["--enforce-eager", "--no-enable-prefix-caching"]
     if draft_length:
         command += ["--speculative-config", speculative_config(settings, draft_length)]
     environment = {

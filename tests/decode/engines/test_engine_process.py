@@ -125,11 +125,11 @@ def test_a_program_of_another_version_is_said(tmp_path, monkeypatch) -> None:
         with pytest.raises(UserError, match=sentence), opened(name, EngineSettings("t", "d", **programs), 3):
             pass
 
-    refused("vllm", "has no vLLM; give --python", python=sys.executable)
+    refused("vllm", "has no vLLM; give the interpreter", python=sys.executable)
     (tmp_path / "vllm-0.11.0.dist-info").mkdir()
     (tmp_path / "vllm-0.11.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.11.0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    refused("vllm", r"has vLLM 0\.11\.0; serve-check starts 0\.32 or newer", python=sys.executable)
+    refused("vllm", r"has vLLM 0\.11\.0; 0\.32 or newer can be started", python=sys.executable)
     (tmp_path / "llama-server").write_text("#!/bin/sh\necho usage: --model FILE\n")
     (tmp_path / "llama-server").chmod(0o755)
     refused("llama.cpp", "no option --spec-draft-sampling", binary=str(tmp_path / "llama-server"))
