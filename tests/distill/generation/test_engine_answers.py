@@ -19,16 +19,20 @@ STAND_IN = """#!{python}
 import http.server, json, os, pathlib, sys
 if sys.argv[1] == "-c":
     sys.exit(print("vLLM 0.32.0"))
-with open({log!r}, "a") as log:
-    print(json.dumps([os.getpid(), sys.argv[1:], "MASTER_ADDR" in os.environ]), file=log)
+def note(value):
+    with open({log!r}, "a") as log:
+        print(json.dumps(value), file=log)
+
+note([os.getpid(), sys.argv[1:], "MASTER_ADDR" in os.environ])
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.say({{"data": [{{"id": "t"}}]}})
 
     def do_POST(self):
-        prompt = json.loads(self.rfile.read(int(self.headers["content-length"])))["prompt"]
-        self.say({{"choices": [{{"token_ids": prompt[-4:], "finish_reason": "stop"}}]}})
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        note(body)
+        self.say({{"choices": [{{"token_ids": body["prompt"][-4:], "finish_reason": "stop"}}]}})
 
     def say(self, value):
         data = json.dumps(value).encode()
@@ -66,7 +70,10 @@ def test_an_engine_is_started_once_with_the_target_and_ended(tmp_path: Path, mon
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     settings = settings_of(tmp_path, python=str(program), arguments=["--tensor-parallel-size=2"], concurrency=7)
     _, run, printed = run_tiny(settings)
-    ((pid, command, ranked),) = map(json.loads, log.read_text().splitlines())
+    (pid, command, ranked), *bodies = map(json.loads, log.read_text().splitlines())
+    assert len(bodies) == 28
+    plain = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert all(plain.items() <= body.items() for body in bodies)  # whatever the model's generation_config says
     assert command[2:4] == ["serve", str(run.target)]
     assert not ranked
     given = dict(pairwise(command))
@@ -113,7 +120,7 @@ def test_vllm_writes_what_the_target_writes_here(tmp_path: Path) -> None:
         return {split: [line["ids"] for line in lines] for split, lines in found.items()}
 
     end = written("before", None)["train"][0][3]  # ends some texts from now on
-    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, end], "top_k": 1}))
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, end]}))
     here = written("here", None)
     assert any(len(ids) < 8 and ids[-1] == end for ids in here["train"])
     assert written("there", "vllm") == here
