@@ -17,7 +17,8 @@ class ServerSettings:
 
     url: str | None = None
     """Address up to the version, such as http://127.0.0.1:8000/v1. With it the target's responses come from the
-    server; null: they are written here."""
+    server; null: they are written here. vLLM adds what the target's generation_config says of sampling (top_k,
+    repetition_penalty), unless it is started with --generation-config vllm."""
     urls: list[str] = field(default_factory=list)
     """In place of url several such servers with the same target (say one `vllm serve` a machine or GPU): requests go to
     whichever has room, and a server that fails for good leaves what it was asked to the others. They may be others when
