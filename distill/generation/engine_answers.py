@@ -32,7 +32,7 @@ def answering_engine(
     Args:
         settings: Sampling and engine.
         seed: Sent with every request, different for each.
-        tokenizer: The target's; responses come as text.
+        tokenizer: The target's.
         ends: End-of-text tokens.
         target: The target's folder.
         longest: Tokens of the longest prompt with its response.
