@@ -163,7 +163,7 @@ class Settings:
         if target.sharded and responses.from_target and not responses.server.answers:
             raise UserError(
                 f"target.sharded is set and reference.responses.source is {responses.source}: a sharded target writes "
-                "no answers; let servers write them (reference.responses.server.urls)"
+                "no answers; let others write them (reference.responses.server: urls or engine)"
             )
         if target.sharded and self.data.from_target and self.data.prompts.writes:
             raise UserError(

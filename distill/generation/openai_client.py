@@ -12,6 +12,7 @@ import httpx
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
+from decode.engines.launch.vllm_engine import NO_CUTS
 from distill.config.responses import ResponseSettings
 from distill.generation.response_store import Answer, Job, Response, encode_answer
 
@@ -191,9 +192,8 @@ class Client:
             "top_p": self.settings.top_p,
             "seed": (self.seed * 1_000_003 + job.example) % (1 << 31),
         }
-        if self.settings.server.engine:  # nothing of the model's generation_config, which vLLM would follow
-            body |= {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": sorted(self.ends)}
-            return body | {"prompt": job.ids, "return_token_ids": True}
+        if self.settings.server.engine:
+            return body | NO_CUTS | {"prompt": job.ids, "stop_token_ids": sorted(self.ends), "return_token_ids": True}
         if self.settings.server.endpoint == "chat":
             return body | {"messages": json.loads(job.messages or "[]") or [{"role": "user", "content": job.text}]}
         start = self.tokenizer.bos_token  # servers put it before a prompt themselves
@@ -201,9 +201,9 @@ class Client:
 
     def _response(self, job: Job, values: dict[str, Any]) -> Response:
         choice = values["choices"][0]
-        ended = choice.get("finish_reason") == "stop"
         if self.settings.server.engine:
             return Response(job.example, [int(token) for token in choice["token_ids"]])
+        ended = choice.get("finish_reason") == "stop"
         text = choice["message"]["content"] if self.settings.server.endpoint == "chat" else choice["text"]
         return Response(
             job.example, encode_answer(self.tokenizer, text or "", ended=ended, ends=self.ends, budget=job.budget)

@@ -12,7 +12,7 @@ from distill.config.language_models import ModelSettings
 from distill.core import ranks
 from distill.data.batches.token_dataset import TokenDataset
 from distill.data.stage_context import StageContext
-from distill.generation.engine_answers import check_answering_engine
+from distill.generation.answering_engine import check_answering_engine
 from distill.generation.openai_client import check_servers
 from distill.models.attention import check_attention
 from distill.models.layer_pruning import kept_layers

@@ -12,11 +12,12 @@ from transformers import AutoConfig, PreTrainedModel
 from decode.core.progress import working
 from decode.models.loading.open_model import load_model, stop_ids
 from distill.config.distillation import Signal
+from distill.config.responses import ResponseSettings
 from distill.core.file_fingerprints import files_state, fingerprint
 from distill.data.batches.batch_schedule import Schedule
 from distill.data.batches.token_dataset import TokenDataset
 from distill.data.stage_context import StageContext
-from distill.generation.engine_answers import answering_engine
+from distill.generation.answering_engine import answering_engine
 from distill.generation.on_policy import OnPolicy, Writer
 from distill.generation.openai_client import answered_by_server
 from distill.generation.response_store import Answer, answered_by_all, answered_here, make_jobs, response_rows
@@ -211,11 +212,10 @@ def _answered(
     settings, tokenizer = context.settings.reference.responses, context.corpus.tokenizer
     seed, limit = context.settings.seed, context.settings.data.max_length
 
-    def writer(by_engine: Answer) -> Answer:
-        if settings.server.engine:
-            return by_engine
-        if settings.server.addresses:
-            return answered_by_server(settings, seed, tokenizer, ends, Path(path), context.line)
+    def writer(engine: Callable[[], ResponseSettings]) -> Answer:
+        asked = engine() if settings.server.engine else settings
+        if asked.server.addresses:
+            return answered_by_server(asked, seed, tokenizer, ends, Path(path), context.line)
         other = settings.dtype not in (None, context.settings.target.dtype)
         model = open_target(context, path, settings.dtype) if other else target
         return answered_here(at_work(context, model), settings, seed, ends)
@@ -229,12 +229,12 @@ def _answered(
 
     dtype = settings.dtype or context.settings.target.dtype
     answered = {}
-    with answering_engine(settings, seed, tokenizer, ends, Path(path), limit, dtype, context.line) as by_engine:
+    with answering_engine(settings, path, limit, dtype, context.line) as engine:
         for split, rows in splits.items():
             jobs = make_jobs(rows, getattr(context.corpus, split)[: len(rows)], settings, limit)
             written = answered_by_all(
                 jobs, settings, context.run.work / folder, split, made_from | {"split": split, "prompts": len(rows)},
-                writer=partial(writer, by_engine), tokenizer=tokenizer, around=partial(shown, split, len(jobs)),
+                writer=partial(writer, engine), tokenizer=tokenizer, around=partial(shown, split, len(jobs)),
             )  # fmt: skip
             answered[split] = response_rows([job.ids for job in jobs], written, ends)
     return answered

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import distributed, nn
-from torch.distributed import checkpoint as shares
+from torch.distributed import checkpoint as sharded
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -58,12 +58,12 @@ class Fsdp(ModelParallelStrategy):
         self.barrier()
         if self._thread:
             self._group = self._group or distributed.new_group(backend="gloo")
-            saved = shares.async_save(state, checkpoint_id=aside, process_group=self._group)
+            saved = sharded.async_save(state, checkpoint_id=aside, process_group=self._group)
             assert isinstance(saved, Future)
             self._do(lambda: self._rename(aside, path, saved))
         else:
             with _cause_shown():
-                shares.save(state, checkpoint_id=aside)
+                sharded.save(state, checkpoint_id=aside)
             self._rename(aside, path)
             self.barrier()
 
@@ -105,7 +105,7 @@ def _cause_shown() -> Iterator[None]:
     """Inside, what kept a rank from writing is raised itself, such as its disk's being full."""
     try:
         yield
-    except shares.CheckpointException as error:
+    except sharded.CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from error
 
 

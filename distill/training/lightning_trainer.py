@@ -73,6 +73,7 @@ def fit(
         use_attention(module.model, settings.attention)
     module.compile_loss = settings.compile_loss
     sharded = settings.strategy in SHARDED
+    in_thread = settings.checkpoint_background and not sharded  # what is sharded has threads of its own
     plain = copy.deepcopy(module.model) if sharded and ranks.is_first() else module.model
     best, timer = BestWeights(work, module.monitor, module.mode), Timer()
     resume = ResumeCheckpoint(work, settings.checkpoint_every or settings.validate_every, best)
@@ -98,9 +99,7 @@ def fit(
         "logger": logger or False,
         "callbacks": [timer, Speed(data.seen, console), *further, best, resume],
         "profiler": settings.profiler_instance(),
-        "plugins": [
-            BackgroundCheckpointIO(SafeCheckpointIO()) if settings.checkpoint_background else SafeCheckpointIO()
-        ],
+        "plugins": [BackgroundCheckpointIO(SafeCheckpointIO()) if in_thread else SafeCheckpointIO()],
         "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in further),
         "enable_model_summary": False,
         "use_distributed_sampler": False,

@@ -12,6 +12,7 @@ import httpx
 from decode.core.errors import UserError
 from decode.engines.acceptance_counts import Drafts, ServedText
 from decode.engines.launch.server_metrics import Metrics, parse_metrics
+from decode.engines.launch.vllm_engine import NO_CUTS
 
 SETTLED = 0.05
 """Seconds after which counts that have not changed are taken as final."""
@@ -131,9 +132,9 @@ class Server:
             ids = [int(i) for i in answer["tokens"]]
             return ServedText(ids, 0.0, float(answer["timings"]["predicted_ms"]) / 1e3)
         body = {
-            "prompt": ids, "max_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "top_k": -1,
-            "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": stop_ids, "return_token_ids": True,
-            "model": self._model(), "ignore_eos": ignore_eos,
+            "prompt": ids, "max_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "top_p": 1.0,
+            "stop_token_ids": stop_ids, "return_token_ids": True, "model": self._model(), "ignore_eos": ignore_eos,
+            **NO_CUTS,
         }  # fmt: skip
         choice = self._call("POST", "/v1/completions", json=body).json()["choices"][0]
         if "token_ids" not in choice:

@@ -10,9 +10,9 @@ from decode.core.errors import UserError
 from decode.engines.launch.engine_settings import EngineSettings, answer_of, find
 
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
-
-
 OLDEST_VLLM = (0, 32)
+NO_CUTS: dict[str, float] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Part of a request that keeps vLLM from following the model's generation_config."""
 
 
 def check_vllm(python: str) -> None:

@@ -5,6 +5,7 @@ import csv
 import errno
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -34,7 +35,7 @@ from distill.teacher import hidden_state_store as signals
 from distill.teacher.target_distribution import TargetSource
 from distill.training import training_speed
 from distill.training.causal_lm import CausalLMModule
-from distill.training.checkpoints import BestWeights
+from distill.training.checkpoints import BestWeights, SafeCheckpointIO
 from distill.training.distillation import DistillModule
 from distill.training.lightning_trainer import fit
 from distill.training.training_speed import Speed, operations, peak_operations
@@ -240,6 +241,22 @@ def test_shares_written_in_the_background_are_of_their_step_and_have_their_name_
     found = {name: torch.zeros_like(value) for name, value in watch.then.items()}
     load({"state_dict": found}, checkpoint_id=work / "step-00000002.ckpt")
     assert all(torch.equal(found[name].full_tensor(), value.full_tensor()) for name, value in watch.then.items())
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_training_ends_when_older_checkpoints_are_removed(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = SafeCheckpointIO.remove_checkpoint
+
+    def late(self: SafeCheckpointIO, path: Any) -> None:
+        time.sleep(0.3)
+        remove(self, path)
+
+    monkeypatch.setattr(SafeCheckpointIO, "remove_checkpoint", late)
+    chosen = {"strategy": "fsdp", "checkpoint_background": True, "checkpoint_every": 1, "validate_every": 4}
+    train(tiny("llama"), tmp_path, steps=4, **chosen)
+    assert sorted(path.name[-9:] for path in tmp_path.rglob("step-*.ckpt")) == ["0003.ckpt", "0004.ckpt"]
 
 
 @pytest.mark.usefixtures("alone")
