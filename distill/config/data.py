@@ -1,7 +1,7 @@
 """What the corpus is made of: one dataclass, one key a line in the YAML's ``data`` section."""
 
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,14 +9,12 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from decode.core.errors import UserError
 from decode.core.method_options import check_numbers
+from distill.config.later_settings import LATER, decisive
 from distill.config.number_ranges import ContextLength, MinorShare
 from distill.config.own_prompts import PromptSettings
 
 Kind = Literal["auto", "pairs", "chat", "text"]
 Overlong = Literal["drop", "cut"]
-
-LATER = ("revision", "streaming")
-"""Settings that are not part of a fingerprint while they are not used: what was made before they were stays valid."""
 
 
 @dataclass
@@ -31,7 +29,7 @@ class DataSettings:
     """With source target: how prompts are written, chosen and mixed with those of a file."""
     hub_config: str | None = None
     """Configuration of the Hub data set, where it has several; null: the preset's, or the only one."""
-    revision: str | None = None
+    revision: str | None = field(default=None, metadata=LATER)
     """Branch, tag or commit of the Hub data set; null: as it is at the time."""
     train_file: str | None = None
     """Local training rows (json, jsonl, csv, parquet or txt); with a preset as source its template is used."""
@@ -48,7 +46,7 @@ class DataSettings:
     """How a row becomes a response, such as '{answer}'; null: as for prompt_template."""
     messages_column: str = "messages"
     """Column of a chat: a list of {role, content}, or of ShareGPT's {from, value}."""
-    chat_template: str | None = None
+    chat_template: str | None = field(default=None, metadata=LATER)
     """Jinja template of chats, for models whose tokenizer has none; null: the tokenizer's."""
     chat: Literal["auto"] | bool = "auto"
     """Whether pairs are put into the chat template, as instruct models are served: the prompt is what the user says,
@@ -83,7 +81,7 @@ class DataSettings:
     workers: PositiveInt | None = None
     """Processes that tokenise; null: as many as cores where there are many rows. The result is kept in the run's
     work/corpus, and read from there by all processes of a training and by later runs of it."""
-    streaming: bool = False
+    streaming: bool = field(default=False, metadata=LATER)
     """Read rows of the Hub, or of json lines, csv and parquet files, one by one and no more than may be needed (four
     times the examples asked for), and keep them in files (where `datasets` caches) instead of memory. The examples are
     then the first of the source, not a sample of all of it: not for sources sorted by topic."""
@@ -105,10 +103,10 @@ class DataSettings:
 
     def key(self) -> dict[str, Any]:
         """The settings that decide what the examples are, not how they are made and read."""
-        key = asdict(self)
+        key = decisive(self)
         for name in ("workers", "loader_workers"):
             del key[name]
-        return {name: value for name, value in key.items() if value or name not in LATER}
+        return key
 
     def templates(self) -> tuple[str, str] | None:
         """The templates of one's own; line breaks and tabs that a shell or YAML left as two characters are made one."""

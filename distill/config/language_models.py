@@ -8,6 +8,7 @@ from typing import Any, Literal
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 
 from decode.core.errors import UserError
+from distill.config.later_settings import LATER
 from distill.config.number_ranges import ShareBelowOne
 from distill.config.training import TrainingSettings
 
@@ -81,10 +82,10 @@ class LoraSettings:
     """Dropout on the adapter's input."""
     modules: list[str] = field(default_factory=list)
     """Names of the layers that get an adapter; empty: every linear layer but the head."""
-    base: Literal["float32", "bfloat16"] = "float32"
+    base: Literal["float32", "bfloat16"] = field(default="float32", metadata=LATER)
     """Format of those layers' frozen weights while the adapter is trained. bfloat16 takes half the memory and needs the
     precision bf16-mixed. What was learned is merged into the float32 weights, which wait on the CPU."""
-    quantization: dict[str, Any] | None = None
+    quantization: dict[str, Any] | None = field(default=None, metadata=LATER)
     """Fewer bits for them, as transformers' quantization_config, such as {quant_method: bitsandbytes, load_in_4bit:
     true, bnb_4bit_quant_type: nf4} (QLoRA, arXiv 2305.14314); the package has to be installed. null: none."""
 
@@ -149,7 +150,7 @@ class ModelSettings:
     """Shape of a model from scratch; ignored otherwise."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
     """Next-token training of the model; ignored for as_is."""
-    precision: str | None = None
+    precision: str | None = field(default=None, metadata=LATER)
     """Lightning's precision of that training; null: trainer.precision. auto: bf16-mixed where the processor multiplies
     in bfloat16, which costs a model of some million parameters a quarter less time, elsewhere 32-true."""
     lora: LoraSettings = field(default_factory=LoraSettings)
@@ -190,7 +191,7 @@ class TargetSettings(ModelSettings):
 
     layerskip: LayerSkipSettings = field(default_factory=LayerSkipSettings)
     """LayerSkip's training recipe, so that the target's own early layers can draft (see python -m probes)."""
-    stacking: StackingSettings | None = None
+    stacking: StackingSettings | None = field(default=None, metadata=LATER)
     """For a target from scratch, in one process: train few layers first (progressive stacking). null: all from the
     first step on."""
     devices: list[str] = field(default_factory=list)

@@ -1,12 +1,13 @@
 """Who writes the responses that a draft is distilled on: people, the target, or the draft itself."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from decode.core.errors import UserError
 from decode.core.method_options import Share, Temperature
+from distill.config.later_settings import LATER, decisive
 
 Source = Literal["dataset", "target", "draft", "mixed"]
 
@@ -23,13 +24,13 @@ class ServerSettings:
     """In place of url several such servers with the same target (say one `vllm serve` a machine or GPU): requests go to
     whichever has room, and a server that fails for good leaves what it was asked to the others. They may be others when
     the run is continued: what was answered is kept."""
-    engine: Literal["vllm"] | None = None
+    engine: Literal["vllm"] | None = field(default=None, metadata=LATER)
     """In place of url: starts vLLM with the target, in the environment of `make engine-vllm`, and ends it when the
     answers are written. It gets prompts and gives answers as tokens, and follows nothing of the target's
     generation_config. For one machine, with several GPUs by arguments."""
-    python: str | None = None
+    python: str | None = field(default=None, metadata=LATER)
     """Interpreter of an environment with vLLM; null: .venv-vllm/bin/python, which `make engine-vllm` makes."""
-    arguments: list[str] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list, metadata=LATER)
     """Further ones of `vllm serve`, such as [--tensor-parallel-size=4]."""
     model: str | None = None
     """The target's name on the server; null: the only one that it lists."""
@@ -106,7 +107,7 @@ class ResponseSettings:
         """What decides the texts, without settings that are not used."""
         if self.source == "dataset":
             return {"source": self.source}
-        key = asdict(self)
+        key = decisive(self)
         server = key.pop("server")
         if self.from_target and self.server.engine:
             key["server"] = {"engine": server["engine"]}

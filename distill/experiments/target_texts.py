@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from transformers import PreTrainedModel
 
 from decode.core.progress import track
 from decode.models.loading.open_model import stop_ids
+from distill.config.later_settings import decisive
 from distill.config.responses import ResponseSettings
 from distill.core.file_fingerprints import fingerprint
 from distill.data.batches.token_dataset import TokenDataset
@@ -43,7 +43,7 @@ def target_texts(
     """
     rows = TokenDataset.of(split, count)
     jobs = make_jobs(rows, split.select(range(len(rows))), how, bench.settings.data.max_length)
-    made_from = made_from | {"how": asdict(how), "prompts": len(jobs), "seed": bench.settings.seed}
+    made_from = made_from | {"how": decisive(how), "prompts": len(jobs), "seed": bench.settings.seed}
     file = ResponseFile(path, made_from)
     file.open()
     writer = answered_here(target, how, bench.settings.seed, stop_ids(target, bench.corpus.tokenizer))

@@ -1,10 +1,10 @@
 """What each stage is made from, as a fingerprint that is computed in moments: no data is parsed, no model loaded."""
 
-from dataclasses import asdict
 from typing import Any
 
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings
 from distill.config.language_models import ModelSettings
+from distill.config.later_settings import decisive
 from distill.config.run_settings import Settings
 from distill.core import ranks
 from distill.core.file_fingerprints import files_state, fingerprint
@@ -41,7 +41,7 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
     target = add("target", **made_from, model=_model_key(settings.target))
     if settings.eagle.enabled:
         measured = ("tree_widths", "tree_nodes")  # these are of the evaluation
-        head = {name: value for name, value in asdict(settings.eagle).items() if name not in measured}
+        head = {name: value for name, value in decisive(settings.eagle).items() if name not in measured}
         texts: dict[str, Any] = {"examples": settings.reference.examples}
         if settings.eagle.draft_vocab is not None:  # the most frequent tokens of the texts
             texts["responses"] = settings.reference.responses.key()
@@ -49,7 +49,7 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
         initial = add("initial", **common, **data, eagle=head, **texts, target=target)
     else:
         initial = add("initial", **common, **data, model=_model_key(settings.initial), target=target)
-    distillation = asdict(settings.reference) | {"responses": settings.reference.responses.key()}
+    distillation = decisive(settings.reference) | {"responses": settings.reference.responses.key()}
     if settings.target.quantization:
         distillation["target_quantization"] = settings.target.quantization
     del distillation["signal_limit_gb"]  # whether it fits, not what it is
@@ -67,8 +67,6 @@ def data_key(settings: Settings) -> dict[str, Any]:
     data = settings.data.key()
     del data["test_examples"]  # no stage sees a test example, but without a file they are split off the others
     data["test_file"] = data["test_file"] is not None
-    if data["chat_template"] is None:  # folders made before there was this setting stay valid
-        del data["chat_template"]
     paths = [data[name] for name in ("source", "train_file", "validation_file", "tokenizer") if data[name]]
     if settings.data.from_target:  # the target's files are in its own key
         paths = [path for path in (settings.data.prompts.file, settings.data.tokenizer) if path]
@@ -81,7 +79,7 @@ def measurement_fingerprint(settings: Settings) -> str:
     """Of everything that evaluation, export and report depend on."""
     stages = [key for key, _ in stage_fingerprints(settings).values()]
     test = settings.data.test_examples, settings.data.test_file, files_state(_paths(settings.data.test_file))
-    sections = [asdict(section) for section in (settings.evaluation, settings.export, settings.eagle)]
+    sections = [decisive(section) for section in (settings.evaluation, settings.export, settings.eagle)]
     del sections[1]["hub"]  # where it goes, not what it is
     return fingerprint(VERSION, stages, *test, *sections, settings.trainer.accelerator)
 
@@ -94,7 +92,7 @@ def _draft_key(draft: AdaSpecSettings, settings: Settings) -> dict[str, Any]:
     """What a draft is made from beside the reference; how it writes texts of its own, if it alone does."""
     key: dict[str, Any] = {"adaspec": draft.key()}
     if draft.on_policy and not settings.reference.responses.from_draft:
-        key["responses"] = asdict(settings.reference.responses)
+        key["responses"] = decisive(settings.reference.responses)
     trainer, compared = settings.trainer, isinstance(draft, ComparisonSettings) and draft.method == "distillspec"
     parts = [trainer.accumulate, ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)]
     if draft.scope == "microbatch" and draft.k < 1 and not compared and parts != [1, 1]:
@@ -111,17 +109,15 @@ def _model_key(settings: ModelSettings) -> dict[str, Any]:
         "as_is": ("architecture", "lora", "training"),
         "cut": ("model", "architecture", "lora", "dtype"),
     }
-    key = {name: value for name, value in asdict(settings).items() if name not in unused[settings.kind]}
+    key = {name: value for name, value in decisive(settings).items() if name not in unused[settings.kind]}
     if settings.kind == "as_is" or not key.get("layerskip", {}).get("enabled"):
         key.pop("layerskip", None)
     if settings.kind != "cut":
         key.pop("layers", None)
     for name in ("devices", "sharded", "quantization"):  # where, and how it is read, not what
         key.pop(name, None)
-    if settings.precision is None or not settings.trained:  # folders made before there were these settings stay valid
-        del key["precision"]
-    if settings.kind == "as_is" or key.get("stacking") is None:
-        key.pop("stacking", None)
+    for name in ("precision", "stacking") if not settings.trained else ():
+        key.pop(name, None)
     package = key.pop("package", None)
     if package is not None:  # wherever it came from
         return key | {"model": None, "files": {"sha256": package["sha256"]}}

@@ -4,15 +4,12 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterable
-from dataclasses import asdict
 from pathlib import Path
-
-import yaml
 
 from distill.config.run_settings import Settings
 from distill.core import ranks
 from distill.core.run_dir import RunDir
-from distill.pipeline.stage_fingerprint import stage_fingerprints
+from distill.pipeline.stage_fingerprint import data_key, stage_fingerprints
 
 TEXTS = ("prompts", "responses", "original")  # folders of a run's work with what the target wrote
 
@@ -57,14 +54,13 @@ def adopt(
 
 
 def _same_data(donor: RunDir, settings: Settings) -> bool:
-    """Whether a finished run has the same examples, with responses by the same rule."""
-    try:
-        theirs = yaml.safe_load((donor.folder / "settings.yaml").read_text(encoding="utf-8"))
-        ours = json.loads(json.dumps(asdict(settings)))
-        pair = [(one["seed"], one["data"], one["reference"]["responses"]) for one in (theirs, ours)]
-        return pair[0] == pair[1]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
+    """Whether a run has distilled on the same examples, with responses by the same rule."""
+    noted = donor.noted("reference")
+    if noted is None:
         return False
+    ours = data_key(settings) | {"responses": settings.reference.responses.key()}
+    theirs = noted.made_from | {"responses": noted.made_from.get("reference", {}).get("responses")}
+    return all(theirs.get(name) == value for name, value in json.loads(json.dumps(ours)).items())
 
 
 def _take_over_files(donor: RunDir, run: RunDir, folder: str) -> None:
