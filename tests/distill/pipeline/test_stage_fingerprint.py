@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from tiny_run import tiny_settings
 
+from decode.commands.parsing.command_line import parse
+from distill.config.run_settings import Settings
 from distill.core import file_fingerprints as files
 from distill.core import ranks
 from distill.pipeline import stage_fingerprint as keys
@@ -78,3 +80,24 @@ def test_another_test_file_is_measured_again_and_trains_nothing(tmp_path: Path) 
     file.write_text(file.read_text().replace("2", "3"))
     assert keys.stage_fingerprints(settings) == stages
     assert keys.measurement_fingerprint(settings) != measured
+
+
+SETTINGS = {
+    "trained": "",
+    "adapters": "--target.kind=lora --target.model=none --reference.lora.rank=8 --draft.name=own --draft.on_policy=0.5",
+    "answers": "--target.kind=as_is --target.model=none --eagle.kind=eagle3 --data.source=target "
+    "--reference.responses.source=target --reference.responses.server.url=http://127.0.0.1:1/v1",
+}
+MADE_BEFORE = {
+    "trained": {"target": "8a69fa93", "initial": "302cd519", "reference": "572287e5", "draft": "21d0bb55"},
+    "adapters": {"target": "790a65b7", "initial": "3c41d00c", "reference": "15629cc4", "draft": "26c8db5d"},
+    "answers": {"target": "cdb969cb", "initial": "36f72826", "reference": "9cdd658e", "draft": "2503df64"},
+}
+
+
+@pytest.mark.parametrize("which", SETTINGS)
+def test_a_new_setting_leaves_what_was_made_before_valid(which: str) -> None:
+    """If this fails: mark the new setting `LATER`. If a default changed: these are other fingerprints now."""
+    settings = parse(Settings, SETTINGS[which].split(), prog="distill", description="")
+    stages = {stage: key[:8] for stage, (key, _) in keys.stage_fingerprints(settings).items()}
+    assert stages == MADE_BEFORE[which]
