@@ -52,7 +52,8 @@ class Work:
         self.update(done=self.done + count)
 
     def update(self, *, done: float | None = None, total: float | None = None, name: str | None = None) -> None:
-        """Sets what is given."""
+        """Sets what is given; with another name the detail is gone."""
+        self.detail = self.detail if name in (None, self.name) else ""
         self.name, self.total = name or self.name, self.total if total is None else total
         self.done = self.done if done is None else done
         if self._bars is not None and self._task is not None:

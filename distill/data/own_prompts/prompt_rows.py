@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 from decode.core.errors import UserError
+from decode.core.progress import current
 from decode.prompts.dataset_files import Row, read_rows
 from distill.config.data import DataSettings
 from distill.data.own_prompts.prompt_filter import PromptFilter
@@ -68,7 +69,8 @@ def prompt_rows(
             "data.source is target, which has to write its own prompts, and no target is named here: give target.model "
             "(a folder of an instruct model), or prompts with data.prompts.file and data.prompts.file_share 1"
         )
-    written, accepted = 0, 0
+    written, accepted, work = 0, 0, current()
+    work.update(name="prompts of the target", total=total)
     for split in ORDER:
         while missing[split]:
             if written >= max(100, own.tries * total):
@@ -82,6 +84,7 @@ def prompt_rows(
                 message = {"role": "user", "content": (sample.opening + sample.text).strip()}
                 splits[split].append({"messages": [message], "number": written})
                 missing[split], accepted = missing[split] - 1, accepted + 1
+                work.update(done=accepted)
     notes.append(
         f"prompts of the target: {written} written, {accepted} kept ({accepted / written:.0%}); "
         f"dropped: {_reasons(kept) or 'none'}"

@@ -38,9 +38,10 @@ class PromptSampler:
             numbers = range(chunk * size, (chunk + 1) * size)
             if ranks.is_first():
                 if not all(number in self.file.found for number in numbers):
-                    model = model or self.model()
+                    if model is None:
+                        model = self.model()
+                        current().begin(current().done)
                     began = time.monotonic()
-                    current().update(name=f"the target writes prompts, {len(self.file.found)} so far")
                     lines = list(self.file.fill(self._written(model, numbers), self.tokenizer))
                     speed = sum(len(line.ids) for line in lines) / (time.monotonic() - began)
                     self.told(f"{len(self.file.found)} prompts written ({speed:.0f} tokens/s)")
@@ -60,8 +61,19 @@ class PromptSampler:
             stop_ids=self.turn.ends,
             draws=lambda i, count: uniform_draws(self.seed, 5, chosen[i], count=count),
             batch_size=self.settings.batch_size,
+            progress=self._count(),
         )
         return (Response(number, text) for number, text in zip(chosen, texts))
+
+    def _count(self) -> Callable[[int], None]:
+        work, written = current(), len(self.file.found)
+
+        def count(texts: int) -> None:
+            nonlocal written
+            written += texts
+            work.detail = f"kept, {written} written"
+
+        return count
 
     def _sample(self, number: int) -> Sample:
         ids = self.file.found[number].ids

@@ -13,6 +13,7 @@ from tokenizers_of_kinds import CHAT_TEMPLATES, with_start
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
+from decode.core.progress import Work
 from distill.config.data import DataSettings
 from distill.config.language_models import TargetSettings
 from distill.config.own_prompts import PromptSettings
@@ -304,8 +305,15 @@ def test_the_same_seed_gives_the_same_prompts_and_a_killed_run_goes_on_with_them
     assert len(set(context(made, "third")[0].corpus.train["prompt"]) - set(prompts)) > 12
 
 
-def test_the_target_continues_the_openings(tmp_path: Path, tiny: Tiny) -> None:
+def test_the_target_continues_the_openings(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    update = Work.update
+    monkeypatch.setattr(Work, "update", lambda work, **state: (update(work, **state), lines.append(work.line()))[0])
     one, _ = context(own_run(tmp_path, tiny, openings=["Why is"], openings_share=0.5))
+    assert len(one.corpus.train) == 16
+    written = [line for line in lines if " written (" in line]
+    assert written[-1].startswith("  prompts of the target 28/28 kept, ")
+    assert any(" left)" in line for line in written)
     words = [prompt.partition("<s>user\n")[2] for prompt in one.corpus.train["prompt"]]
     assert 4 < sum(text.startswith("Why is") for text in words) < 12
     other, _ = context(own_run(tmp_path, tiny, openings=["Why is"], openings_share=1), "all")
