@@ -6,7 +6,9 @@ import copy
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from distill.core.run_dir import RunDir
 from distill.data.stage_context import StageContext
 from distill.pipeline.run_pipeline import run_of
 from distill.pipeline.run_stages import run_stages
+from distill.pipeline.stages_of_other_runs import adopt
 from distill.training.progress_bar import ProgressLines
 
 
@@ -65,6 +68,21 @@ def run_tiny(settings: Settings) -> tuple[list[str], RunDir, str]:
     made, text = bench(settings)
     ran = run_stages(made)
     return ran, made.run, text.getvalue()
+
+
+@cache
+def _usual() -> tuple[RunDir, TemporaryDirectory[str]]:
+    """A run with the target and the undistilled draft of `tiny_settings`, made once in a process; its folder."""
+    folder = TemporaryDirectory()
+    made, _ = bench(tiny_settings(Path(folder.name)))
+    run_stages(made, only=("target", "initial"), check=False)
+    return made.run, folder
+
+
+def begun(settings: Settings) -> Settings:
+    """The settings, with the usual target and undistilled draft in the run's folder where they ask for these."""
+    adopt(run_of(settings), settings, [_usual()[0]], only=("target", "initial"))
+    return settings
 
 
 class Killed(Exception):

@@ -15,7 +15,7 @@ import torch
 from plain_logits import head_logits
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tiny_run import bench, killed, run_tiny, tiny_settings
+from tiny_run import begun, bench, killed, run_tiny, tiny_settings
 
 from decode.commands.parsing.command_line import parse
 from decode.core.errors import UserError
@@ -68,7 +68,7 @@ def head_settings(folder: Path, kind: str, **changes):  # type: ignore[no-untype
 def run(request, tmp_path_factory):  # type: ignore[no-untyped-def]
     """A finished run of heads, with its settings."""
     settings = head_settings(tmp_path_factory.mktemp(request.param), request.param)
-    run_tiny(settings)
+    run_tiny(begun(settings))
     return settings, run_of(settings)
 
 
@@ -358,7 +358,7 @@ def test_settings_that_contradict_each_other_are_refused(settings: EagleSettings
 def test_the_selection_settings_reach_the_heads(tmp_path: Path) -> None:
     settings = head_settings(tmp_path, "eagle", draft=AdaSpecSettings(k=0.25))
     settings.comparisons = []
-    _, folder, _ = run_tiny(settings)
+    _, folder, _ = run_tiny(begun(settings))
     account = folder.record("draft").account
     assert account["selected_tokens"] == pytest.approx(0.25 * account["teacher_tokens"], rel=0.05)
 
@@ -383,7 +383,7 @@ def test_heads_are_trained_with_everything_that_drafts_are(tmp_path: Path) -> No
     reference.divergence, reference.training.optimizer, reference.training.prompt_loss = "lk_hybrid", "muon", True
     settings.trainer.accumulate, settings.trainer.precision = 2, "bf16-mixed"
     settings.comparisons = []
-    _, folder, printed = run_tiny(settings)
+    _, folder, printed = run_tiny(begun(settings))
     assert re.search(r"hidden states and signal \(topk\): .* MB for [\d,]+ label tokens, about \d+ s to comp", printed)
     account = folder.record("draft").account
     assert 0 < account["selected_tokens"] < account["teacher_tokens"]
@@ -402,7 +402,7 @@ def test_a_head_writes_texts_of_its_own(tmp_path: Path) -> None:
     responses = settings.reference.responses
     responses.source, responses.max_new_tokens, responses.refresh_every = "draft", 8, 6
     settings.reference.training.steps, settings.comparisons = 8, []
-    _, folder, _ = run_tiny(settings)
+    _, folder, _ = run_tiny(begun(settings))
     account = folder.record("draft").account
     assert 0 < account["teacher_tokens"] <= 9 * account["examples"]  # of eight tokens and an end
 

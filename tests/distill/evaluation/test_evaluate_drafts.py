@@ -9,7 +9,7 @@ import torch
 from families import resembling
 from heads import make_head
 from plain_logits import head_logits, response_logits
-from tiny_run import bench, run_tiny, tiny_settings
+from tiny_run import begun, bench, run_tiny, tiny_settings
 
 from decode.core.acceptance_rules import overlap
 from decode.core.progress import Progress
@@ -44,7 +44,7 @@ def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path: Path
     settings.evaluation = EvaluationSettings(
         prompts=3, accuracy_prompts=3, max_new_tokens=12, draft_lengths=[2], temperatures=[0.0, 1.0], repeats=1
     )
-    run_tiny(settings)
+    run_tiny(begun(settings))
     report = measure(bench(settings)[0])
     costs = {b["temperature"]: b["costs"] for b in report["analysis"]["costs"]}
     drafting = [row for row in report["decoding"] if row["method"] == "vanilla"]

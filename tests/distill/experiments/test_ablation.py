@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from tiny_run import run_tiny, tiny_settings
+from tiny_run import begun, run_tiny, tiny_settings
 
 from decode.core.errors import UserError
 from decode.measure.offline_acceptance import OfflineAlpha, paired, prompt_numbers
@@ -120,7 +120,7 @@ def test_a_draft_may_write_its_own_texts_where_the_reference_does_not(tmp_path: 
     seeded = ComparisonSettings(name="seeded", method="distillspec", k=1.0, iso="epochs", seed=7)
     settings = tiny_settings(tmp_path, comparisons=[own, seeded])
     settings.reference.responses.max_new_tokens = 4
-    _, run, _ = run_tiny(settings)
+    _, run, _ = run_tiny(begun(settings))
     accounts = {stage: run.record(stage).account for stage in ("reference", "own", "seeded")}  # type: ignore[union-attr]
     assert (
         accounts["own"]["teacher_tokens"] <= 4 * accounts["own"]["examples"] < accounts["reference"]["teacher_tokens"]
@@ -131,7 +131,7 @@ def test_a_draft_may_write_its_own_texts_where_the_reference_does_not(tmp_path: 
 
 
 def test_the_ablation_compares_seed_by_seed_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    _, donor, _ = run_tiny(tiny_settings(tmp_path, comparisons=[]))
+    _, donor, _ = run_tiny(begun(tiny_settings(tmp_path, comparisons=[])))
     tiny = tiny_settings(tmp_path, name="ablation", comparisons=[ComparisonSettings(name="late-tv", divergence="tv")])
     tiny.evaluation.prompts, tiny.evaluation.max_new_tokens = 4, 6
     settings = AblateSettings(**vars(tiny))
@@ -219,6 +219,6 @@ def test_weights_by_rounds_train_another_draft(tmp_path: Path) -> None:
     plain = ComparisonSettings(name="plain", method="distillspec", k=1.0, iso="epochs", divergence="kl_tv")
     settings = tiny_settings(tmp_path, comparisons=[plain, replace(plain, name="rounds", weigh_by="rounds")])
     assert "weigh_by" not in plain.key()
-    _, run, _ = run_tiny(settings)
+    _, run, _ = run_tiny(begun(settings))
     weights = {name: (run.path(name) / "model.safetensors").read_bytes() for name in ("plain", "rounds")}
     assert weights["plain"] != weights["rounds"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_run import killed, run_tiny, tiny_settings
+from tiny_run import begun, killed, run_tiny, tiny_settings
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_another_number_of_processes_is_refused(tiny: Tiny) -> N
 
 
 def on_policy_settings(folder: Path, **responses: Any) -> Settings:
-    settings = tiny_settings(folder, comparisons=[])
+    settings = begun(tiny_settings(folder, comparisons=[]))
     chosen: dict[str, Any] = {"source": "draft", "max_new_tokens": 8, "refresh_every": 4, "batch_size": 8}
     settings.reference.responses = ResponseSettings(**chosen | responses)
     return settings

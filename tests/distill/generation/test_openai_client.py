@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import run_tiny, tiny_settings
+from tiny_run import begun, run_tiny, tiny_settings
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.errors import UserError
@@ -241,7 +241,7 @@ def test_a_run_continues_with_the_responses_that_a_server_had_given(tmp_path: Pa
     with serving(Played(dying)) as played:
         server.url = played.url
         with pytest.raises(UserError, match="What is finished is kept"):
-            run_tiny(settings)
+            run_tiny(begun(settings))
     lines = (tmp_path / "tiny/work/responses/train.jsonl").read_text().splitlines()
     assert len(lines) == 7
     url = server.url
@@ -304,7 +304,7 @@ def test_a_run_is_continued_with_other_servers_from_what_was_answered(tmp_path: 
     with serving(Played(dies)) as one, serving(Played(dies)) as two:
         server.urls = [one.url, two.url]
         with pytest.raises(UserError, match="failed 1 times"):
-            run_tiny(settings)
+            run_tiny(begun(settings))
     with serving(Played(good)) as third:
         server.urls = [third.url]
         run_tiny(settings)

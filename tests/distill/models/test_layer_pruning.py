@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import FAMILIES, build_tiny, in_double
 from safetensors.torch import load_file
-from tiny_run import killed, run_tiny, tiny_settings
+from tiny_run import begun, killed, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.commands.parsing.command_line import parse
@@ -103,9 +103,9 @@ def test_an_adapter_learns_is_merged_and_is_the_same_after_a_kill(tmp_path: Path
     whole, killed_run = (tiny_settings(tmp_path / name, comparisons=[]) for name in ("whole", "killed"))
     for settings in (whole, killed_run):
         settings.reference.lora = LoraSettings(rank=2)
-    _, wanted, _ = run_tiny(whole)
+    _, wanted, _ = run_tiny(begun(whole))
     with killed("reference", 3):  # before the first checkpoint: the adapter starts from the same weights
-        run_tiny(killed_run)
+        run_tiny(begun(killed_run))
     with killed("draft", 7):
         run_tiny(killed_run)
     _, got, _ = run_tiny(killed_run)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import build_tiny
 from safetensors.torch import load_file
-from tiny_run import run_tiny, tiny_settings
+from tiny_run import begun, run_tiny, tiny_settings
 
 from decode.core.errors import UserError
 from distill.config.language_models import LoraSettings
@@ -51,7 +51,7 @@ def test_what_was_learned_on_bfloat16_weights_is_added_to_the_float32_ones(famil
 
 def test_a_draft_and_a_target_are_trained_on_bfloat16_weights(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path, comparisons=[])
-    _, run, _ = run_tiny(settings)
+    _, run, _ = run_tiny(begun(settings))
     settings.name, lora = "adapted", LoraSettings(rank=2, base="bfloat16")
     settings.target.kind, settings.target.model, settings.target.lora = "lora", str(run.target), lora
     settings.reference.lora, settings.trainer.precision = lora, "bf16-mixed"

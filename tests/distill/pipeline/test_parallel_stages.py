@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_run import bench, run_tiny, tiny_settings
+from tiny_run import begun, bench, run_tiny, tiny_settings
 
 from decode.core.errors import UserError
 from distill.config.language_models import InitialDraftSettings
@@ -30,7 +30,7 @@ def no_process_is_left() -> Iterator[None]:
 
 
 def test_stages_beside_each_other_are_the_same_and_tracked_and_found_again(tmp_path: Path) -> None:
-    alone = run_tiny(tiny_settings(tmp_path / "alone"))[1]
+    alone = run_tiny(begun(tiny_settings(tmp_path / "alone")))[1]
     context, text = bench(tiny_settings(tmp_path / "beside", stages_at_once=2))
     assert may_run_beside(context)
     context.logger = make_logger(TrackerSettings(kind="csv"), context.run.folder, "tiny", {})

@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tiny_run import run_tiny, tiny_settings
+from tiny_run import begun, bench, run_tiny, tiny_settings
 
 from distill.config.language_models import TargetSettings
 from distill.config.run_settings import Settings
 from distill.core.run_dir import RunDir
-from distill.pipeline.run_pipeline import write_settings
+from distill.pipeline.run_pipeline import run_of
+from distill.pipeline.run_stages import run_stages
 from distill.pipeline.stages_of_other_runs import adopt, siblings
 
 
 def test_stages_made_from_other_inputs_are_not_taken_over_and_a_donor_made_anew_changes_nothing(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path / "a", comparisons=[])
-    _, donor, _ = run_tiny(settings)
+    settings = begun(tiny_settings(tmp_path / "a"))
+    donor = run_of(settings)
     other = tiny_settings(tmp_path / "b", comparisons=[])
     other.initial.training.lr = 1e-3
     taker = RunDir(tmp_path / "b/tiny")
@@ -24,7 +25,7 @@ def test_stages_made_from_other_inputs_are_not_taken_over_and_a_donor_made_anew_
     assert adopt(taker, other, [donor]) == {}  # it is there now
     kept = (taker.target / "model.safetensors").read_bytes()
     settings.seed = 5
-    run_tiny(settings)
+    run_stages(bench(settings)[0], only=("target",))
     assert (donor.target / "model.safetensors").read_bytes() != kept
     assert (taker.target / "model.safetensors").read_bytes() == kept
     record = taker.record("target")
@@ -32,10 +33,9 @@ def test_stages_made_from_other_inputs_are_not_taken_over_and_a_donor_made_anew_
 
 
 def test_the_targets_answers_are_taken_over_as_a_copy_that_the_donor_does_not_share(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path / "a", comparisons=[])
+    settings = begun(tiny_settings(tmp_path / "a", comparisons=[]))
     settings.reference.responses.source = "target"
     _, donor, _ = run_tiny(settings)
-    write_settings(settings, donor.folder / "settings.yaml")
     written = donor.work / "responses/train.jsonl"
     kept = written.read_bytes()
     other = tiny_settings(tmp_path / "b", comparisons=[])
@@ -51,10 +51,9 @@ def test_the_targets_answers_are_taken_over_as_a_copy_that_the_donor_does_not_sh
 
 
 def test_answers_to_other_prompts_stay_where_they_are(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path / "a", comparisons=[])
+    settings = begun(tiny_settings(tmp_path / "a", comparisons=[]))
     settings.reference.responses.source = "target"
     _, donor, _ = run_tiny(settings)
-    write_settings(settings, donor.folder / "settings.yaml")
     other = tiny_settings(tmp_path / "b", comparisons=[])
     other.reference = replace(settings.reference)
     other.data = replace(settings.data, max_length=40)
@@ -64,7 +63,7 @@ def test_answers_to_other_prompts_stay_where_they_are(tmp_path: Path) -> None:
 
 
 def test_signals_of_a_run_with_the_same_data_come_before_those_of_one_with_the_same_target(tmp_path: Path) -> None:
-    _, first, _ = run_tiny(tiny_settings(tmp_path / "a", comparisons=[]))
+    first = run_of(begun(tiny_settings(tmp_path / "a")))
 
     def settings_of(name: str, examples: int = 48) -> Settings:
         settings = tiny_settings(tmp_path / "runs", name=name, comparisons=[])
@@ -75,7 +74,6 @@ def test_signals_of_a_run_with_the_same_data_come_before_those_of_one_with_the_s
     for name, examples in (("a-others", 40), ("b-same", 48)):
         settings = settings_of(name, examples)
         _, donor, _ = run_tiny(settings)
-        write_settings(settings, donor.folder / "settings.yaml")
     taker = RunDir(tmp_path / "runs/c")
     taken = adopt(taker, settings_of("c"), siblings(taker), only=("target",))
     assert taken == {"target": tmp_path / "runs/a-others/target"}

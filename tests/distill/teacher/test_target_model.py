@@ -84,7 +84,7 @@ def test_what_a_sharded_target_cannot_do_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"and 1 was started: start several by torchrun"):
         check_place(bench(settings)[0])
     settings.reference.responses.source = "target"
-    with pytest.raises(UserError, match=r"a sharded target writes no answers; let servers write them"):
+    with pytest.raises(UserError, match=r"a sharded target writes no answers; let others write them"):
         settings.validate()
     settings.reference.responses.source = "draft"
     with pytest.raises(UserError, match=r"leave out target.sharded"):
