@@ -41,9 +41,8 @@ def write_batch_report(
 ) -> tuple[Path, Path]:
     """Write the rows into report.json, whose other keys stay, and the page batches.html."""
     path, page = folder / "report.json", folder / "batches.html"
-    facts = machine.describe(session.runner.device) | {"note": "; ".join([session.threads, *session.packing])}
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    batches = {"created": created, "settings": dict(settings), "machine": facts, "rows": list(rows)}
+    batches = {"created": created, "settings": dict(settings), "machine": session.facts(), "rows": list(rows)}
     content = read_json(path) | {"batches": batches}
     write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     batch_page(batches).write(page)

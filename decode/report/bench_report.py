@@ -78,13 +78,12 @@ def write_report(
     `decode.measure.suite_acceptance`.
     """
     session = bench.session
-    facts = machine.describe(session.runner.device) | {"note": "; ".join([session.threads, *session.packing])}
     path = folder / "report.json"
     content = read_json(path)
     beside = bool(content.keys() - {"methods", "bench", "machine", "batches"})
     content |= {
         "methods": bench.rows,
-        "machine": facts,
+        "machine": session.facts(),
         "bench": {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "settings": dict(settings),

@@ -16,7 +16,6 @@ from decode.core.sampling import Warp
 from decode.measure.bench.compare_methods import Benchmark
 from decode.measure.bench.method_entries import BenchEntry
 from decode.measure.bench.session import BenchOptions, Session
-from decode.measure.costs import machine
 from decode.measure.costs.cost_model import CostModel
 from decode.measure.offline_acceptance import OfflineAlpha, offline_alphas, paired
 from decode.measure.predicted_speedup import best_length, break_even, speedups_by_length, verdict
@@ -107,6 +106,8 @@ class Evaluation:
             profile = self._profile(greedy_alphas)
             with self.timed(f"{MEASUREMENT}: decoding", len(self.suite.prompts)):
                 decoding, extra = self._decoding(profile)
+            if warning := self.session.load.warning():
+                self.bar.console.print(f"  {warning}", soft_wrap=True)
         return {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "target": self._target(greedy),
@@ -116,7 +117,7 @@ class Evaluation:
             "profile": profile,
             "analysis": extra["analysis"] | self._analysis(by_depth),
             "samples": extra["samples"],
-            "machine": machine.describe(self.target.device) | {"dtype": self.settings.dtype or self.full.target.dtype},
+            "machine": self.session.facts() | {"dtype": self.settings.dtype or self.full.target.dtype},
         }
 
     # -- texts and acceptance --------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ def run(settings: BenchSettings) -> None:
                 console.print(console_table(f"offline α, {suite}, {mode(temperature)}", ALPHA_COLUMNS, rows))
             for name, note in notes.items():
                 console.print(f"{name}: {note}", soft_wrap=True)
-            for line in ratios(benchmark.rows):
+            for line in filter(None, [*ratios(benchmark.rows), session.load.warning()]):
                 console.print(line, soft_wrap=True)
             console.print("wrote " + " and ".join(map(str, files)), soft_wrap=True)
 

@@ -81,7 +81,7 @@ class Session:
         tokenizer: PreTrainedTokenizerBase,
         options: BenchOptions | None = None,
     ) -> None:
-        self.options = options or BenchOptions()
+        self.options, self.load = options or BenchOptions(), machine.Load()
         self.model = model
         self.tokenizer = tokenizer
         self.draft_models: dict[str, DraftModel] = dict(drafts or {})
@@ -99,6 +99,11 @@ class Session:
         self.round_costs: dict[str | None, RoundCosts] = {}
         self.left_out: dict[str, str] = {}  # by suite, how many of its prompts were too long
         self.vocabularies: dict[str, str] = {}  # by suite, what drafts of another vocabulary can draft of it
+
+    def facts(self) -> dict[str, Any]:
+        """The machine, how the models are laid out on it, and what else it did meanwhile, for reports."""
+        note = "; ".join([self.threads, *self.packing])
+        return machine.describe(self.runner.device) | {"note": note, "other_processes": round(self.load.others(), 3)}
 
     def items(self, suite: Suite) -> list[Item]:
         """All prompts, and in chats all turns, that fit the contexts together with their answers."""

@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 
 from decode.core.runner_protocol import Runner, synchronize
 
+BUSY = 0.1  # share of the processors' time, taken by other processes, above which speeds are not those of the machine
 SLOW = 0.05  # seconds of a one-token forward above which more threads always pay, and measuring that would take long
 
 
@@ -37,7 +39,38 @@ def sentence(facts: dict[str, Any]) -> str:
     """`describe` in one line."""
     where = facts.get("accelerator") or f"{facts['cpu']}, {facts['cores']} cores"
     threads = f"{facts['threads']} thread{'s' if facts['threads'] != 1 else ''}"
-    return f"{where}, {threads}, torch {facts['torch']}, transformers {facts['transformers']}"
+    others = facts.get("other_processes") or 0.0
+    load = f", {others:.0%} of the processors' time taken by other processes" if others > BUSY else ""
+    return f"{where}, {threads}, torch {facts['torch']}, transformers {facts['transformers']}{load}"
+
+
+class Load:
+    """What other processes take of the processors from here on."""
+
+    def __init__(self) -> None:
+        self._began = _processor_seconds()
+
+    def others(self) -> float:
+        """Their share of the time of all processors; time that a virtual machine's host took is in it."""
+        busy, own, whole = (now - then for now, then in zip(_processor_seconds(), self._began))
+        return max(0.0, busy - own) / whole if whole > 0 else 0.0
+
+    def warning(self) -> str:
+        """What that means for what was measured; empty where it was little."""
+        if (share := self.others()) <= BUSY:
+            return ""
+        return (
+            f"other processes took {share:.0%} of the processors' time meanwhile, and threads that wait for one "
+            "another lose more than that: measure again on an idle machine before you rely on a speed"
+        )
+
+
+def _processor_seconds() -> tuple[float, float, float]:
+    """Seconds so far: of all processes, of this one with its ended children, and all that there were."""
+    every, own = psutil.cpu_times()._asdict(), psutil.Process().cpu_times()
+    whole = sum(every.values()) - every.get("guest", 0) - every.get("guest_nice", 0)  # which are in the others
+    busy = whole - every["idle"] - every.get("iowait", 0)
+    return busy, own.user + own.system + own.children_user + own.children_system, whole
 
 
 def _cpu_name() -> str:
