@@ -46,7 +46,7 @@ class DataSettings:
     """How a row becomes a response, such as '{answer}'; null: as for prompt_template."""
     messages_column: str = "messages"
     """Column of a chat: a list of {role, content}, or of ShareGPT's {from, value}."""
-    chat_template: str | None = field(default=None, metadata=LATER)
+    chat_template: str | None = None
     """Jinja template of chats, for models whose tokenizer has none; null: the tokenizer's."""
     chat: Literal["auto"] | bool = "auto"
     """Whether pairs are put into the chat template, as instruct models are served: the prompt is what the user says,

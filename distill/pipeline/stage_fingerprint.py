@@ -67,6 +67,8 @@ def data_key(settings: Settings) -> dict[str, Any]:
     data = settings.data.key()
     del data["test_examples"]  # no stage sees a test example, but without a file they are split off the others
     data["test_file"] = data["test_file"] is not None
+    if data["chat_template"] is None:  # stages have been told apart without it, the tokenised data with it
+        del data["chat_template"]
     paths = [data[name] for name in ("source", "train_file", "validation_file", "tokenizer") if data[name]]
     if settings.data.from_target:  # the target's files are in its own key
         paths = [path for path in (settings.data.prompts.file, settings.data.tokenizer) if path]
