@@ -15,7 +15,7 @@ Iso = Literal["steps", "epochs", "teacher_tokens"]
 Scope = Literal["microbatch", "sequence", "global"]
 Normalisation = Literal["paper", "response", "official"]
 SelectBy = Literal["delta", "acceptance_gain"]
-WeighBy = Literal["none", "tested", "rounds"]
+WeighBy = Literal["none", "tested", "rounds", "accepted"]
 
 PLAIN = "adaspec"  # the name of AdaSPEC as published; a variation has to bear another one
 
@@ -81,15 +81,23 @@ class AdaSpecSettings:
     """Weight of each token's loss, from the draft's own acceptances at that step and the rounds of decoding that follow
     from them. none: all alike. tested: the chance that decoding tests a drafted token there. rounds: how many rounds
     its acceptance would save; with divergence tv the loss has the gradient of the expected number of rounds, so what is
-    trained is the block efficiency itself. Feature heads: of each drafting step by its own, in place of eagle.decay."""
+    trained is the block efficiency itself. Feature heads: of each drafting step by its own, in place of eagle.decay.
+    accepted, feature heads alone: a chain of drafting steps goes on from a token with the chance of its acceptance and
+    ends otherwise, as a draft does in decoding. Rejected chains cost no further computation, so a head that is far from
+    its target trains about twice as fast."""
     block: PositiveInt = 7
-    """Of weigh_by: drafted tokens in a round."""
+    """Of weigh_by tested and rounds: drafted tokens in a round."""
 
     @property
     def variations(self) -> list[str]:
         """The settings by which this is not AdaSPEC as published."""
         own = ("select_by", "divergence", "kl_first", "k_start", "on_policy", "weigh_by")
         return [name for name in own if getattr(self, name) != DEFAULTS[name]]
+
+    @property
+    def selects_all(self) -> bool:
+        """Whether every token counts, so that no reference is asked."""
+        return self.k == 1 and self.k_start is None and self.normalisation != "response"
 
     def key(self) -> dict[str, Any]:
         """What decides the draft, beside the reference."""
@@ -104,6 +112,11 @@ class AdaSpecSettings:
                 f"{where}.name is {self.name!r}, but with {', '.join(self.variations)} set this is not AdaSPEC as "
                 "published: give it a name of its own, such as tv-after-kl"
             )
+        if self.weigh_by == "accepted" and not self.selects_all:
+            raise UserError(
+                f"{where}.weigh_by is accepted and {where}.k is {self.k}: acceptance decides which tokens count, not a "
+                f"selection; set {where}.k to 1 and {where}.normalisation to paper, or weigh_by to tested"
+            )
 
 
 DEFAULTS = {field.name: field.default for field in fields(AdaSpecSettings)}
@@ -117,6 +130,11 @@ class ComparisonSettings(AdaSpecSettings):
     """Its name in the report and of its folder under work/."""
     method: Literal["adaspec", "distillspec"] = "adaspec"
     """adaspec, or distillspec: the same batches and steps (k and iso decide them) without selection."""
+
+    @property
+    def selects_all(self) -> bool:
+        """Whether every token counts."""
+        return self.method == "distillspec" or super().selects_all
 
     def validate(self, where: str) -> None:
         """Check as for `AdaSpecSettings`, and that what is set of the selection is used."""

@@ -122,6 +122,7 @@ class Settings:
         for index, comparison in enumerate(self.comparisons):
             comparison.validate(f"comparisons[{index}]")
         check_names(self.draft, self.comparisons)
+        self._check_drafting_steps()
         self.evaluation.validate()
         self.trainer.validate()
         if self.trainer.strategy in SHARDED:
@@ -133,6 +134,16 @@ class Settings:
         check_numbers(self, nested=True)
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise UserError(f"name is {self.name!r}, expected a plain folder name")
+
+    def _check_drafting_steps(self) -> None:
+        """Refuses chains that end at a rejection where there is one drafting step."""
+        names = [draft.name for draft in (self.draft, *self.comparisons) if draft.weigh_by == "accepted"]
+        if names and not (self.eagle.enabled and self.eagle.steps > 1):
+            raise UserError(
+                f"weigh_by of {', '.join(names)} is accepted, which decides where a feature head's further drafting "
+                f"steps go on, with eagle.kind {self.eagle.kind} and eagle.unroll {self.eagle.unroll}: train a head of "
+                "at least two drafting steps, or set weigh_by to none or tested"
+            )
 
     def _check_own_prompts(self) -> None:
         """What has to be so where the data are prompts without answers."""

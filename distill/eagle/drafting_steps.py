@@ -36,6 +36,8 @@ def drafting_steps(
 ) -> Iterator[Drafted]:
     """Run a head on a batch for several drafting steps; step s is asked about the labels that s + 1 tokens precede.
 
+    Where `Drafted.accepted` is set between two steps, the second is asked only about what follows accepted tokens.
+
     Args:
         head: the feature head.
         source: the target's features, embedding and output head.
@@ -60,8 +62,10 @@ def drafting_steps(
     output = LMHead.of(head.lm_head) if head.version == 3 else source.target.head
     embeds = source.embedding(functional.pad(batch["input_ids"][:, 1:], (0, 1))).detach().to(features.dtype)
     reference, labels = batch.get("reference_loss"), batch["labels"].roll(-1, 1)[mask]
-    for step, states in enumerate(head.unroll(embeds, features, steps, rows.view_as(mask))):
-        asked = (position > step).nonzero()[:, 0]
+    unrolled, going = head.unroll(embeds, features, steps, rows.view_as(mask)), rows
+    states = next(unrolled)
+    for step in range(steps):
+        asked = ((position > step) & going[(place - step - 1).clamp_min(0)]).nonzero()[:, 0]
         found = states.index_select(0, torch.searchsorted(from_, place[asked] - step - 1))
         regression = None
         if head.version == 1:
@@ -72,7 +76,7 @@ def drafting_steps(
         if learnable_only and inside is not None:
             kept = inside[asked, 1].nonzero()[:, 0]
             asked, found = asked[kept], found.index_select(0, kept)
-        yield Drafted(
+        drafted = Drafted(
             found if head.version == 1 else head.norm(found),
             output,
             target.at(asked),
@@ -84,6 +88,15 @@ def drafting_steps(
             learnable=None if inside is None else inside[asked, 1],
             regression=regression,
         )
+        yield drafted
+        if step + 1 == steps:
+            return
+        kept = None
+        if drafted.accepted is not None:
+            starts = place[asked[drafted.accepted]] - step - 1
+            kept, from_ = torch.searchsorted(from_, starts), starts
+            going = torch.zeros_like(rows).index_fill(0, starts, True)
+        states = unrolled.send(kept)
 
 
 @torch.no_grad()

@@ -22,3 +22,6 @@ class Drafted:
     mass: Tensor | None = None  # probability that the target gives to the head's ids together; None: 1
     learnable: Tensor | None = None  # 1 where the target's most probable token is one of them; None: everywhere
     regression: Tensor | None = None  # mean distance of the states from the target's, of EAGLE-1, a scalar
+    # Set by who reads this step, before the next: which rows' tokens are accepted. The chains of the others end; None:
+    # all go on.
+    accepted: Tensor | None = None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from distill.config.distillation import DistillSettings, DivergenceName
-from distill.config.drafts import AdaSpecSettings, ComparisonSettings
+from distill.config.drafts import AdaSpecSettings
 from distill.losses.chunked_kl import LossRequest
 from distill.losses.divergences import Divergence
 from distill.losses.draft_outputs import Drafted
@@ -25,6 +25,7 @@ class Objective:
     k_start: float | None = None
     steps: int = 1  # Steps over which it moves
     weigh: BlockWeights | None = None  # Weights of the rows from their acceptances; None: all alike
+    accepted_only: bool = False  # Whether a chain of drafting steps ends at the first token that is rejected
 
     @property
     def ranking(self) -> Divergence:
@@ -79,11 +80,10 @@ def objective_of(draft: AdaSpecSettings, reference: DistillSettings, steps: int)
         steps: Optimiser steps in all.
     """
     loss, warmup = divergence_of(reference, draft.divergence), round(draft.kl_first * steps)
-    weigh = None if draft.weigh_by == "none" else BlockWeights(draft.weigh_by, draft.block)
-    plain = isinstance(draft, ComparisonSettings) and draft.method == "distillspec"
-    everything = draft.k == 1 and draft.k_start is None and draft.normalisation != "response"
-    if plain or everything:  # no reference is asked where all tokens are selected
-        return Objective(loss, warmup=warmup, weigh=weigh)
+    accepted = draft.weigh_by == "accepted"
+    weigh = None if draft.weigh_by in ("none", "accepted") else BlockWeights(draft.weigh_by, draft.block)
+    if draft.selects_all:
+        return Objective(loss, warmup=warmup, weigh=weigh, accepted_only=accepted)
     return Objective(
         loss,
         Selection(draft.k, draft.scope, draft.normalisation),

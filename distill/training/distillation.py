@@ -78,16 +78,22 @@ class DistillModule(TrainingModule):
             weights = self._position_weights(batch, steps, objective.weigh)
         for number, drafted in enumerate(steps):
             request = objective.request(
-                self.global_step, drafted, step.responses if step is not None else None, metrics=metrics
+                self.global_step,
+                drafted,
+                step.responses if step is not None else None,
+                metrics=metrics or objective.accepted_only,
             )
             if step is not None and request.choose is not None and step.parts > 1:
                 request = self._choose_in_step(request, objective, drafted, step, number)
             if weights:
                 own = weights[number]
                 request = replace(request, weights=own if request.weights is None else request.weights * own)
-            found.append((drafted, self._loss(drafted, request)))
+            found.append((drafted, rows := self._loss(drafted, request)))
             if not training:
                 break
+            if objective.accepted_only:
+                assert rows.alpha is not None
+                drafted.accepted = torch.rand_like(rows.alpha) < rows.alpha
         return found
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

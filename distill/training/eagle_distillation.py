@@ -49,8 +49,9 @@ class HeadModule(DistillModule):
         )
 
     def weight(self, number: int) -> float:
-        """decayⁱ; 1 where weights by position tell how much each drafting step counts."""
-        return self.settings.decay**number if self.objective.weigh is None else 1.0
+        """decayⁱ; 1 where acceptances tell how much each drafting step counts."""
+        by_acceptance = self.objective.accepted_only or self.objective.weigh is not None
+        return 1.0 if by_acceptance else self.settings.decay**number
 
     def _step_loss(
         self, drafted: Drafted, found: LossRows, step: OptimizerStep | None, selection: Selection | None

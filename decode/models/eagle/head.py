@@ -6,7 +6,7 @@ turns states into logits. EAGLE-3 fuses a low, a middle and a high state, and ha
 reduced vocabulary. Parameters are named as in the published checkpoints, so a state dict is a file's content.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, cast
 
 import torch
@@ -140,7 +140,9 @@ class FeatureHead(nn.Module):
         m, z = layer.mlp, layer.post_attention_layernorm(x)
         return x + m.down_proj(F.silu(m.gate_proj(z)) * m.up_proj(z))
 
-    def unroll(self, embeds: Tensor, features: Tensor, steps: int, rows: Tensor | None = None) -> Iterator[Tensor]:
+    def unroll(
+        self, embeds: Tensor, features: Tensor, steps: int, rows: Tensor | None = None
+    ) -> Generator[Tensor, Tensor | None, None]:
         """See `unrolled_drafting.unroll`; without ``rows`` from every position, ``[batch, time, hidden]``."""
         if rows is not None:
             yield from unroll(self, embeds, features, steps, rows)

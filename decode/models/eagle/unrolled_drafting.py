@@ -4,7 +4,7 @@ Step s at position t continues the text's true pairs up to t by s states of the 
 asked for are computed, packed one after the other; of the text before them the head reads keys and values alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor
 from decode.models.eagle.chain_attention import attend
 
 
-def unroll(head: Any, embeds: Tensor, features: Tensor, steps: int, rows: Tensor) -> Iterator[Tensor]:
+def unroll(
+    head: Any, embeds: Tensor, features: Tensor, steps: int, rows: Tensor
+) -> Generator[Tensor, Tensor | None, None]:
     """States of ``steps`` drafting steps from the positions ``rows`` (EAGLE-3's training-time test).
 
     Step s at position t predicts token t + 2 + s. It attends to the text's pairs up to t, and to its own chain.
@@ -26,7 +28,8 @@ def unroll(head: Any, embeds: Tensor, features: Tensor, steps: int, rows: Tensor
         rows: which positions, bool ``[batch, time]``.
 
     Yields:
-        ``[rows, hidden]`` for each step; what position t would need from beyond the end is garbage there.
+        ``[rows, hidden]`` for each step; what position t would need from beyond the end is garbage there. Indices that
+        are sent back, ascending, name the rows that go on: the following steps compute no others.
     """
     time = embeds.shape[1]
     read = rows.flip(1).cummax(1).values.flip(1)  # positions after a text's last row are not read
@@ -52,7 +55,10 @@ def unroll(head: Any, embeds: Tensor, features: Tensor, steps: int, rows: Tensor
             x, y, at = (values.index_select(0, place) for values in (x, y, at))
         q = rotate(self_attention.q_proj(y).unflatten(-1, (-1, width)), cos[at], sin[at])
         hidden = head.leave(x, attend(q, k, v).flatten(1))
-        yield hidden
+        kept = yield hidden
+        if kept is not None:
+            wanted, hidden = wanted[kept], hidden[kept]
+            attend.keep(kept)
 
 
 class _Attention:
@@ -66,6 +72,10 @@ class _Attention:
         self.place = wanted // max(1, self.time) * self.grid[1] + position - self.start
         self.text = text
         self.keys: list[Tensor] = []
+
+    def keep(self, kept: Tensor) -> None:
+        """These rows go on; the others' places in the grid are computed with zeros and not read."""
+        self.place = self.place[kept]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``q [rows, heads, d]``, ``k, v [rows or tokens, kv heads, d]`` to ``[rows, heads, d]``."""

@@ -40,18 +40,20 @@ from distill.config.language_models import LoraSettings, TargetSettings
 from distill.config.run_settings import Settings
 from distill.config.training import TrainingSettings
 from distill.core.run_dir import RunDir
-from distill.data.batches.token_dataset import TokenDataset, label_mask
+from distill.data.batches.token_dataset import TokenDataset, example_of_rows, label_mask
 from distill.eagle.drafting_steps import drafting_steps
 from distill.eagle.target_features import FEATURES, FeatureSource
 from distill.experiments.ablation import AblateSettings, Meter, ablate
 from distill.export.export_eagle_head import check_files, check_head_path, export_head
 from distill.losses.chunked_kl import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
+from distill.losses.objective import Objective
 from distill.pipeline.eagle_stages import frequent
 from distill.pipeline.run_pipeline import run_of
 from distill.pipeline.run_stages import run_stages
 from distill.pipeline.stage_fingerprint import stage_fingerprints
 from distill.teacher.target_distribution import TargetSignal
+from distill.training.eagle_distillation import HeadModule
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
 
@@ -95,12 +97,13 @@ def test_a_run_makes_every_head_and_learns(run) -> None:
     assert run_tiny(settings)[0] == []  # nothing has changed
 
 
-def test_training_sees_what_decoding_will_draft(run) -> None:
+@pytest.mark.parametrize("all_tokens", [False, True])
+def test_training_sees_what_decoding_will_draft(run, all_tokens: bool) -> None:
     """The rows of every drafting step are what the head gives by teacher forcing, with the target's true features."""
     settings, folder = run
     head = load_head(folder.path("reference"))
     rows, source, target = rows_and_source(settings, folder, head)
-    example = rows.batch(torch.arange(3).numpy(), 0)
+    example = rows.batch(torch.arange(3).numpy(), 0, all_tokens=all_tokens)
     mask = label_mask(example["labels"])
     for step, drafted in enumerate(drafting_steps(head, source, example, 3)):
         seen, asked = [], mask.clone()
@@ -114,6 +117,50 @@ def test_training_sees_what_decoding_will_draft(run) -> None:
                 p = target(input_ids=torch.tensor([ids])).logits[0].softmax(-1)
             seen += [torch.minimum(p[place], q[place - places[0]]).sum() for place in places]
         torch.testing.assert_close(found.alpha, torch.stack(seen), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("all_tokens", [False, True])
+def test_a_chain_goes_on_from_the_tokens_that_are_accepted(
+    run, monkeypatch: pytest.MonkeyPatch, all_tokens: bool
+) -> None:
+    """Every second token is accepted, by a coin just below its acceptance. What follows is as if all had been."""
+    settings, folder = run
+    head = load_head(folder.path("reference"))
+    rows, source, _ = rows_and_source(settings, folder, head)
+    batch = rows.batch(torch.arange(4).numpy(), 0, all_tokens=all_tokens)
+    eagle = replace(settings.eagle, unroll=4)
+    objective = Objective(Divergence("kl_tv"), accepted_only=True)
+    module = HeadModule(head, TrainingSettings(), 1, settings=eagle, target=source, objective=objective)
+    coins = lambda alpha: alpha + torch.where(torch.arange(len(alpha)) % 2 == 0, -1e-3, 1e-3)  # noqa: E731
+    monkeypatch.setattr(torch, "rand_like", coins)
+    found = [drafted for drafted, _ in module.eval()(batch, objective, metrics=False)]
+    monkeypatch.undo()
+    sequence = example_of_rows(batch, label_mask(batch["labels"]))
+    whole = list(drafting_steps(head, source, batch, 4, learnable_only=True))
+    assert torch.equal(found[0].rows, whole[0].rows)
+    for before, now, all_of_it in zip(found, found[1:], whole[1:]):
+        following = {row + 1 for row in before.rows[::2].tolist() if sequence[row : row + 2].unique().numel() == 1}
+        place = [index for index, row in enumerate(all_of_it.rows.tolist()) if row in following]
+        assert place
+        assert torch.equal(now.rows, all_of_it.rows[place])
+        torch.testing.assert_close(now.hidden, all_of_it.hidden[place])
+        assert torch.equal(now.labels, all_of_it.labels[place])
+    assert len(found[3].rows) < len(found[2].rows) < len(found[1].rows)
+    assert [module.weight(step) for step in range(3)] == [1.0] * 3  # a row counts by being reached
+
+
+def test_weights_by_accepted_tokens_want_a_head_of_several_steps_and_all_tokens(tmp_path: Path) -> None:
+    own = AdaSpecSettings(name="accepted", weigh_by="accepted", k=1.0)
+    with pytest.raises(UserError, match=r"accepted is accepted, .* eagle\.kind none"):
+        tiny_settings(tmp_path, draft=own, comparisons=[]).validate()
+    settings = head_settings(tmp_path, "eagle3", draft=own)
+    settings.validate()
+    settings.eagle.unroll = 1
+    with pytest.raises(UserError, match="at least two drafting steps"):
+        settings.validate()
+    settings.eagle.unroll, settings.draft.k = 2, 0.4
+    with pytest.raises(UserError, match=r"draft\.k is 0\.4: .* set draft\.k to 1"):
+        settings.validate()
 
 
 def test_features_and_signal_under_autocast_are_those_of_the_target_in_bfloat16(run) -> None:
@@ -398,7 +445,8 @@ def test_heads_are_trained_with_everything_that_drafts_are(tmp_path: Path) -> No
 
 
 def test_a_head_writes_texts_of_its_own(tmp_path: Path) -> None:
-    settings = head_settings(tmp_path, "eagle3")
+    own = AdaSpecSettings(name="accepted", weigh_by="accepted", k=1.0, normalisation="paper")
+    settings = head_settings(tmp_path, "eagle3", draft=own)
     responses = settings.reference.responses
     responses.source, responses.max_new_tokens, responses.refresh_every = "draft", 8, 6
     settings.reference.training.steps, settings.comparisons = 8, []
