@@ -60,7 +60,7 @@ def export_profile(report: Mapping[str, Any], draft: str = "adaspec") -> dict[st
             "num_samples": best.get("prompts"),
             "temperature": 0.0,
             "acceptance_rule": "exact",
-            **(report.get("machine") or {}),
+            **{name: fact for name, fact in (report.get("machine") or {}).items() if name != "note"},
         }
     return profile
 

@@ -103,7 +103,8 @@ class Session:
     def facts(self) -> dict[str, Any]:
         """The machine, how the models are laid out on it, and what else it did meanwhile, for reports."""
         note = "; ".join([self.threads, *self.packing])
-        return machine.describe(self.runner.device) | {"note": note, "other_processes": round(self.load.others(), 3)}
+        share = round(self.load.others(), 3)
+        return machine.describe(self.runner.device) | {"note": note, "other_processes_share": share}
 
     def items(self, suite: Suite) -> list[Item]:
         """All prompts, and in chats all turns, that fit the contexts together with their answers."""

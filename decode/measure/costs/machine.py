@@ -39,7 +39,7 @@ def sentence(facts: dict[str, Any]) -> str:
     """`describe` in one line."""
     where = facts.get("accelerator") or f"{facts['cpu']}, {facts['cores']} cores"
     threads = f"{facts['threads']} thread{'s' if facts['threads'] != 1 else ''}"
-    others = facts.get("other_processes") or 0.0
+    others = facts.get("other_processes_share") or 0.0
     load = f", {others:.0%} of the processors' time taken by other processes" if others > BUSY else ""
     return f"{where}, {threads}, torch {facts['torch']}, transformers {facts['transformers']}{load}"
 

@@ -15,12 +15,13 @@ SPIN = "import time; end = time.monotonic() + {}\nwhile time.monotonic() < end: 
 def test_what_another_process_computes_is_told_and_what_this_one_does_is_not() -> None:
     load = machine.Load()
     with subprocess.Popen([sys.executable, "-c", SPIN.format(1.5)]):
-        began = time.monotonic()  # its children count as this process's own only once they have ended
+        began, own = time.monotonic(), time.process_time()  # children count as this process's own once they have ended
         while time.monotonic() < began + 1:
             pass
         share = load.others()
-    own = 1 / (os.cpu_count() or 1)
-    assert 0.3 * own < share <= 1.01 - 0.3 * own
+        own = (time.process_time() - own) / (time.monotonic() - began)
+    cores = os.cpu_count() or 1
+    assert 0.3 / cores < share <= 1.05 - own / cores
 
 
 @pytest.mark.parametrize(("busy", "own", "told"), [(30, 26, 0.04), (30, 6, 0.24), (3, 4, 0.0)])
@@ -33,5 +34,5 @@ def test_the_share_is_of_all_processors_and_a_large_one_is_warned_of(
     now = [7.0 + busy, 2.0 + own, 150.0]
     assert load.others() == pytest.approx(told)
     assert bool(load.warning()) == (told > machine.BUSY)
-    facts = machine.describe() | {"other_processes": told}
+    facts = machine.describe() | {"other_processes_share": told}
     assert ("taken by other processes" in machine.sentence(facts)) == (told > machine.BUSY)

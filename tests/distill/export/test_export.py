@@ -322,11 +322,12 @@ def test_a_report_becomes_the_profile_of_its_fastest_identical_greedy_row():
         ],
         "profile": {"draft": "adaspec", "cost_ratio": 0.1},
         "analysis": {"acceptance_by_position": {"adaspec": PROFILE["acceptance_by_position"]}},
-        "machine": {"cpu": "Some CPU"},
+        "machine": {"cpu": "Some CPU", "note": "measured packing"},
     }
     profile = export_profile(report)
     assert (profile["best_draft_length"], profile["speedup"], profile["cost_ratio"]) == (4, 1.6, 0.1)
     assert (profile["offline_alpha"], profile["conditions"]["cpu"]) == (0.9, "Some CPU")
+    assert "note" not in profile["conditions"]
     assert speculation_profile(profile, 4)["measured"] is True
     assert "best_draft_length" not in export_profile(report, "undistilled")
 
