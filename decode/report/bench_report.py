@@ -114,7 +114,8 @@ def bench_page(content: Mapping[str, Any]) -> Page:
     blocks: list[Block] = [Tiles(list(_tiles(content["methods"]))), *map(Text, others)]
     for (suite, temperature), rows in by_block(content["methods"]).items():
         found = details.get((suite, temperature), [])
-        count = f"{max(row['prompts'] for row in rows)} prompts, {rows[0]['repeats']} repeats each. "
+        repeats = rows[0]["repeats"]
+        count = f"{max(row['prompts'] for row in rows)} prompts, {repeats} repeat{'s' * (repeats != 1)} each. "
         samples = [(d["name"], sample) for d in of_fastest(found, rows)[:2] for sample in d["samples"][:1]]
         blocks += [
             Heading(f"{suite}, {mode(temperature)}", (count + bench.get("notes", {}).get(suite, "")).strip()),

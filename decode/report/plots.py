@@ -36,7 +36,8 @@ STYLE: Any = rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use
 def new_axes(title: str, xlabel: str, ylabel: str = "", height: float = 3.2) -> Axes:
     """Axes of a figure of their own; width is the same for all."""
     figure = Figure(figsize=(5.0, height), layout="constrained")
-    return figure.add_subplot(title=title, xlabel=xlabel, ylabel=ylabel)
+    figure.suptitle(title, x=0.01, horizontalalignment="left")  # the axes begin behind the names of bars, and end sooner
+    return figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
 
 
 def as_svg(axes: Axes, legend: bool = False) -> str:
@@ -55,7 +56,7 @@ def as_svg(axes: Axes, legend: bool = False) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->\s*", "", svg, flags=re.S)
     svg = re.sub(r"font(-family)?: ?([^;\"]*?)'DejaVu Sans'[^;\"]*", r"font\1: \2system-ui, sans-serif", svg)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"|(<svg[^>]*?) height="[^"]*"', r"\1\2", svg[svg.index("<svg") :], count=2)
-    alt = "; ".join(filter(None, (axes.get_title("left"), axes.get_xlabel(), axes.get_ylabel())))
+    alt = "; ".join(filter(None, (figure.get_suptitle(), axes.get_xlabel(), axes.get_ylabel())))
     return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(alt)}"', 1).strip()
 
 
