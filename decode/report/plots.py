@@ -36,7 +36,9 @@ STYLE: Any = rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use
 def new_axes(title: str, xlabel: str, ylabel: str = "", height: float = 3.2) -> Axes:
     """Axes of a figure of their own; width is the same for all."""
     figure = Figure(figsize=(5.0, height), layout="constrained")
-    figure.suptitle(title, x=0.01, horizontalalignment="left")  # the axes begin behind the names of bars, and end sooner
+    figure.suptitle(
+        title, x=0.01, horizontalalignment="left"
+    )  # the axes begin behind the names of bars, and end sooner
     return figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
 
 
