@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
 def _bench(argv: list[str]) -> None:
     from distill.experiments.training_benchmark import TrainingBenchSettings, run
 
-    argv, aliases = _with_config(argv), {"json": "speed.json"}
+    argv, aliases = _with_config(argv), TRACKER | {"json": "speed.json"}
     prog = "python -m distill bench"
     run(parse(TrainingBenchSettings, argv, prog=prog, description=BENCH, foreign=FOREIGN, aliases=aliases))
 
@@ -104,7 +104,8 @@ def _ablate(argv: list[str]) -> None:
     from distill.experiments.ablation import AblateSettings, ablate
 
     argv, foreign = _with_config(argv, "configs/ablation.yaml"), FOREIGN - {"ablation"}
-    ablate(parse(AblateSettings, argv, prog="python -m distill ablate", description=ABLATE, foreign=foreign))
+    prog = "python -m distill ablate"
+    ablate(parse(AblateSettings, argv, prog=prog, description=ABLATE, foreign=foreign, aliases=TRACKER))
 
 
 def _design(argv: list[str]) -> None:
@@ -112,7 +113,7 @@ def _design(argv: list[str]) -> None:
     from distill.experiments.design.settings import DesignRunSettings
 
     keys = ("budget", "batch_size", "temperature", "costs", "costs_only", "verify")
-    aliases, foreign = {key: f"design.{key}" for key in keys}, FOREIGN - {"design"}
+    aliases, foreign = TRACKER | {key: f"design.{key}" for key in keys}, FOREIGN - {"design"}
     argv, prog = _with_config(argv), "python -m distill design"
     settings = parse(
         DesignRunSettings,

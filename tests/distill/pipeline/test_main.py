@@ -37,9 +37,12 @@ def test_show_example_prints_one_example_and_trains_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("command", [(), ("ablate",), ("design",), ("bench",)])
 @pytest.mark.parametrize("form", [("--tracker", "nonsense"), ("--tracker=nonsense",), ("--tracker.kind", "nonsense")])
-def test_tracker_is_short_for_its_kind(config: str, form: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = run(capsys, "--config", config, *form)
+def test_tracker_is_short_for_its_kind(
+    config: str, form: tuple[str, ...], command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = run(capsys, *command, "--config", config, *form)
     assert status == 2
     assert "'tracker.kind': Expected a Literal['wandb', 'csv', 'tensorboard', 'none']. Got value: nonsense" in err
 
