@@ -36,9 +36,8 @@ STYLE: Any = rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use
 def new_axes(title: str, xlabel: str, ylabel: str = "", height: float = 3.2) -> Axes:
     """Axes of a figure of their own; width is the same for all."""
     figure = Figure(figsize=(5.0, height), layout="constrained")
-    figure.suptitle(
-        title, x=0.01, horizontalalignment="left"
-    )  # the axes begin behind the names of bars, and end sooner
+    # of the figure, not of the axes, which begin only behind the names of bars
+    figure.suptitle(title, x=0.01, horizontalalignment="left")
     return figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
 
 
