@@ -12,7 +12,7 @@ from families import build_tiny
 from transformers import PreTrainedModel
 
 from decode.measure.costs import cost_model, exit_costs
-from decode.models.runners import weight_packing
+from decode.models.runners import choose_linear
 from decode.models.runners.fast_forward import FastForward
 
 torch.set_num_threads(1)
@@ -20,7 +20,7 @@ transformers.logging.set_verbosity_error()
 
 # no test depends on how exact a time is
 cost_model.SETTLE, cost_model.STEADY = 0.0, 2
-exit_costs.TURNS, weight_packing.TURNS = 2, 1
+exit_costs.TURNS, choose_linear.TURNS = 2, 1
 every_turn = cost_model.CostMeter.run
 cost_model.CostMeter.run = lambda self, repeats=2, *_, **__: every_turn(self, min(repeats, 2), least=1)  # type: ignore[method-assign]
 

@@ -102,7 +102,7 @@ class FeatureTreeDrafter(FeatureDrafter):
         depth = min(stop.cap(), max_depth, runner.limit - len(ids))
         if depth < 1 or not len(runner.unread):
             return Draft.empty()
-        logits = yield self._known(ids[runner.length :])
+        logits = runner.reduce((yield self._known(ids[runner.length :])))
         states, seen = runner.hidden[-1:], torch.zeros(1, 0, dtype=torch.bool, device=runner.device)
         paths: list[list[int]] = [[]]
         above = torch.zeros(1, device=runner.device)  # log-probability of each node that is being expanded
@@ -116,7 +116,8 @@ class FeatureTreeDrafter(FeatureDrafter):
             width = min(self.width, log_q.shape[-1])
             best = log_q.topk(width, -1)
             score = (above[:, None] + best.values).flatten()
-            tokens.append(best.indices.flatten())
+            drafted = best.indices.flatten()
+            tokens.append(drafted if runner.draft_ids is None else runner.draft_ids[drafted])
             scores.append(score)
             parents.append(origin.repeat_interleave(width))
             if level + 1 == depth:
@@ -146,12 +147,14 @@ class FeatureTreeDrafter(FeatureDrafter):
         return runners[0].read_levels(runners, [feed[:3] for feed in feeds], feeds[0][3])
 
     def _log_probs(self, logits: Tensor, ids: list[int], paths: list[list[int]]) -> Tensor:
-        """log q of each row as sampling sees it; greedy decoding ranks by the unwarped distribution."""
-        logits = self._fit(logits)
+        """log q of each row as sampling sees it ``[w, draft vocab]``; greedy decoding ranks by the unwarped one."""
         if self.warp.greedy:
             return logits.float().log_softmax(-1)
-        prefixes = [ids + path for path in paths] if self.warp.needs_prefix else None
-        return self.warp(logits, prefixes).log().clamp_(max=0)
+        if self.warp.needs_prefix:
+            q = self.runner.reduce(self.warp(self.runner.expand(logits), [ids + path for path in paths]))
+        else:
+            q = self.warp(logits)
+        return q.log().clamp_(max=0)
 
 
 def _best_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int) -> Draft:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from decode.core.errors import UserError
 from decode.models.eagle.head import FeatureHead
 from decode.models.eagle.head_files import save_head
 from decode.models.loading.gguf_files import gguf_file
-from decode.models.loading.open_model import check_tokenizers, load_model, load_tokenizer
+from decode.models.loading.open_model import DTYPES, check_tokenizers, load_model, load_tokenizer
 from distill.config.drafts import AdaSpecSettings
 from distill.config.language_models import InitialDraftSettings, ModelSettings, TargetSettings
 from distill.config.training import TrainerSettings, TrainingSettings
@@ -106,10 +107,18 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
         check_tokenizers(tokenizer, load_tokenizer(settings.model, trust_remote_code=settings.trust_remote_code))
     if settings.kind == "as_is":
         assert settings.model is not None
+        round_to = settings.round_to if isinstance(settings, TargetSettings) else None
         if gguf_file(settings.model) is None:
+            if round_to is not None:
+                raise UserError(
+                    f"target.round_to is {round_to}, which is for a GGUF file, and {settings.model} is none; leave "
+                    "target.round_to out: the weights of a folder stay as they are"
+                )
             record = StageRecord(key, parameters=count_parameters(settings, len(tokenizer)))
             return StageResult(record, source=source_folder(settings.model))
         model = load_model(settings.model, device="cpu", dtype=settings.dtype)
+        if round_to is not None:
+            model = model.to(DTYPES[round_to])
         say_size(context, model, model.num_parameters())
         record = StageRecord(key, parameters=model.num_parameters())
         return StageResult(record, ready_to_save(model, tokenizer), tokenizer)

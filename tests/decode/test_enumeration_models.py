@@ -21,7 +21,7 @@ from decode.core.system import System
 from decode.drafters.draft_model import ModelDrafter
 from decode.models.runners.fast_runner import fast_runner
 from decode.models.runners.huggingface_runner import HuggingFaceRunner
-from decode.models.runners.weight_packing import PackedLinear
+from decode.models.runners.linear import PackedLinear
 
 TOLERANCE = 1e-12
 VOCAB = 8

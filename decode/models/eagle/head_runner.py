@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.models.eagle.head import FeatureHead, output_head
+from decode.models.runners.choose_linear import Linears
 from decode.models.runners.fast_architectures import Shape, Weights, llama_layer, tunable
 from decode.models.runners.fast_forward import FastForward, Mask, cos_and_sin
 from decode.models.runners.kv_cache_rows import RowRunner, hand_out
 from decode.models.runners.norms import norm
 from decode.models.runners.ragged_batch import NewTokens
-from decode.models.runners.weight_packing import Linears
 
 Level = tuple[Tensor, Tensor, Tensor]
 """Tokens, states and ancestors of one level of a draft tree; see `HeadRunner.read_level`."""
@@ -49,8 +49,10 @@ class HeadRunner(RowRunner):
         linear = output_head(target, head.draft_ids()) if head.version == 1 else head.lm_head
         rotated = cos_and_sin(head.rotary, 1, embedding.weight.dtype, embedding.weight.device)[0].shape[-1]
         tuned = tunable(head) and config.head_dim % 2 == 0
-        shape = Shape(config.num_attention_heads, config.num_key_value_heads, config.head_dim, rotated, tuned=tuned)
-        make = Linears(pack, copies=tuned)
+        shape = Shape(
+            config.num_attention_heads, config.num_key_value_heads, config.head_dim, rotated, tuned=tuned, folded=tuned
+        )
+        make = Linears(pack, copies=tuned, half=pack == "auto")
         weights = Weights(
             shape,
             [llama_layer(layer.self_attn, layer.mlp, None, layer.post_attention_layernorm, shape, make)],
@@ -74,7 +76,7 @@ class HeadRunner(RowRunner):
         self.tree_refusal = "levels of a tree are read by read_level"
         self.feature_head, self.version = head, head.version
         self.fuse = make(head.fc.weight, head.fc.bias)
-        self.packing = make.sentence()
+        self.packing, self._saved = make.sentence(), make.bytes["float16"]
         if head.version == 3:
             self.norm_embedded, self.norm_state = norm(layer.input_layernorm), norm(layer.hidden_norm)
         self.draft_ids = head.draft_ids()
@@ -84,10 +86,10 @@ class HeadRunner(RowRunner):
     def weight_bytes(self) -> int:
         """Bytes of weights that drafting one token reads, the shared output head among them."""
         own = sum(p.numel() for name, p in self.feature_head.named_parameters() if not name.startswith("embed_tokens"))
-        shared = self.forward.weights.head.weight.numel() if self.version == 1 else 0
-        if self.version == 3:  # only the pairs of the text go through the fusion
-            own -= self.feature_head.fc.weight.numel()
-        return (own + shared) * self.dtype.itemsize
+        shared = self.forward.weights.head.rows * self.feature_head.config.hidden_size if self.version == 1 else 0
+        total = (own + shared) * self.dtype.itemsize - self._saved
+        # only the pairs of the text go through EAGLE-3's fusion
+        return total - self.fuse.bytes if self.version == 3 else total
 
     @property
     def length(self) -> int:
@@ -188,7 +190,7 @@ class HeadRunner(RowRunner):
             depth: levels above this one.
 
         Returns:
-            Logits ``[w, vocab]``; `hidden` holds the states.
+            Logits over the head's own vocabulary ``[w, draft vocab]``; `hidden` holds the states.
         """
         if self.forward.rows > 1:
             return self.read_levels([self], [(tokens, states, seen)], depth)[0]
@@ -200,13 +202,13 @@ class HeadRunner(RowRunner):
         mask = mask.repeat(self.forward.shape.heads // self.forward.shape.kv_heads, 1)
         self.hidden = self._run(tokens, states, slot, self.forward.rotary_factors.narrow(0, past + depth, 1), mask)
         self._length += w
-        return self._rows(self.hidden)
+        return self.forward.project(self.hidden)[0]
 
     def read_levels(self, texts: Sequence[HeadRunner], levels: Sequence[Level], depth: int) -> list[Tensor]:
         """`read_level` of several texts in one forward, given (tokens, states, seen) of each.
 
         Returns:
-            Logits ``[w, vocab]`` of each.
+            Logits ``[w, draft vocab]`` of each.
         """
         tokens, states, _ = zip(*levels)
         counts = list(map(len, tokens))
@@ -215,7 +217,7 @@ class HeadRunner(RowRunner):
         hand_out(texts, hidden, counts)
         for text, n in zip(texts, counts):
             text._length += n
-        return list(self._rows(hidden).split(counts))
+        return list(self.forward.project(hidden)[0].split(counts))
 
     def _level(self, seen: Tensor, count: int, depth: int) -> NewTokens:
         """Where the tokens of a level belong; see `read_level`."""
@@ -240,8 +242,15 @@ class HeadRunner(RowRunner):
         return layer.down.add_to(x, forward.mlp(layer, layer.norm2(x)))
 
     def _rows(self, x: Tensor) -> Tensor:
-        """Logits over the target's vocabulary; tokens outside the head's are impossible."""
-        logits, _ = self.forward.project(x)
+        """Logits over the target's vocabulary."""
+        return self.expand(self.forward.project(x)[0])
+
+    def expand(self, logits: Tensor) -> Tensor:
+        """From the head's vocabulary to the target's; tokens outside the head's are impossible."""
         if self.draft_ids is None:
             return logits
-        return logits.new_full((len(x), self.vocab_size), -torch.inf).index_copy_(1, self.draft_ids, logits)
+        return logits.new_full((len(logits), self.vocab_size), -torch.inf).index_copy_(1, self.draft_ids, logits)
+
+    def reduce(self, logits: Tensor) -> Tensor:
+        """From the target's vocabulary to the head's."""
+        return logits if self.draft_ids is None else logits.index_select(1, self.draft_ids)

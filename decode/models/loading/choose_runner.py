@@ -29,7 +29,9 @@ SIXTEEN_BITS = 0.1
 NEAR = 64  # largest attention window whose end the check reads past
 
 
-def open_runner(model: PreTrainedModel, *, fast: bool = True, compile: str = "none", pack: str = "off") -> Runner:
+def open_runner(
+    model: PreTrainedModel, *, fast: bool = True, compile: str = "none", pack: str = "off", draft: bool = False
+) -> Runner:
     """The fastest runner that gives this model's own results; nothing is trusted before it has reproduced them.
 
     A hand-written forward is used for the families it knows; everything else (other families, adapters, quantised
@@ -42,7 +44,8 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, compile: str = "no
         model: a causal language model, or one with adapters (peft).
         fast: use the hand-written forward where it can be.
         compile: send it through torch.compile (a mode of `decode.models.runners.compiled_forward.MODES`).
-        pack: reorder its weights for oneDNN's kernels (a mode of `decode.models.runners.weight_packing.MODES`).
+        pack: lay its weights out anew for CPUs (a mode of `decode.models.runners.choose_linear.MODES`).
+        draft: it is a draft: its own results to the rounding of its weights to 16 bits, where that is faster.
 
     Raises:
         UserError: a model that cannot be rolled back (recurrent, hybrid, encoder–decoder, bidirectional), logits that
@@ -51,7 +54,7 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, compile: str = "no
     refuse_unserved(model)
     if compile != "none":
         return _open_compiled(model, compile)
-    quick = fast_if_equal(model, pack) if fast else None
+    quick = fast_if_equal(model, pack, draft=draft) if fast else None
     if quick is not None:
         return quick
     runner: Runner = HuggingFaceRunner(model)
@@ -77,12 +80,14 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, compile: str = "no
     return runner
 
 
-def fast_if_equal(model: PreTrainedModel, pack: str = "off") -> FastRunner | None:
+def fast_if_equal(model: PreTrainedModel, pack: str = "off", *, draft: bool = False) -> FastRunner | None:
     """The hand-written forward of a model that it knows, once it has reproduced its logits; else None."""
     if not supports(model):
         return None
-    quick = fast_runner(model, pack=pack)
+    quick = fast_runner(model, pack=pack, draft=draft)
     found = compare(model, quick)
+    if draft and quick.saved_bytes:
+        found.tolerance = SIXTEEN_BITS
     gap, tolerance = max(found.chain, found.tree), found.tolerance
     if gap >= tolerance and model.dtype not in TOLERANCE:  # in 16 bits the model's own call tells how much is rounding
         own = compare(model, HuggingFaceRunner(model))
@@ -125,8 +130,8 @@ def open_draft_runner(draft: DraftModel, target: PreTrainedModel, compile: str =
     if isinstance(draft, FeatureHead):
         return HeadRunner(draft, target, pack)
     if isinstance(draft, ForeignDraft):
-        return ForeignRunner(open_runner(draft.model, compile=compile, pack=pack), draft.vocabulary)
-    return open_runner(draft, compile=compile, pack=pack)
+        return ForeignRunner(open_runner(draft.model, compile=compile, pack=pack, draft=True), draft.vocabulary)
+    return open_runner(draft, compile=compile, pack=pack, draft=True)
 
 
 def _open_compiled(model: PreTrainedModel, mode: str) -> Runner:

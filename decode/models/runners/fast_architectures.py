@@ -1,7 +1,8 @@
 """The architectures that the hand-written forward knows, and the weights of each in the layout that it reads.
 
-Two layouts. `tuned` weights are copies for the CPU: scales of RMS norms folded into the projection behind them, and
-rows of q and k sorted so that rotation is one multiplication of complex numbers. Where a copy would cost too much, or
+Two layouts. `tuned` weights are copies for the CPU: scales of RMS norms folded into the projection behind them (unless
+that would take more than the 16 bits of a model published in 16), and rows of q and k sorted so that rotation is one
+multiplication of complex numbers. Where a copy would cost too much, or
 numbers are too narrow for complex arithmetic, the layout stays the model's own. Projections of one input are fused into
 one weight: a copy, or for models of more than `COPIED` bytes the model's own memory, of which its parameters become
 views (they keep their values, and can be trained and saved).
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
+from decode.models.runners.choose_linear import Linears
+from decode.models.runners.linear import Linear, fits_half
 from decode.models.runners.norms import WIDE, Function, RmsNorm, norm, rms_norm
-from decode.models.runners.weight_packing import Linear, Linears
 
 COPIED = 1 << 30  # most bytes of a model whose weights are copied
 
@@ -73,6 +75,7 @@ class Shape:
     rotated: int  # leading elements of a head that positions rotate
     interleaved: bool = False  # whether q, k and v stand together for each head (GPT-NeoX)
     tuned: bool = False  # whether weights are copies for the CPU
+    folded: bool = False  # whether the projections behind RMS norms hold the norms' scales
     in_place: bool = False  # whether projections are fused in the model's own memory (see `fuse`)
 
 
@@ -92,6 +95,11 @@ class Layer:
 def tunable(model: nn.Module) -> bool:
     """Whether copies of a model's weights pay: on a CPU, in 32 bits or more, up to `COPIED`."""
     return is_small(model) and all(p.device.type == "cpu" and p.dtype in WIDE for p in model.parameters())
+
+
+def published_in_half(model: nn.Module) -> bool:
+    """Whether float16 holds all matrices, as it does those of a checkpoint in 16 bits that was loaded in float32."""
+    return all(fits_half(p) for p in model.parameters() if p.dim() == 2)
 
 
 def is_small(model: nn.Module) -> bool:
@@ -124,7 +132,7 @@ def fuse(linears: Sequence[nn.Linear], *, in_place: bool) -> tuple[Tensor, Tenso
 def _behind(module: Any, weight: Tensor, shape: Shape) -> tuple[Function, Tensor]:
     """A norm and the projection behind it, the norm's scale in the projection where that can be."""
     made = norm(module)
-    if not shape.tuned or not isinstance(made, RmsNorm) or made.scale is None:
+    if not shape.folded or not isinstance(made, RmsNorm) or made.scale is None:
         return made, weight
     return RmsNorm(made.floor, None), weight * made.scale
 
@@ -161,7 +169,7 @@ class Weights:
     head: Linear  # the output head, to ``vocab``
 
 
-def model_weights(model: Any, rotated: int, make: Linears, *, tuned: bool) -> Weights:
+def model_weights(model: Any, rotated: int, make: Linears, *, tuned: bool, folded: bool) -> Weights:
     """The weights of a causal language model of one of `FAMILIES`.
 
     Args:
@@ -169,13 +177,15 @@ def model_weights(model: Any, rotated: int, make: Linears, *, tuned: bool) -> We
         rotated: leading elements of a head that positions rotate.
         make: makes the products.
         tuned: copy them into the layout for CPUs.
+        folded: see `Shape`; tuned weights only.
     """
     config, base = model.config.get_text_config(), model.base_model
     kind, heads = config.model_type, config.num_attention_heads
     kv_heads = heads if kind == "gpt_neox" else getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    in_place = not tuned and make.mode == "off" and not is_small(model)
-    shape = Shape(heads, kv_heads, width, rotated, kind == "gpt_neox", tuned and width % 2 == 0, in_place)
+    in_place = not tuned and make.pack == "off" and not is_small(model)
+    tuned = tuned and width % 2 == 0
+    shape = Shape(heads, kv_heads, width, rotated, kind == "gpt_neox", tuned, tuned and folded, in_place)
     gated, mlp = kind in LLAMA_LIKE, base.layers[0].mlp
     act = mlp.activation_fn if kind in ("phi", "phi3") else mlp.act if kind == "gpt_neox" else mlp.act_fn
     final = base.final_layer_norm if kind == "gpt_neox" else base.final_layernorm if kind == "phi" else base.norm

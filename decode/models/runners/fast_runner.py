@@ -12,33 +12,39 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.runner_protocol import Runner
+from decode.models.runners.choose_linear import Linears
 from decode.models.runners.compiled_forward import CompiledChain
-from decode.models.runners.fast_architectures import FAMILIES, is_small, model_weights, tunable
+from decode.models.runners.fast_architectures import FAMILIES, is_small, model_weights, published_in_half, tunable
 from decode.models.runners.fast_forward import FastForward, Mask, cos_and_sin
 from decode.models.runners.huggingface_runner import facts_of, weight_bytes
 from decode.models.runners.kv_cache_rows import RowRunner, hand_out
 from decode.models.runners.layer_subset import LayerSubset
 from decode.models.runners.ragged_batch import NewTokens, TextsTogether
-from decode.models.runners.weight_packing import Linears
 
 
-def fast_runner(model: PreTrainedModel, *, compile: str = "none", pack: str = "off") -> FastRunner:
+def fast_runner(model: PreTrainedModel, *, compile: str = "none", pack: str = "off", draft: bool = False) -> FastRunner:
     """A runner of a model that `supports` knows.
 
     Args:
         model: the model.
         compile: mode of torch.compile for chains, or ``none``.
-        pack: of `decode.models.runners.weight_packing.MODES`; large models (`COPIED`) are packed by ``on`` only.
+        pack: of `decode.models.runners.choose_linear.MODES`; large models (`COPIED`) are packed by ``on`` only.
+        draft: it is a draft, whose weights may be rounded to 16 bits.
     """
     facts, rotary = facts_of(model), model.base_model.rotary_emb
     rotated = cos_and_sin(rotary, 1, facts["dtype"], facts["device"])[0].shape[-1]
     # a compiler has no complex numbers, and lays weights out itself
     tuned = compile == "none" and tunable(model)
-    packs = compile == "none" and (pack == "on" or is_small(model))
-    make = Linears(pack if packs else "off", model.config.get_text_config().num_hidden_layers, copies=tuned)
-    forward = FastForward(model_weights(model, rotated, make, tuned=tuned), rotary, powers_of_two=compile != "none")
+    pack = pack if compile == "none" and (pack == "on" or is_small(model)) else "off"
+    kept = not draft and pack != "off" and published_in_half(model)
+    make = Linears(
+        pack, model.config.get_text_config().num_hidden_layers, copies=tuned, half=kept or (draft and pack == "auto")
+    )
+    forward = FastForward(
+        model_weights(model, rotated, make, tuned=tuned, folded=not kept), rotary, powers_of_two=compile != "none"
+    )
     runner = FastRunner(forward, facts["name"], facts["limit"], model=model, compile=compile)
-    runner.packing = make.sentence()
+    runner.packing, runner.saved_bytes = make.sentence(), make.bytes["float16"]
     return runner
 
 
@@ -63,7 +69,7 @@ class FastRunner(RowRunner):
         super().__init__(name, device=forward.device, dtype=forward.dtype, vocab_size=vocab, limit=limit, model=model)
         self.forward, self.compile = forward, compile
         self._chain = None if compile == "none" else CompiledChain(forward, compile, limit)
-        self._length = 0
+        self._length = self.saved_bytes = 0  # by which what is read is smaller than the model's weights
         self._texts = []
         self._ahead: list[Tensor] = []  # states behind the shared layers of the tokens read ahead
         self._shared = 0
@@ -91,7 +97,7 @@ class FastRunner(RowRunner):
     @property
     def weight_bytes(self) -> int:
         """See `Runner.weight_bytes`."""
-        return 0 if self.model is None else weight_bytes(self.model)
+        return 0 if self.model is None else weight_bytes(self.model) - self.saved_bytes
 
     def first_layers(self, exit_layer: int) -> FastRunner:
         """The first layers as a draft model with a cache of its own, sharing the weights.

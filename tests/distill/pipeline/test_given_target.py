@@ -13,6 +13,7 @@ from pairs import make_tokenizer
 from tiny_run import run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from decode.core.errors import UserError
 from decode.models.loading.open_model import load_model
 from distill.config.language_models import TargetSettings
 
@@ -37,3 +38,19 @@ def test_a_gguf_file_becomes_a_plain_folder_and_drafts_are_trained_for_it(file: 
     assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), given.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(run.target).chat_template == make_tokenizer(chat=True).chat_template
     assert run_tiny(settings)[0] == []
+
+
+def test_the_weights_of_a_file_are_rounded_where_that_is_asked_for(file: Path, tmp_path: Path) -> None:
+    target = TargetSettings(kind="as_is", model=str(file), round_to="float16")
+    settings = tiny_settings(tmp_path, target=target, comparisons=[])
+    settings.initial.architecture.hidden_size = 8
+    _, run, _ = run_tiny(settings)
+    given = load_model(file, device="cpu", dtype="float32")
+    saved = load_model(run.target, device="cpu", dtype="float32")
+    assert any(not torch.equal(a, b) for a, b in zip(saved.parameters(), given.parameters(), strict=True))
+    assert all(torch.equal(a, b.half().float()) for a, b in zip(saved.parameters(), given.parameters(), strict=True))
+    folder = TargetSettings(kind="as_is", model=str(run.target), round_to="float16")
+    with pytest.raises(UserError, match=r"which is for a GGUF file, and .* is none; leave target.round_to out"):
+        run_tiny(tiny_settings(tmp_path / "again", target=folder))
+    with pytest.raises(UserError, match=r"round_to is for a GGUF file with kind as_is, and target.kind is finetune"):
+        TargetSettings(kind="finetune", model="a", round_to="float16").validate("target")

@@ -1,0 +1,225 @@
+"""Packed weights and those in 16 bits give the products of plain ones, for every number of rows; which, is measured."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from families import VOCAB
+from transformers import PreTrainedModel
+
+from decode.core.errors import UserError
+from decode.models.loading import choose_runner
+from decode.models.loading.choose_runner import open_draft_runner, open_runner
+from decode.models.runners import choose_linear, fast_architectures
+from decode.models.runners.choose_linear import Linears, measure
+from decode.models.runners.fast_runner import FastRunner, fast_runner
+from decode.models.runners.huggingface_runner import HuggingFaceRunner
+from decode.models.runners.layer_subset import LayerSubset
+from decode.models.runners.linear import HalfLinear, Linear, PackedLinear, fits_half, halvable, packable
+
+SHAPES = [(48, 32), (32, 48), (96, 576), (7, 5)]
+ROWS = [(0,), (1,), (2,), (8,), (13,), (64,), (300,), (2, 3)]
+X86 = pytest.mark.skipif(not halvable(torch.ones(1, 1)), reason="FBGEMM is for x86 processors")
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("least", [1, choose_linear.FEW])
+@torch.inference_mode()
+def test_products_are_those_of_plain_weights(least: int, shape: tuple[int, int], biased: bool) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(shape), torch.randn(shape[0]) if biased else None
+    plain, packed = Linear(weight, bias), PackedLinear(weight, bias, least)
+    assert (packed.rows, packed.weight.numel()) == (shape[0], weight.numel())
+    for rows in ROWS:
+        x, before = torch.randn(*rows, shape[1]), torch.randn(*rows, shape[0])
+        kept = before.clone()
+        torch.testing.assert_close(packed(x), plain(x), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(packed.add_to(before, x), plain.add_to(before, x), rtol=1e-4, atol=1e-4)
+        assert torch.equal(before, kept)  # states are read again behind the sum
+
+
+@X86
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@torch.inference_mode()
+def test_products_of_a_weight_in_float16_are_those_of_its_rounded_weight(shape: tuple[int, int], biased: bool) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(shape), torch.randn(shape[0]) if biased else None
+    kept, half = Linear(weight.half().float(), bias), HalfLinear(weight, bias)
+    assert (half.rows, half.bytes) == (shape[0], weight.numel() * 2)
+    for rows in ROWS:
+        x, before = torch.randn(*rows, shape[1]), torch.randn(*rows, shape[0])
+        copy = before.clone()
+        torch.testing.assert_close(half(x), kept(x), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(half.add_to(before, x), kept.add_to(before, x), rtol=1e-4, atol=1e-4)
+        assert torch.equal(before, copy)
+
+
+@X86
+def test_which_weights_float16_holds() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 64)
+    assert not fits_half(weight)
+    assert fits_half(weight.half().float())
+    narrow = weight.bfloat16().float()
+    assert fits_half(narrow)
+    narrow[0, 0] = 1e-9  # float16 makes it 0, which changes products by less than float32 rounds
+    assert fits_half(narrow)
+    narrow[0, 0] = 7e4  # float16 ends at 65,504
+    assert not fits_half(narrow)
+    assert not fits_half((weight * 1e-6).bfloat16().float())  # and has few digits below 6e-5
+    assert not fits_half(weight.half())  # in 16 bits, products are computed in 16 bits
+
+
+def test_rows_of_states_that_are_not_contiguous_are_read_right() -> None:
+    weight = torch.randn(6, 4)
+    x = torch.randn(4, 9).t()[::2]
+    torch.testing.assert_close(PackedLinear(weight)(x), x @ weight.t(), rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_kernels_do_not_take_stays_plain() -> None:
+    weight = torch.randn(6, 4, dtype=torch.float64)
+    assert not packable(weight)
+    assert type(Linears("on")(weight)) is Linear
+    assert type(Linears("off")(weight.float())) is Linear
+
+
+def test_the_faster_way_is_chosen_for_each_shape_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def measured(ways, weight, layers):  # type: ignore[no-untyped-def]
+        asked.append(tuple(weight.shape))
+        if weight.shape[0] == 6:
+            seconds = {"plain": [1.0, 4.0], "packed": [1.4, 1.0], "padded": [1.2, 1.0]}
+        else:
+            seconds = {"plain": [1.0, 2.0], "packed": [1.5, 2.0], "padded": [1.6, 2.0]}
+        return {way: seconds[way] for way in ways}
+
+    monkeypatch.setattr(choose_linear, "measure", measured)
+    monkeypatch.setattr(choose_linear, "_MEASURED", {})
+    make = Linears("auto", 2)
+    kinds = [type(make(torch.randn(rows, 4))) for rows in (6, 3, 6, 3)]
+    assert kinds == [PackedLinear, Linear, PackedLinear, Linear]
+    again = Linears("auto", 2)
+    assert [type(again(torch.randn(rows, 4))) for rows in (6, 3)] == kinds[:2]
+    assert asked == [(6, 4), (3, 4)]  # another model of these shapes is laid out in the same way
+    assert make.bytes["padded"] == 2 * 6 * 4 * 4
+    sentence = make.sentence()
+    assert "6×4 packed (packed 0.8 and 4.0)" in sentence
+    assert "3×4 plain (packed 0.7 and 1.0)" in sentence
+    least = [Linears("on", 2)(torch.randn(rows, 4)).least for rows in (6, 3)]  # type: ignore[attr-defined]
+    assert least == [choose_linear.FEW, 1]
+
+
+@X86
+def test_float16_is_chosen_where_it_is_allowed_and_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = {6: [0.6, 0.7], 3: [1.1, 1.0]}
+    monkeypatch.setattr(
+        choose_linear,
+        "measure",
+        lambda ways, weight, layers: {way: half[len(weight)] if way == "float16" else [1.0, 1.0] for way in ways},
+    )
+    monkeypatch.setattr(choose_linear, "_MEASURED", {})
+    weights = [torch.randn(rows, 4) for rows in (6, 3)]
+    for pack, other in (("auto", Linear), ("on", PackedLinear)):
+        make = Linears(pack, half=True)
+        assert [type(make(weight)) for weight in weights] == [HalfLinear, other]
+        assert make.bytes["float16"] == 48
+        assert HalfLinear not in [type(Linears(pack)(weight)) for weight in weights]
+        assert [type(Linears(pack, half=True)(weight.double())) for weight in weights] == [Linear, Linear]
+    assert type(Linears("off", half=True)(weights[0])) is Linear
+    make = Linears("auto", half=True)
+    make(weights[0])
+    assert "6×4 float16 (packed 1.0 and 1.0, float16 1.7 and 1.4)" in make.sentence()
+
+
+def test_the_measurement_compares_all_ways() -> None:
+    calls = []
+
+    class Counted(Linear):
+        def __call__(self, x):  # type: ignore[no-untyped-def]
+            calls.append(len(x))
+            return super().__call__(x)
+
+    seconds = measure({"counted": Counted, "packed": PackedLinear}, torch.randn(6, 4), 2)
+    assert set(calls) == set(choose_linear.ROWS)
+    assert list(seconds) == ["counted", "packed"]
+    assert all(len(times) == len(choose_linear.ROWS) and min(times) > 0 for times in seconds.values())
+
+
+def in_sixteen_bits(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """The same with weights that 16 bits hold, in float32."""
+    return copy.deepcopy(model).to(dtype).float()
+
+
+@pytest.fixture
+def half_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if products with weights in float16 were measured fastest."""
+    times = {"plain": [9.0, 9.0], "packed": [5.0, 5.0], "padded": [5.0, 5.0], "float16": [1.0, 1.0]}
+    monkeypatch.setattr(choose_linear, "measure", lambda ways, weight, layers: {way: times[way] for way in ways})
+    monkeypatch.setattr(choose_linear, "_MEASURED", {})
+
+
+@X86
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi", "gpt_neox"])
+@torch.inference_mode()
+def test_a_target_published_in_sixteen_bits_is_read_in_sixteen_with_its_own_results(
+    family: str, tiny, half_is_fastest
+) -> None:
+    model, ids = in_sixteen_bits(tiny(family)), torch.arange(9) % VOCAB
+    runner = open_runner(model, pack="auto")
+    assert isinstance(runner, FastRunner)
+    assert isinstance(runner.forward.weights.head, HalfLinear)
+    assert isinstance(runner.forward.layers[0].qkv, HalfLinear)
+    logits = model(input_ids=ids[None]).logits[0]
+    torch.testing.assert_close(runner.read(ids), logits, rtol=1e-5, atol=1e-5 * float(logits.std()))
+    assert runner.weight_bytes < 0.6 * open_runner(model).weight_bytes
+    other = open_runner(tiny(family), pack="auto")  # float16 does not hold these
+    assert isinstance(other, FastRunner)
+    assert isinstance(other.forward.weights.head, PackedLinear)
+
+
+@X86
+@torch.inference_mode()
+def test_a_draft_is_rounded_to_sixteen_bits(tiny, half_is_fastest, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, ids = tiny("llama"), torch.arange(9) % VOCAB
+    rounded = open_draft_runner(draft, tiny("llama", seed=2), pack="auto")
+    assert isinstance(rounded, FastRunner)
+    assert isinstance(rounded.forward.layers[0].down, HalfLinear)
+    expected = draft(input_ids=ids[None]).logits[0]
+    gap = (rounded.read(ids) - expected).square().mean(-1).sqrt().max() / expected.std()
+    assert 1e-5 < gap < 0.01
+    with monkeypatch.context() as patch:
+        patch.setattr(choose_runner, "SIXTEEN_BITS", 1e-6)
+        with pytest.warns(UserWarning, match="using the ordinary model call"):
+            assert isinstance(open_draft_runner(draft, draft, pack="auto"), HuggingFaceRunner)
+
+
+def test_an_unknown_mode_is_refused(tiny) -> None:
+    with pytest.raises(UserError, match="pack is 'yes'; choose one of auto, on, off"):
+        open_runner(tiny("llama"), pack="yes")
+
+
+@torch.inference_mode()
+def test_layer_subsets_and_early_exits_of_a_packed_model_draft_the_same(tiny) -> None:
+    model, ids = tiny("llama"), torch.arange(9) % VOCAB
+    for subset in (LayerSubset(1), LayerSubset.skipping(2, [0], [1])):
+        rows = [open_runner(model, pack=pack).read_subset(ids, subset) for pack in ("off", "on")]
+        torch.testing.assert_close(rows[1], rows[0], rtol=1e-4, atol=2e-4)
+    exits = [fast_runner(model, pack=pack).first_layers(1) for pack in ("off", "on")]
+    assert isinstance(exits[1].forward.weights.head, PackedLinear)
+    torch.testing.assert_close(exits[1].read(ids), exits[0].read(ids), rtol=1e-4, atol=2e-4)
+
+
+def test_a_large_model_is_packed_where_that_is_asked_for(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    monkeypatch.setattr(fast_architectures, "COPIED", 0)
+    model = tiny("llama")
+    before = {key: weight.data_ptr() for key, weight in model.named_parameters()}
+    runner = open_runner(model, pack="on")
+    assert isinstance(runner, FastRunner)
+    assert isinstance(runner.forward.layers[0].qkv, PackedLinear)
+    assert before == {key: weight.data_ptr() for key, weight in model.named_parameters()}
