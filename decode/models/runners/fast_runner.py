@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.runner_protocol import Runner
+from decode.models.free_memory import free_memory
 from decode.models.runners.choose_linear import Linears
 from decode.models.runners.compiled_forward import CompiledChain
 from decode.models.runners.fast_architectures import FAMILIES, is_small, model_weights, published_in_half, tunable
@@ -21,6 +22,8 @@ from decode.models.runners.kv_cache_rows import RowRunner, hand_out
 from decode.models.runners.layer_subset import LayerSubset
 from decode.models.runners.ragged_batch import NewTokens, TextsTogether
 
+ROOM = 1.5  # memory that has to be free before a large model's weights are copied, in their sizes
+
 
 def fast_runner(model: PreTrainedModel, *, compile: str = "none", pack: str = "off", draft: bool = False) -> FastRunner:
     """A runner of a model that `supports` knows.
@@ -28,18 +31,20 @@ def fast_runner(model: PreTrainedModel, *, compile: str = "none", pack: str = "o
     Args:
         model: the model.
         compile: mode of torch.compile for chains, or ``none``.
-        pack: of `decode.models.runners.choose_linear.MODES`; large models (`COPIED`) are packed by ``on`` only.
+        pack: of `decode.models.runners.choose_linear.MODES`; ``auto`` packs large models (`COPIED`) only where float16
+            holds their weights and memory has room for a second copy.
         draft: it is a draft, whose weights may be rounded to 16 bits.
     """
     facts, rotary = facts_of(model), model.base_model.rotary_emb
     rotated = cos_and_sin(rotary, 1, facts["dtype"], facts["device"])[0].shape[-1]
     # a compiler has no complex numbers, and lays weights out itself
     tuned = compile == "none" and tunable(model)
-    pack = pack if compile == "none" and (pack == "on" or is_small(model)) else "off"
-    kept = not draft and pack != "off" and published_in_half(model)
-    make = Linears(
-        pack, model.config.get_text_config().num_hidden_layers, copies=tuned, half=kept or (draft and pack == "auto")
-    )
+    pack = pack if compile == "none" else "off"
+    kept = pack != "off" and not draft and published_in_half(model)
+    if pack == "auto" and not is_small(model):
+        pack = "on" if kept and free_memory(model.device) > ROOM * weight_bytes(model) else "off"
+    half = kept or (draft and pack == "auto")
+    make = Linears(pack, model.config.get_text_config().num_hidden_layers, copies=tuned, half=half)
     forward = FastForward(
         model_weights(model, rotated, make, tuned=tuned, folded=not kept), rotary, powers_of_two=compile != "none"
     )

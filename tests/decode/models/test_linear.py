@@ -13,6 +13,7 @@ from decode.core.errors import UserError
 from decode.models.loading import choose_runner
 from decode.models.loading.choose_runner import open_draft_runner, open_runner
 from decode.models.runners import choose_linear, fast_architectures
+from decode.models.runners import fast_runner as fast_runner_module
 from decode.models.runners.choose_linear import Linears, measure
 from decode.models.runners.fast_runner import FastRunner, fast_runner
 from decode.models.runners.huggingface_runner import HuggingFaceRunner
@@ -180,6 +181,24 @@ def test_a_target_published_in_sixteen_bits_is_read_in_sixteen_with_its_own_resu
     other = open_runner(tiny(family), pack="auto")  # float16 does not hold these
     assert isinstance(other, FastRunner)
     assert isinstance(other.forward.weights.head, PackedLinear)
+
+
+@X86
+@torch.inference_mode()
+def test_a_large_target_is_read_in_sixteen_bits_where_memory_has_room(
+    tiny, half_is_fastest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fast_architectures, "COPIED", 0)
+    model, ids = in_sixteen_bits(tiny("llama")), torch.arange(9) % VOCAB
+    runner = open_runner(model, pack="auto")
+    assert isinstance(runner, FastRunner)
+    assert isinstance(runner.forward.layers[0].qkv, HalfLinear)
+    torch.testing.assert_close(runner.read(ids), model(input_ids=ids[None]).logits[0], rtol=1e-4, atol=1e-4)
+    others = [open_runner(tiny("llama"), pack="auto"), open_draft_runner(model, model, pack="auto")]
+    monkeypatch.setattr(fast_runner_module, "free_memory", lambda device: 0.0)
+    for plain in (*others, open_runner(model, pack="auto")):
+        assert isinstance(plain, FastRunner)
+        assert type(plain.forward.layers[0].qkv) is Linear
 
 
 @X86
