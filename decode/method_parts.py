@@ -63,8 +63,8 @@ def _model(inputs: MethodInputs) -> Drafter:
 
 def _feature_tree(inputs: MethodInputs) -> Drafter:
     options = inputs.options
-    head = head_of(inputs.draft)
-    return FeatureTreeDrafter(head, inputs.target, inputs.warp, width=options.tree_width, nodes=options.tree_nodes)
+    size = {"width": options.tree_width, "nodes": options.tree_nodes, "threshold": options.tree_threshold}
+    return FeatureTreeDrafter(head_of(inputs.draft), inputs.target, inputs.warp, **size)
 
 
 def _rest(inputs: MethodInputs) -> Drafter:

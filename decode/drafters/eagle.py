@@ -1,5 +1,6 @@
 """A feature head drafts (EAGLE): a chain, or EAGLE-2's dynamic tree (arXiv 2406.16858)."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,11 +91,21 @@ class FeatureTreeDrafter(FeatureDrafter):
     Attributes:
         width: nodes expanded a level, and children tried of each (the paper's top k, 10).
         nodes: nodes of the finished tree (the paper: 60).
+        threshold: least cumulative probability of a node (the paper: 0).
     """
 
-    def __init__(self, runner: HeadRunner, target: Runner, warp: Warp, *, width: int = 10, nodes: int = 60) -> None:
+    def __init__(
+        self,
+        runner: HeadRunner,
+        target: Runner,
+        warp: Warp,
+        *,
+        width: int = 10,
+        nodes: int = 60,
+        threshold: float = 0.0,
+    ) -> None:
         super().__init__(runner, target, warp)
-        self.width, self.nodes = width, nodes
+        self.width, self.nodes, self.threshold = width, nodes, threshold
 
     def _drafting(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Drafting:
         """The tree, as deep as the stop rule's window."""
@@ -110,7 +121,7 @@ class FeatureTreeDrafter(FeatureDrafter):
         tokens: list[Tensor] = []
         parents: list[Tensor] = []
         scores: list[Tensor] = []
-        count = 0
+        count, least = 0, math.log(self.threshold) if self.threshold else -math.inf
         for level in range(depth):
             log_q = self._log_probs(logits, ids, paths)
             width = min(self.width, log_q.shape[-1])
@@ -123,6 +134,8 @@ class FeatureTreeDrafter(FeatureDrafter):
             if level + 1 == depth:
                 break
             top = score.topk(min(self.width, len(score)))
+            if self.threshold and top.values[0] < least:
+                break
             above, picked, row = top.values, tokens[-1][top.indices], top.indices // width
             origin = count + top.indices
             count += len(score)
@@ -134,7 +147,7 @@ class FeatureTreeDrafter(FeatureDrafter):
             seen = seen[row]
             logits = yield picked, states[row], seen, level
             states = runner.hidden
-        return _best_nodes(torch.cat(tokens), torch.cat(parents), torch.cat(scores), self.nodes)
+        return _best_nodes(torch.cat(tokens), torch.cat(parents), torch.cat(scores), self.nodes, least)
 
     def _read(self, feed: Any) -> Tensor:
         """Logits behind the text's tokens, or behind those of a level."""
@@ -157,10 +170,18 @@ class FeatureTreeDrafter(FeatureDrafter):
         return q.log().clamp_(max=0)
 
 
-def _best_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int) -> Draft:
-    """The tree of the most probable candidates: none is likelier than its parent, and of equals the first counts."""
+def _best_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int, least: float) -> Draft:
+    """The tree of the most probable candidates: none is likelier than its parent, and of equals the first counts.
+
+    Args:
+        tokens: of the candidates, parents before children.
+        parents: their places among the candidates; -1 for the root's children.
+        scores: their log-probabilities.
+        nodes: most nodes of the tree.
+        least: their least log-probability.
+    """
     order = torch.sort(scores, descending=True, stable=True).indices[:nodes]
-    order = order[scores[order] > -torch.inf].sort().values
+    order = order[(scores[order] >= least) & (scores[order] > -torch.inf)].sort().values
     kept = order.tolist()
     place = {node: i for i, node in enumerate(kept)} | {-1: -1}
     return Draft(tokens[order], [place[p] for p in parents[order].tolist()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from itertools import product
 
@@ -259,7 +260,8 @@ def test_feature_heads_are_lossless(family: str, make: Callable[..., Runner], ve
     runner, head = make(target), as_runner(target, version)
     there = Experiment(runner, warp, PROMPT, 3, forward=forward)
     chain, tree = FeatureDrafter(head, runner, warp), FeatureTreeDrafter(head, runner, warp, width=2, nodes=5)
-    for drafter in (chain, tree, *(HybridDrafter(drafter, match=2, length=3) for drafter in (chain, tree))):
+    pruned = FeatureTreeDrafter(head, runner, warp, width=3, threshold=0.03)
+    for drafter in (chain, tree, pruned, *(HybridDrafter(drafter, match=2, length=3) for drafter in (chain, tree))):
         assert there.bias(System("", drafter, StopRule(3))) < 1e-12
         assert {m for trace in there.traces for m in trace.accepted} >= {0, 1}
     entropy = StopRule(20, negative_entropy, threshold=MeanOfRejected())
@@ -290,6 +292,45 @@ def test_a_tree_is_the_most_probable_nodes_and_holds_the_chain(tiny) -> None:
     assert paths(tree) < paths(bigger)
     assert len(paths(bigger)) == 40  # no node twice
     assert tuple(chain.tokens[:1].tolist()) in paths(tree)
+
+
+@torch.inference_mode()
+def test_nodes_below_the_threshold_and_levels_below_them_are_not_drafted(tiny) -> None:
+    target = tiny("llama")
+    runner, head = open_runner(target), as_runner(target, 3)
+    levels = []
+    read_level = head.read_level
+    head.read_level = lambda *arguments: levels.append(len(arguments[0])) or read_level(*arguments)  # type: ignore
+
+    def draft(threshold: float) -> dict[tuple[int, ...], float]:
+        """Paths of the tree, and the probability of each by chains of the head."""
+        drafter = FeatureTreeDrafter(head, runner, GREEDY, width=3, nodes=60, threshold=threshold)
+        runner.truncate(0)
+        runner.captured_layers = drafter.captured_layers
+        runner.read(torch.tensor(PROMPTS[0][:-1]), head=0)
+        drafter.start(PROMPTS[0])
+        levels.clear()
+        tree = drafter.propose(PROMPTS[0], StopRule(3), 10, TorchRng(0))
+        found = {}
+        for path in (tree.text_before([], i) for i in range(len(tree))):
+            head.truncate(0)
+            head.settle(runner.features)
+            head.read(torch.tensor(PROMPTS[0][:-1]), head=0)
+            feeds = [PROMPTS[0][-1:], *([token] for token in path[:-1])]
+            rows = [head.read(torch.tensor(feed), head=1)[0].softmax(-1) for feed in feeds]
+            found[tuple(path)] = math.prod(float(row[token]) for row, token in zip(rows, path))
+        return found
+
+    whole = draft(0.0)
+    assert levels == [3, 3]
+    by_length = [sorted((p for path, p in whole.items() if len(path) == n), reverse=True) for n in (1, 2, 3)]
+    threshold = 0.999 * by_length[1][0]  # of the second level one node is left
+    assert draft(threshold).keys() == {path for path, p in whole.items() if p >= threshold}
+    assert len(levels) == (2 if by_length[1][0] >= threshold else 1)
+    assert draft(1.001 * by_length[1][0]).keys() == {path for path, p in whole.items() if p > by_length[1][0]}
+    assert levels == [3]  # the third level hangs below nodes of the second
+    assert draft(1.0) == {}
+    assert levels == []
 
 
 def test_offline_alpha_of_a_head_counts_what_decoding_would_test(tiny) -> None:
