@@ -192,9 +192,9 @@ class TargetSettings(ModelSettings):
     layerskip: LayerSkipSettings = field(default_factory=LayerSkipSettings)
     """LayerSkip's training recipe, so that the target's own early layers can draft (see python -m probes)."""
     round_to: Literal["float16", "bfloat16"] | None = field(default=None, metadata=LATER)
-    """Round a GGUF file's weights to 16 bits when target/ is made of them. float16 changes them by 0.02 % at most, the
-    file's own few bits did by some percent. The folder is half as large, and CPUs read it in half the time, still
-    computing in float32 (decode's --pack). null: as they are unpacked."""
+    """Round the weights of a target taken as it is to 16 bits, for a GGUF file or one in float32. float16 changes them
+    by 0.02 % at most, a GGUF file's few bits did by some percent. The folder is half as large, and CPUs read it in half
+    the time, still computing in float32 (decode's --pack). null: as they are."""
     stacking: StackingSettings | None = field(default=None, metadata=LATER)
     """For a target from scratch, in one process: train few layers first (progressive stacking). null: all from the
     first step on."""
@@ -231,7 +231,7 @@ class TargetSettings(ModelSettings):
         if self.stacking is not None and self.kind in ("finetune", "lora"):
             raise UserError(f"{where}.stacking is for a target from scratch, and {where}.kind is {self.kind}")
         if self.round_to is not None and self.kind != "as_is":
-            raise UserError(f"{where}.round_to is for a GGUF file with kind as_is, and {where}.kind is {self.kind}")
+            raise UserError(f"{where}.round_to is for a target with kind as_is, and {where}.kind is {self.kind}")
         ways = {"devices": self.devices, "sharded": self.sharded, "quantization": self.quantization}
         if self.sharded and len(given := [f"{where}.{name}" for name, value in ways.items() if value]) > 1:
             raise UserError(f"{' and '.join(given)} are set: a sharded target is on the draft's devices, not quantised")

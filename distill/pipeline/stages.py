@@ -13,7 +13,6 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.core.errors import UserError
 from decode.models.eagle.head import FeatureHead
 from decode.models.eagle.head_files import save_head
 from decode.models.loading.gguf_files import gguf_file
@@ -108,12 +107,7 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
     if settings.kind == "as_is":
         assert settings.model is not None
         round_to = settings.round_to if isinstance(settings, TargetSettings) else None
-        if gguf_file(settings.model) is None:
-            if round_to is not None:
-                raise UserError(
-                    f"target.round_to is {round_to}, which is for a GGUF file, and {settings.model} is none; leave "
-                    "target.round_to out: the weights of a folder stay as they are"
-                )
+        if gguf_file(settings.model) is None and round_to is None:
             record = StageRecord(key, parameters=count_parameters(settings, len(tokenizer)))
             return StageResult(record, source=source_folder(settings.model))
         model = load_model(settings.model, device="cpu", dtype=settings.dtype)

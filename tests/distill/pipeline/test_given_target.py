@@ -49,8 +49,5 @@ def test_the_weights_of_a_file_are_rounded_where_that_is_asked_for(file: Path, t
     saved = load_model(run.target, device="cpu", dtype="float32")
     assert any(not torch.equal(a, b) for a, b in zip(saved.parameters(), given.parameters(), strict=True))
     assert all(torch.equal(a, b.half().float()) for a, b in zip(saved.parameters(), given.parameters(), strict=True))
-    folder = TargetSettings(kind="as_is", model=str(run.target), round_to="float16")
-    with pytest.raises(UserError, match=r"which is for a GGUF file, and .* is none; leave target.round_to out"):
-        run_tiny(tiny_settings(tmp_path / "again", target=folder))
-    with pytest.raises(UserError, match=r"round_to is for a GGUF file with kind as_is, and target.kind is finetune"):
+    with pytest.raises(UserError, match=r"round_to is for a target with kind as_is, and target.kind is finetune"):
         TargetSettings(kind="finetune", model="a", round_to="float16").validate("target")
