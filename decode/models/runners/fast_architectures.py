@@ -1,11 +1,11 @@
 """The architectures that the hand-written forward knows, and the weights of each in the layout that it reads.
 
-Two layouts. `tuned` weights are copies for the CPU: scales of RMS norms folded into the projection behind them (unless
-that would take more than the 16 bits of a model published in 16), and rows of q and k sorted so that rotation is one
-multiplication of complex numbers. Where a copy would cost too much, or
-numbers are too narrow for complex arithmetic, the layout stays the model's own. Projections of one input are fused into
-one weight: a copy, or for models of more than `COPIED` bytes the model's own memory, of which its parameters become
-views (they keep their values, and can be trained and saved).
+Two layouts. `tuned` weights are copies for the CPU: scales of RMS norms folded into the projection behind them (except
+where 16 bits hold the weights, which they would not hold with the scales), and rows of q and k sorted so that rotation
+is one multiplication of complex numbers. Where a copy would cost too much, or numbers are too narrow for complex
+arithmetic, the layout stays the model's own. Projections of one input are fused into one weight: a copy, or for models
+of more than `COPIED` bytes the model's own memory, of which its parameters become views (they keep their values, and
+can be trained and saved).
 """
 
 from collections.abc import Sequence
