@@ -149,7 +149,7 @@ class MethodOptions(Checked):
     """EAGLE-2: nodes of the drafted tree, the most probable ones; its depth is the draft length."""
     tree_threshold: ClosedUnitInterval = 0.0
     """EAGLE-2: nodes to which the head gives a smaller probability are not drafted. Where checking a token more takes a
-    share s of a step, those with less than about 1.5 s cost more time than they save."""
+    share s of a step, those with less than about 1.5 · s cost more time than they save."""
     probes: str | None = None
     """Folder of acceptance probes, made by `python -m probes`: runs/<name>/probes, or its draft/ for draft-probe. They
     also advise the options that are left open."""
