@@ -12,8 +12,8 @@ from families import build_tiny
 from transformers import PreTrainedModel
 
 from decode.measure.costs import cost_model, exit_costs
-from decode.models.runners import choose_linear
 from decode.models.runners.fast_forward import FastForward
+from decode.models.weights import choose_linear
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

@@ -18,9 +18,9 @@ from decode.core.rng import TorchRng, inverse
 from decode.core.sampling import Warp
 from decode.models.free_memory import rows_that_fit
 from decode.models.loading.choose_runner import fast_if_equal
-from decode.models.runners.choose_linear import FEW
-from decode.models.runners.fast_architectures import is_small
 from decode.models.runners.fast_runner import FastRunner
+from decode.models.weights.choose_linear import FEW
+from decode.models.weights.fast_architectures import is_small
 
 GROUP = 4
 """Batches that are asked for together where bits have to repeat: a finished text's place is taken by a waiting one of

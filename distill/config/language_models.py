@@ -192,8 +192,8 @@ class TargetSettings(ModelSettings):
     layerskip: LayerSkipSettings = field(default_factory=LayerSkipSettings)
     """LayerSkip's training recipe, so that the target's own early layers can draft (see python -m probes)."""
     round_to: Literal["float16", "bfloat16"] | None = field(default=None, metadata=LATER)
-    """Round the weights of a target taken as it is to 16 bits, for a GGUF file or one in float32. float16 changes them
-    by 0.02 % at most, a GGUF file's few bits did by some percent. The folder is half as large, and CPUs read it in half
+    """Round the weights of a target taken as it is to 16 bits, for a GGUF file or one in float32. float16 changes each
+    by 0.05 % at most, a GGUF file's few bits did by some percent. The folder is half as large, and CPUs read it in half
     the time, still computing in float32 (decode's --pack). null: as they are."""
     stacking: StackingSettings | None = field(default=None, metadata=LATER)
     """For a target from scratch, in one process: train few layers first (progressive stacking). null: all from the

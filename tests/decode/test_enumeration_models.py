@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -21,7 +22,8 @@ from decode.core.system import System
 from decode.drafters.draft_model import ModelDrafter
 from decode.models.runners.fast_runner import fast_runner
 from decode.models.runners.huggingface_runner import HuggingFaceRunner
-from decode.models.runners.linear import PackedLinear
+from decode.models.weights import choose_linear
+from decode.models.weights.linear import HalfLinear, Linear, PackedLinear, half_scale
 
 TOLERANCE = 1e-12
 VOCAB = 8
@@ -73,12 +75,21 @@ def test_a_draft_model_is_lossless_through_real_caches(family: str, runner: type
     assert {m for trace in there.traces for m in trace.accepted} == {0, 1, 2}
 
 
-def test_packed_weights_are_lossless(tiny) -> None:
+@pytest.mark.parametrize("kind", [PackedLinear, HalfLinear])
+def test_packed_weights_and_those_in_float16_are_lossless(kind: type[Linear], tiny, monkeypatch) -> None:
     """In float32, which the kernels take: the bias is its rounding, measured against fresh forwards of the model."""
+    times = {"packed": 1.0, "padded": 1.0, "plain": 9.0, "float16": 0.5}
+    monkeypatch.setattr(choose_linear, "measure", lambda ways, *_: {way: [times[way]] * 2 for way in ways})
+    monkeypatch.setattr(choose_linear, "_MEASURED", {})
     target = tiny("llama", vocab_size=VOCAB)
-    runner = fast_runner(target, pack="on")
-    assert isinstance(runner.forward.weights.head, PackedLinear)
-    drafter = ModelDrafter(fast_runner(resembling(target, 0.2), pack="on"), WARP, VOCAB)
+    if kind is HalfLinear:
+        target = copy.deepcopy(target).bfloat16().float()
+        if half_scale(target.lm_head.weight) is None:
+            pytest.skip("FBGEMM is for x86 processors")
+    runner = fast_runner(target, pack="auto")
+    drafter = ModelDrafter(fast_runner(resembling(target, 0.2), pack="auto", draft=kind is HalfLinear), WARP, VOCAB)
+    for made in (runner, drafter.runner):
+        assert isinstance(made.forward.weights.head, kind)  # type: ignore[attr-defined]
     there = experiment(target, runner, tokens=3)
     assert there.bias(System("model", drafter, StopRule(5))) < 1e-5
     assert {m for trace in there.traces for m in trace.accepted} >= {0, 1}

@@ -25,8 +25,8 @@ from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
 from decode.loop import decode, rounds
 from decode.models.loading.choose_runner import open_runner
-from decode.models.runners.fast_architectures import supports
 from decode.models.runners.huggingface_runner import HuggingFaceRunner
+from decode.models.weights.fast_architectures import supports
 
 PROMPT = [3, 7, 1, 9, 3, 7]
 SAMPLE = Warp(temperature=1.0)

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.models.eagle.head import FeatureHead, output_head
-from decode.models.runners.choose_linear import Linears
-from decode.models.runners.fast_architectures import Shape, Weights, llama_layer, tunable
 from decode.models.runners.fast_forward import FastForward, Mask, cos_and_sin
 from decode.models.runners.kv_cache_rows import RowRunner, hand_out
-from decode.models.runners.norms import norm
 from decode.models.runners.ragged_batch import NewTokens
+from decode.models.weights.choose_linear import Linears
+from decode.models.weights.fast_architectures import Shape, Weights, llama_layer, tunable
+from decode.models.weights.norms import norm
 
 Level = tuple[Tensor, Tensor, Tensor]
 """Tokens, states and ancestors of one level of a draft tree; see `HeadRunner.read_level`."""

@@ -17,10 +17,10 @@ from decode.models.eagle.head import FeatureHead
 from decode.models.eagle.head_runner import HeadRunner
 from decode.models.other_tokenizer import DraftModel, ForeignDraft, ForeignRunner
 from decode.models.runners.compiled_forward import check_compile
-from decode.models.runners.fast_architectures import FAMILIES, supports
 from decode.models.runners.fast_runner import FastRunner, fast_runner
 from decode.models.runners.huggingface_runner import HuggingFaceRunner, arguments_of
 from decode.models.runners.longrope import LongRopeRunner, longrope_boundary
+from decode.models.weights.fast_architectures import FAMILIES, supports
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Differences of logits that rounding explains, in standard deviations."""
@@ -44,7 +44,7 @@ def open_runner(
         model: a causal language model, or one with adapters (peft).
         fast: use the hand-written forward where it can be.
         compile: send it through torch.compile (a mode of `decode.models.runners.compiled_forward.MODES`).
-        pack: lay its weights out anew for CPUs (a mode of `decode.models.runners.choose_linear.MODES`).
+        pack: lay its weights out anew for CPUs (a mode of `decode.models.weights.choose_linear.MODES`).
         draft: it is a draft: its own results to the rounding of its weights to 16 bits, where that is faster.
 
     Raises:

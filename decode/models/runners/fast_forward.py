@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decode.core.proposal import Draft
-from decode.models.runners.fast_architectures import Layer, Weights
 from decode.models.runners.ragged_batch import NewTokens, TextsTogether
 from decode.models.runners.tree_masks import tree_mask
+from decode.models.weights.fast_architectures import Layer, Weights
 
 CacheSlots = tuple[Any, Tensor, Tensor]
 """Of one layer: cache ``[1, 2 kv_heads, n, width]`` of the new tokens (anything with ``copy_``), and all keys and all

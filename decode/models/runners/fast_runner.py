@@ -13,14 +13,14 @@ from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.runner_protocol import Runner
 from decode.models.free_memory import free_memory
-from decode.models.runners.choose_linear import Linears
 from decode.models.runners.compiled_forward import CompiledChain
-from decode.models.runners.fast_architectures import FAMILIES, is_small, model_weights, published_in_half, tunable
 from decode.models.runners.fast_forward import FastForward, Mask, cos_and_sin
 from decode.models.runners.huggingface_runner import facts_of, weight_bytes
 from decode.models.runners.kv_cache_rows import RowRunner, hand_out
 from decode.models.runners.layer_subset import LayerSubset
 from decode.models.runners.ragged_batch import NewTokens, TextsTogether
+from decode.models.weights.choose_linear import Linears
+from decode.models.weights.fast_architectures import FAMILIES, is_small, model_weights, published_in_half, tunable
 
 ROOM = 1.5  # memory that has to be free before a large model's weights are copied, in their sizes
 
@@ -31,7 +31,7 @@ def fast_runner(model: PreTrainedModel, *, compile: str = "none", pack: str = "o
     Args:
         model: the model.
         compile: mode of torch.compile for chains, or ``none``.
-        pack: of `decode.models.runners.choose_linear.MODES`; ``auto`` packs large models (`COPIED`) only where float16
+        pack: of `decode.models.weights.choose_linear.MODES`; ``auto`` packs large models (`COPIED`) only where float16
             holds their weights and memory has room for a second copy.
         draft: it is a draft, whose weights may be rounded to 16 bits.
     """
@@ -39,10 +39,12 @@ def fast_runner(model: PreTrainedModel, *, compile: str = "none", pack: str = "o
     rotated = cos_and_sin(rotary, 1, facts["dtype"], facts["device"])[0].shape[-1]
     # a compiler has no complex numbers, and lays weights out itself
     tuned = compile == "none" and tunable(model)
-    pack = pack if compile == "none" else "off"
+    pack, large = pack if compile == "none" else "off", not is_small(model)
+    if pack == "auto" and large and free_memory(model.device) <= ROOM * weight_bytes(model):
+        pack = "off"
     kept = pack != "off" and not draft and published_in_half(model)
-    if pack == "auto" and not is_small(model):
-        pack = "on" if kept and free_memory(model.device) > ROOM * weight_bytes(model) else "off"
+    if pack == "auto" and large:
+        pack = "on" if kept else "off"
     half = kept or (draft and pack == "auto")
     make = Linears(pack, model.config.get_text_config().num_hidden_layers, copies=tuned, half=half)
     forward = FastForward(

@@ -20,10 +20,10 @@ from decode.loop import decode, rounds
 from decode.method_parts import MethodInputs
 from decode.methods import build
 from decode.models.loading.choose_runner import open_runner
-from decode.models.runners.fast_architectures import FAMILIES
 from decode.models.runners.fast_forward import FastForward
 from decode.models.runners.fast_runner import FastRunner, fast_runner, self_speculating
 from decode.models.runners.layer_subset import LayerSubset
+from decode.models.weights.fast_architectures import FAMILIES
 
 WALKED = ["llama", "llama-mha", "llama-tied", "mistral", "qwen2", "qwen3", "phi", "gpt_neox", "gpt_neox-sequential"]
 DEPTH = 4

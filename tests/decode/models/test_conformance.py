@@ -25,11 +25,12 @@ from decode.loop import decode
 from decode.method_parts import MethodInputs
 from decode.methods import build
 from decode.models.loading.choose_runner import compare, open_runner
-from decode.models.runners import fast_architectures, tree_masks
 from decode.models.runners import huggingface_runner as huggingface_module
-from decode.models.runners.fast_architectures import supports
+from decode.models.runners import tree_masks
 from decode.models.runners.fast_runner import FastRunner, fast_runner
 from decode.models.runners.huggingface_runner import HuggingFaceRunner
+from decode.models.weights import fast_architectures
+from decode.models.weights.fast_architectures import supports
 
 SERVED = [name for name in ARCHITECTURES if name not in REFUSED]
 TREES = [name for name in SERVED if name not in NO_TREES]

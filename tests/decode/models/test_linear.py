@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 from decode.core.errors import UserError
 from decode.models.loading import choose_runner
 from decode.models.loading.choose_runner import open_draft_runner, open_runner
-from decode.models.runners import choose_linear, fast_architectures
 from decode.models.runners import fast_runner as fast_runner_module
-from decode.models.runners.choose_linear import Linears, measure
 from decode.models.runners.fast_runner import FastRunner, fast_runner
 from decode.models.runners.huggingface_runner import HuggingFaceRunner
 from decode.models.runners.layer_subset import LayerSubset
-from decode.models.runners.linear import HalfLinear, Linear, PackedLinear, fits_half, halvable, packable
+from decode.models.weights import choose_linear, fast_architectures
+from decode.models.weights.choose_linear import Linears, measure
+from decode.models.weights.linear import HalfLinear, Linear, PackedLinear, half_scale, halvable, packable
 
 SHAPES = [(48, 32), (32, 48), (96, 576), (7, 5)]
 ROWS = [(0,), (1,), (2,), (8,), (13,), (64,), (300,), (2, 3)]
@@ -60,19 +60,38 @@ def test_products_of_a_weight_in_float16_are_those_of_its_rounded_weight(shape: 
 
 
 @X86
-def test_which_weights_float16_holds() -> None:
+def test_which_weights_float16_holds_and_times_which_power_of_two() -> None:
     torch.manual_seed(0)
-    weight = torch.randn(64, 64)
-    assert not fits_half(weight)
-    assert fits_half(weight.half().float())
-    narrow = weight.bfloat16().float()
-    assert fits_half(narrow)
-    narrow[0, 0] = 1e-9  # float16 makes it 0, which changes products by less than float32 rounds
-    assert fits_half(narrow)
-    narrow[0, 0] = 7e4  # float16 ends at 65,504
-    assert not fits_half(narrow)
-    assert not fits_half((weight * 1e-6).bfloat16().float())  # and has few digits below 6e-5
-    assert not fits_half(weight.half())  # in 16 bits, products are computed in 16 bits
+    weight = torch.randn(1500, 8)
+    assert half_scale(weight) is None
+    assert half_scale(weight.half().float()) == 1
+    small = (0.02 * weight).bfloat16().float()
+    small[1400, 0] = torch.tensor(1e-6).bfloat16()  # float16 itself has few digits below 6e-5
+    assert not torch.equal(small.half().float(), small)
+    scale = half_scale(small)
+    assert scale is not None
+    assert scale > 1
+    small[1400, 0] = 1e-14  # and so far below the largest one a product cannot show it
+    assert half_scale(small) is not None
+    small[1400, 0] = 0.011  # no 16 bits hold this one
+    assert half_scale(small) is None
+    assert half_scale((1e5 * weight).bfloat16().float()) < 1  # type: ignore[operator]  # float16 ends at 65,504
+    assert half_scale(torch.zeros(2, 2)) == 1
+    assert half_scale(weight.half()) is None  # of a model in 16 bits, products are computed in 16 bits
+
+
+@X86
+@torch.inference_mode()
+def test_a_weight_in_bfloat16_has_its_float32_products_where_states_are_a_thousand_times_as_large() -> None:
+    torch.manual_seed(0)
+    weight, bias, x = 0.02 * torch.randn(48, 64), torch.randn(48), torch.randn(5, 64)
+    weight[:, 3] *= 1e-4  # the weights of a massive activation
+    x[:, 3] = 1e4
+    weight = weight.bfloat16().float()
+    exact = (x.double() @ weight.double().t() + bias).float()
+    torch.testing.assert_close(HalfLinear(weight, bias)(x), exact, rtol=1e-6, atol=1e-6)
+    rounded = Linear(weight.half().float(), bias)(x)
+    assert (rounded - exact).abs().max() > 1e-5
 
 
 def test_rows_of_states_that_are_not_contiguous_are_read_right() -> None:

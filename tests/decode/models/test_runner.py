@@ -20,10 +20,10 @@ from decode.core.runner_protocol import Runner
 from decode.core.target import Target
 from decode.models.loading import choose_runner
 from decode.models.loading.choose_runner import open_runner
-from decode.models.runners import fast_architectures
 from decode.models.runners import fast_runner as fast_module
 from decode.models.runners.huggingface_runner import HuggingFaceRunner
 from decode.models.runners.tree_masks import tree_mask
+from decode.models.weights import fast_architectures
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
 WAYS = {"fast": {}, "ordinary": {"fast": False}, "packed": {"pack": "on"}}

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
-from decode.models.runners.choose_linear import Linears
-from decode.models.runners.linear import Linear, fits_half
-from decode.models.runners.norms import WIDE, Function, RmsNorm, norm, rms_norm
+from decode.models.weights.choose_linear import Linears
+from decode.models.weights.linear import Linear, half_scale
+from decode.models.weights.norms import WIDE, Function, RmsNorm, norm, rms_norm
 
 COPIED = 1 << 30  # most bytes of a model whose weights are copied
 
@@ -99,7 +99,7 @@ def tunable(model: nn.Module) -> bool:
 
 def published_in_half(model: nn.Module) -> bool:
     """Whether float16 holds all matrices, as it does those of a checkpoint in 16 bits that was loaded in float32."""
-    return all(fits_half(p) for p in model.parameters() if p.dim() == 2)
+    return all(half_scale(p) is not None for p in model.parameters() if p.dim() == 2)
 
 
 def is_small(model: nn.Module) -> bool:

@@ -4,6 +4,8 @@ A product of few rows takes as long as its weight takes to be read, if the kerne
 a weight is read with strides, or reordered in each call. Freezing in torch.compile packs weights by the same operators.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -89,22 +91,27 @@ def packable(weight: Tensor) -> bool:
 class HalfLinear(Linear):
     """x·Wᵀ + b of a weight in float16, made float32 as it is read (FBGEMM): half of the bytes, the same arithmetic.
 
+    A weight that float16 holds only times a power of two is held so, which its products are divided by.
+
     Args:
         weight: ``[rows, width]``, float32; it is copied, and rounded where float16 does not hold it.
         bias: ``[rows]``.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        bias = None if bias is None else bias.detach()
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
         super().__init__(weight.new_empty(0), bias)
         self.rows, self.bytes = len(weight), weight.numel() * 2
-        self._packed = torch.ops.quantized.linear_prepack_fp16(weight.detach(), bias)
+        self._scale = half_scale(weight) or 1.0
+        if self._scale != 1:
+            weight, bias = weight * self._scale, None if bias is None else bias * self._scale
+        self._packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
         self._product = torch.ops.quantized.linear_dynamic_fp16.default
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear.__call__`."""
         product: Tensor = self._product(x, self._packed)
-        return product
+        return product if self._scale == 1 else product.mul_(1 / self._scale)
 
     def add_to(self, x: Tensor, y: Tensor) -> Tensor:
         """See `Linear.add_to`."""
@@ -119,9 +126,19 @@ def halvable(weight: Tensor) -> bool:
     return x86 and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
-def fits_half(weight: Tensor) -> bool:
-    """Whether float16 holds a weight up to what float32 rounds in products with it: 2⁻²⁴ of its largest element."""
+def half_scale(weight: Tensor) -> float | None:
+    """The power of two times which float16 holds a weight, 1 if it can be; None where none does.
+
+    Elements may be off by 2⁻³⁸ of the largest one, which products in float32 cannot show: bfloat16 reaches further down
+    than float16.
+    """
     if not halvable(weight):
-        return False
+        return None
     weight = weight.detach()
-    return bool((weight.half().float() - weight).abs().amax() <= weight.abs().amax() * 2**-24)
+    largest = max(float(weight.amax()), -float(weight.amin()))
+    scales = 1.0, 2.0 ** (15 - math.frexp(largest)[1])  # the second one brings the largest element to 2¹⁴ or more
+
+    def holds(scale: float, part: Tensor) -> bool:
+        return bool((((part * scale).half().float() / scale - part).abs().amax() <= largest * 2**-38).item())
+
+    return next((scale for scale in scales if all(holds(scale, part) for part in weight.split(1024))), None)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from decode.core.errors import UserError
-from decode.models.runners.linear import HalfLinear, Linear, PackedLinear, by_columns, halvable, packable
+from decode.models.weights.linear import HalfLinear, Linear, PackedLinear, by_columns, halvable, packable
 
 MODES = ("auto", "on", "off")
-"""Of laying weights out: as is measured to be fastest, packed wherever the kernels take it, plain."""
+"""How weights are laid out: as is measured fastest for each shape, packed wherever the kernels take it, or plain."""
 ROWS = (1, 8)  # rows of the products that are measured: a step, and a check of a draft
 MARGIN = 0.95
 """Other products are taken where they need less than this part of the plain ones' time, summed over `ROWS`."""
