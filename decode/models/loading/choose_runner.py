@@ -1,12 +1,13 @@
 """From a model to its runner: which forward serves it, checked once against the model's own before it is trusted."""
 
-import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
@@ -25,7 +26,7 @@ from decode.models.weights.fast_architectures import FAMILIES, supports
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Differences of logits that rounding explains, in standard deviations."""
 SIXTEEN_BITS = 0.1
-"""The same of 16 bits, or three times what the model's own call differs by when it reads the text in pieces."""
+"""The same of 16 bits, or three times what rounding to 16 bits changes in the model's own call."""
 NEAR = 64  # largest attention window whose end the check reads past
 
 
@@ -89,9 +90,8 @@ def fast_if_equal(model: PreTrainedModel, pack: str = "off", *, draft: bool = Fa
     if draft and quick.saved_bytes:
         found.tolerance = SIXTEEN_BITS
     gap, tolerance = max(found.chain, found.tree), found.tolerance
-    if gap >= tolerance and model.dtype not in TOLERANCE:  # in 16 bits the model's own call tells how much is rounding
-        own = compare(model, HuggingFaceRunner(model))
-        tolerance = max(tolerance, 3 * max(own.chain, own.tree if math.isfinite(own.tree) else 0.0))
+    if gap >= tolerance and model.dtype not in TOLERANCE:
+        tolerance = max(tolerance, 3 * rounding(model))
     if gap < tolerance:
         return quick
     warnings.warn(
@@ -184,17 +184,16 @@ def compare(model: PreTrainedModel, runner: Runner) -> RunnerCheck:
     windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size"))
     start = 4 + min((w for w in windows if isinstance(w, int) and 0 < w <= NEAR), default=0)
     start = max(1, min(start, runner.limit - 5))
-    ids = (torch.arange(start + 5, device=runner.device) * 7919 + 1) % runner.vocab_size
+    ids = _text(start + 5, runner.vocab_size, runner.device)
     other = torch.cat([ids[: start + 1], (ids[start + 1 :] + 3) % runner.vocab_size])
     fresh = model(input_ids=torch.stack([ids, other]), use_cache=False).logits.float()
     if not torch.isfinite(fresh).all():
         raise UserError(
             f"{type(model).__name__} gives logits that are not finite; check the weights, or load it in float32"
         )
-    spread = fresh.std().clamp_min(1e-6)
 
     def gap(seen: list[Tensor], expected: Tensor) -> float:
-        return float((torch.cat(seen).float() - expected).square().mean(-1).sqrt().max() / spread)
+        return _difference(torch.cat(seen), expected, fresh)
 
     pieces = [runner.read(ids[:start]), runner.read(ids[start : start + 1]), runner.read(ids[start + 1 :])]
     runner.truncate(start + 1)
@@ -220,3 +219,46 @@ def compare(model: PreTrainedModel, runner: Runner) -> RunnerCheck:
             found.tree, found.tree_error = torch.inf, f"its forward fails on trees ({reason})"
     runner.truncate(0)
     return found
+
+
+def _text(length: int, vocab: int, device: torch.device) -> Tensor:
+    """Ids ``[length]`` that forwards are compared on."""
+    return (torch.arange(length, device=device) * 7919 + 1) % vocab
+
+
+def _difference(seen: Tensor, expected: Tensor, all: Tensor) -> float:
+    """Root mean square of the worst row, in standard deviations of all logits."""
+    return float((seen.float() - expected).square().mean(-1).sqrt().max() / all.std().clamp_min(1e-6))
+
+
+@torch.no_grad()
+def rounding(model: PreTrainedModel) -> float:
+    """How far a 16-bit model's own logits are from those of float32 arithmetic on its weights, as in `RunnerCheck`."""
+    ids = _text(9, model.get_input_embeddings().weight.shape[0], model.device)[None]
+    own = model(input_ids=ids, use_cache=False).logits
+    with _in_float32(model):
+        exact = model(input_ids=ids, use_cache=False).logits
+    return _difference(own[0], exact[0], exact)
+
+
+@contextmanager
+def _in_float32(model: nn.Module) -> Iterator[None]:
+    """Calls compute in float32: each module's weights are widened while it runs, so one is held twice at most."""
+    narrow: dict[nn.Parameter, Tensor] = {}
+
+    def widen(module: nn.Module, _: Any) -> None:
+        for p in module.parameters(recurse=False):
+            narrow[p], p.data = p.data, p.data.float()
+
+    def restore(module: nn.Module, *_: Any) -> None:
+        for p in module.parameters(recurse=False):
+            p.data = narrow.pop(p)
+
+    holding = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+    hooks = [module.register_forward_pre_hook(widen) for module in holding]
+    hooks += [module.register_forward_hook(restore, always_call=True) for module in holding]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

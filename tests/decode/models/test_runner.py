@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
-from decode.core.runner_protocol import Runner
 from decode.core.target import Target
 from decode.models.loading import choose_runner
 from decode.models.loading.choose_runner import open_runner
@@ -153,19 +151,25 @@ def test_in_sixteen_bits_the_models_own_rounding_decides_what_the_fast_forward_m
     tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
-    compare = choose_runner.compare
-
-    def compared(model: PreTrainedModel, runner: Runner) -> choose_runner.RunnerCheck:
-        found = compare(model, runner)
-        # processors round differently, so what the model's own call differs by is set
-        return replace(found, chain=0.05) if isinstance(runner, HuggingFaceRunner) else found
-
-    monkeypatch.setattr(choose_runner, "compare", compared)
-    monkeypatch.setattr(choose_runner, "SIXTEEN_BITS", 0.02)  # less than the fast forward differs by
+    monkeypatch.setattr(choose_runner, "SIXTEEN_BITS", 1e-6)  # less than the fast forward differs by
     assert isinstance(open_runner(model), fast_module.FastRunner)
     monkeypatch.setattr(fast_architectures, "norm", lambda module: torch.tanh)
     with pytest.warns(UserWarning, match="differs from LlamaForCausalLM"):
         assert type(open_runner(model)) is HuggingFaceRunner
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "phi", "gpt_neox"])
+def test_rounding_is_told_by_the_same_weights_in_float32_arithmetic(family: str, tiny) -> None:
+    narrow = copy.deepcopy(tiny(family)).to(torch.bfloat16)
+    weights = {k: v.clone() for k, v in narrow.state_dict().items()}
+    wide = copy.deepcopy(narrow).float()
+    ids = (torch.arange(9) * 7919 + 1) % wide.config.vocab_size
+    own, exact = (logits_of(model, ids.tolist()) for model in (narrow, wide))
+    expected = (own.float() - exact).square().mean(-1).sqrt().max() / exact.std()
+    assert choose_runner.rounding(narrow) == pytest.approx(float(expected), rel=1e-4)
+    assert expected > 0
+    assert all(v.dtype == torch.bfloat16 and torch.equal(v, weights[k]) for k, v in narrow.state_dict().items())
+    assert fast_architectures.supports(narrow)  # no hook stays
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-tied", "phi", "gpt_neox", "gpt2"])
