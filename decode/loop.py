@@ -161,10 +161,10 @@ class Text:
         texts = [draft.text_before(ids, i) for i in range(-1, len(draft))] if warp.needs_prefix else None
         probs: Tensor | Callable[[], Tensor]
         measured: Measured
-        if self.compare_tokens and draft.is_chain:
+        if self.compare_tokens:
             top = warp.top(logits, texts)
             path, token, agreed = verify_greedy(draft, top)
-            probs, measured = partial(one_hot, top, logits), (agreed if len(draft) else None, None, None)
+            probs, measured = partial(one_hot, top, logits), (agreed or None, None, None)
         else:
             probs = warp(logits, texts)
             path, token, measured = verify(draft, probs, logits, self.system.rule, self.rng)

@@ -62,9 +62,13 @@ def _model(inputs: MethodInputs) -> Drafter:
 
 
 def _feature_tree(inputs: MethodInputs) -> Drafter:
-    options = inputs.options
-    size = {"width": options.tree_width, "nodes": options.tree_nodes, "threshold": options.tree_threshold}
-    return FeatureTreeDrafter(head_of(inputs.draft), inputs.target, inputs.warp, **size)
+    options, costs = inputs.options, None
+    if options.tree_threshold is None:
+        costs = inputs.costs or RoundCosts.of_ratios(cost_ratio(inputs), options.verify_growth)
+    return FeatureTreeDrafter(
+        head_of(inputs.draft), inputs.target, inputs.warp,
+        width=options.tree_width, nodes=options.tree_nodes, threshold=options.tree_threshold or 0.0, costs=costs,
+    )  # fmt: skip
 
 
 def _rest(inputs: MethodInputs) -> Drafter:
@@ -77,7 +81,9 @@ def _hybrid(inputs: MethodInputs, make_head: Callable[[MethodInputs], Drafter] =
     head, options = make_head(inputs), inputs.options
     assert isinstance(head, ModelDrafter)
     store = open_rest(inputs.datastore, inputs.tokenizer).store if inputs.datastore is not None else None
-    return HybridDrafter(head, store, match=options.match_length, length=options.copy_length)
+    return HybridDrafter(
+        head, store, match=options.match_length, length=options.copy_length, branch=options.copy_branch
+    )
 
 
 def _adaptix(best_first: bool) -> Callable[[MethodInputs], Drafter]:

@@ -66,7 +66,9 @@ METHODS: dict[str, tuple[str, str, str]] = {
 
 DRAFTED = {name for name, (drafter, _, _) in METHODS.items() if drafter in MODEL_DRAFTERS}
 """Methods that a draft model or a feature head takes part in."""
-HEADED = {name for name, (drafter, _, _) in METHODS.items() if drafter in ("feature", "feature-tree", "hybrid-tree")}
+HEAD_TREES = {name for name, (drafter, _, _) in METHODS.items() if drafter in ("feature-tree", "hybrid-tree")}
+"""Methods that draft trees of a feature head."""
+HEADED = HEAD_TREES | {name for name, (drafter, _, _) in METHODS.items() if drafter == "feature"}
 """Methods that only a feature head can draft for."""
 SELF_SPECULATIVE = {name for name, (drafter, _, _) in METHODS.items() if drafter in SELF_DRAFTERS}
 """Methods that draft with the target's own layers."""

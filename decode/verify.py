@@ -50,18 +50,26 @@ def _overlap_of_tree(draft: Draft, p: Tensor, path: list[int]) -> Tensor | None:
 
 
 def verify_greedy(draft: Draft, top: Tensor) -> tuple[list[int], int, list[float]]:
-    """Exact verification of a chain where all distributions are one-hot: the host compares tokens.
+    """Exact verification of a chain or tree where all distributions are one-hot: the host compares tokens.
 
     Args:
-        draft: a chain of k tokens.
-        top: the target's token after the pending one and after each drafted one, ``[k + 1]``.
+        draft: of n tokens.
+        top: the target's token after the pending one and after each drafted one, ``[n + 1]``.
 
     Returns:
         The accepted nodes, the token after them, and Σ min(p, q) at the tested positions.
     """
-    expected, k = top.tolist(), len(draft)
-    m = next((i for i, token in enumerate(draft.ids) if token != expected[i]), k)
-    return list(range(m)), expected[m], [1.0] * m + [0.0] * (m < k)
+    expected, row = top.tolist(), 0
+    path: list[int] = []
+    agreed: list[float] = []
+    while children := draft.children[row]:
+        node = children.get(expected[row])
+        agreed.append(float(node is not None))
+        if node is None:
+            break
+        path.append(node)
+        row = node + 1
+    return path, expected[row], agreed
 
 
 def verify_chain(draft: Draft, p: Tensor, accept: Tensor, rule: AcceptanceRule, rng: Rng) -> tuple[list[int], int]:

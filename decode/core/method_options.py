@@ -130,6 +130,8 @@ class MethodOptions(Checked):
     to be copied instead of asking the draft; where the draft is unsure from the start, two suffice."""
     copy_length: PositiveInt = 10
     """Hybrid: most tokens copied."""
+    copy_branch: NonNegativeInt = 0
+    """Hybrid-tree: most tokens copied after a shorter match, of two tokens at least, as a branch of the head's tree."""
     fuzzy_threshold: NonNegativeFloat = 0.4
     """Fuzzy: largest Jensen–Shannon divergence (nats) between target and draft at which a token is kept."""
     typical_epsilon: ClosedUnitInterval = 0.09
@@ -147,9 +149,10 @@ class MethodOptions(Checked):
     """EAGLE-2: nodes expanded at each level of the tree, and children tried of each."""
     tree_nodes: PositiveInt = 60
     """EAGLE-2: nodes of the drafted tree, the most probable ones; its depth is the draft length."""
-    tree_threshold: ClosedUnitInterval = 0.0
-    """EAGLE-2: nodes to which the head gives a smaller probability are not drafted. Where checking a token more takes a
-    share s of a step, those with less than about 1.5 · s cost more time than they save."""
+    tree_threshold: ClosedUnitInterval | None = 0.0
+    """EAGLE-2: nodes to which the head gives a smaller probability are not drafted; null: as many of the most probable
+    nodes are, up to tree_nodes, as should give most tokens a second. The costs are those that bench measures, or that
+    python -m decode profile --batch-sizes wrote into the draft's folder, else those of cost_ratio and verify_growth."""
     probes: str | None = None
     """Folder of acceptance probes, made by `python -m probes`: runs/<name>/probes, or its draft/ for draft-probe. They
     also advise the options that are left open."""

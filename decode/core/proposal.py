@@ -40,6 +40,19 @@ class Draft:
         """Nothing proposed: the round becomes a plain autoregressive step."""
         return cls(torch.empty(0, dtype=torch.long), [])
 
+    def with_branch(self, tokens: Sequence[int]) -> Draft:
+        """This deterministic tree and a chain below the pending token; what both hold is drafted once."""
+        parents, node = list(self.parents), -1
+        new: list[int] = []
+        for token in tokens:
+            below = self.children[node + 1].get(token) if not new else None
+            if below is None:
+                new.append(token)
+                parents.append(node)
+                below = len(parents) - 1
+            node = below
+        return Draft(torch.cat([self.tokens, self.tokens.new_tensor(new)]), parents) if new else self
+
     def __len__(self) -> int:
         return len(self.parents)
 

@@ -13,10 +13,13 @@ from decode.core.proposal import Draft
 from decode.core.rng import Rng
 from decode.core.runner_protocol import Runner
 from decode.core.sampling import Warp
+from decode.core.stopping.batch_draft_length import RoundCosts
 from decode.core.stopping.stop_rules import StopRule
 from decode.core.trace_metrics import Round
 from decode.drafters.draft_model import Drafting, ModelDrafter
 from decode.models.eagle.head_runner import HeadRunner
+
+LEVEL = 2.0  # forwards of a chain that one of a tree takes the time of: more rows, and choosing among them (measured)
 
 
 def head_of(draft: Runner | None) -> HeadRunner:
@@ -86,12 +89,15 @@ class FeatureDrafter(ModelDrafter):
 class FeatureTreeDrafter(FeatureDrafter):
     """EAGLE-2: a level keeps the `width` nodes of the largest cumulative probability, the tree the best `nodes` of all.
 
-    The tree is a function of the text, so it is verified as a deterministic draft.
+    With costs, a tree has as many of those nodes as should give most tokens a second, by the head's probabilities, and
+    no level that cannot pay for its forward. The tree is a function of the text, so it is verified as a deterministic
+    draft.
 
     Attributes:
         width: nodes expanded a level, and children tried of each (the paper's top k, 10).
-        nodes: nodes of the finished tree (the paper: 60).
+        nodes: most nodes of the finished tree (the paper: 60).
         threshold: least cumulative probability of a node (the paper: 0).
+        costs: of rounds; those of a single text count.
     """
 
     def __init__(
@@ -103,9 +109,13 @@ class FeatureTreeDrafter(FeatureDrafter):
         width: int = 10,
         nodes: int = 60,
         threshold: float = 0.0,
+        costs: RoundCosts | None = None,
     ) -> None:
         super().__init__(runner, target, warp)
-        self.width, self.nodes, self.threshold = width, nodes, threshold
+        self.width, self.nodes, self.threshold, self.costs = width, nodes, threshold, costs
+        if costs is not None:
+            self._level = LEVEL * costs.drafting(1)
+            self._checking = torch.tensor([costs.verifying(1, n) for n in range(1, nodes + 2)])  # by nodes, from 0 on
 
     def _drafting(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Drafting:
         """The tree, as deep as the stop rule's window."""
@@ -134,7 +144,7 @@ class FeatureTreeDrafter(FeatureDrafter):
             if level + 1 == depth:
                 break
             top = score.topk(min(self.width, len(score)))
-            if self.threshold and top.values[0] < least:
+            if (self.threshold and top.values[0] < least) or not self._pays(top.values, torch.cat(scores), level + 1):
                 break
             above, picked, row = top.values, tokens[-1][top.indices], top.indices // width
             origin = count + top.indices
@@ -147,7 +157,24 @@ class FeatureTreeDrafter(FeatureDrafter):
             seen = seen[row]
             logits = yield picked, states[row], seen, level
             states = runner.hidden
-        return _best_nodes(torch.cat(tokens), torch.cat(parents), torch.cat(scores), self.nodes, least)
+        every = torch.cat(scores)
+        nodes = self.nodes if self.costs is None else self._worthwhile(every, level + 1)[0]
+        return _best_nodes(torch.cat(tokens), torch.cat(parents), every, nodes, least)
+
+    def _worthwhile(self, scores: Tensor, levels: int) -> tuple[int, float]:
+        """How many of the most probable candidates give most tokens a second, and those tokens a second.
+
+        Each adds the chance that it is accepted to the round's tokens, and a token to be checked to its time.
+        """
+        best = scores.topk(min(self.nodes, len(scores))).values.exp().cpu()
+        tokens = 1 + torch.cat([best.new_zeros(1), best]).cumsum(0)
+        rate = tokens / (levels * self._level + self._checking[: len(tokens)])
+        count = int(rate.argmax())
+        return count, float(rate[count])
+
+    def _pays(self, expanded: Tensor, scores: Tensor, levels: int) -> bool:
+        """Whether a level below these nodes can bring more tokens than its forward's time does elsewhere."""
+        return self.costs is None or float(expanded.exp().sum()) > self._worthwhile(scores, levels)[1] * self._level
 
     def _read(self, feed: Any) -> Tensor:
         """Logits behind the text's tokens, or behind those of a level."""

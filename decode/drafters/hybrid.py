@@ -37,10 +37,13 @@ class HybridDrafter(Drafter):
         store: a corpus, such as the target's own answers; None looks in the text only.
         match: tokens that have to match for a copy to go before the head.
         length: most tokens copied; twice as many as matched at most.
+        branch: most tokens copied after a shorter match, as a branch of the head's tree.
     """
 
-    def __init__(self, head: ModelDrafter, store: Datastore | None = None, *, match: int = 4, length: int = 10) -> None:
-        self.head, self.store, self.match, self.length = head, store, match, length
+    def __init__(
+        self, head: ModelDrafter, store: Datastore | None = None, *, match: int = 4, length: int = 10, branch: int = 0
+    ) -> None:
+        self.head, self.store, self.match, self.length, self.branch = head, store, match, length, branch
         self.text = LookupDrafter(length=length, max_ngram=max(LONGEST, match), min_ngram=SHORTEST)
 
     @property
@@ -69,7 +72,11 @@ class HybridDrafter(Drafter):
                 drafts[i] = draft
         for i, one in enumerate(asked):
             if not len(drafts[i]):
-                drafts[i] = one.drafter._copy(one.ids, one.max_depth, *matches[i])
+                copied = one.drafter._copy(one.ids, min(self.length, one.max_depth), *matches[i])
+                drafts[i] = Draft.chain(torch.tensor(copied, dtype=torch.long))
+            elif self.branch and drafts[i].probs is None:
+                copied = one.drafter._copy(one.ids, min(self.branch, one.max_depth), *matches[i])
+                drafts[i] = drafts[i].with_branch(copied)
         return drafts
 
     def _match(self, ids: list[int]) -> tuple[int, int, int]:
@@ -77,19 +84,17 @@ class HybridDrafter(Drafter):
         in_store = self.store.longest(ids, self.text.max_ngram, SHORTEST)[0] if self.store is not None else 0
         return *self.text.find(ids), in_store
 
-    def _copy(self, ids: list[int], max_depth: int, in_text: int, after: int, in_store: int) -> Draft:
+    def _copy(self, ids: list[int], most: int, in_text: int, after: int, in_store: int) -> list[int]:
         """The continuation of the longer match."""
         matched = max(in_text, in_store)
-        count = min(self.length, max_depth, 2 * matched)
+        count = min(most, 2 * matched)
         if count < 1:
-            return Draft.empty()
+            return []
         if in_text == matched:  # of equals the text is closer to what is being written
-            copied = self.text.copy(ids, after, count)
-        else:
-            assert self.store is not None
-            rows = self.store.continuations(ids, length=count, limit=OCCURRENCES, max_span=matched, min_span=SHORTEST)
-            copied = most_frequent(rows)
-        return Draft.chain(torch.tensor(copied, dtype=torch.long))
+            return self.text.copy(ids, after, count)
+        assert self.store is not None
+        rows = self.store.continuations(ids, length=count, limit=OCCURRENCES, max_span=matched, min_span=SHORTEST)
+        return most_frequent(rows)
 
     def fork(self, targets: Sequence[Runner]) -> list[Drafter]:
         """See `Drafter.fork`."""

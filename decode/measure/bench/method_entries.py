@@ -20,7 +20,7 @@ from decode.measure.bootstrap_statistics import Record, TimedText
 from decode.measure.costs.cost_model import round_costs
 from decode.measure.costs.forward_timer import time_forwards
 from decode.method_parts import MethodInputs
-from decode.methods import DRAFTED, HEADED, METHODS, SELF_SPECULATIVE, build, is_lossless
+from decode.methods import DRAFTED, HEAD_TREES, HEADED, METHODS, SELF_SPECULATIVE, build, is_lossless
 from decode.models.eagle.head import FeatureHead
 from decode.models.other_tokenizer import DraftModel
 
@@ -52,8 +52,9 @@ class BenchEntry:
 
     @property
     def adapts_to_costs(self) -> bool:
-        """Whether the lengths of its drafts depend on what they cost."""
-        return self.options.never_slower or _stop_of(self.method, self.stop) == "cost-optimal"
+        """Whether the lengths of its drafts, or their nodes, depend on what they cost."""
+        by_costs = self.method in HEAD_TREES and self.options.tree_threshold is None
+        return by_costs or self.options.never_slower or _stop_of(self.method, self.stop) == "cost-optimal"
 
     @property
     def lossless(self) -> bool:
