@@ -68,7 +68,7 @@ class Results:
         ends = f"{best.full.speedup_low:.2f} to {best.full.speedup_high:.2f}"
         told = (
             f"Train {best.shape.name}: after a full training it should decode {best.full.speedup:.2f} times as fast as "
-            f"without a draft (95 %: {ends}), drafting {best.full.length} tokens a round."
+            f"without a draft (95 %: {ends}), drafting {best.full.length} token{'s' * (best.full.length > 1)} a round."
         )
         free = max((e for e in self.entries if not e.shape.trained), key=lambda e: e.forecast, default=None)
         if free is not None and free.forecast > best.forecast:
