@@ -81,9 +81,8 @@ def _hybrid(inputs: MethodInputs, make_head: Callable[[MethodInputs], Drafter] =
     head, options = make_head(inputs), inputs.options
     assert isinstance(head, ModelDrafter)
     store = open_rest(inputs.datastore, inputs.tokenizer).store if inputs.datastore is not None else None
-    return HybridDrafter(
-        head, store, match=options.match_length, length=options.copy_length, branch=options.copy_branch
-    )
+    branch = options.copy_branch if isinstance(head, FeatureTreeDrafter) else 0  # chains stay chains
+    return HybridDrafter(head, store, match=options.match_length, length=options.copy_length, branch=branch)
 
 
 def _adaptix(best_first: bool) -> Callable[[MethodInputs], Drafter]:

@@ -37,7 +37,7 @@ class HybridDrafter(Drafter):
         store: a corpus, such as the target's own answers; None looks in the text only.
         match: tokens that have to match for a copy to go before the head.
         length: most tokens copied; twice as many as matched at most.
-        branch: most tokens copied after a shorter match, as a branch of the head's tree.
+        branch: most tokens copied after a shorter match, as a branch of the head's tree; 0 where it drafts chains.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HybridDrafter(Drafter):
             if not len(drafts[i]):
                 copied = one.drafter._copy(one.ids, min(self.length, one.max_depth), *matches[i])
                 drafts[i] = Draft.chain(torch.tensor(copied, dtype=torch.long))
-            elif self.branch and drafts[i].probs is None:
+            elif self.branch:
                 copied = one.drafter._copy(one.ids, min(self.branch, one.max_depth), *matches[i])
                 drafts[i] = drafts[i].with_branch(copied)
         return drafts

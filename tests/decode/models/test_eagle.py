@@ -235,6 +235,11 @@ def test_what_followed_a_short_match_is_a_branch_of_the_heads_tree(tiny) -> None
     assert len(without) == 3
     assert beside == without | {(20,), (20, 21)}
 
+    for method, branch in (("hybrid", 0), ("hybrid-tree", 2)):  # a head's chain stays one: not every target reads trees
+        made = build(method, MethodInputs(runner, GREEDY, head, options=MethodOptions(copy_branch=2)))
+        assert isinstance(made.drafter, HybridDrafter)
+        assert made.drafter.branch == branch
+
 
 def test_accepted_tokens_leave_the_head_with_the_targets_features(tiny) -> None:
     """What it drafts in a round is what a fresh head drafts on the same text, whatever was accepted before."""
