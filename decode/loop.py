@@ -20,7 +20,7 @@ from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.rng import Rng, TorchRng
 from decode.core.runner_protocol import synchronize
-from decode.core.sampling import Warp, one_hot
+from decode.core.sampling import Warp, argmax, one_hot
 from decode.core.system import System
 from decode.core.target import Target, score_together
 from decode.core.trace_metrics import Round, Trace
@@ -153,7 +153,8 @@ class Text:
             UserError: logits of NaN or +inf.
         """
         ids, warp = self.ids, self.warp
-        if not math.isfinite(_checksum(logits)):
+        top = argmax(logits)
+        if not math.isfinite(logits.gather(-1, top[:, None]).sum(dtype=torch.float32).item()):
             raise UserError(
                 f"the target's logits are NaN or +inf after {len(ids)} tokens; check its weights, or load it in "
                 "bfloat16 or float32"
@@ -162,7 +163,7 @@ class Text:
         probs: Tensor | Callable[[], Tensor]
         measured: Measured
         if self.compare_tokens:
-            top = warp.top(logits, texts)
+            top = top if texts is None else warp.top(logits, texts)
             path, token, agreed = verify_greedy(draft, top)
             probs, measured = partial(one_hot, top, logits), (agreed or None, None, None)
         else:
@@ -240,11 +241,6 @@ def rounds(
     text.trace.total_seconds += time.perf_counter() - began
     while not text.done:
         yield round_of([text])[0]
-
-
-def _checksum(logits: Tensor) -> float:
-    """Σ of the rows' largest logits: not finite where one is NaN or +inf, or where a row rules out every token."""
-    return logits.amax(-1).sum(dtype=torch.float32).item()
 
 
 def _mark(device: torch.device) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,11 +84,11 @@ class Draft:
 
     def ancestry(self) -> Tensor:
         """bool ``[n, n]``: entry (i, j) is true where j is i or one of its ancestors."""
-        seen = torch.eye(len(self), dtype=torch.bool)
+        seen = np.eye(len(self), dtype=bool)
         for i, p in enumerate(self.parents):
             if p >= 0:
                 seen[i] |= seen[p]
-        return seen
+        return torch.from_numpy(seen)
 
     def text_before(self, prefix: list[int], node: int) -> list[int]:
         """Prefix plus the tokens on the path down to and including ``node`` (-1: the prefix itself)."""

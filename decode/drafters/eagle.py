@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,8 +84,8 @@ class FeatureDrafter(ModelDrafter):
 
     def observe(self, round: Round) -> None:
         """Queue the target's features of the pending token and of the accepted ones."""
-        rows = [0, *(node + 1 for node in round.path)]
-        self.runner.settle(self.target.features[torch.tensor(rows, device=self.target.device)])
+        rows = torch.tensor([0, *(node + 1 for node in round.path)], device=self.target.device)
+        self.runner.settle(self.target.features.index_select(0, rows))
 
 
 class FeatureTreeDrafter(FeatureDrafter):
@@ -115,75 +117,58 @@ class FeatureTreeDrafter(FeatureDrafter):
         self.width, self.nodes, self.threshold, self.costs = width, nodes, threshold, costs
         if costs is not None:
             self._level = LEVEL * costs.drafting(1)
-            self._checking = torch.tensor([costs.verifying(1, n) for n in range(1, nodes + 2)])  # by nodes, from 0 on
+            self._checking = [costs.verifying(1, n) for n in range(1, nodes + 2)]  # by nodes, from 0 on
 
     def _drafting(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Drafting:
-        """The tree, as deep as the stop rule's window."""
+        """The tree, as deep as the stop rule's window; its few numbers are kept on the host, where they cost least."""
         runner = self.runner
         depth = min(stop.cap(), max_depth, runner.limit - len(ids))
         if depth < 1 or not len(runner.unread):
             return Draft.empty()
-        logits = runner.reduce((yield self._known(ids[runner.length :])))
-        states, seen = runner.hidden[-1:], torch.zeros(1, 0, dtype=torch.bool, device=runner.device)
-        paths: list[list[int]] = [[]]
-        above = torch.zeros(1, device=runner.device)  # log-probability of each node that is being expanded
-        origin = torch.full((1,), -1, device=runner.device)  # and its place among all candidates
-        tokens: list[Tensor] = []
-        parents: list[Tensor] = []
-        scores: list[Tensor] = []
-        count, least = 0, math.log(self.threshold) if self.threshold else -math.inf
+        logits = yield self._known(ids[runner.length :])
+        states, width = runner.hidden[-1:], min(self.width, logits.shape[-1])
+        found = _Candidates(math.log(self.threshold) if self.threshold else -math.inf)
+        expanded = [-1]
         for level in range(depth):
-            log_q = self._log_probs(logits, ids, paths)
-            width = min(self.width, log_q.shape[-1])
-            best = log_q.topk(width, -1)
-            score = (above[:, None] + best.values).flatten()
-            drafted = best.indices.flatten()
-            tokens.append(drafted if runner.draft_ids is None else runner.draft_ids[drafted])
-            scores.append(score)
-            parents.append(origin.repeat_interleave(width))
+            paths = [found.path(node) for node in expanded] if self.warp.needs_prefix else []
+            best = self._log_probs(logits, ids, paths).topk(width, -1)
+            tokens = best.indices if runner.draft_ids is None else runner.draft_ids[best.indices]
+            first = len(found.tokens)
+            found.add(expanded, tokens.tolist(), best.values.tolist())
             if level + 1 == depth:
                 break
-            top = score.topk(min(self.width, len(score)))
-            if (self.threshold and top.values[0] < least) or not self._pays(top.values, torch.cat(scores), level + 1):
+            expanded = found.likeliest(self.width, first)
+            if not expanded or not self._pays([found.scores[node] for node in expanded], found.scores, level + 1):
                 break
-            above, picked, row = top.values, tokens[-1][top.indices], top.indices // width
-            origin = count + top.indices
-            count += len(score)
-            if self.warp.needs_prefix:
-                paths = [paths[r] + [t] for r, t in zip(row.tolist(), picked.tolist())]
-            if level:  # the first level hangs below the text, which every node sees
-                own = torch.eye(len(seen), dtype=torch.bool, device=runner.device)
-                seen = torch.cat([seen, own], 1)
-            seen = seen[row]
-            logits = yield picked, states[row], seen, level
+            rows = torch.tensor([(node - first) // width for node in expanded], device=runner.device)
+            picked = torch.tensor([found.tokens[node] for node in expanded], device=runner.device)
+            seen = found.read(expanded).to(runner.device)
+            logits = yield picked, states.index_select(0, rows), seen, level
             states = runner.hidden
-        every = torch.cat(scores)
-        nodes = self.nodes if self.costs is None else self._worthwhile(every, level + 1)[0]
-        return _best_nodes(torch.cat(tokens), torch.cat(parents), every, nodes, least)
+        return found.tree(self.nodes if self.costs is None else self._worthwhile(found.scores, level + 1)[0])
 
-    def _worthwhile(self, scores: Tensor, levels: int) -> tuple[int, float]:
+    def _worthwhile(self, scores: list[float], levels: int) -> tuple[int, float]:
         """How many of the most probable candidates give most tokens a second, and those tokens a second.
 
         Each adds the chance that it is accepted to the round's tokens, and a token to be checked to its time.
         """
-        best = scores.topk(min(self.nodes, len(scores))).values.exp().cpu()
-        tokens = 1 + torch.cat([best.new_zeros(1), best]).cumsum(0)
-        rate = tokens / (levels * self._level + self._checking[: len(tokens)])
-        count = int(rate.argmax())
-        return count, float(rate[count])
+        tokens = accumulate(map(math.exp, sorted(scores, reverse=True)[: self.nodes]), initial=1.0)
+        rates = [n / (levels * self._level + seconds) for n, seconds in zip(tokens, self._checking)]
+        count = max(range(len(rates)), key=rates.__getitem__)
+        return count, rates[count]
 
-    def _pays(self, expanded: Tensor, scores: Tensor, levels: int) -> bool:
+    def _pays(self, expanded: list[float], scores: list[float], levels: int) -> bool:
         """Whether a level below these nodes can bring more tokens than its forward's time does elsewhere."""
-        return self.costs is None or float(expanded.exp().sum()) > self._worthwhile(scores, levels)[1] * self._level
+        return self.costs is None or sum(map(math.exp, expanded)) > self._worthwhile(scores, levels)[1] * self._level
 
     def _read(self, feed: Any) -> Tensor:
-        """Logits behind the text's tokens, or behind those of a level."""
-        return self.runner.read_level(*feed) if isinstance(feed, tuple) else super()._read(feed)
+        """Logits over the head's vocabulary, behind the text's tokens or behind those of a level."""
+        return self.runner.read_level(*feed) if isinstance(feed, tuple) else self.runner.read_own(feed, 1)
 
     def _read_texts(self, runners: list[Any], feeds: list[Any]) -> Sequence[Tensor]:
         """`_read` of several texts."""
         if not isinstance(feeds[0], tuple):
-            return super()._read_texts(runners, feeds)
+            return [self.runner.reduce(rows) for rows in super()._read_texts(runners, feeds)]
         return runners[0].read_levels(runners, [feed[:3] for feed in feeds], feeds[0][3])
 
     def _log_probs(self, logits: Tensor, ids: list[int], paths: list[list[int]]) -> Tensor:
@@ -197,18 +182,58 @@ class FeatureTreeDrafter(FeatureDrafter):
         return q.log().clamp_(max=0)
 
 
-def _best_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int, least: float) -> Draft:
-    """The tree of the most probable candidates: none is likelier than its parent, and of equals the first counts.
+class _Candidates:
+    """The nodes that a tree is chosen from, parents before children.
+
+    Attributes:
+        tokens: of each node.
+        scores: log-probability of each with its ancestors; no node is likelier than its parent.
 
     Args:
-        tokens: of the candidates, parents before children.
-        parents: their places among the candidates; -1 for the root's children.
-        scores: their log-probabilities.
-        nodes: most nodes of the tree.
-        least: their least log-probability.
+        least: nodes below this log-probability are neither expanded nor drafted.
     """
-    order = torch.sort(scores, descending=True, stable=True).indices[:nodes]
-    order = order[(scores[order] >= least) & (scores[order] > -torch.inf)].sort().values
-    kept = order.tolist()
-    place = {node: i for i, node in enumerate(kept)} | {-1: -1}
-    return Draft(tokens[order], [place[p] for p in parents[order].tolist()])
+
+    def __init__(self, least: float) -> None:
+        self.least = least
+        self.tokens: list[int] = []
+        self.scores: list[float] = []
+        self._parents: list[int] = []
+        self._slots: dict[int, int] = {}  # of the nodes that the head has read, in their order
+
+    def add(self, parents: list[int], tokens: list[list[int]], log_q: list[list[float]]) -> None:
+        """The best children of each of these nodes (-1: the text)."""
+        for parent, children, values in zip(parents, tokens, log_q):
+            above = self.scores[parent] if parent >= 0 else 0.0
+            self.tokens += children
+            self.scores += [above + value for value in values]
+            self._parents += [parent] * len(children)
+
+    def likeliest(self, count: int, first: int = 0) -> list[int]:
+        """At most so many nodes from `first` on, the most probable ones; of equals the first count."""
+        nodes = sorted(range(first, len(self.scores)), key=self.scores.__getitem__, reverse=True)[:count]
+        return [node for node in nodes if self.scores[node] >= self.least and self.scores[node] > -math.inf]
+
+    def _above(self, node: int) -> list[int]:
+        """The ancestors of a node, nearest first."""
+        above = []
+        while (node := self._parents[node]) >= 0:
+            above.append(node)
+        return above
+
+    def path(self, node: int) -> list[int]:
+        """Tokens down to and including a node (-1: none)."""
+        return [self.tokens[n] for n in (*reversed(self._above(node)), node)] if node >= 0 else []
+
+    def read(self, nodes: list[int]) -> Tensor:
+        """Note that the head reads these nodes next; which of those read before each sees, bool ``[nodes, read]``."""
+        seen = np.zeros((len(nodes), len(self._slots)), dtype=bool)
+        for row, node in enumerate(nodes):
+            seen[row, [self._slots[n] for n in self._above(node)]] = True
+        self._slots |= {node: len(self._slots) + i for i, node in enumerate(nodes)}
+        return torch.from_numpy(seen)
+
+    def tree(self, count: int) -> Draft:
+        """The tree of at most so many of the most probable nodes."""
+        kept = sorted(self.likeliest(count))
+        place = {node: i for i, node in enumerate(kept)} | {-1: -1}
+        return Draft.tree([self.tokens[node] for node in kept], [place[self._parents[node]] for node in kept])

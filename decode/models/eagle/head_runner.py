@@ -125,17 +125,21 @@ class HeadRunner(RowRunner):
     def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
         """See `Runner.read`; with features in the queue, as many as tokens have to be there."""
         assert tree is None, self.tree_refusal
+        return self.expand(self.read_own(tokens, head))
+
+    def read_own(self, tokens: Tensor, head: int | None = None) -> Tensor:
+        """`read` a chain; logits over the head's own vocabulary ``[n or head, draft vocab]``."""
         true = len(self.unread) > 0
         tokens, x = self._pairs(tokens)
         n = len(tokens)
         if not n:
-            return self.hidden.new_empty(0, self.vocab_size)
+            return self.hidden.new_empty(0, self.forward.weights.head.rows)
         if true and self.version == 3:
             x = self.fuse(x)
         slot = self.length - 1
         self.hidden = self._run(tokens, x, slot, *self.forward.place(n, None, slot, self._row))
         self._grow(n, true)
-        return self._rows(self.hidden if head is None else self.hidden[n - head :])
+        return self.forward.project(self.hidden if head is None else self.hidden[n - head :])[0]
 
     def read_texts(
         self,
@@ -161,7 +165,7 @@ class HeadRunner(RowRunner):
         hand_out(texts, hidden, counts)
         for text, n in zip(texts, counts):
             text._grow(n, true)
-        return self._rows(hidden.index_select(0, together.last) if last_only else hidden)
+        return self.expand(self.forward.project(hidden.index_select(0, together.last) if last_only else hidden)[0])
 
     def _pairs(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens that are read, without a text's first, and the state or feature that each is paired with."""
@@ -196,10 +200,8 @@ class HeadRunner(RowRunner):
             return self.read_levels([self], [(tokens, states, seen)], depth)[0]
         w, slot, past = len(tokens), self.length - 1, self.settled - 1
         self.forward.reserve(slot + w)
-        mask = torch.zeros(w, slot + w, dtype=self.dtype, device=self.device)
         own = torch.eye(w, dtype=torch.bool, device=self.device)
-        mask[:, past:].masked_fill_(~torch.cat([seen, own], 1), -torch.inf)
-        mask = mask.repeat(self.forward.shape.heads // self.forward.shape.kv_heads, 1)
+        mask = self.forward.mask_behind(past, torch.cat([seen, own], 1))
         self.hidden = self._run(tokens, states, slot, self.forward.rotary_factors.narrow(0, past + depth, 1), mask)
         self._length += w
         return self.forward.project(self.hidden)[0]
@@ -240,10 +242,6 @@ class HeadRunner(RowRunner):
         x = layer.out.add_to(x, forward.attention(layer, y, rotary, mask, slots))
         assert layer.norm2 is not None
         return layer.down.add_to(x, forward.mlp(layer, layer.norm2(x)))
-
-    def _rows(self, x: Tensor) -> Tensor:
-        """Logits over the target's vocabulary."""
-        return self.expand(self.forward.project(x)[0])
 
     def expand(self, logits: Tensor) -> Tensor:
         """From the head's vocabulary to the target's; tokens outside the head's are impossible."""

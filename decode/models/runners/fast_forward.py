@@ -116,28 +116,34 @@ class FastForward:
         whole[:, : -shape.kv_heads, :half] = rotation[:, None]
         return whole.flatten(1)
 
-    def _mask(self, n: int, tree: Draft | None, past: int) -> Tensor | None:
-        """Additive mask ``[groups · n, past + n]``, or None where every query may see every key."""
+    def mask_behind(self, past: int, own: Tensor) -> Tensor:
+        """Additive mask ``[groups · n, past + m]`` of n queries that see the first slots and of the next m their own.
+
+        Args:
+            past: how many slots all of them see.
+            own: bool ``[n, m]``.
+        """
+        groups, (n, m) = self.shape.heads // self.shape.kv_heads, own.shape
+        mask = torch.zeros(groups, n, past + m, dtype=self.dtype, device=self.device)
+        mask[:, :, past:].masked_fill_(~own, -torch.inf)
+        return mask.view(groups * n, past + m)
+
+    def _mask(self, n: int, tree: Draft | None, past: int, depths: Tensor | None) -> Tensor | None:
+        """`mask_behind` for the tokens of a chain or tree, or None where every query may see every key."""
         window = self.weights.window
         outside = window is not None and past + n > window
-        if tree is not None:
-            allowed = tree_mask(tree, past).to(self.device)
-            depth = past + torch.tensor([0, *tree.depths()], device=self.device)
-        elif n == 1 and not outside:
+        if n == 1 and not outside:
             return None
+        if tree is None:
+            own = torch.ones(n, n, dtype=torch.bool, device=self.device).tril_()
         else:
-            allowed = torch.ones(n, past + n, dtype=torch.bool, device=self.device).tril_(past)
-            depth = torch.arange(past, past + n, device=self.device)
+            own = tree_mask(tree, 0).to(self.device)
+        mask = self.mask_behind(past, own)
         if window is not None and outside:
-            position = torch.cat([torch.arange(past, device=self.device), depth])
-            allowed &= depth[:, None] - position[None] < window
-        return self.grouped(torch.zeros(allowed.shape, dtype=self.dtype, device=self.device), ~allowed)
-
-    def grouped(self, mask: Tensor, hidden: Tensor) -> Tensor:
-        """The additive mask ``[n, m]`` with −inf where `hidden`, repeated for the query heads of a key head."""
-        mask = mask.masked_fill_(hidden, -torch.inf)
-        groups = self.shape.heads // self.shape.kv_heads
-        return mask.repeat(groups, 1) if groups > 1 else mask
+            at = past + (torch.arange(n, device=self.device) if depths is None else depths)
+            position = torch.cat([torch.arange(past, device=self.device), at])
+            mask.view(-1, n, past + n).masked_fill_(at[:, None] - position[None] >= window, -torch.inf)
+        return mask
 
     def place(self, n: int, tree: Draft | None, start: int, row: int = 0) -> tuple[Tensor, Mask]:
         """Rotary factors and mask of n tokens of a text whose first cache slot is `start`; reserves it."""
@@ -145,9 +151,9 @@ class FastForward:
             return self.place_texts([NewTokens.of(row, start, n, tree)])
         self.reserve(start + n)
         if tree is None:
-            return self.rotary_factors.narrow(0, start, n), self._mask(n, tree, start)
-        at = start + torch.tensor([0, *tree.depths()], device=self.device)
-        return self.rotary_factors.index_select(0, at), self._mask(n, tree, start)
+            return self.rotary_factors.narrow(0, start, n), self._mask(n, None, start, None)
+        depths = torch.tensor([0, *tree.depths()], device=self.device)
+        return self.rotary_factors.index_select(0, start + depths), self._mask(n, tree, start, depths)
 
     def place_texts(self, texts: Sequence[NewTokens]) -> tuple[Tensor, TextsTogether]:
         """Rotary factors of the new tokens of several texts, and what tells them apart."""

@@ -210,11 +210,11 @@ def test_a_tree_has_the_nodes_that_pay(tiny) -> None:
     assert len(set(sizes)) > 2
 
     drafter = FeatureTreeDrafter(head, runner, GREEDY, costs=RoundCosts.of_ratios(0.1 / LEVEL, 0.2))
-    scores = torch.tensor([0.05, 0.6, 0.3, 0.2]).log()
+    scores = [math.log(p) for p in (0.05, 0.6, 0.3, 0.2)]
     count, rate = drafter._worthwhile(scores, 1)  # 1/1.1, 1.6/1.3, 1.9/1.5, 2.1/1.7, 2.15/1.9
     assert (count, rate) == (2, pytest.approx(1.9 / 1.5))
-    assert drafter._pays(torch.tensor([0.1, 0.03]).log(), scores, 1)  # 0.13 tokens for the time of 0.127
-    assert not drafter._pays(torch.tensor([0.1, 0.02]).log(), scores, 1)
+    assert drafter._pays([math.log(0.1), math.log(0.03)], scores, 1)  # 0.13 tokens for the time of 0.127
+    assert not drafter._pays([math.log(0.1), math.log(0.02)], scores, 1)
 
 
 def test_what_followed_a_short_match_is_a_branch_of_the_heads_tree(tiny) -> None:
@@ -382,7 +382,9 @@ def test_nodes_below_the_threshold_and_levels_below_them_are_not_drafted(tiny) -
     assert draft(threshold).keys() == {path for path, p in whole.items() if p >= threshold}
     assert len(levels) == (2 if by_length[1][0] >= threshold else 1)
     assert draft(1.001 * by_length[1][0]).keys() == {path for path, p in whole.items() if p > by_length[1][0]}
-    assert levels == [3]  # the third level hangs below nodes of the second
+    likelier = sum(p > by_length[1][0] for p in by_length[0])
+    assert levels == [likelier]  # of the nodes below the threshold none is expanded
+    assert 0 < likelier < 3
     assert draft(1.0) == {}
     assert levels == []
 
