@@ -20,7 +20,7 @@ from decode.core.errors import UserError
 from decode.core.proposal import Draft
 from decode.core.rng import Rng, TorchRng
 from decode.core.runner_protocol import synchronize
-from decode.core.sampling import Warp, argmax, one_hot
+from decode.core.sampling import Rows, Warp, WarpedRows, argmax, one_hot
 from decode.core.system import System
 from decode.core.target import Target, score_together
 from decode.core.trace_metrics import Round, Trace
@@ -161,14 +161,17 @@ class Text:
             )
         texts = [draft.text_before(ids, i) for i in range(-1, len(draft))] if warp.needs_prefix else None
         probs: Tensor | Callable[[], Tensor]
+        p: Rows
         measured: Measured
         if self.compare_tokens:
             top = top if texts is None else warp.top(logits, texts)
             path, token, agreed = verify_greedy(draft, top)
             probs, measured = partial(one_hot, top, logits), (agreed or None, None, None)
         else:
-            probs = warp(logits, texts)
-            path, token, measured = verify(draft, probs, logits, self.system.rule, self.rng)
+            few = draft.probs is None and logits.is_cpu  # rows are read where verification goes
+            p = WarpedRows(warp, logits, texts) if few else warp(logits, texts)
+            path, token, measured = verify(draft, p, logits, self.system.rule, self.rng)
+            probs = partial(warp, logits, texts) if isinstance(p, WarpedRows) else p
         self.target.commit(path)
         return Round(draft, path, token, probs, logits, self.target.hidden), measured
 

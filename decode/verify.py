@@ -6,13 +6,14 @@ from torch import Tensor
 from decode.core.acceptance_rules import AcceptanceRule, Raw, js_distance, pick
 from decode.core.proposal import Draft
 from decode.core.rng import Rng
+from decode.core.sampling import Rows
 from decode.core.trace_metrics import Values
 
 Measured = tuple[Values | None, Values | None, Values | None]
 """Overlap, total variation spent and Jensen–Shannon distance at the tested positions."""
 
 
-def verify(draft: Draft, p: Tensor, logits: Tensor, rule: AcceptanceRule, rng: Rng) -> tuple[list[int], int, Measured]:
+def verify(draft: Draft, p: Rows, logits: Tensor, rule: AcceptanceRule, rng: Rng) -> tuple[list[int], int, Measured]:
     """Accepted path, following token, and (overlap, tv spent, js distance) at the tested positions."""
     k = len(draft)
     if draft.probs is None:
@@ -25,6 +26,7 @@ def verify(draft: Draft, p: Tensor, logits: Tensor, rule: AcceptanceRule, rng: R
         if overlap is not None and spent is None and not rule.exact:
             spent = torch.zeros_like(overlap)
         return path, token, (overlap, spent, None)
+    assert isinstance(p, Tensor)
     q, x = draft.probs, draft.tokens
     raw = None
     if rule.needs_raw and draft.logits is not None:
@@ -39,13 +41,13 @@ def verify(draft: Draft, p: Tensor, logits: Tensor, rule: AcceptanceRule, rng: R
     return path, token, (overlap, spent, js_distance(p[:t], q[:t]))
 
 
-def _overlap_of_tree(draft: Draft, p: Tensor, path: list[int]) -> Tensor | None:
+def _overlap_of_tree(draft: Draft, p: Rows, path: list[int]) -> Tensor | None:
     """Σ min(p, q) at the tested nodes: under a one-hot q the target's probability of the tokens drafted below each."""
     rows = [0, *(node + 1 for node in path)]
-    if draft.is_chain:
+    if draft.is_chain and isinstance(p, Tensor):
         return pick(p, draft.tokens[: len(rows)].to(p.device)) if len(draft) else None
     children = draft.children
-    masses = [p[r, list(children[r])].sum() for r in rows if children[r]]
+    masses = [p[r][list(children[r])].sum() for r in rows if children[r]]
     return torch.stack(masses) if masses else None
 
 
@@ -92,7 +94,7 @@ def verify_chain(draft: Draft, p: Tensor, accept: Tensor, rule: AcceptanceRule, 
     return list(range(m)), int(rng.draw(rule.residual(p[m], draft.probs[m])))
 
 
-def verify_tree(draft: Draft, p: Tensor, rng: Rng) -> tuple[list[int], int]:
+def verify_tree(draft: Draft, p: Rows, rng: Rng) -> tuple[list[int], int]:
     """Exact verification of a deterministic tree: one draw a node; the draw that leaves the tree is emitted.
 
     Each emitted token is a draw from its own row of p, so the distribution is the target's whatever the tree.
@@ -119,7 +121,7 @@ def verify_tree(draft: Draft, p: Tensor, rng: Rng) -> tuple[list[int], int]:
 
 
 def verify_tree_relaxed(
-    draft: Draft, p: Tensor, raw: Tensor, rule: AcceptanceRule, rng: Rng
+    draft: Draft, p: Rows, raw: Tensor, rule: AcceptanceRule, rng: Rng
 ) -> tuple[list[int], int, Tensor]:
     """A relaxed rule on a deterministic tree: the children of a node are tried in turn as one-hot drafts.
 
@@ -136,7 +138,7 @@ def verify_tree_relaxed(
         weights = p[row]
         taken = None
         for token, node in children[row].items():
-            x = torch.tensor([token], device=p.device)
+            x = torch.tensor([token], device=raw.device)
             weights = weights / weights.sum()
             delta = torch.zeros_like(weights).scatter_(0, x, 1.0)
             pair: Raw | None = (raw[row : row + 1], torch.where(delta > 0, 0.0, -torch.inf)[None])

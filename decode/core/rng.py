@@ -6,12 +6,12 @@ Decoding uses torch's generators; tests put an enumerator in their place and so 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, SupportsInt
+from typing import Any, Protocol, SupportsInt
 
 import torch
 from torch import Tensor
 
-from decode.core.sampling import argmax
+from decode.core.sampling import Rows, argmax
 
 
 class Rng(Protocol):
@@ -21,7 +21,7 @@ class Rng(Protocol):
         """One token id (0-d long) from non-negative weights ``[vocab]``, normalised or not."""
         ...
 
-    def draw_rows(self, weights: Tensor) -> Sequence[int]:
+    def draw_rows(self, weights: Rows) -> Sequence[int]:
         """One token id for each row of ``[rows, vocab]``; rows that are not read need not be drawn."""
         ...
 
@@ -68,10 +68,9 @@ class TorchRng:
             ).tolist()
         return self._ready.pop()
 
-    def row_uniforms(self, count: int) -> list[float]:
-        """The next numbers from [0, 1), as so many draws of one row each take them."""
-        options = {"generator": self.generator, "dtype": torch.float64, "device": self.generator.device}
-        return [torch.rand((1, 1), **options).item() for _ in range(count)]  # type: ignore[call-overload]
+    def uniforms(self, count: int) -> list[float]:
+        """The next numbers from [0, 1) of a CPU's generator, as so many draws take them."""
+        return [self._uniform() for _ in range(count)]
 
     def _inverse(self, weights: Tensor) -> Tensor:
         u = torch.rand((*weights.shape[:-1], 1), generator=self.generator, dtype=torch.float64, device=weights.device)
@@ -86,9 +85,11 @@ class TorchRng:
         token = int(cdf.searchsorted(self._uniform() * cdf.item(-1), side="right"))
         return torch.full((), min(token, len(cdf) - 1))
 
-    def draw_rows(self, weights: Tensor) -> Sequence[int]:
-        """See `Rng.draw_rows`; one draw for all rows, one transfer to the host."""
-        return self._inverse(weights).tolist()
+    def draw_rows(self, weights: Rows) -> Sequence[int]:
+        """See `Rng.draw_rows`; on an accelerator one draw for all rows and one transfer to the host."""
+        if isinstance(weights, Tensor) and not weights.is_cpu:
+            return self._inverse(weights).tolist()
+        return _Draws(self, weights)
 
     def first_reject(self, accept: Tensor) -> SupportsInt:
         """See `Rng.first_reject`; accepts where u < a, so that a = 0 is never accepted."""
@@ -103,6 +104,19 @@ class TorchRng:
         greedy = object.__new__(_OneHotRng)
         greedy.generator, greedy._ready = self.generator, self._ready
         return greedy
+
+
+class _Draws(Sequence[int]):
+    """A draw of each row, made when it is read."""
+
+    def __init__(self, rng: TorchRng, weights: Rows) -> None:
+        self._rng, self._weights = rng, weights
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __getitem__(self, row: Any) -> Any:
+        return int(self._rng.draw(self._weights[row]))
 
 
 class _OneHotRng(TorchRng):

@@ -109,6 +109,27 @@ class Warp:
         return torch.cat(rows)
 
 
+class WarpedRows:
+    """Rows of `Warp.__call__`, each computed when it is asked for: of a tree, verification reads few."""
+
+    def __init__(self, warp: Warp, logits: Tensor, prefixes: Sequence[Sequence[int]] | None = None) -> None:
+        self._warp, self._logits, self._prefixes = warp, logits, prefixes
+        self._rows: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._logits)
+
+    def __getitem__(self, row: int) -> Tensor:
+        if row not in self._rows:
+            prefix = None if self._prefixes is None else self._prefixes[row : row + 1]
+            self._rows[row] = self._warp(self._logits[row : row + 1], prefix)[0]
+        return self._rows[row]
+
+
+Rows = Tensor | WarpedRows
+"""Probabilities ``[rows, vocab]`` of which single rows are read."""
+
+
 class TopP(TopPLogitsWarper):
     """As transformers', without sorting the vocabulary on CPUs, which takes longer than a small model's forward.
 

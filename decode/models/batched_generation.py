@@ -40,7 +40,7 @@ def draws_named(*name: int) -> Draws:
 
 def draws_of_loop(seed: int) -> Draws:
     """The draws that the decoding loop without a drafter takes with `TorchRng` (seed + i) for text i, on the CPU."""
-    return lambda text, count: TorchRng(seed + text).row_uniforms(count)
+    return lambda text, count: TorchRng(seed + text).uniforms(count)
 
 
 def uniform_draws(*name: int, count: int) -> list[float]:

@@ -8,6 +8,7 @@ import html
 import io
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -27,6 +28,7 @@ COLOURS = BLUE, ORANGE, GREEN, VIOLET, ROSE, OLIVE, GREY = (
     "#3d85c6", "#d07a1f", "#2a9d76", "#8d72cf", "#d0587c", "#97902d", "#868c94",
 )  # fmt: skip
 MARKERS = "os^Dvph"
+NAME = 26  # characters of a bar's name in a line: longer ones leave the axis no room
 INK = "#010203"
 """The colour of text and axes in ``plots.mplstyle``, replaced by currentColor in the SVG."""
 DASHED: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (4, 3)), "alpha": 0.6}
@@ -90,7 +92,9 @@ def bars(rows: Sequence[Row], title: str, xlabel: str) -> str:
         title: of the figure.
         xlabel: quantity and formula.
     """
-    axes = new_axes(title, xlabel, height=max(2.0, 0.95 + 0.27 * len(rows)))
+    names = [textwrap.fill(str(row["name"]).replace("$", r"\$"), NAME) for row in rows]
+    lines = max((name.count("\n") + 1 for name in names), default=1)
+    axes = new_axes(title, xlabel, height=max(2.0, 0.95 + (0.11 + 0.16 * lines) * len(rows)))
     for y, row in enumerate(rows):
         low, high = row.get("interval") or (row["value"], row["value"])
         relaxed = not row.get("lossless", True)
@@ -102,7 +106,7 @@ def bars(rows: Sequence[Row], title: str, xlabel: str) -> str:
             fontsize=9,
         )  # fmt: skip
     axes.axvline(1, **DASHED)
-    axes.set_yticks(range(len(rows)), [str(row["name"]).replace("$", r"\$") for row in rows])
+    axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.14)

@@ -235,7 +235,7 @@ def bench_options(settings: BenchSettings, methods: Sequence[str], pair: Pair, f
     """Options of the measurement; stores that are needed and not given are built from the corpus."""
     datastore, trigrams = store_folders(settings)
     chosen = [split_spec(method) for method in methods]
-    stores = STORES | {"hybrid": "datastore"}  # which it can do without
+    stores = STORES | dict.fromkeys(("hybrid", "hybrid-tree"), "datastore")  # which they can do without
     missing = {stores[m] for m, _ in chosen if m in stores} - {
         name for name, given in (("datastore", datastore), ("trigrams", trigrams)) if given
     }

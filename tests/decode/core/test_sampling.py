@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from families import VOCAB
@@ -200,6 +202,29 @@ def test_greedy_rounds_have_the_distributions_that_they_were_decided_without(pen
         assert ids == model.generate(
             torch.tensor([PROMPT]), do_sample=False, max_new_tokens=20, pad_token_id=0, repetition_penalty=penalty
         )[0].tolist()  # fmt: skip
+
+
+class Counting(Warp):
+    """Counts the rows it is asked for."""
+
+    rows = 0
+
+    def __call__(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None = None) -> Tensor:
+        self.rows += len(logits)
+        return super().__call__(logits, prefixes)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_of_a_copy_only_the_rows_that_sampling_reaches_are_warped(penalty: float, tiny) -> None:
+    warp = Counting(temperature=0.4, top_p=0.9, repetition_penalty=penalty)
+    system = build("prompt-lookup", MethodInputs(open_runner(tiny("llama")), warp))
+    ids, drafted = list(PROMPT), 0
+    for result, new in rounds(Target(open_runner(tiny("llama"))), system, warp, PROMPT * 3, max_new_tokens=30):
+        assert warp.rows == result.accepted + 1
+        before = [result.draft.text_before(PROMPT * 2 + ids, i) for i in range(-1, len(result.draft))]
+        assert torch.equal(result.probs, warp(result.logits, before))
+        ids, drafted, warp.rows = ids + new, drafted + result.drafted, 0
+    assert drafted > 0
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])

@@ -16,12 +16,13 @@ from pairs import make_pair, make_suite, make_tokenizer
 from rich.console import Console
 
 from decode.commands.bench.checkpoint import Checkpoint, draft_names
-from decode.commands.bench.command import choose_methods
+from decode.commands.bench.command import bench_options, choose_methods
 from decode.commands.bench.settings import BenchSettings
 from decode.commands.settings_checks import open_suites
 from decode.core.errors import UserError
 from decode.core.method_options import MethodOptions
 from decode.core.progress import as_current
+from decode.drafters.rest.drafter import open_rest
 from decode.measure.bench.compare_methods import Benchmark
 from decode.measure.bench.method_entries import BenchEntry, EntryRun, plan
 from decode.measure.bench.session import BenchOptions, Session
@@ -36,6 +37,7 @@ from decode.measure.bootstrap_statistics import (
     plain,
 )
 from decode.measure.costs.cost_model import CostModel
+from decode.models.loading.target_and_draft import Pair
 from decode.models.prompt_tokens import chat_ids, prompt_ids
 from decode.prompts.prompt_suites import Prompt, Suite
 from decode.report.bench_report import write_report
@@ -406,6 +408,17 @@ def test_methods_default_to_what_the_given_parts_allow():
     both = choose_methods(BenchSettings(target="t", draft=["d"], datastore="s"))
     assert {"vanilla", "rest", "adaptix", "generate-assistant"} <= set(both)
     assert choose_methods(BenchSettings(target="t", methods=["lookahead"], peers=False)) == ["lookahead"]
+
+
+@pytest.mark.parametrize("method", ["rest", "hybrid", "hybrid-tree:tree_nodes=4"])
+def test_methods_that_copy_get_a_store_of_the_corpus(method, tiny, tmp_path):
+    (tmp_path / "own.jsonl").write_text(json.dumps({"text": "Tom has 3 apples."}) + "\n")
+    pair = Pair(tiny("llama", vocab_size=280), make_tokenizer())
+    settings = BenchSettings(target="t", corpus=[str(tmp_path / "own.jsonl")])
+    assert bench_options(settings, ["vanilla"], pair, tmp_path).datastore is None
+    folder = bench_options(settings, [method], pair, tmp_path).datastore
+    assert folder is not None
+    assert len(open_rest(folder, pair.tokenizer).store) > 5
 
 
 def test_drafts_are_called_by_their_folders():

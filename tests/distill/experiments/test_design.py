@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,15 @@ from distill.data.stage_context import StageContext
 from distill.experiments.design.command import Design, design
 from distill.experiments.design.draft_shapes import Shape, default_shape, space
 from distill.experiments.design.methods_without_training import draft_along
-from distill.experiments.design.predicted_speedup import Slope, common_slope, forecast, own_slope, replayed, slope_of
+from distill.experiments.design.predicted_speedup import (
+    BEND,
+    Slope,
+    common_slope,
+    forecast,
+    own_slope,
+    replayed,
+    slope_of,
+)
 from distill.experiments.design.settings import DesignRunSettings, DesignSettings
 from distill.experiments.design.shape_costs import CALM, Price
 from distill.experiments.design.shape_table import Entry
@@ -109,7 +118,14 @@ def test_a_single_curve_leans_on_what_the_others_did() -> None:
     assert alone is not None
     between = slope_of(noisy, Slope(0.3, 0.01))
     assert 0.3 < between.b < alone.b
-    assert between.sd < 0.01
+    assert BEND < between.sd < math.hypot(0.01, BEND)
+
+
+def test_a_forecast_is_less_certain_than_the_law_is_known() -> None:
+    slope = slope_of({100: alpha_of(0.2), 200: alpha_of(0.25)}, Slope(0.1, 0.001))
+    found = forecast([alpha_of(0.25)], 200, 1600, slope, PRICE, 15)
+    bent = 1 - 0.75 * 8 ** -(slope.b + BEND)  # where the exponent grows by one standard deviation
+    assert found.alpha < bent < found.high
 
 
 def test_retrieval_goes_along_a_text_as_decoding_would() -> None:
