@@ -17,7 +17,7 @@ from distill.experiments.design.shape_costs import Price
 UNKNOWN = (0.3, 0.3)
 """Exponent and its standard deviation where nothing is known: halving rejections takes ten times the steps."""
 LEAST_SPREAD = 0.05  # smallest standard deviation of the exponent among shapes
-BEND = 0.05  # standard deviation by which the exponent of one curve changes as it goes on (heads on SmolLM2: 0.05 to 0.14)
+BEND = 0.05  # standard deviation of the exponent along one curve (a head on SmolLM2: 0.05 at first, 0.14 later)
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 19, 23, 31)  # draft lengths compared
 
 
