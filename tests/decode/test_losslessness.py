@@ -275,6 +275,7 @@ def _draw_per_path(draft: Draft, p: Tensor, rng: Rng) -> tuple[list[int], int]:
 def _redraw_from_p(draft: Draft, p: Tensor, rng: Rng) -> tuple[list[int], int]:
     """Biased: a copied token is kept with probability p, and a rejected one drawn anew from the whole of p."""
     k = len(draft)
+    p = torch.stack([p[row] for row in range(k + 1)])
     accept = p[torch.arange(k), draft.tokens] if k else p.new_empty(0)
     m = int(rng.first_reject(accept)) if k else 0
     return list(range(m)), int(rng.draw(p[m]))
