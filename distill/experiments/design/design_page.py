@@ -23,8 +23,9 @@ LAW = (
     "A trial of n steps is a whole training in small: learning rates rise and fall within it. Trials of one shape are "
     "carried on by 1 − α(n) = a · n^(−b), through the longest one. b is the mean of the shape's own slope between its "
     "two longest trials and of all shapes' ({b:.2f} ± {sd:.2f} here), weighted by their certainty. Intervals are "
-    "95 %: of α over texts, and of b, which changes along a curve. Every rejection on the texts is "
-    "scaled alike, and rounds over the texts are replayed with the costs measured (round cost: c·k + v(k + 1) + bookkeeping), at the best draft length."
+    "95 %: of α over texts, and of b, which changes along a curve. Every rejection on the texts is scaled alike, and "
+    "rounds over the texts are replayed with the costs measured (round cost: c·k + v(k + 1) + bookkeeping), at the "
+    "best draft length."
 )
 
 
