@@ -19,7 +19,7 @@ from transformers import (
 
 from decode.core.errors import UserError
 from decode.core.rng import TorchRng
-from decode.core.sampling import TopP, Warp, argmax, one_hot
+from decode.core.sampling import TopP, Warp, WarpedRows, argmax, one_hot
 from decode.core.stopping.stop_rules import StopRule
 from decode.core.system import System
 from decode.core.target import Target
@@ -202,6 +202,19 @@ def test_greedy_rounds_have_the_distributions_that_they_were_decided_without(pen
         assert ids == model.generate(
             torch.tensor([PROMPT]), do_sample=False, max_new_tokens=20, pad_token_id=0, repetition_penalty=penalty
         )[0].tolist()  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_row_warped_alone_is_that_of_all_rows(settings: dict) -> None:
+    warp, logits = (
+        Warp(**{"temperature": 1.0, **settings}),
+        torch.randn(4, 40, generator=torch.Generator().manual_seed(0)),
+    )
+    prefixes = [[1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 5]]
+    rows = WarpedRows(warp, logits, prefixes if warp.needs_prefix else None)
+    assert len(rows) == 4
+    for row in (2, 0, 3, 1):
+        assert torch.equal(rows[row], warp(logits, prefixes)[row])
 
 
 class Counting(Warp):

@@ -29,7 +29,7 @@ from decode.core.stopping.stop_rules import StopRule, negative_entropy
 from decode.core.stopping.thresholds import MeanOfRejected
 from decode.core.system import System
 from decode.core.target import Target
-from decode.drafters.eagle import LEVEL, FeatureDrafter, FeatureTreeDrafter
+from decode.drafters.eagle import LEVEL, FeatureDrafter, FeatureTreeDrafter, _Candidates
 from decode.drafters.hybrid import HybridDrafter
 from decode.loop import Output, decode
 from decode.measure.offline_acceptance import offline_alpha
@@ -215,6 +215,20 @@ def test_a_tree_has_the_nodes_that_pay(tiny) -> None:
     assert (count, rate) == (2, pytest.approx(1.9 / 1.5))
     assert drafter._pays([math.log(0.1), math.log(0.03)], scores, 1)  # 0.13 tokens for the time of 0.127
     assert not drafter._pays([math.log(0.1), math.log(0.02)], scores, 1)
+
+
+def test_candidates_see_all_their_ancestors_and_nothing_else() -> None:
+    found = _Candidates(math.log(0.01))
+    found.add([-1], [[5, 6]], [[math.log(0.5), math.log(0.25)]])
+    assert found.read([0, 1]).tolist() == [[], []]
+    found.add([0, 1], [[7, 8], [9, 4]], [[math.log(0.5), math.log(0.01)], [math.log(0.5), -math.inf]])
+    assert found.likeliest(3, 2) == [2, 4]  # the others are below the least probability, or impossible
+    assert found.read([2, 4]).tolist() == [[True, False], [False, True]]
+    found.add([2, 4], [[1], [2]], [[math.log(0.5)], [math.log(0.5)]])
+    assert found.read([6, 7]).tolist() == [[True, False, True, False], [False, True, False, True]]
+    assert [found.path(node) for node in (-1, 1, 7)] == [[], [6], [6, 9, 2]]
+    tree = found.tree(4)  # 0.5, 0.25, 0.25 and, of two of 0.125, the first
+    assert (tree.ids, tree.parents) == ([5, 6, 7, 9], [-1, -1, 0, 1])
 
 
 def test_what_followed_a_short_match_is_a_branch_of_the_heads_tree(tiny) -> None:
