@@ -74,7 +74,7 @@ class Warp:
 
     def top(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None = None) -> Tensor:
         """The most probable token of each row, ``[rows]``; arguments as in a call."""
-        return argmax(self._process(_wide(logits), prefixes) if self._context else logits)
+        return argmax(self.process(_wide(logits), prefixes) if self._context else logits)
 
     def __call__(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None = None) -> Tensor:
         """Warp rows of logits.
@@ -90,14 +90,15 @@ class Warp:
             return one_hot(self.top(logits, prefixes), logits)
         logits = _wide(logits)
         if self._context:
-            logits = self._process(logits, prefixes)
+            logits = self.process(logits, prefixes)
         if self.temperature != 1:
             logits = logits / self.temperature
         for cut in self._cut:
             logits = cut(None, logits)
         return logits.softmax(-1)
 
-    def _process(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None) -> Tensor:
+    def process(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None) -> Tensor:
+        """Logits ``[rows, vocab]`` after the processors that look at the prefix; neither temperature nor cuts."""
         if prefixes is None or len(prefixes) != len(logits):
             raise ValueError("this warp depends on the prefix: give the tokens before every row")
         rows = []

@@ -21,8 +21,6 @@ from decode.core.trace_metrics import Round
 from decode.drafters.draft_model import Drafting, ModelDrafter
 from decode.models.eagle.head_runner import HeadRunner
 
-LEVEL = 2.0  # forwards of a chain that one of a tree takes the time of: more rows, and choosing among them (measured)
-
 
 def head_of(draft: Runner | None) -> HeadRunner:
     """The feature head among a method's parts.
@@ -116,7 +114,7 @@ class FeatureTreeDrafter(FeatureDrafter):
         super().__init__(runner, target, warp)
         self.width, self.nodes, self.threshold, self.costs = width, nodes, threshold, costs
         if costs is not None:
-            self._level = LEVEL * costs.drafting(1)
+            self._level = costs.drafting(1)  # a level was measured at 1.1 times a chain's forward
             self._checking = [costs.verifying(1, n) for n in range(1, nodes + 2)]  # by nodes, from 0 on
 
     def _drafting(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Drafting:
@@ -172,14 +170,15 @@ class FeatureTreeDrafter(FeatureDrafter):
         return runners[0].read_levels(runners, [feed[:3] for feed in feeds], feeds[0][3])
 
     def _log_probs(self, logits: Tensor, ids: list[int], paths: list[list[int]]) -> Tensor:
-        """log q of each row as sampling sees it ``[w, draft vocab]``; greedy decoding ranks by the unwarped one."""
-        if self.warp.greedy:
-            return logits.float().log_softmax(-1)
+        """log q of each row ``[w, draft vocab]``, with penalties, at temperature 1 and without cuts.
+
+        As in EAGLE-2: temperature and cuts leave the order of a node's children as it is. Warped rows would take longer
+        and, at temperatures below 1, put more nodes above a threshold.
+        """
         if self.warp.needs_prefix:
-            q = self.runner.reduce(self.warp(self.runner.expand(logits), [ids + path for path in paths]))
-        else:
-            q = self.warp(logits)
-        return q.log().clamp_(max=0)
+            prefixes = [ids + path for path in paths]
+            logits = self.runner.reduce(self.warp.process(self.runner.expand(logits), prefixes))
+        return logits.float().log_softmax(-1)
 
 
 class _Candidates:

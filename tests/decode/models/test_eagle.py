@@ -16,6 +16,7 @@ from heads import check_chain_attention, make_head
 from plain_logits import head_logits, response_logits
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 
 from decode.batched_loop import decode_texts
 from decode.core.drafter_base import Drafter
@@ -29,7 +30,7 @@ from decode.core.stopping.stop_rules import StopRule, negative_entropy
 from decode.core.stopping.thresholds import MeanOfRejected
 from decode.core.system import System
 from decode.core.target import Target
-from decode.drafters.eagle import LEVEL, FeatureDrafter, FeatureTreeDrafter, _Candidates
+from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter, _Candidates
 from decode.drafters.hybrid import HybridDrafter
 from decode.loop import Output, decode
 from decode.measure.offline_acceptance import offline_alpha
@@ -209,7 +210,7 @@ def test_a_tree_has_the_nodes_that_pay(tiny) -> None:
     assert sizes[-1] == 0
     assert len(set(sizes)) > 2
 
-    drafter = FeatureTreeDrafter(head, runner, GREEDY, costs=RoundCosts.of_ratios(0.1 / LEVEL, 0.2))
+    drafter = FeatureTreeDrafter(head, runner, GREEDY, costs=RoundCosts.of_ratios(0.1, 0.2))
     scores = [math.log(p) for p in (0.05, 0.6, 0.3, 0.2)]
     count, rate = drafter._worthwhile(scores, 1)  # 1/1.1, 1.6/1.3, 1.9/1.5, 2.1/1.7, 2.15/1.9
     assert (count, rate) == (2, pytest.approx(1.9 / 1.5))
@@ -360,6 +361,30 @@ def test_a_tree_is_the_most_probable_nodes_and_holds_the_chain(tiny) -> None:
     assert paths(tree) < paths(bigger)
     assert len(paths(bigger)) == 40  # no node twice
     assert tuple(chain.tokens[:1].tolist()) in paths(tree)
+
+
+@torch.inference_mode()
+def test_temperature_and_cuts_leave_a_tree_as_it_is_and_penalties_do_not(tiny) -> None:
+    target = tiny("llama")
+    runner, head = open_runner(target), as_runner(target, 3)
+
+    def tree(warp: Warp) -> list[tuple[int, ...]]:
+        drafter = FeatureTreeDrafter(head, runner, warp, width=3, nodes=8, threshold=0.001)
+        runner.truncate(0)
+        runner.captured_layers = drafter.captured_layers
+        runner.read(torch.tensor(PROMPTS[0][:-1]), head=0)
+        drafter.start(PROMPTS[0])
+        draft = drafter.propose(PROMPTS[0], StopRule(3), 10, TorchRng(0))
+        return [tuple(draft.text_before([], i)) for i in range(len(draft))]
+
+    greedy = tree(GREEDY)
+    assert len(greedy) == 8
+    assert tree(Warp(0.5, top_p=0.6, top_k=2)) == greedy
+    likely = greedy[0][0]
+    for temperature in (0.0, 0.7):
+        avoided = tree(Warp(temperature, processors=[SuppressTokensLogitsProcessor([likely])]))
+        assert avoided
+        assert all(likely not in path for path in avoided)
 
 
 @torch.inference_mode()
