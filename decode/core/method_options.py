@@ -150,9 +150,10 @@ class MethodOptions(Checked):
     tree_nodes: PositiveInt = 60
     """EAGLE-2: nodes of the drafted tree, the most probable ones; its depth is the draft length."""
     tree_threshold: ClosedUnitInterval | None = 0.0
-    """EAGLE-2: nodes to which the head gives a smaller probability are not drafted; null: as many of the most probable
-    nodes are, up to tree_nodes, as should give most tokens a second. The costs are those that bench measures, or that
-    python -m decode profile --batch-sizes wrote into the draft's folder, else those of cost_ratio and verify_growth."""
+    """EAGLE-2: nodes to which the head gives a smaller probability, at temperature 1, are not drafted; null: as many of
+    the most probable nodes are, up to tree_nodes, as should give most tokens a second. The costs are those that bench
+    measures, or that python -m decode profile --batch-sizes wrote into the draft's folder, else those of cost_ratio and
+    verify_growth."""
     probes: str | None = None
     """Folder of acceptance probes, made by `python -m probes`: runs/<name>/probes, or its draft/ for draft-probe. They
     also advise the options that are left open."""

@@ -239,7 +239,7 @@ class HeadRunner(RowRunner):
         else:
             y = torch.cat([self.norm_embedded(e), self.norm_state(x)], -1)
         (slots,) = forward.slots(0, 1, slot, len(tokens), mask)
-        x = layer.out.add_to(x, forward.attention(layer, y, rotary, mask, slots))
+        x = layer.out.add_to(x, forward.attention(layer, layer.qkv(y), rotary, mask, slots))
         assert layer.norm2 is not None
         return layer.down.add_to(x, forward.mlp(layer, layer.norm2(x)))
 

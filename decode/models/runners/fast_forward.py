@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ values ``[1, kv_heads, m, width]``, the new ones among them; of several texts as
 
 Mask = Tensor | TextsTogether | None
 """Additive ``[groups · n, m]`` of one text, or None where every query may see every key; or what tells texts apart."""
+
+
+LOOKED_UP = 1 << 23  # most bytes of the first layer's queries, keys and values that are computed once, for all tokens
 
 
 class FastForward:
@@ -60,6 +64,19 @@ class FastForward:
     def depth(self) -> int:
         """Number of layers."""
         return len(self.layers)
+
+    @cached_property
+    def first_qkv(self) -> Tensor | None:
+        """Queries, keys and values of the first layer by token ``[vocab, rows of qkv]``, which depend on nothing else.
+
+        None where they would take more than `LOOKED_UP` bytes: only a small model has few other operations.
+        """
+        layer, table = self.layers[0], self.weights.embedding
+        small = len(table) * layer.qkv.rows * table.element_size() <= LOOKED_UP
+        if not self.shape.tuned or layer.norm2 is None or not small:
+            return None
+        with torch.inference_mode():
+            return layer.qkv(layer.norm1(table))
 
     # -- the cache and what depends on positions -------------------------------------------------------------------
 
@@ -180,19 +197,34 @@ class FastForward:
         """Input states of token ids."""
         return self.weights.embedding.index_select(0, tokens)
 
+    def run_tokens(self, tokens: Tensor, start: int, rotary: Tensor, mask: Mask) -> Tensor:
+        """All layers on tokens whose first cache slot is `start` (see `place`)."""
+        x, count = self.embed(tokens), len(self.layers)
+        qkv = None if self.first_qkv is None else self.first_qkv.index_select(0, tokens)
+        return self.run_layers(x, 0, count, self.slots(0, count, start, len(tokens), mask), rotary, mask, qkv)
+
     def run(self, x: Tensor, first: int, last: int, start: int, rotary: Tensor, mask: Mask) -> Tensor:
         """Layers ``[first, last)`` on the states of tokens whose first cache slot is `start` (see `place`)."""
         return self.run_layers(x, first, last, self.slots(first, last, start, x.shape[0], mask), rotary, mask)
 
     def run_layers(
-        self, x: Tensor, first: int, last: int, slots: list[CacheSlots], rotary: Tensor, mask: Mask
+        self,
+        x: Tensor,
+        first: int,
+        last: int,
+        slots: list[CacheSlots],
+        rotary: Tensor,
+        mask: Mask,
+        qkv: Tensor | None = None,
     ) -> Tensor:
-        """Layers ``[first, last)`` on the states of tokens in these slots."""
+        """Layers ``[first, last)`` on the states of tokens in these slots; `qkv`: the first one's, where known."""
         for layer, slot in zip(self.layers[first:last], slots):
-            y = layer.norm1(x)
-            a = layer.out.add_to(x, self.attention(layer, y, rotary, mask, slot))
+            if qkv is None:
+                y = layer.norm1(x)
+                qkv = layer.qkv(y)
+            a = layer.out.add_to(x, self.attention(layer, qkv, rotary, mask, slot))
             z = y if layer.norm2 is None else layer.norm2(x if self.parallel else a)
-            x = layer.down.add_to(a, self.mlp(layer, z))
+            x, qkv = layer.down.add_to(a, self.mlp(layer, z)), None
         return x
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,19 +240,19 @@ class FastForward:
         gate, up = u.chunk(2, -1)
         return self.activation(gate) * up
 
-    def attention(self, layer: Layer, y: Tensor, rotary: Tensor, mask: Mask, slot: CacheSlots) -> Tensor:
+    def attention(self, layer: Layer, qkv: Tensor, rotary: Tensor, mask: Mask, slot: CacheSlots) -> Tensor:
         """Attention before its projection, ``[n, heads · width]``; keys and values are stored in the slot.
 
         Args:
             layer: its weights.
-            y: normed states ``[n, hidden]``.
+            qkv: queries, keys and values ``[n, (heads + 2 kv_heads) · width]``, which are rotated in place.
             rotary: rotary factors of the tokens.
             mask: see `place`.
             slot: the layer's.
         """
-        shape, n, (new, k, v) = self.shape, y.shape[0], slot
+        shape, n, (new, k, v) = self.shape, qkv.shape[0], slot
         heads, kv_heads, d = shape.heads, shape.kv_heads, shape.width
-        rows = self._rotated(layer, layer.qkv(y), rotary)
+        rows = self._rotated(layer, qkv, rotary)
         new.copy_(rows.narrow(1, heads, 2 * kv_heads))
         q = rows.narrow(1, 0, heads)
         if isinstance(mask, TextsTogether):

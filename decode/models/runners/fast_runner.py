@@ -150,11 +150,11 @@ class FastRunner(RowRunner):
                 assert tree is None, "what was read ahead is a chain"
                 x = self._behind_ahead(tokens, start)
             else:
-                x, placed = forward.embed(tokens), forward.place(n, tree, start, self._row)
+                placed = forward.place(n, tree, start, self._row)
                 if self.captured_layers:
-                    x = self._capturing(x, start, *placed)
+                    x = self._capturing(forward.embed(tokens), start, *placed)
                 else:
-                    x = forward.run(x, 0, len(forward.layers), start, *placed)
+                    x = forward.run_tokens(tokens, start, *placed)
             logits, self.hidden = forward.project(x if head is None or head >= n else x[n - head :])
         self._length = start + n
         return logits
@@ -181,7 +181,7 @@ class FastRunner(RowRunner):
             for text, own in zip(texts, self.features.split(list(counts))):
                 text.features = own
         else:
-            x = forward.run(forward.embed(tokens), 0, self.depth, 0, rotary, together)
+            x = forward.run_tokens(tokens, 0, rotary, together)
         logits, hidden = forward.project(x.index_select(0, together.last) if last_only else x)
         hand_out(texts, hidden, [1] * len(texts) if last_only else counts)
         for text, n in zip(texts, counts):
@@ -275,7 +275,7 @@ class FastRunner(RowRunner):
             layer, a = forward.layers[i], x
             if i in subset.attention:
                 (slot,) = forward.slots(i, i + 1, start, n, mask)
-                y = forward.attention(layer, layer.norm1(x), rotary, mask, slot)
+                y = forward.attention(layer, layer.qkv(layer.norm1(x)), rotary, mask, slot)
                 a = layer.out.add_to(x, y)
             if i in subset.mlp:
                 z = (layer.norm2 or layer.norm1)(x if forward.parallel else a)

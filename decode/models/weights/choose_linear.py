@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from decode.core.errors import UserError
-from decode.models.weights.linear import HalfLinear, Linear, PackedLinear, by_columns, halvable, packable
+from decode.models.weights.linear import HalfLinear, Linear, PackedLinear, TwoLayouts, by_columns, halvable, packable
 
 MODES = ("auto", "on", "off")
 """How weights are laid out: as is measured fastest for each shape, packed wherever the kernels take it, or plain."""
-ROWS = (1, 8)  # rows of the products that are measured: a step, and a check of a draft
+ROWS = (1, 8, 16)  # rows of the products that are measured: a step, a check of a draft, and a long one or a prompt
 MARGIN = 0.95
-"""Other products are taken where they need less than this part of the plain ones' time, summed over `ROWS`."""
+"""Other products are taken where they need less than this part of the plain ones' time, summed over a step and a check
+of eight tokens."""
+TWICE = 1 << 22  # most bytes of a weight that is held in two layouts
 COLD = 1 << 25
 """Bytes of weights that a measurement reads in turn: a model's weights are read from memory, not from the cache."""
 TURNS = 5  # measurements of each way, interleaved; the least one counts
@@ -50,6 +52,7 @@ class Linears:
             "packed": PackedLinear,
             "padded": partial(PackedLinear, least=FEW),
             "float16": HalfLinear,
+            **{f"plain, from {rows} rows packed": partial(TwoLayouts, border=rows) for rows in ROWS[1:] if copies},
         }
         self.bytes = dict.fromkeys(self.ways, 0)
         self._known = layers, copies
@@ -74,10 +77,20 @@ class Linears:
         seconds = self._measured(ways, part)
         if self.pack == "auto":
             self._seconds[tuple(weight.shape)] = seconds
-        total = {way: sum(seconds[way]) * (MARGIN if way == "plain" else 1) for way in ways if way not in packed}
+        total = {way: sum(seconds[way][:2]) * (MARGIN if way == "plain" else 1) for way in ways if way not in packed}
         step = min(packed, key=lambda way: seconds[way][0])  # at more rows nothing is padded
-        total[step] = sum(map(min, zip(*(seconds[way] for way in packed))))
-        return min(total, key=lambda way: total[way])
+        total[step] = sum(map(min, *(seconds[way][:2] for way in packed)))
+        best = min(total, key=lambda way: total[way])
+        return self._for_more_rows(weight, seconds) if best == "plain" else best
+
+    def _for_more_rows(self, weight: Tensor, seconds: Seconds) -> str:
+        """The way of a weight that is plain for a step: it may be packed for more rows, if it is small."""
+        if weight.numel() * weight.element_size() <= TWICE:
+            for rows, plain, packed in zip(ROWS[1:], seconds["plain"][1:], seconds["packed"][1:]):
+                way = f"plain, from {rows} rows packed"
+                if way in self.ways and packed < MARGIN * plain:
+                    return way
+        return "plain"
 
     def _measured(self, ways: Sequence[str], weight: Tensor) -> Seconds:
         known = tuple(weight.shape), weight.dtype, *ways, *self._known, torch.get_num_threads()
@@ -92,19 +105,19 @@ class Linears:
         size = f"weights: {size}" if size else "weights plain" if self._seconds else ""
         shapes = []
         for shape, seconds in self._seconds.items():
-            packed = list(map(min, zip(seconds["packed"], seconds["padded"])))
+            packed = list(map(min, seconds["packed"], seconds["padded"]))
             others = {"packed": packed} | {way: seconds[way] for way in ("float16",) if way in seconds}
             ratios = [
-                f"{way} " + " and ".join(f"{plain / other:.1f}" for plain, other in zip(seconds["plain"], times))
+                f"{way} " + ", ".join(f"{plain / other:.1f}" for plain, other in zip(seconds["plain"], times))
                 for way, times in others.items()
             ]
             way = self._chosen[shape].replace("padded", "packed")
-            shapes.append(f"{shape[0]}×{shape[1]} {way} ({', '.join(ratios)})")
+            shapes.append(f"{shape[0]}×{shape[1]} {way} ({'; '.join(ratios)})")
         if not shapes:
             return size
         threads = torch.get_num_threads()
         return (
-            f"{size}; times as fast as plain at {' and '.join(map(str, ROWS))} rows on {threads} "
+            f"{size}; times as fast as plain at {', '.join(map(str, ROWS))} rows on {threads} "
             f"thread{'s' if threads > 1 else ''}: {', '.join(shapes)}"
         )
 
@@ -125,6 +138,7 @@ def measure(ways: Mapping[str, Callable[[Tensor], Linear]], weight: Tensor, laye
     repeats = max(1, min(64, COLD // size) // count)  # small weights take too little time to be measured once
 
     def seconds(way: Sequence[Linear], x: Tensor) -> float:
+        x.mul_(1)  # FBGEMM leaves wide registers in use, with which other kernels are slow until such an operation
         begun = time.perf_counter()
         for _ in range(repeats):
             for linear in way:

@@ -80,6 +80,28 @@ class PackedLinear(Linear):
         return sum
 
 
+class TwoLayouts(Linear):
+    """x·Wᵀ + b of a small weight that is held twice: plain for few rows, packed for more.
+
+    Args:
+        weight: ``[rows, width]``.
+        bias: ``[rows]``.
+        border: rows of states from which on the packed weight is taken.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, border: int = 1) -> None:
+        super().__init__(by_columns(weight), bias)
+        self.border, self._packed = border, PackedLinear(weight, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear.__call__`."""
+        return F.linear(x, self.weight, self.bias) if len(x) < self.border else self._packed(x)
+
+    def add_to(self, x: Tensor, y: Tensor) -> Tensor:
+        """See `Linear.add_to`."""
+        return super().add_to(x, y) if len(x) < self.border else self._packed.add_to(x, y)
+
+
 def packable(weight: Tensor) -> bool:
     """Whether oneDNN's kernels take a weight: on the CPU, in float32 or, where the processor has it, bfloat16."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():

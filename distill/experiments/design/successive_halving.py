@@ -108,8 +108,20 @@ class Race:
             for group in groups - {self.trials.signals.group(entry.shape) for entry in alive}:
                 self.trials.signals.forget(group)
             steps = min(2 * steps, full)
+        self._recall()
         for entry in alive:
             entry.status = entry.status or ("left" if entry.history else "not reached")
+
+    def _recall(self) -> None:
+        """Longer trials of a design that had a smaller budget, hence fewer shapes, count in the last ranking too."""
+        full = self.trials.full_steps
+        for entry in self.entries:
+            while entry.steps and entry.steps < full:
+                trial = self.trials.find(entry.shape, min(2 * entry.steps, full))
+                if trial is None:
+                    break
+                self._know(entry, trial)
+        self._rank()
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -122,8 +134,9 @@ class Race:
         path = self.folder / "plan.json"
         made_from = [self.clock.made_from, sorted(entry.shape.name for entry in alive), self.settings.least_steps]
         known = read_json(path) if read_json(path).get("made_from") == made_from else {}
-        taken = self._timed(alive, known.get("shapes", []), more=self.clock.budget > known.get("budget", 0))
-        steps = int(known.get("steps") or self._first_steps(taken))
+        larger, steps = self.clock.budget > known.get("budget", 0), int(known.get("steps", 0))
+        taken = self._timed(alive, known.get("shapes", []), steps or self._least, more=larger)
+        steps = steps or self._first_steps(taken)
         names, budget = [entry.shape.name for entry in taken], self.clock.budget
         write_json(path, {"made_from": made_from, "steps": steps, "shapes": names, "budget": budget})
         for entry in alive:
@@ -136,15 +149,16 @@ class Race:
             )  # fmt: skip
         return taken, steps
 
-    def _timed(self, alive: Sequence[Entry], certain: Collection[str], more: bool) -> list[Entry]:
-        """Those of certain names, and as many more as half of what is left of the budget trains for the fewest steps.
+    def _timed(self, alive: Sequence[Entry], certain: Collection[str], steps: int, more: bool) -> list[Entry]:
+        """Those of certain names, and as many more as half of what is left of the budget trains for so many steps.
 
-        How long their steps take is measured, and kept.
+        How long their steps take is measured, and kept; what was trained before takes no more time.
         """
         path = self.folder / "steps.json"
         content = read_json(path)
         known: dict[str, float] = content.get("seconds", {}) if content.get("of") == self.clock.made_from else {}
         taken: list[Entry] = []
+        untried: list[Entry] = []
         with working(self.console, "signals, and the time of training steps", len(alive)) as work:
             for entry in alive:
                 name = entry.shape.name
@@ -156,11 +170,13 @@ class Race:
                         known[name] = self.trials.step_seconds(entry.shape)
                     write_json(path, {"of": self.clock.made_from, "seconds": known})
                 entry.step_seconds = known[name]
-                whole = 2 * self._seconds_of_round([*taken, entry], self._least)
+                lacking = [entry] if self.trials.find(entry.shape, steps) is None else []
+                whole = 2 * self._seconds_of_round(untried + lacking, steps)
                 if name not in certain and len(taken) > LEFT and whole > self.clock.left:
                     more = False
                 else:
                     taken.append(entry)
+                    untried += lacking
         return taken
 
     @property
@@ -217,19 +233,23 @@ class Race:
                     return False
                 with self.clock.counting():
                     trial = self.trials.run(entry.shape, steps)
-            self.found.setdefault(entry.shape, {})[steps] = trial
-            assert entry.price is not None
-            speedup, length = best_of(trial.alphas, entry.price, self.longest)
-            entry.steps, entry.alpha, entry.alpha_se = steps, trial.alpha.mean, trial.alpha.se
-            entry.speedup, entry.length, entry.seconds = speedup, length, trial.seconds
-            entry.history.append((steps, trial.alpha.mean, speedup))
+            self._know(entry, trial)
             self.console.print(
-                f"  {number}/{len(alive)}  {entry.shape.name}: α {trial.alpha.mean:.3f}, speedup {speedup:.2f} at "
-                f"k = {length}; {self.clock}",
+                f"  {number}/{len(alive)}  {entry.shape.name}: α {entry.alpha:.3f}, speedup {entry.speedup:.2f} at "
+                f"k = {entry.length}; {self.clock}",
                 highlight=False,
                 soft_wrap=True,
             )
         return True
+
+    def _know(self, entry: Entry, trial: Trial) -> None:
+        """A trial of a shape that is longer than those before."""
+        assert entry.price is not None
+        self.found.setdefault(entry.shape, {})[trial.steps] = trial
+        speedup, length = best_of(trial.alphas, entry.price, self.longest)
+        entry.steps, entry.alpha, entry.alpha_se = trial.steps, trial.alpha.mean, trial.alpha.se
+        entry.speedup, entry.length, entry.seconds = speedup, length, trial.seconds
+        entry.history.append((trial.steps, trial.alpha.mean, speedup))
 
     def _rank(self) -> None:
         """Carry every shape's curve on to the full training."""

@@ -25,8 +25,8 @@ from decode.loop import decode
 from decode.method_parts import MethodInputs
 from decode.methods import build
 from decode.models.loading.choose_runner import compare, open_runner
+from decode.models.runners import fast_forward, tree_masks
 from decode.models.runners import huggingface_runner as huggingface_module
-from decode.models.runners import tree_masks
 from decode.models.runners.fast_runner import FastRunner, fast_runner
 from decode.models.runners.huggingface_runner import HuggingFaceRunner
 from decode.models.weights import fast_architectures
@@ -60,7 +60,9 @@ def test_greedy_texts_are_those_of_generate(name: str) -> None:
     model = model_of(name)
     runners = [open_runner(model)]
     if isinstance(runners[0], FastRunner):
-        runners += [open_runner(model, pack="on"), open_runner(model, fast=False)]
+        packed = open_runner(model, pack="on")
+        packed.forward.first_qkv = None  # as where they would take too much memory
+        runners += [packed, open_runner(model, fast=False)]
     ways = ["empty", "alternating", "wrong", "overlong"] + ["tree"] * (name not in NO_TREES)
     for runner in runners:
         for prompt, text in zip(PROMPTS, texts_of(name)):
@@ -168,6 +170,20 @@ def test_a_large_models_projections_are_fused_in_its_own_memory(monkeypatch: pyt
     assert isinstance(runner, FastRunner)
     assert runner.forward.layers[0].qkv.weight.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
     assert all(torch.equal(weight, weights[key]) for key, weight in model.state_dict().items())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("name", "known"), [("Llama", True), ("Qwen3", True), ("Phi", False)])
+def test_a_small_models_first_layer_is_looked_up_by_token(name: str, known: bool, monkeypatch) -> None:
+    ids, model = torch.tensor(PROMPTS[0]), model_of(name)
+    looking = open_runner(model)
+    monkeypatch.setattr(fast_forward, "LOOKED_UP", 0)
+    computing = open_runner(model)
+    assert isinstance(looking, FastRunner)
+    assert isinstance(computing, FastRunner)
+    assert (looking.forward.first_qkv is not None) == known  # Phi's MLP reads what attention reads
+    assert computing.forward.first_qkv is None
+    torch.testing.assert_close(looking.read(ids), computing.read(ids), atol=1e-5, rtol=1e-5)
 
 
 def test_hooks_are_not_left_out_by_the_fast_forward() -> None:

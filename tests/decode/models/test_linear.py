@@ -113,9 +113,9 @@ def test_the_faster_way_is_chosen_for_each_shape_and_said(monkeypatch: pytest.Mo
     def measured(ways, weight, layers):  # type: ignore[no-untyped-def]
         asked.append(tuple(weight.shape))
         if weight.shape[0] == 6:
-            seconds = {"plain": [1.0, 4.0], "packed": [1.4, 1.0], "padded": [1.2, 1.0]}
+            seconds = {"plain": [1.0, 4.0, 4.0], "packed": [1.4, 1.0, 1.0], "padded": [1.2, 1.0, 1.0]}
         else:
-            seconds = {"plain": [1.0, 2.0], "packed": [1.5, 2.0], "padded": [1.6, 2.0]}
+            seconds = {"plain": [1.0, 2.0, 2.0], "packed": [1.5, 2.0, 2.0], "padded": [1.6, 2.0, 2.0]}
         return {way: seconds[way] for way in ways}
 
     monkeypatch.setattr(choose_linear, "measure", measured)
@@ -128,19 +128,19 @@ def test_the_faster_way_is_chosen_for_each_shape_and_said(monkeypatch: pytest.Mo
     assert asked == [(6, 4), (3, 4)]  # another model of these shapes is laid out in the same way
     assert make.bytes["padded"] == 2 * 6 * 4 * 4
     sentence = make.sentence()
-    assert "6×4 packed (packed 0.8 and 4.0)" in sentence
-    assert "3×4 plain (packed 0.7 and 1.0)" in sentence
+    assert "6×4 packed (packed 0.8, 4.0, 4.0)" in sentence
+    assert "3×4 plain (packed 0.7, 1.0, 1.0)" in sentence
     least = [Linears("on", 2)(torch.randn(rows, 4)).least for rows in (6, 3)]  # type: ignore[attr-defined]
     assert least == [choose_linear.FEW, 1]
 
 
 @X86
 def test_float16_is_chosen_where_it_is_allowed_and_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    half = {6: [0.6, 0.7], 3: [1.1, 1.0]}
+    half = {6: [0.6, 0.7, 0.7], 3: [1.1, 1.0, 1.0]}
     monkeypatch.setattr(
         choose_linear,
         "measure",
-        lambda ways, weight, layers: {way: half[len(weight)] if way == "float16" else [1.0, 1.0] for way in ways},
+        lambda ways, weight, layers: {way: half[len(weight)] if way == "float16" else [1.0] * 3 for way in ways},
     )
     monkeypatch.setattr(choose_linear, "_MEASURED", {})
     weights = [torch.randn(rows, 4) for rows in (6, 3)]
@@ -153,7 +153,31 @@ def test_float16_is_chosen_where_it_is_allowed_and_fastest(monkeypatch: pytest.M
     assert type(Linears("off", half=True)(weights[0])) is Linear
     make = Linears("auto", half=True)
     make(weights[0])
-    assert "6×4 float16 (packed 1.0 and 1.0, float16 1.7 and 1.4)" in make.sentence()
+    assert "6×4 float16 (packed 1.0, 1.0, 1.0; float16 1.7, 1.4, 1.4)" in make.sentence()
+
+
+@torch.inference_mode()
+def test_a_small_weight_is_packed_for_the_rows_that_are_faster_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {6: [4.0, 3.0, 3.0], 3: [4.0, 4.0, 3.0], 2: [4.0, 4.0, 4.0]}  # packed
+    monkeypatch.setattr(
+        choose_linear,
+        "measure",
+        lambda ways, weight, layers: {way: [1.0, 4.0, 4.0] if way == "plain" else times[len(weight)] for way in ways},
+    )
+    monkeypatch.setattr(choose_linear, "_MEASURED", {})
+    make = Linears("auto", copies=True)
+    weights = {rows: torch.randn(rows, 4) for rows in times}
+    made = {rows: make(weight, torch.randn(rows)) for rows, weight in weights.items()}
+    assert [getattr(linear, "border", None) for linear in made.values()] == [8, 16, None]
+    assert "6×4 plain, from 8 rows packed (packed 0.2, 1.3, 1.3)" in make.sentence()
+    for rows in ROWS:
+        x, before = torch.randn(*rows, 4), torch.randn(*rows, 6)
+        plain = Linear(weights[6], made[6].bias)
+        torch.testing.assert_close(made[6](x), plain(x), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(made[6].add_to(before, x), plain.add_to(before, x), rtol=1e-4, atol=1e-4)
+    assert type(Linears("auto")(weights[6])) is Linear  # weights that are not copied are not held twice
+    monkeypatch.setattr(choose_linear, "TWICE", 0)
+    assert type(Linears("auto", copies=True)(weights[6])) is Linear
 
 
 def test_the_measurement_compares_all_ways() -> None:
@@ -178,7 +202,7 @@ def in_sixteen_bits(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16)
 @pytest.fixture
 def half_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if products with weights in float16 were measured fastest."""
-    times = {"plain": [9.0, 9.0], "packed": [5.0, 5.0], "padded": [5.0, 5.0], "float16": [1.0, 1.0]}
+    times = {"plain": [9.0] * 3, "packed": [5.0] * 3, "padded": [5.0] * 3, "float16": [1.0] * 3}
     monkeypatch.setattr(choose_linear, "measure", lambda ways, weight, layers: {way: times[way] for way in ways})
     monkeypatch.setattr(choose_linear, "_MEASURED", {})
 

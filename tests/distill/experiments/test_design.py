@@ -43,6 +43,7 @@ from distill.experiments.design.settings import DesignRunSettings, DesignSetting
 from distill.experiments.design.shape_costs import CALM, Price
 from distill.experiments.design.shape_table import Entry
 from distill.experiments.design.successive_halving import FIXED, Clock, Race
+from distill.experiments.design.training_trials import Trial
 from distill.experiments.design.verify_predictions import rank_correlation
 from distill.pipeline.run_pipeline import run_of
 
@@ -278,7 +279,13 @@ def test_a_budget_too_small_for_one_round_names_the_time_that_is_needed(tmp_path
 
 def test_a_budget_takes_the_shapes_it_has_time_for_and_the_same_ones_when_it_is_continued(tmp_path: Path) -> None:
     signals = SimpleNamespace(seconds=lambda shapes, steps: 0.0)
-    trials: Any = SimpleNamespace(step_seconds=lambda shape: 1.0, full_steps=40, signals=signals)
+    trained: set[str] = set()
+    trials: Any = SimpleNamespace(
+        step_seconds=lambda shape: 1.0,
+        full_steps=40,
+        signals=signals,
+        find=lambda shape, steps: object() if shape.name in trained and steps == 5 else None,
+    )
     text = io.StringIO()
 
     def plan(budget: float) -> tuple[list[str], int, list[str]]:
@@ -296,7 +303,33 @@ def test_a_budget_takes_the_shapes_it_has_time_for_and_the_same_ones_when_it_is_
     assert "there is time for 5 shapes; the other 3" in text.getvalue()
     (tmp_path / "spent.json").write_text('{"made_from": "", "seconds": 60}')
     assert plan(82.0) == (first, steps, left)
-    assert plan(62.0 + 2 * 8 * 8.0) == ([*first, *left], steps, [])
+    assert plan(61.0 + 2 * 3 * 8.0) == (first, steps, left)
+    trained.update(first)  # and take no more of the budget
+    assert plan(62.0 + 2 * 3 * 8.0) == ([*first, *left], steps, [])
+
+
+def test_longer_trials_of_a_smaller_budget_count_in_the_last_ranking(tmp_path: Path) -> None:
+    known = {("a", 10): 0.5, ("a", 20): 0.6, ("a", 40): 0.7, ("b", 10): 0.4, ("b", 40): 0.9}
+    shapes = {Shape("model", 1, 16, 16): "a", Shape("model", 1, 32, 16): "b", Shape("model", 1, 48, 16): "c"}
+
+    def find(shape: Shape, steps: int) -> Trial | None:
+        mean = known.get((shapes[shape], steps))
+        return None if mean is None else Trial(shape.name, steps, 8, 1.0, 1.0, [alpha_of(mean)])
+
+    trials: Any = SimpleNamespace(full_steps=60, find=find)
+    entries = [Entry(shape, PRICE) for shape in shapes]
+    clock, console = Clock(tmp_path / "spent.json", "", 60.0), Console(quiet=True)
+    race = Race(trials, entries, entries[0].shape, DesignSettings(), 4, clock, tmp_path, console)
+    for entry in entries[:2]:
+        trial = find(entry.shape, 10)
+        assert trial is not None
+        race._know(entry, trial)
+    race._recall()
+    assert [[n for n, _, _ in entry.history] for entry in entries] == [[10, 20, 40], [10], []]
+    assert entries[0].alpha == pytest.approx(0.7)
+    assert entries[0].full is not None
+    assert entries[0].full.alpha > 0.7
+    assert entries[2].full is None
 
 
 def test_costs_alone_train_nothing_and_are_measured_for_every_shape(tmp_path: Path) -> None:
