@@ -88,7 +88,7 @@ class Results:
         if self.rounds and "not reached" in self.rounds[-1]:
             more = f" The last round is not complete.{more or ' Raise the budget.'}"
         if best is own:
-            return f"It is the configuration's own shape: none of {judged - 1} others is predicted to be faster.{more}"
+            return f"It is the configuration's own shape{self._others(judged - 1)}.{more}"
         gain = f"{100 * (best.forecast / own.forecast - 1):.0f} %"
         told = f"{own.shape.name}, the configuration's own, has {own.full.speedup:.2f}"
         if len(self.rounds) < 2:
@@ -97,6 +97,18 @@ class Results:
             return f"{told}: the winner is predicted to be {gain} faster.{more}{self._decoded()}"
         told += f": the winner is predicted to be only {gain} faster, no other of {judged} shapes by 10 %."
         return told + more + self._decoded()
+
+    def _others(self, count: int) -> str:
+        """What is foreseen of the shapes beside the winner, of which some may have been tried for fewer steps."""
+        assert self.winner is not None
+        faster = max((e for e in self.entries if e.shape.trained), key=lambda e: e.forecast)
+        if faster is self.winner or faster.full is None:
+            return f": none of {count} others is predicted to be faster"
+        none = f", none of {count} others by 10 %" if faster.forecast < MARGIN * self.winner.forecast else ""
+        return (
+            f"; after {faster.steps} steps instead of {self.winner.steps}, {faster.shape.name} is predicted to be faster "
+            f"({faster.forecast:.2f}; 95 %: {faster.full.speedup_low:.2f} to {faster.full.speedup_high:.2f}){none}"
+        )
 
     def _decoded(self) -> str:
         """What decoding with the winner and with the configuration's own shape says to the prediction."""

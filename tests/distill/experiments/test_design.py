@@ -28,10 +28,12 @@ from decode.measure.predicted_speedup import predicted_speedup, replayed_speedup
 from distill.config.run_settings import Settings
 from distill.data.stage_context import StageContext
 from distill.experiments.design.command import Design, design
+from distill.experiments.design.design_page import Results
 from distill.experiments.design.draft_shapes import Shape, default_shape, space
 from distill.experiments.design.methods_without_training import draft_along
 from distill.experiments.design.predicted_speedup import (
     BEND,
+    Forecast,
     Slope,
     common_slope,
     forecast,
@@ -330,6 +332,24 @@ def test_longer_trials_of_a_smaller_budget_count_in_the_last_ranking(tmp_path: P
     assert entries[0].full is not None
     assert entries[0].full.alpha > 0.7
     assert entries[2].full is None
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (1.1, "It is the configuration's own shape: none of 1 others is predicted to be faster."),
+        (1.25, "predicted to be faster (1.25; 95 %: 1.00 to 1.40), none of 1 others by 10 %."),
+        (1.5, "after 10 steps instead of 40, 1 × 32, MLP 16 is predicted to be faster (1.50; 95 %: 1.00 to 1.40)."),
+    ],
+)
+def test_a_better_guess_from_fewer_steps_is_told_beside_the_winner(other: float, told: str) -> None:
+    def entry(width: int, steps: int, speedup: float) -> Entry:
+        full = Forecast(0.5, 0.4, 0.6, speedup, 1.0, 1.4, 2)
+        return Entry(Shape("model", 1, width, 16), PRICE, status="left", steps=steps, full=full)
+
+    entries = [entry(16, 40, 1.2), entry(32, 10, other)]
+    results = Results("", entries, entries[0].shape, entries[0], 80, 4, 1.0, 1.0, {}, "")
+    assert results.verdict().endswith(told)
 
 
 def test_costs_alone_train_nothing_and_are_measured_for_every_shape(tmp_path: Path) -> None:
