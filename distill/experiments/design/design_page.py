@@ -106,8 +106,8 @@ class Results:
             return f": none of {count} others is predicted to be faster"
         none = f", none of {count} others by 10 %" if faster.forecast < MARGIN * self.winner.forecast else ""
         return (
-            f"; after {faster.steps} steps instead of {self.winner.steps}, {faster.shape.name} is predicted to be faster "
-            f"({faster.forecast:.2f}; 95 %: {faster.full.speedup_low:.2f} to {faster.full.speedup_high:.2f}){none}"
+            f"; after {faster.steps} steps instead of {self.winner.steps}, {faster.shape.name} is predicted to be "
+            f"faster ({faster.forecast:.2f}; 95 %: {faster.full.speedup_low:.2f} to {faster.full.speedup_high:.2f}){none}"
         )
 
     def _decoded(self) -> str:
