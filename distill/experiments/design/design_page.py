@@ -104,10 +104,11 @@ class Results:
         faster = max((e for e in self.entries if e.shape.trained), key=lambda e: e.forecast)
         if faster is self.winner or faster.full is None:
             return f": none of {count} others is predicted to be faster"
+        low, high = faster.full.speedup_low, faster.full.speedup_high
         none = f", none of {count} others by 10 %" if faster.forecast < MARGIN * self.winner.forecast else ""
         return (
             f"; after {faster.steps} steps instead of {self.winner.steps}, {faster.shape.name} is predicted to be "
-            f"faster ({faster.forecast:.2f}; 95 %: {faster.full.speedup_low:.2f} to {faster.full.speedup_high:.2f}){none}"
+            f"faster ({faster.forecast:.2f}; 95 %: {low:.2f} to {high:.2f}){none}"
         )
 
     def _decoded(self) -> str:
