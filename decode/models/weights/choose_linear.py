@@ -16,7 +16,9 @@ ROWS = (1, 8, 16)  # rows of the products that are measured: a step, a check of 
 MARGIN = 0.95
 """Other products are taken where they need less than this part of the plain ones' time, summed over a step and a check
 of eight tokens."""
-TWICE = 1 << 22  # most bytes of a weight that is held in two layouts
+TWO = {rows: f"plain, from {rows} rows packed" for rows in ROWS[1:]}
+"""Ways that hold a weight in two layouts, by the rows from which on it is packed."""
+TWICE = 1 << 22  # most bytes of such a weight
 COLD = 1 << 25
 """Bytes of weights that a measurement reads in turn: a model's weights are read from memory, not from the cache."""
 TURNS = 5  # measurements of each way, interleaved; the least one counts
@@ -40,7 +42,7 @@ class Linears:
         half: whether weights may be held in float16.
 
     Attributes:
-        bytes: of weights that are packed, and that are held in float16.
+        bytes: of the weights, by the way that was chosen for them.
     """
 
     def __init__(self, pack: str = "off", layers: int = 1, *, copies: bool = False, half: bool = False) -> None:
@@ -52,8 +54,9 @@ class Linears:
             "packed": PackedLinear,
             "padded": partial(PackedLinear, least=FEW),
             "float16": HalfLinear,
-            **{f"plain, from {rows} rows packed": partial(TwoLayouts, border=rows) for rows in ROWS[1:] if copies},
         }
+        if copies:
+            self.ways |= {way: partial(TwoLayouts, border=rows) for rows, way in TWO.items()}
         self.bytes = dict.fromkeys(self.ways, 0)
         self._known = layers, copies
         self._chosen: dict[tuple[int, ...], str] = {}
@@ -86,8 +89,7 @@ class Linears:
     def _for_more_rows(self, weight: Tensor, seconds: Seconds) -> str:
         """The way of a weight that is plain for a step: it may be packed for more rows, if it is small."""
         if weight.numel() * weight.element_size() <= TWICE:
-            for rows, plain, packed in zip(ROWS[1:], seconds["plain"][1:], seconds["packed"][1:]):
-                way = f"plain, from {rows} rows packed"
+            for way, plain, packed in zip(TWO.values(), seconds["plain"][1:], seconds["packed"][1:]):
                 if way in self.ways and packed < MARGIN * plain:
                     return way
         return "plain"
@@ -100,8 +102,12 @@ class Linears:
 
     def sentence(self) -> str:
         """What was chosen and why, for the terminal; empty where there was nothing to choose."""
-        kinds = {"packed": self.bytes["packed"] + self.bytes["padded"], "in float16": self.bytes["float16"]}
-        size = " and ".join(f"{bytes / 1e6:.0f} MB {kind}" for kind, bytes in kinds.items() if bytes)
+        kinds = {
+            "packed": self.bytes["packed"] + self.bytes["padded"],
+            "plain and packed": sum(self.bytes.get(way, 0) for way in TWO.values()),
+            "in float16": self.bytes["float16"],
+        }
+        size = ", ".join(f"{bytes / 1e6:.1f} MB {kind}" for kind, bytes in kinds.items() if bytes)
         size = f"weights: {size}" if size else "weights plain" if self._seconds else ""
         shapes = []
         for shape, seconds in self._seconds.items():

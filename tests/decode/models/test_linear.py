@@ -169,6 +169,7 @@ def test_a_small_weight_is_packed_for_the_rows_that_are_faster_so(monkeypatch: p
     weights = {rows: torch.randn(rows, 4) for rows in times}
     made = {rows: make(weight, torch.randn(rows)) for rows, weight in weights.items()}
     assert [getattr(linear, "border", None) for linear in made.values()] == [8, 16, None]
+    assert make.sentence().startswith("weights: 0.0 MB plain and packed; ")
     assert "6×4 plain, from 8 rows packed (packed 0.2, 1.3, 1.3)" in make.sentence()
     for rows in ROWS:
         x, before = torch.randn(*rows, 4), torch.randn(*rows, 6)
