@@ -106,7 +106,10 @@ def export_draft(
         add_legacy_fields(partial / "config.json")
         save_tokenizer(tokenizer, partial)
         names = str(target_dir), str(out_dir)
-        card = model_card(profile, model, *names, length, notes, trained_vocabulary=trained_vocabulary)
+        gguf_type = settings.gguf_types[0]
+        card = model_card(
+            profile, model, *names, length, notes, trained_vocabulary=trained_vocabulary, gguf_type=gguf_type
+        )
         write_beside(partial, speculation_profile(profile, length), card)
         _check_reload(partial, model.config, probe, source, options)
     return out_dir

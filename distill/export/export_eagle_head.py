@@ -79,7 +79,8 @@ def export_head(
         write_head(head, partial, tokenizer, length, dtype)
         layers = int(target.config.get_text_config().num_hidden_layers)
         names, note = (str(target_dir), str(out_dir)), engine_note(target.config)
-        card = model_card(profile, head, *names, length, [note], layers=layers)
+        gguf_type = settings.gguf_types[0]
+        card = model_card(profile, head, *names, length, [note], layers=layers, gguf_type=gguf_type)
         write_beside(partial, speculation_profile(profile, length) | {"method": KINDS[head.version]}, card)
         check_files(partial)
         again = load_head(partial, target)

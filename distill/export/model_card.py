@@ -39,15 +39,17 @@ def export_profile(report: Mapping[str, Any], draft: str = "adaspec") -> dict[st
         draft: name of the exported draft in the report.
 
     Returns:
-        The numbers of the draft at its fastest measured greedy length. `best_draft_length` is absent if greedy
-        decoding was not measured.
+        The numbers of the draft at its fastest measured length, greedy or at the lowest temperature that was measured.
+        `best_draft_length` is absent if decoding was not.
     """
     of_draft: dict[str, Any] = next((d for d in report["drafts"] if d["name"] == draft), {})
     profile = {"draft_name": draft, **{k: of_draft.get(k) for k in ("offline_alpha", "offline_alpha_se")}}
     costs = report.get("profile") or {}
     if costs.get("draft", draft) == draft:
         profile |= {key: costs.get(key) for key in ("cost_ratio", "break_even_alpha")}
-    rows = [r for r in report["decoding"] if r["draft"] == draft and r["temperature"] == 0 and r.get("speedup")]
+    rows = [row for row in report["decoding"] if row["draft"] == draft and row.get("speedup")]
+    coldest = min((row["temperature"] for row in rows), default=0.0)
+    rows = [row for row in rows if row["temperature"] == coldest]
     unchanged = [row for row in rows if row.get("identical_to_target") is not False] or rows
     if unchanged:
         best = max(unchanged, key=lambda row: row["speedup"])
@@ -58,7 +60,7 @@ def export_profile(report: Mapping[str, Any], draft: str = "adaspec") -> dict[st
         profile["conditions"] = {
             "dataset": best.get("suite"),
             "num_samples": best.get("prompts"),
-            "temperature": 0.0,
+            "temperature": coldest,
             "acceptance_rule": "exact",
             **{name: fact for name, fact in (report.get("machine") or {}).items() if name != "note"},
         }
@@ -135,6 +137,7 @@ def model_card(
     *,
     trained_vocabulary: int = 0,
     layers: int = 0,
+    gguf_type: str = "f32",
 ) -> str:
     """The README.md of an exported draft or feature head: what it is, what was measured, how to use it.
 
@@ -150,6 +153,7 @@ def model_card(
         notes: further ones of this pair; empty ones are left out.
         trained_vocabulary: of a draft model, its vocabulary size before padding or cutting.
         layers: of the target of a head.
+        gguf_type: number format of the GGUF files, if there are any.
     """
     kind, token_map, facts = "draft", False, {"trained_vocabulary": trained_vocabulary, "layers": layers}
     if isinstance(model, FeatureHead):
@@ -167,13 +171,14 @@ def model_card(
         facts, kind=kind, profile=profile, model=model, head=model, target=target, length=length,
         parameters=sum(weight.numel() for weight in model.parameters()), conditions=profile.get("conditions") or {},
         measured=[row for row in ROWS if isinstance(profile.get(row[0]), int | float)],
-        commands=commands(target, folder, length, kind, token_map=token_map), notes=list(filter(None, notes)),
+        commands=commands(target, folder, length, kind, token_map=token_map, gguf_type=gguf_type),
+        notes=list(filter(None, notes)),
     )  # fmt: skip
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
 def commands(
-    target: str, draft: str, length: int, kind: str = "draft", *, token_map: bool = False
+    target: str, draft: str, length: int, kind: str = "draft", *, token_map: bool = False, gguf_type: str = "f32"
 ) -> list[tuple[str, str, str]]:
     """(title, language, lines to paste) for each engine that takes drafts of this kind.
 
@@ -183,8 +188,10 @@ def commands(
         length: drafted tokens per round.
         kind: draft, eagle or eagle3.
         token_map: the head is of EAGLE-1 and has a reduced vocabulary.
+        gguf_type: number format of the GGUF files, if there are any.
     """
-    given = {"target": target, "draft": draft, "length": length, "kind": kind, "token_map": token_map and TOKEN_MAP}
+    given = {"target": target, "draft": draft, "length": length, "kind": kind, "gguf_type": gguf_type}
+    given["token_map"] = TOKEN_MAP if token_map else ""
     engines = yaml.safe_load((HERE / "serving_commands.yaml").read_text(encoding="utf-8"))
     return [
         (engine["title"], engine["language"], Template(engine["lines"]).render(given))

@@ -16,6 +16,7 @@ from transformers.utils import logging as hf_logging
 from decode.core.atomic_files import read_json, write_text
 from decode.core.errors import UserError
 from decode.core.progress import output_console, working
+from decode.models.loading.open_model import pinned
 from distill.config.drafts import PLAIN
 from distill.config.run_settings import Settings
 from distill.core import ranks
@@ -31,11 +32,11 @@ from distill.core.file_fingerprints import (
 from distill.core.run_dir import HEAD_NAMES, NAMES, RunDir
 from distill.data.stage_context import MEASUREMENT, StageContext
 from distill.data.tokenization.show_label_masks import show
-from distill.export.export_draft import check_export_path, export_draft
+from distill.export.export_draft import check_export_path, draft_length, export_draft
 from distill.export.export_eagle_head import check_head_path, export_head
 from distill.export.export_gguf import check_gguf, export_gguf
 from distill.export.hub_upload import check_hub, push
-from distill.export.model_card import export_profile
+from distill.export.model_card import TOKEN_MAP, export_profile
 from distill.models.pip_package import fetch
 from distill.models.precision import choose_number_formats
 from distill.pipeline.measured_run import note_taken
@@ -120,7 +121,7 @@ def _run(settings: Settings, run: RunDir, console: Console) -> RunDir:
         report = measure(context)
         note_taken(context, time.monotonic() - started)
         given = settings.target.model if settings.target.kind == "as_is" else None
-        named = {} if given is None or Path(given).exists() else {str(run.target): given}
+        named = {} if given is None or Path(given).exists() else {str(run.target): pinned(given)[0]}
         if pushed := push(run.export, settings.export.hub, named):
             console.print(f"  uploaded to {pushed}", highlight=False)
     finally:
@@ -189,10 +190,13 @@ def _measure(context: StageContext) -> dict[str, Any]:
     }
     write_settings(settings, run.folder / "settings.yaml")
     chosen = run.chosen(settings.export.choose)
-    trust, profile = settings.target.trust_remote_code, export_profile(report, chosen)
+    trust = settings.target.trust_remote_code or settings.initial.trust_remote_code
+    profile = export_profile(report, chosen)
     export = export_head if settings.eagle.enabled else export_draft
     export(run.drafts[chosen], run.target, run.export, profile, settings.export, trust_remote_code=trust)
     export_gguf(run.export, run.target, settings.export)
+    length, mapped = draft_length(profile, settings.export), (run.export / TOKEN_MAP).exists()
+    report["exported"] = {"length": length, "token_map": mapped, "gguf_type": settings.export.gguf_types[0]}
     write_report(run.folder, report)
     report = read_json(run.folder / "report.json")
     log_report(context.logger, report, lambda: figures(report))

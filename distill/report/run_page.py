@@ -125,16 +125,17 @@ def decoding_row(row: Row) -> dict[str, Any]:
 
 
 def _use(report: Row, run_dir: Path) -> Iterable[Block]:
-    row, export = summary.exported_row(report), report.get("export") or {}
-    target, draft = str(export.get("target") or run_dir / "target"), str(export.get("draft") or run_dir / "draft")
-    length = export.get("draft_length") or (row["draft_length"] if row else 1)
+    export = report.get("exported")
+    if not export:
+        return
+    target, draft = str(run_dir / "target"), str(run_dir / "export")
     kind = (report.get("settings") or {}).get("eagle", {}).get("kind")
     if kind in card.KINDS.values():
         yield Heading("Use the exported head", f"The feature head is in `{draft}`, in the layout that engines read.")
     else:
         kind = "draft"
         yield Heading("Use the exported draft", f"The draft is in `{draft}`, a plain Hugging Face folder.")
-    yield from (Code(lines, title) for title, _, lines in card.commands(target, draft, length, kind))
+    yield from (Code(lines, title) for title, _, lines in card.commands(target, draft, kind=kind, **export))
 
 
 def _provenance(report: Row) -> Iterable[Block]:

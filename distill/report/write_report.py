@@ -18,9 +18,9 @@ from distill.report.run_summary import exported_row, fastest, findings
 Row = Mapping[str, Any]
 
 ORDER = ("name", "created", "verdict", "target", "drafts", "paired", "decoding", "profile", "analysis", "samples",
-         "settings", "machine", "commands")  # fmt: skip
+         "exported", "settings", "machine", "commands")  # fmt: skip
 """Order of the keys in report.json; others follow."""
-CONSOLE = {"parameters", "offline_alpha_greedy", "epochs", "seconds", "accepted_per_drafted"}
+CONSOLE = {"parameters", "offline_alpha_greedy", "seconds", "accepted_per_drafted"}
 """Columns of the page that the console's tables go without."""
 
 
@@ -35,7 +35,8 @@ def write_report(run_dir: str | Path, report: Row) -> None:
             accepted_per_drafted, identical_to_target}]; each of these keys, None where it was not measured.
             Optional: `created`, `paired` [{a, b, difference, se, p_value, n, label}], `profile`, `analysis`
             {margins, kl, acceptance_by_position, curves, selected_tokens}, `samples` [{prompt, tokens: [{text,
-            who}]}], `settings`, `machine`, `commands`.
+            who}]}], `exported` {length, token_map, gguf_type}, with which engines take the export, `settings`,
+            `machine`, `commands`.
     """
     data = plain(dict(report))
     data["verdict"] = [finding.text for finding in findings(data)]

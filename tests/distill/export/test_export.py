@@ -384,3 +384,19 @@ def test_the_mean_length_is_one_plus_the_sum_of_the_marginal_rates():
     profile = speculation_profile(PROFILE, 4)
     assert profile["mean_accept_length"] == pytest.approx(1 + sum(profile["marginal_accept_rates"]), abs=1e-5)
     assert sum(profile["acceptance_length_histogram"].values()) == 100
+
+
+def test_a_run_that_only_samples_is_exported_at_its_fastest_length():
+    row = {"draft": "adaspec", "draft_length": 4, "speedup": 1.3, "suite": "s", "identical_to_target": None}
+    report = {"drafts": [{"name": "adaspec"}], "decoding": [row | {"temperature": 0.7}, row | {"temperature": 1.0}]}
+    profile = export_profile(report)
+    assert (profile["best_draft_length"], profile["conditions"]["temperature"]) == (4, 0.7)
+
+
+def test_the_card_names_the_length_that_its_speedup_was_measured_at(tmp_path):
+    folder = run_export(tmp_path, settings=ExportSettings(draft_length=2, gguf_types=["q8_0"]))
+    card = (folder / "README.md").read_text()
+    assert "**1.62 times** the speed of decoding without a draft" in card
+    assert "at draft length 4." in card
+    assert '"num_speculative_tokens": 2' in card
+    assert "gguf/target-q8_0.gguf" in card

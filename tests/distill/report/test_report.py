@@ -65,6 +65,7 @@ FULL = {
         "selected_tokens": [{"token": " $", "count": 12, "share": 0.9, "lift": 2.2}],
     },
     "samples": [{"prompt": "How many?", "tokens": [{"text": "<3", "who": "accepted"}, {"text": ".", "who": "bonus"}]}],
+    "exported": {"length": 6, "token_map": False, "gguf_type": "q8_0"},
     "commands": ["python -m distill --config configs/quickstart.yaml"],
 }
 MINIMAL = {key: FULL[key] for key in ("name", "target", "drafts", "decoding")}
@@ -228,3 +229,13 @@ def test_the_console_table_shows_drafts_the_fastest_lengths_and_the_verdict():
     for part in ("0.9480", "2,900,000", "1.62", "identical", "AdaSPEC is better than DistillSpec"):
         assert part in shown
     assert "921" not in shown  # tokens/s of AdaSPEC at a slower length
+
+
+def test_the_lines_to_paste_are_of_the_export_and_its_length_whatever_was_fastest(tmp_path):
+    page = written(tmp_path, changed(exported={"length": 3, "token_map": False, "gguf_type": "q8_0"}))
+    assert f"The draft is in {tmp_path}/export" in page
+    assert "--speculative-num-steps 3" in page
+    assert f"-md {tmp_path}/export/gguf/draft-q8_0.gguf" in page
+    assert f"{tmp_path}/draft" not in page
+    head = changed(exported={"length": 2, "token_map": True, "gguf_type": "f32"}, settings={"eagle": {"kind": "eagle"}})
+    assert f"--speculative-token-map {tmp_path}/export/token_map.pt" in written(tmp_path, head)
