@@ -135,13 +135,14 @@ class BatchForecast:
         }
 
 
-def forecast(costs: Iterable[CostModel], alpha: OfflineAlpha, longest: int) -> BatchForecast:
-    """Predictions from the costs of several batch sizes and acceptances position by position."""
+def forecast(costs: Iterable[CostModel], alphas: Sequence[OfflineAlpha], longest: int) -> BatchForecast:
+    """Predictions from the costs of several batch sizes and acceptances position by position, by depth in the draft."""
+    alpha, *deeper = alphas
     rounds: dict[int, tuple[int, Mapping[int, float]]] = {}
     for k in range(1, longest + 1):
         lengths: dict[int, float] = {}
-        for text in alpha.texts:
-            for n, r in replay(text, k)[1].items():
+        for i, text in enumerate(alpha.texts):
+            for n, r in replay(text, k, [of.texts[i] for of in deeper])[1].items():
                 lengths[n] = lengths.get(n, 0.0) + r
         rounds[k] = sum(alpha.counts), lengths
     return BatchForecast(sorted(costs, key=lambda cost: cost.batch), rounds, longest)

@@ -12,6 +12,8 @@ from decode.core.trace_metrics import clustered_ratio
 from decode.models.other_tokenizer import DraftModel
 from decode.models.teacher_forcing import Forced, Text, teacher_forced
 
+DEPTH = 5  # drafted tokens of a feature head whose acceptance is measured; deeper ones are taken to be as the last
+
 
 @dataclass
 class OfflineAlpha:

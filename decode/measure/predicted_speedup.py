@@ -101,13 +101,19 @@ def replay(
 
 
 def replayed_speedup(
-    texts: Iterable[Sequence[float]], draft_length: int, c: float, v: Callable[[int], float], o: float = 0.0
+    texts: Iterable[Sequence[float]],
+    draft_length: int,
+    c: float,
+    v: Callable[[int], float],
+    o: float = 0.0,
+    deeper: Sequence[Sequence[Sequence[float]]] = (),
 ) -> float:
-    """Speedup at a fixed draft length over texts with known acceptances (`replay`)."""
+    """Speedup at a fixed draft length over texts with known acceptances, `deeper` ones by depth and text (`replay`)."""
     tokens, spent = 0, 0.0
-    for accept in texts:
+    for i, accept in enumerate(texts):
         tokens += len(accept)
-        spent += sum(r * (c * k + v(k + 1) + o) for k, r in replay(accept, draft_length)[1].items())
+        lengths = replay(accept, draft_length, [of[i] for of in deeper])[1]
+        spent += sum(r * (c * k + v(k + 1) + o) for k, r in lengths.items())
     return tokens / spent if spent else float("nan")
 
 
@@ -133,24 +139,30 @@ def least_alpha(enough: Callable[[float], bool]) -> float | None:
     return high
 
 
-def predict(draft_length: int, alpha: OfflineAlpha, cost: CostModel) -> dict[str, Any]:
-    """One draft length: cost, break-even, and speedup from the mean α and from the texts themselves."""
+def predict(draft_length: int, alphas: Sequence[OfflineAlpha], cost: CostModel) -> dict[str, Any]:
+    """One draft length: cost, break-even, and speedup from the mean α and from the texts themselves.
+
+    Args:
+        draft_length: of every round.
+        alphas: acceptance as first drafted token, of feature heads then as second, third, ….
+        cost: of the pair.
+    """
     k, c, v, o = draft_length, cost.cost_ratio, cost.v, cost.overhead
-    whole = c + cost.draft_overhead
+    whole, (alpha, *others) = c + cost.draft_overhead, alphas
+    deeper = [other.texts for other in others]
     return {
         "draft_length": k,
         "round_cost": c * k + v(k + 1),
         "break_even_alpha": break_even(k, whole, v, o),
         "predicted_speedup": predicted_speedup(alpha.mean, k, c, v),
-        "replayed_speedup": replayed_speedup(alpha.texts, k, c, v),
-        "with_bookkeeping": replayed_speedup(alpha.texts, k, whole, v, o),
+        "replayed_speedup": replayed_speedup(alpha.texts, k, c, v, 0.0, deeper),
+        "with_bookkeeping": replayed_speedup(alpha.texts, k, whole, v, o, deeper),
     }
 
 
-def speedups_by_length(alpha: OfflineAlpha, cost: CostModel, longest: int) -> dict[int, float]:
+def speedups_by_length(alphas: Sequence[OfflineAlpha], cost: CostModel, longest: int) -> dict[int, float]:
     """`with_bookkeeping` of `predict` for every draft length up to `longest`."""
-    c = cost.cost_ratio + cost.draft_overhead
-    return {k: replayed_speedup(alpha.texts, k, c, cost.v, cost.overhead) for k in range(1, longest + 1)}
+    return {k: predict(k, alphas, cost)["with_bookkeeping"] for k in range(1, longest + 1)}
 
 
 def verdict(alpha: float, cost: CostModel, speedups: dict[int, float]) -> str:

@@ -46,6 +46,8 @@ class StageRecord:
     history: list[dict[str, float]] = field(default_factory=list)
     # The tokens that AdaSPEC selected most, as (text, times)
     selected: list[tuple[str, int]] = field(default_factory=list)
+    # Of each of them, its share of all label tokens trained on
+    label_shares: list[float] = field(default_factory=list)
     files: dict[str, int] = field(default_factory=dict)  # Sizes of the folder's files in bytes, to notice a damaged one
     # Their CRC-32; none for links, whose files belong to somebody else, and in folders made before
     checksums: dict[str, int] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from decode.measure.bench.compare_methods import Benchmark
 from decode.measure.bench.method_entries import BenchEntry
 from decode.measure.bench.session import BenchOptions, Session
 from decode.measure.costs.cost_model import CostModel
-from decode.measure.offline_acceptance import OfflineAlpha, offline_alphas, paired
+from decode.measure.offline_acceptance import DEPTH, OfflineAlpha, offline_alphas, paired
 from decode.measure.predicted_speedup import best_length, break_even, speedups_by_length, verdict
 from decode.models.loading.generation_config import described, own_warp
 from decode.models.loading.open_model import open_draft
@@ -40,8 +40,6 @@ class Evaluation:
     Attributes:
         shown: drafts whose margins and divergences from the target are.
     """
-
-    depths = 1  # drafted tokens whose offline acceptance is measured at temperature 1, of drafts that are feature heads
 
     def __init__(self, context: StageContext) -> None:
         self.console, self.threads, self.histograms = context.console, torch.get_num_threads(), Histograms()
@@ -100,10 +98,10 @@ class Evaluation:
                 self.bar.console.print(followed, soft_wrap=True)
             greedy = self._texts(0.0, max(self.settings.prompts, self.settings.accuracy_prompts))
             sampled = self._texts(1.0, self.settings.prompts)
-            by_depth = self._alphas(sampled, 1.0, self.depths)
-            alphas = {name: of[0] for name, of in by_depth.items()}
-            greedy_alphas = {name: of[0] for name, of in self._alphas(greedy[: self.settings.prompts], 0.0).items()}
-            profile = self._profile(greedy_alphas)
+            by_depth = self._alphas(sampled, 1.0)
+            greedy_by_depth = self._alphas(greedy[: self.settings.prompts], 0.0)
+            alphas, greedy_alphas = ({name: of[0] for name, of in each.items()} for each in (by_depth, greedy_by_depth))
+            profile = self._profile(greedy_by_depth)
             with self.timed(f"{MEASUREMENT}: decoding", len(self.suite.prompts)):
                 decoding, extra = self._decoding(profile)
             if warning := self.session.load.warning():
@@ -135,8 +133,8 @@ class Evaluation:
             texts = self.session.written(prompts, self._warp(temperature), self.settings.batch_size, work.advance)
         return [([*ids, *text], len(ids)) for ids, text in zip(prompts, texts)]
 
-    def _alphas(self, texts: list[Text], temperature: float, depth: int = 1) -> dict[str, list[OfflineAlpha]]:
-        """offline_alpha of every draft: as first drafted token, of feature heads up to the `depth`-th."""
+    def _alphas(self, texts: list[Text], temperature: float) -> dict[str, list[OfflineAlpha]]:
+        """offline_alpha of every draft: as first drafted token, of feature heads up to the `DEPTH`-th."""
         name = "acceptance, greedy" if temperature == 0 else f"acceptance, T = {temperature:g}"
         work = self.bar.add(name, sum(len(ids) > start for ids, start in texts))
 
@@ -146,7 +144,7 @@ class Evaluation:
             work.advance()
 
         with self._all_threads(), self.timed(f"{MEASUREMENT}: {name}", len(texts) * len(self.models)):
-            return offline_alphas(self.target, self.models, texts, self._warp(temperature), depth=depth, seen=seen)
+            return offline_alphas(self.target, self.models, texts, self._warp(temperature), depth=DEPTH, seen=seen)
 
     @contextmanager
     def _all_threads(self) -> Iterator[None]:
@@ -218,7 +216,7 @@ class Evaluation:
 
     # -- decoding --------------------------------------------------------------------------------------------------
 
-    def _profile(self, greedy: dict[str, OfflineAlpha]) -> dict[str, Any]:
+    def _profile(self, greedy: dict[str, list[OfflineAlpha]]) -> dict[str, Any]:
         """Costs of the pair, and the speedup they predict for every draft length; for other drafts the best length."""
         items, work = self.session.items(self.suite), self.bar.add("costs of forwards", 1)
         self.session.measure_costs(items, [self.best], longest=max(self.settings.draft_lengths), repeats=PROFILE_TURNS)
@@ -226,7 +224,7 @@ class Evaluation:
         cost: CostModel = self.session.costs[self.best]
         widest = max(cost.verify_cost)
         predicted = {name: speedups_by_length(own, cost, widest - 1) for name, own in greedy.items()}
-        alpha, speedups = greedy[self.best], predicted[self.best]
+        alpha, speedups = greedy[self.best][0], predicted[self.best]
         needed = [b for k in speedups if (b := break_even(k, cost.cost_ratio, cost.v, cost.overhead)) is not None]
         return {
             "draft": self.best,
@@ -295,5 +293,5 @@ class Evaluation:
         selective = next((r for n in (self.best, *records) if (r := records[n]).selected), None)
         if selective is not None:
             chosen = selective.account["selected_tokens"]
-            found["selected_tokens"] = lifts(selective.selected, chosen, self.corpus.train["labels"], self.tokenizer)
+            found["selected_tokens"] = lifts(selective.selected, selective.label_shares, chosen)
         return found

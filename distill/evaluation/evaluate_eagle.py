@@ -13,8 +13,6 @@ from distill.evaluation.evaluate_drafts import Evaluation
 class HeadEvaluation(Evaluation):
     """See the module's docstring."""
 
-    depths = 5
-
     def _whole(self, name: str) -> bool:
         head = self.models[name]
         return isinstance(head, FeatureHead) and head.draft_ids() is None

@@ -1,13 +1,11 @@
 """The AdaSPEC paper's analysis of two drafts: logit margins, divergence per token, selected tokens."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 
 def margins(p: Tensor, q: Tensor) -> Tensor:
@@ -55,33 +53,23 @@ class Histograms:
 
 
 def lifts(
-    selected: Iterable[tuple[str, int]],
-    chosen: int,
-    labels: Iterable[Sequence[int]],
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int = 20,
+    selected: Iterable[tuple[str, int]], label_shares: Iterable[float], chosen: int, limit: int = 20
 ) -> list[dict[str, Any]]:
     """The tokens that AdaSPEC's selection prefers.
 
     Args:
         selected: token texts, and how often each was selected during training.
+        label_shares: of each of them, its share of all label tokens trained on.
         chosen: tokens selected in all.
-        labels: label ids of the training examples, -100 where masked.
-        tokenizer: gives the texts of ids.
         limit: how many are listed.
 
     Returns:
         ``{token, count, share, lift}`` each, by falling lift: times selected, share of the selection, and that share
         over the token's share of all labels. Tokens below 1/1000 of the labels are left out: their lift is noise.
     """
-    ids = Counter(label for row in labels for label in row if label != -100)
-    total = sum(ids.values())
-    seen: Counter[str] = Counter()
-    for token, count in ids.items():
-        seen[tokenizer.decode([token])] += count
     rows: list[dict[str, Any]] = [
-        {"token": text, "count": count, "share": count / chosen, "lift": (count / chosen) / (seen[text] / total)}
-        for text, count in selected
-        if seen[text] >= max(5, total / 1000)
+        {"token": text, "count": count, "share": count / chosen, "lift": count / chosen / share}
+        for (text, count), share in zip(selected, label_shares)
+        if share >= 1e-3
     ]
     return sorted(rows, key=lambda row: -row["lift"])[:limit]

@@ -18,7 +18,7 @@ from decode.measure.bootstrap_statistics import plain
 from decode.measure.costs import machine
 from decode.measure.costs.cost_model import LONGEST, CostMeter, CostModel
 from decode.measure.costs.forward_timer import time_forwards
-from decode.measure.offline_acceptance import OfflineAlpha, offline_alpha
+from decode.measure.offline_acceptance import DEPTH, OfflineAlpha, offline_alphas
 from decode.measure.predicted_speedup import best_length, predict, verdict
 
 OVERHEAD_PROMPTS = 4  # texts that bookkeeping is measured on, one after another
@@ -83,17 +83,18 @@ def profile_pair(
     cost = session.costs[draft]
     add_overhead(session, draft, items, warp, cost)
     texts = [(item.ids + session.answer(item.ids, warp, seed), len(item.ids)) for seed, item in enumerate(items)]
-    alpha = offline_alpha(session.model, session.draft_models[draft], texts, warp)
+    alphas = offline_alphas(session.model, {draft: session.draft_models[draft]}, texts, warp, depth=DEPTH)[draft]
+    alpha = alphas[0]
     if not sum(alpha.counts):
         raise UserError("the target wrote nothing, so α cannot be measured; choose other prompts or more new tokens")
-    rows = [predict(k, alpha, cost) for k in range(1, longest + 1)]
+    rows = [predict(k, alphas, cost) for k in range(1, longest + 1)]
     speedups = {row["draft_length"]: row["with_bookkeeping"] for row in rows}
     sentence = verdict(alpha.mean, cost, speedups)
     found = PairProfile(cost, alpha, rows, best_length(speedups), sentence, machine.describe(session.runner.device))
     if batch_sizes:
         others = [size for size in batch_sizes if size > 1]
         more = batch_costs(session, draft, items, warp, others, longest=longest, context=cost.context)
-        found.batches = forecast([cost] * (1 in batch_sizes) + more, alpha, longest)
+        found.batches = forecast([cost] * (1 in batch_sizes) + more, alphas, longest)
     return found
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from decode.core.sampling import Warp
-from decode.measure.offline_acceptance import OfflineAlpha, offline_alphas
+from decode.measure.offline_acceptance import DEPTH, OfflineAlpha, offline_alphas
 from decode.models.eagle.head import FeatureHead
 from distill.config.run_settings import Settings
 from distill.config.training import TrainingSettings
@@ -39,7 +39,6 @@ from distill.teacher.distillation_data import DistillData
 from distill.training.distillation import DistillModule
 from distill.training.eagle_distillation import HeadModule
 
-DEPTH = 5  # drafted tokens of a head whose acceptance is measured; deeper ones are taken to be as the last
 TIMED = 4  # training steps that are timed
 Model: TypeAlias = "PreTrainedModel | FeatureHead"
 
@@ -153,9 +152,8 @@ class Trials:
 
     def measure(self, model: Model) -> list[OfflineAlpha]:
         """Acceptance on the texts, by depth for a head."""
-        depth = DEPTH if isinstance(model, FeatureHead) else 1
         moved = model.to(self.target.device, self.target.dtype).eval()
-        return offline_alphas(self.target, {"": moved}, self.texts, self.warp, depth=depth)[""]
+        return offline_alphas(self.target, {"": moved}, self.texts, self.warp, depth=DEPTH)[""]
 
     def step_seconds(self, shape: Shape) -> float:
         """Seconds that a training step takes, from a few."""

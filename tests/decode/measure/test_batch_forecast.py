@@ -29,7 +29,7 @@ def cost_at(batch: int, growth: float) -> CostModel:
 
 @pytest.fixture(scope="module")
 def found():
-    return forecast([cost_at(8, 2.0), cost_at(1, 0.05), cost_at(2, 0.2), cost_at(4, 0.4)], ALPHA, 6)
+    return forecast([cost_at(8, 2.0), cost_at(1, 0.05), cost_at(2, 0.2), cost_at(4, 0.4)], [ALPHA], 6)
 
 
 def test_speedups_follow_from_costs_and_acceptances(found):
@@ -65,8 +65,8 @@ def test_the_schedule_is_one_that_vllm_takes(found):
 
 
 def test_a_pair_that_gains_everywhere_and_one_that_gains_nowhere():
-    assert forecast([cost_at(1, 0.0), cost_at(2, 0.0)], ALPHA, 4).losing_from is None
-    hopeless = forecast([cost_at(2, 3.0)], ALPHA, 4)
+    assert forecast([cost_at(1, 0.0), cost_at(2, 0.0)], [ALPHA], 4).losing_from is None
+    hopeless = forecast([cost_at(2, 3.0)], [ALPHA], 4)
     assert hopeless.schedule() == [[1, 2, 0]]
     assert hopeless.losing_from == 1
     assert "loses at every batch size" in hopeless.verdict()

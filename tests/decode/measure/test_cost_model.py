@@ -15,14 +15,16 @@ from decode.core.target import Target
 from decode.loop import decode
 from decode.measure.costs.cost_model import CostMeter, CostModel
 from decode.measure.costs.forward_timer import time_forwards
-from decode.measure.offline_acceptance import offline_alpha
+from decode.measure.offline_acceptance import OfflineAlpha, offline_alpha
 from decode.measure.predicted_speedup import (
     best_length,
     break_even,
+    predict,
     predicted_speedup,
     replay,
     replayed_speedup,
     speedup_of_rounds,
+    speedups_by_length,
     tokens_per_round,
     verdict,
 )
@@ -174,3 +176,11 @@ def test_watching_forwards_times_them_and_leaves_the_runner_as_it_was(tiny):
         runner.read(torch.tensor([1, 2, 3]))
     assert watch.seconds > 0
     assert runner.read == before
+
+
+def test_a_head_whose_later_tokens_are_rejected_is_predicted_slower() -> None:
+    first, never = OfflineAlpha([[1.0] * 40]), OfflineAlpha([[0.0] * 40])
+    cost = CostModel(0.0, {1: 1.0, 2: 1.0, 5: 1.0})
+    assert predict(4, [first], cost)["replayed_speedup"] == pytest.approx(5.0)
+    assert predict(4, [first, never], cost)["replayed_speedup"] == pytest.approx(2.0)
+    assert speedups_by_length([first, never], cost, 4)[4] == pytest.approx(2.0)

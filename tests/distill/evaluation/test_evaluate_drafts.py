@@ -20,7 +20,7 @@ from distill.config.run_settings import EvaluationSettings, Settings
 from distill.core.run_dir import RunDir
 from distill.evaluation.evaluate_drafts import Evaluation
 from distill.evaluation.evaluate_eagle import HeadEvaluation
-from distill.evaluation.paper_analysis import Histograms
+from distill.evaluation.paper_analysis import Histograms, lifts
 from distill.pipeline.run_pipeline import measure
 
 
@@ -65,7 +65,7 @@ def test_acceptance_on_texts_read_together_is_that_of_each_text(temperature: flo
     evaluation.full, evaluation.threads, evaluation.histograms = SimpleNamespace(threads=None), 1, Histograms()
     evaluation.timed = lambda name, count: nullcontext()
     with Progress() as evaluation.bar:
-        found = evaluation._alphas(texts, temperature, evaluation.depths)
+        found = evaluation._alphas(texts, temperature)
     warp = Warp(temperature)
     assert {name: len(by_depth) for name, by_depth in found.items()} == {"model": 1, "head": 5}
     for name, draft in drafts.items():
@@ -80,3 +80,8 @@ def test_acceptance_on_texts_read_together_is_that_of_each_text(temperature: flo
     assert bool(counted) == (temperature == 1.0)
     if counted:
         assert sum(counted["kl"]["model"]["counts"]) == sum(alone.counts)
+
+
+def test_a_tokens_lift_is_its_share_of_the_selection_over_that_of_the_labels() -> None:
+    found = lifts([("a", 30), ("b", 10), ("rare", 9)], [0.1, 0.2, 0.0005], 50)
+    assert [(row["token"], row["lift"]) for row in found] == [("a", pytest.approx(6.0)), ("b", pytest.approx(1.0))]
