@@ -64,7 +64,7 @@ def _table(config: str, results: Results, block: Block) -> PaperTable:
     vanilla = results.find("vanilla", block)
     rows: dict[str, Result | None] = {}
     if results.alone is not None and results.alone.blocks:
-        rows["Draft"] = results.alone.find("autoregressive", results.alone.blocks[0])
+        rows["Draft"] = results.alone.find("autoregressive", block)
     rows |= {row: results.find(method, block) for row, method in ROWS.items()}
     theirs = paper_rows(*setting)
     table.rows = [[name, *_ours(found, vanilla, name), *theirs[name]] for name, found in rows.items()]

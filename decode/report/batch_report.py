@@ -37,12 +37,17 @@ FAIRNESS = (
 
 
 def write_batch_report(
-    rows: Sequence[Row], session: Session, settings: Mapping[str, Any], folder: Path
+    rows: Sequence[Row],
+    session: Session,
+    settings: Mapping[str, Any],
+    folder: Path,
+    notes: Mapping[str, str] | None = None,
 ) -> tuple[Path, Path]:
     """Write the rows into report.json, whose other keys stay, and the page batches.html."""
     path, page = folder / "report.json", folder / "batches.html"
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    batches = {"created": created, "settings": dict(settings), "machine": session.facts(), "rows": list(rows)}
+    facts = {"settings": dict(settings), "machine": session.facts(), "notes": dict(notes or {})}
+    batches = {"created": created, **facts, "rows": list(rows)}
     content = read_json(path) | {"batches": batches}
     write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     batch_page(batches).write(page)
@@ -69,6 +74,7 @@ def batch_page(batches: Mapping[str, Any]) -> Page:
         ]
     blocks += [
         Heading("How this was measured", FAIRNESS),
+        *(Text(f"{name}: {note}", "warn") for name, note in batches.get("notes", {}).items()),
         Facts({"machine": machine.sentence(batches["machine"]), "threads": batches["machine"].get("note")}),
         Facts({name: value for name, value in batches["settings"].items() if value != []}),
     ]

@@ -12,7 +12,8 @@ from decode.report.html_page import Block, Heading, Page, Table, Text
 
 def shown(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row with what tables show besides the numbers."""
-    apart = row["served_length"] - row["predicted_length"]
+    served, predicted = row["served_length"], row["predicted_length"]  # None where no round was whole
+    apart = None if served is None or predicted is None else served - predicted
     return {**row, "apart": apart, "style": "" if row["fits"] else "yellow"}
 
 

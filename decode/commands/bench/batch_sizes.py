@@ -56,10 +56,12 @@ def measure(
             bench.run(suites, entries, settings.batch_sizes, prompts=settings.limit)
     finally:
         if bench.rows:
-            files = write_batch_report(bench.rows, session, dataclasses.asdict(settings), folder)
+            notes = session.notes(suites)
+            files = write_batch_report(bench.rows, session, dataclasses.asdict(settings), folder, notes)
             for table in batch_table(bench.rows):
                 console.print(table)
-            for line in conclusions(bench.rows):
+            told = [f"{name}: {note}" for name, note in notes.items()]
+            for line in filter(None, [*conclusions(bench.rows), *told, session.load.warning()]):
                 console.print(line, soft_wrap=True)
             console.print("wrote " + " and ".join(map(str, files)), soft_wrap=True)
     return bench.rows

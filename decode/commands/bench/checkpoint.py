@@ -61,6 +61,8 @@ def fingerprint(settings: BenchSettings) -> str:
     """Of the settings, and of the weights that lie in the models' folders."""
     facts: dict[str, Any] = dataclasses.asdict(settings)
     for name in filter(None, (settings.target, *draft_names(settings.draft).values(), settings.probes)):
-        weights = {file: file.stat() for file in sorted(Path(name).glob("*.safetensors"))}
+        path = Path(name)
+        files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.gguf")])
+        weights = {file: file.stat() for file in files}
         facts[f"weights of {name}"] = [(str(file), state.st_size, state.st_mtime_ns) for file, state in weights.items()]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -27,6 +27,7 @@ from decode.commands.settings_checks import (
     told_chat,
     use_chat,
 )
+from decode.core.errors import UserError
 from decode.core.method_options import split_spec
 from decode.core.progress import output_console, working
 from decode.drafters.corpus_files import join_documents
@@ -161,9 +162,7 @@ def run(settings: BenchSettings) -> None:
         log_to_wandb_sweep(benchmark.rows)
     finally:  # an interrupt keeps what was measured
         if benchmark.blocks:
-            more = (session.left_out, session.vocabularies)
-            remarks = {s.name: [s.note, *(notes.get(s.name, "") for notes in more)] for s in suites}
-            notes = {name: "; ".join(filter(None, texts)) for name, texts in remarks.items() if any(texts)}
+            notes = session.notes(suites)
             files = write_report(benchmark, dataclasses.asdict(settings), folder, notes, alphas)
             for block in benchmark.blocks:
                 console.print(table(block, console.width))
@@ -219,8 +218,12 @@ def choose_methods(settings: BenchSettings) -> list[str]:
 
 
 def plan_entries(settings: BenchSettings, methods: Sequence[str], drafts: dict[str, DraftModel]) -> list[BenchEntry]:
-    """All combinations that the settings ask for."""
-    return plan(
+    """All combinations that the settings ask for.
+
+    Raises:
+        UserError: a method was named that no draft suits.
+    """
+    entries = plan(
         methods,
         drafts,
         settings.temperatures,
@@ -229,6 +232,13 @@ def plan_entries(settings: BenchSettings, methods: Sequence[str], drafts: dict[s
         stop=settings.stop_rule,
         rule=settings.rule,
     )
+    unfit = {split_spec(spec)[0] for spec in settings.methods} - {entry.method for entry in entries}
+    if unfit:
+        raise UserError(
+            f"no draft suits {', '.join(sorted(unfit))}: EAGLE's methods want a feature head, transformers' own a "
+            "model with the target's tokenizer"
+        )
+    return entries
 
 
 def bench_options(settings: BenchSettings, methods: Sequence[str], pair: Pair, folder: Path) -> BenchOptions:
@@ -241,9 +251,10 @@ def bench_options(settings: BenchSettings, methods: Sequence[str], pair: Pair, f
     }
     if missing and settings.corpus:
         built = folder / "work" / "stores"
-        tables = [own for method, own in chosen if STORES.get(method) == "trigrams"]
-        for texts in dict.fromkeys([None, *(own.get("texts") for own in tables)]):
-            orders = {own.get("order", 3) for own in tables if own.get("texts") == texts}
+        shared: dict[str, Any] = {"order": settings.order or 3, "texts": settings.texts}
+        tables = [shared | own for method, own in chosen if STORES.get(method) == "trigrams"]
+        for texts in dict.fromkeys([None, *(own["texts"] for own in tables)]):
+            orders = {own["order"] for own in tables if own["texts"] == texts}
             if not orders and (texts or "datastore" not in missing):
                 continue
             count = texts or settings.corpus_texts

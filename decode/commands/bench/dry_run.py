@@ -26,6 +26,7 @@ from decode.core.progress import output_console
 from decode.drafters.acceptance_probe import FEATURES, KINDS, AcceptanceProbe, save_probes
 from decode.methods import PROBED, SELF_SPECULATIVE
 from decode.models.config_from_shape import config_for, family_of
+from decode.models.eagle.head_files import head_config, head_version, random_head, save_head
 from decode.prompts.arithmetic_problems import problems
 from decode.prompts.data_presets import PRESETS
 
@@ -77,8 +78,13 @@ def _make_models(small: BenchSettings, folder: Path, console: Console) -> None:
     small.target = save_tiny(target, tokenizer, folder / "models" / "target")
     drafts = []
     for name, path in draft_names(small.draft).items():
-        draft = tiny_model(path, tokenizer, WIDTHS["draft"], NARROWEST, console)
-        drafts.append(f"{name}={save_tiny(draft, tokenizer, folder / 'models' / name.replace('/', '-'))}")
+        place = folder / "models" / name.replace("/", "-")
+        if (version := head_version(path)) is not None:
+            place.mkdir(parents=True)
+            save_head(random_head(head_config(target.config, version)), place)
+        else:
+            save_tiny(tiny_model(path, tokenizer, WIDTHS["draft"], NARROWEST, console), tokenizer, place)
+        drafts.append(f"{name}={place}")
     small.draft = drafts
     methods = {split_spec(spec)[0] for spec in small.methods}
     if small.probes is not None or methods & (PROBED & SELF_SPECULATIVE):
@@ -192,11 +198,13 @@ def row_with(columns: Iterable[str], source: str, question: str, solution: str, 
     return row or {"prompt": question, "response": solution}
 
 
-def write_rows(folder: Path, source: str, row: RowMaker, *, merged: bool = False) -> dict[str, Path]:
+def write_rows(
+    folder: Path, source: str, row: RowMaker, *, merged: bool = False, train: int = ROWS["train"]
+) -> dict[str, Path]:
     """Files of stand-in rows, one a split, or a single one (``all``) that a suite reads any split from."""
     folder.mkdir(parents=True, exist_ok=True)
     made: dict[str, list[dict[str, Any]]] = {}
-    for split, count in ROWS.items():
+    for split, count in (ROWS | {"train": train}).items():
         rows = [row(p.question, p.solution, number) for number, p in enumerate(problems(0, split, count))]
         if source == "mbpp":  # its task numbers say the split
             first = {"test": 11, "validation": 511, "train": 601}[split]

@@ -130,7 +130,8 @@ def engine_files(settings: ServeCheckSettings, draft: Any) -> Iterator[tuple[str
             if Path(path).suffix != ".gguf":
                 of = str(settings.target) if name == "draft" and isinstance(draft, FeatureHead) else None
                 file = folder / made.name
-                path = str(made if made.is_file() else convert(path, file, settings.gguf_type, target=of))
+                ready = made.is_file() and not (name == "target" and settings.engine_target)
+                path = str(made if ready else convert(path, file, settings.gguf_type, target=of))
             found.append(path)
         yield found[0], found[1]
 

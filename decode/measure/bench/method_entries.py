@@ -214,7 +214,8 @@ class EntryRun:
         with ExitStack() as stack:
             timer = None
             if runner.device.type == "cpu":  # elsewhere, waiting for each forward would slow the loop down
-                timer = stack.enter_context(time_forwards(runner, *([self.draft] if self.draft is not None else [])))
+                own = getattr(self.systems[repeat].drafter, "runner", None)  # of LayerSkip with a separate cache
+                timer = stack.enter_context(time_forwards(*filter(None, (runner, self.draft, own))))
             out = decode(
                 Target(runner),
                 self.systems[repeat],

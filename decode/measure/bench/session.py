@@ -106,6 +106,11 @@ class Session:
         share = round(self.load.others(), 3)
         return machine.describe(self.runner.device) | {"note": note, "other_processes_share": share}
 
+    def notes(self, suites: Iterable[Suite]) -> dict[str, str]:
+        """What is to be said of each suite's prompts, where there is something."""
+        parts = {s.name: [s.note, *(of.get(s.name, "") for of in (self.left_out, self.vocabularies))] for s in suites}
+        return {name: "; ".join(filter(None, texts)) for name, texts in parts.items() if any(texts)}
+
     def items(self, suite: Suite) -> list[Item]:
         """All prompts, and in chats all turns, that fit the contexts together with their answers."""
         if self.options.chat:

@@ -71,4 +71,5 @@ def time_forwards(*runners: Runner) -> Iterator[ForwardTimer]:
                 vars(runner).pop(name, None)
 
 
-WAYS = ("read", "read_texts", "read_subset", "read_subset_of_texts", "read_level")  # methods that are forwards
+WAYS = ("read", "read_texts", "read_subset", "read_subset_of_texts", "read_own", "read_level", "read_levels")
+"""Methods that are forwards."""

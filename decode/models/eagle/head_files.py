@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -90,13 +91,28 @@ def head_config(
     )
 
 
-def is_head(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder's config.json says that it holds a feature head."""
+def random_head(config: LlamaConfig) -> FeatureHead:
+    """A head with weights that are not trained, always the same ones; it drafts the tokens of the lowest ids."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        head = FeatureHead(config)
+    if head.reduced or head.version == 3:
+        head.set_vocabulary(torch.arange(int(getattr(config, "draft_vocab_size", None) or config.vocab_size)))
+    return head.eval()
+
+
+def head_version(folder: str | os.PathLike[str]) -> int | None:
+    """1 or 3 where a folder's config.json says that it holds an EAGLE head of this version; else None."""
     try:
         fields = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-        return (fields.get("architectures") or [""])[0] in VERSIONS
+        return VERSIONS.get((fields.get("architectures") or [""])[0])
     except (OSError, ValueError, AttributeError):
-        return False
+        return None
+
+
+def is_head(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder's config.json says that it holds a feature head."""
+    return head_version(folder) is not None
 
 
 def save_head(head: FeatureHead, folder: str | Path) -> None:
@@ -129,8 +145,18 @@ def load_head(folder: str | os.PathLike[str], target: PreTrainedModel | None = N
         state = load_file(folder / "model.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"no feature head can be read from {folder}: {error}") from error
-    config = _config_of(fields, target, folder)
-    head = FeatureHead(config)
+    try:
+        config = _config_of(fields, target, folder)
+        head = FeatureHead(config)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"{folder}/config.json does not describe a feature head: {error!r}") from error
+    wrong = [
+        f"{name} {tuple(state[name].shape)} instead of {tuple(wanted.shape)}"
+        for name, wanted in head.state_dict().items()
+        if name in state and state[name].shape != wanted.shape
+    ]
+    if wrong:
+        raise UserError(f"{folder} does not hold what its config.json names: {', '.join(wrong[:4])}")
     if SHARED in state:
         weight = state.pop(SHARED)
         head.embed_tokens = nn.Embedding.from_pretrained(weight)

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from heads import make_head
 
 from decode.__main__ import main
 from decode.commands.bench.dry_run import preset_row, row_with, shrink, write_rows
 from decode.commands.bench.settings import BenchSettings
 from decode.core.errors import UserError
 from decode.models.config_from_shape import FAMILIES, family_of
+from decode.models.eagle.head_files import save_head
 from decode.prompts.data_presets import PRESETS
 from decode.prompts.prompt_suites import load_suite
 
@@ -91,3 +93,11 @@ def test_a_model_on_this_machine_tells_its_own_family(tmp_path):
         '{"model_type": "gpt_neox", "num_attention_heads": 4, "hidden_size": 8}'
     )
     assert family_of(str(tmp_path)) == ("gpt_neox", False, "")
+
+
+def test_a_feature_head_is_stood_in_for_by_one(tiny, tmp_path, capsys):
+    save_head(make_head(tiny("llama"), 3), tmp_path)
+    options = ["--target", "Qwen/Qwen2.5-72B-Instruct", "--draft", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert main(["bench", *options, "--methods", "eagle,eagle-tree", "--no-peers", "--dry-run"]) == 0
+    rows = json.loads((tmp_path / "out-dry-run/report.json").read_text())["methods"]
+    assert {"eagle", "eagle-tree"} <= {row["name"] for row in rows}

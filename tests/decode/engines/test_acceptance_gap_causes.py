@@ -21,7 +21,7 @@ from decode.models.eagle.head import FeatureHead
 from decode.models.eagle.head_files import head_config, save_head
 from decode.models.loading.target_and_draft import load
 from decode.prompts.prompt_suites import Prompt
-from decode.report.served_report import record, served_page
+from decode.report.served_report import record, served_page, shown
 
 
 @pytest.fixture
@@ -202,3 +202,7 @@ def test_weights_of_another_step_part_from_the_recorded_acceptance(folder: Path,
     settings = EngineSettings(str(folder / "target"), str(folder / "draft"))
     found = serve_check("transformers", settings, pair.target, pair.draft, items, [0], CheckOptions([2], [0.0], 20))
     assert [cause.name for cause in found.causes] == ["another draft than the measured one, or other prompts"]
+
+
+def test_a_check_without_a_whole_round_has_a_row_without_a_difference() -> None:
+    assert shown({"served_length": None, "predicted_length": None, "fits": False})["apart"] is None

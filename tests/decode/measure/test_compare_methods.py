@@ -16,13 +16,15 @@ from pairs import make_pair, make_suite, make_tokenizer
 from rich.console import Console
 
 from decode.commands.bench.checkpoint import Checkpoint, draft_names
-from decode.commands.bench.command import bench_options, choose_methods
+from decode.commands.bench.command import bench_options, choose_methods, plan_entries
 from decode.commands.bench.settings import BenchSettings
 from decode.commands.settings_checks import open_suites
 from decode.core.errors import UserError
 from decode.core.method_options import MethodOptions
 from decode.core.progress import as_current
+from decode.core.runner_protocol import Runner
 from decode.drafters.rest.drafter import open_rest
+from decode.measure.bench import method_entries
 from decode.measure.bench.compare_methods import Benchmark
 from decode.measure.bench.method_entries import BenchEntry, EntryRun, plan
 from decode.measure.bench.session import BenchOptions, Session
@@ -37,8 +39,12 @@ from decode.measure.bootstrap_statistics import (
     plain,
 )
 from decode.measure.costs.cost_model import CostModel
+from decode.measure.costs.forward_timer import WAYS
+from decode.method_parts import smaller_store
+from decode.models.eagle.head_runner import HeadRunner
 from decode.models.loading.target_and_draft import Pair
 from decode.models.prompt_tokens import chat_ids, prompt_ids
+from decode.models.runners.fast_runner import FastRunner
 from decode.prompts.prompt_suites import Prompt, Suite
 from decode.report.bench_report import write_report
 from decode.report.bench_tables import ratios, table
@@ -548,3 +554,41 @@ def test_what_no_model_drafts_has_no_known_cost(models) -> None:
     (entry,) = plan(["lookahead:never_slower=true"], {"small": draft}, [0.0])
     with pytest.raises(UserError, match="which lookahead does not; vanilla, "):
         EntryRun(session, entry)
+
+
+def test_a_table_of_the_order_that_is_set_for_all_methods_is_built_of_the_corpus(tiny, tmp_path):
+    (tmp_path / "own.jsonl").write_text(json.dumps({"text": "Tom has 3 apples."}) + "\n")
+    pair = Pair(tiny("llama", vocab_size=280), make_tokenizer())
+    settings = BenchSettings(target="t", corpus=[str(tmp_path / "own.jsonl")], order=2, texts=50)
+    options = bench_options(settings, ["adaptix"], pair, tmp_path)
+    assert [path.name for path in smaller_store(options.trigrams, 50).glob("ngrams-*")] == ["ngrams-2.safetensors"]
+
+
+def test_a_method_that_was_named_and_no_draft_suits_is_refused(models):
+    methods = ["eagle-tree", "vanilla"]
+    with pytest.raises(UserError, match="no draft suits eagle-tree"):
+        plan_entries(BenchSettings(target="t", methods=methods), methods, {"d": models[1]})
+
+
+def test_results_of_other_gguf_weights_are_measured_again(tmp_path):
+    file, settings = tmp_path / "m.gguf", BenchSettings(target=str(tmp_path / "m.gguf"))
+    file.write_bytes(b"one")
+    before = Checkpoint(tmp_path / "bench.json", settings).key
+    file.write_bytes(b"other")
+    assert Checkpoint(tmp_path / "bench.json", settings).key != before
+    folder = Checkpoint(tmp_path / "bench.json", BenchSettings(target=str(tmp_path))).key
+    file.write_bytes(b"a third")
+    assert Checkpoint(tmp_path / "bench.json", BenchSettings(target=str(tmp_path))).key != folder
+
+
+def test_every_way_of_reading_is_inside_the_models_and_so_is_a_drafter_with_a_runner_of_its_own(tiny, monkeypatch):
+    ways = {name for kind in (FastRunner, HeadRunner) for name in dir(kind) if name.startswith("read")}
+    assert ways == set(WAYS)
+    watched: list[Runner] = []
+    timed = method_entries.time_forwards
+    monkeypatch.setattr(method_entries, "time_forwards", lambda *runners: watched.extend(runners) or timed(*runners))
+    target = tiny("llama", vocab_size=280, num_hidden_layers=4)
+    session = Session(target, None, make_tokenizer(), BenchOptions(12, 1, costs=False))
+    run = EntryRun(session, BenchEntry("layerskip-separate", None, MethodOptions(exit_layer=1, draft_length=3)))
+    run.write([5, 6, 7, 8], 0, 0, 12)
+    assert watched == [session.runner, run.systems[0].drafter.runner]
