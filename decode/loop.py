@@ -81,7 +81,6 @@ class Text:
         stop_ids: tokens that end the text; the ending token is part of it.
         rng: source of every random choice; seeded from entropy if not given.
         trace: filled on the way.
-        finished: called on the generated tokens after each round, to stop on strings.
 
     Attributes:
         ids: prompt and generated tokens.
@@ -101,17 +100,16 @@ class Text:
         stop_ids: Collection[int] = (),
         rng: Rng | None = None,
         trace: Trace | None = None,
-        finished: Callable[[list[int]], bool] | None = None,
     ) -> None:
         check_prompt(target, prompt, max_new_tokens)
         self.target, self.system, self.warp, self.ids = target, system, warp, list(prompt)
         rng = rng or TorchRng(device=target.runner.device)
         self.rng = rng.for_greedy() if warp.greedy and isinstance(rng, TorchRng) else rng
         self.trace = Trace() if trace is None else trace
-        self.stop_ids, self.finished = stop_ids, finished
+        self.stop_ids = stop_ids
         self.compare_tokens = warp.greedy and system.rule.exact and system.rule.neutral
         # the last generated token is never read, so the text may be one longer than the context
-        self.begin, self.end = len(prompt), min(len(prompt) + max_new_tokens, target.runner.limit + 1)
+        self.end = min(len(prompt) + max_new_tokens, target.runner.limit + 1)
         self.done = False  # whether the text has ended
 
     @property
@@ -189,8 +187,7 @@ class Text:
         cut = result.depth >= room or any(token in stop_ids for token in result.draft.ids)
         self.trace.close(result, *measured, cut=cut)
         self.trace.tokens += len(new)
-        ended = bool(new and new[-1] in stop_ids) or (self.finished is not None and self.finished(ids[self.begin :]))
-        self.done = ended or len(ids) >= self.end
+        self.done = bool(new and new[-1] in stop_ids) or len(ids) >= self.end
         if self.done:
             self.trace.wall_seconds += time.perf_counter() - self.began
         return new

@@ -62,9 +62,8 @@ def _model(inputs: MethodInputs) -> Drafter:
 
 
 def _feature_tree(inputs: MethodInputs) -> Drafter:
-    options, costs = inputs.options, None
-    if options.tree_threshold is None:
-        costs = inputs.costs or RoundCosts.of_ratios(cost_ratio(inputs), options.verify_growth)
+    options = inputs.options
+    costs = round_costs(inputs) if options.tree_threshold is None else None
     return FeatureTreeDrafter(
         head_of(inputs.draft), inputs.target, inputs.warp,
         width=options.tree_width, nodes=options.tree_nodes, threshold=options.tree_threshold or 0.0, costs=costs,
@@ -206,8 +205,17 @@ def cost_ratio(inputs: MethodInputs) -> float:
     elif c is None and inputs.draft is not None and inputs.draft.weight_bytes and target.weight_bytes:
         c = inputs.draft.weight_bytes / target.weight_bytes
     elif c is None and inputs.draft is None and isinstance(target, FastRunner):
-        c = exit_layer(inputs) / target.depth
+        skipped = inputs.options.skip_attention, inputs.options.skip_mlp
+        part = LayerSubset.skipping(target.depth, *skipped) if any(skipped) else LayerSubset(exit_layer(inputs))
+        c = part.sublayers / (2 * target.depth)
     return CostOptimal.cost_ratio if c is None else c
+
+
+def round_costs(inputs: MethodInputs) -> RoundCosts:
+    """Costs of rounds: those of c where it is given, else as measured, else those of `cost_ratio`."""
+    if inputs.costs is not None and inputs.options.cost_ratio is None:
+        return inputs.costs
+    return RoundCosts.of_ratios(cost_ratio(inputs), inputs.options.verify_growth)
 
 
 def _unsure(inputs: MethodInputs) -> StopRule:

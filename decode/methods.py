@@ -7,7 +7,7 @@ rule combines: ``build("vanilla", inputs, rule="ears")`` or ``--method vanilla -
 from dataclasses import replace
 
 from decode.core.errors import UserError, choose
-from decode.core.stopping.batch_draft_length import DraftLengths, RoundCosts
+from decode.core.stopping.batch_draft_length import DraftLengths
 from decode.core.stopping.stop_rules import StopRule
 from decode.core.system import System
 from decode.core.target import tree_error
@@ -24,7 +24,7 @@ from decode.method_parts import (
     STOPS,
     TREE_DRAFTERS,
     MethodInputs,
-    cost_ratio,
+    round_costs,
 )
 
 METHODS: dict[str, tuple[str, str, str]] = {
@@ -128,7 +128,4 @@ def _lengths(method: str, drafter: str, stop: str, rule: StopRule, inputs: Metho
             return None
         known = ", ".join(name for name, (drafter, _, _) in METHODS.items() if drafter in CHAINS_BY_MODEL)
         raise UserError(f"never_slower knows what chains cost that a model drafts, which {method} does not; {known} do")
-    given = options.cost_ratio is not None or inputs.costs is None
-    costs = RoundCosts.of_ratios(cost_ratio(inputs), options.verify_growth) if given else inputs.costs
-    assert costs is not None
-    return DraftLengths(costs, rule.window)
+    return DraftLengths(round_costs(inputs), rule.window)

@@ -27,7 +27,8 @@ def read_corpus(
     """Token ids of every document.
 
     Args:
-        inputs: text or .jsonl files, and suites, which give prompt and answer of their training split.
+        inputs: text or .jsonl files; and suites, by name or as files of other kinds, which give prompt and answer of
+            their training split.
         tokenizer: of the target.
         texts: most texts of each suite.
         seed: chooses them.
@@ -35,10 +36,12 @@ def read_corpus(
     Raises:
         UserError: something is neither a file nor a suite.
     """
-    files = [name for name in inputs if Path(name).is_file()]
-    suites = [name for name in inputs if not Path(name).is_file()]
+    rows = set(READERS) - {".txt", ".jsonl"}
+    files = [name for name in inputs if Path(name).is_file() and Path(name).suffix.lower() not in rows]
+    suites = [name for name in inputs if name not in files]
     for name in suites:
-        if "=" not in name and (Path(name).suffix in SUFFIXES | set(READERS) or "/" in name):
+        known = Path(name).suffix in SUFFIXES | set(READERS) or "/" in name
+        if "=" not in name and known and not Path(name).is_file():
             raise UserError(f"there is no file {name!r}; give text or .jsonl files, or suites such as arithmetic")
     for name in suites:
         for prompt in load_suite(name, limit=texts, seed=seed, split="train").prompts:

@@ -122,9 +122,9 @@ class MethodOptions(Checked):
     never_slower: bool = False
     """Methods that draft chains with a model or the target's own layers: each round's longest draft is the one that
     should give most tokens a second, and nothing is drafted where none gains, but for a round now and then. The costs
-    by batch size are those that bench measures, or that python -m decode profile --batch-sizes wrote into the draft's
-    folder, else those of cost_ratio and verify_growth. Cost-optimal always does so. A sampled text then depends on
-    those decoded with it."""
+    are those of cost_ratio and verify_growth where cost_ratio is given, else those by batch size that bench measures or
+    that python -m decode profile --batch-sizes wrote into the draft's folder. Cost-optimal always does so. A sampled
+    text then depends on those decoded with it."""
     match_length: PositiveInt = 4
     """Hybrid: tokens of the text's end that have to occur before, in the text or the datastore, for their continuation
     to be copied instead of asking the draft; where the draft is unsure from the start, two suffice."""

@@ -158,7 +158,7 @@ class TopP(TopPLogitsWarper):
             return 0.0, 0
         likely.sort()
         mass = likely.cumsum()
-        first = int(np.searchsorted(mass, mass[-1] - self.top_p, side="right"))
+        first = min(int(np.searchsorted(mass, mass[-1] - self.top_p, side="right")), len(likely) - 1)
         return float(likely[first]), first - int(np.searchsorted(likely, likely[first]))
 
 

@@ -19,11 +19,6 @@ class System:
     # limits the drafts of all texts of a round to what pays; None: the stop rule alone ends them
     lengths: DraftLengths | None = None
 
-    @property
-    def lossless(self) -> bool:
-        """Whether the output has the target's distribution."""
-        return self.rule.exact
-
     def reset(self) -> None:
         """Forget everything adapted so far, the drafter's learned weights included."""
         self.stop.reset()

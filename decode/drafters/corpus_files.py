@@ -67,7 +67,7 @@ def read_texts(path: Path) -> Iterator[str]:
         UserError: a line is not a JSON object.
     """
     with path.open(encoding="utf-8", errors="replace") as file:
-        if path.suffix != ".jsonl":
+        if path.suffix.lower() != ".jsonl":
             while lines := file.readlines(BATCH_CHARACTERS):
                 yield "".join(lines)
             return
@@ -129,7 +129,7 @@ def save_arrays(path: Path, arrays: dict[str, np.ndarray], *, kind: str, fingerp
 
 
 def map_arrays(
-    path: Path, *, kind: str, fingerprint: str, verify: bool
+    path: Path, *, kind: str, fingerprint: str, verify: bool, command: str = "datastore build"
 ) -> tuple[dict[str, str], dict[str, memoryview]]:
     """Memory-map a file that `save_arrays` wrote.
 
@@ -138,6 +138,7 @@ def map_arrays(
         kind: what the file must be.
         fingerprint: of the tokenizer in use.
         verify: read everything once and compare the checksum (about a second for 1 GB).
+        command: of this program, that writes such a file.
 
     Returns:
         The manifest, and the bytes of each array.
@@ -145,12 +146,12 @@ def map_arrays(
     Raises:
         UserError: the file is missing, truncated, corrupt, of another kind, or of another tokenizer.
     """
-    again = "build it again with `python -m decode datastore build`"
+    again = f"build it again with `python -m decode {command}`"
     try:
         with path.open("rb") as file:
             whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"no {kind} at {path}: build one with `python -m decode datastore build`") from None
+        raise UserError(f"no {kind} at {path}: build one with `python -m decode {command}`") from None
     except ValueError:
         raise UserError(f"{path} is empty: {again}") from None
     try:

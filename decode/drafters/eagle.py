@@ -45,6 +45,7 @@ class FeatureDrafter(ModelDrafter):
     """
 
     runner: HeadRunner
+    full = False  # the text is longer than the head's context
 
     def __init__(self, runner: HeadRunner, target: Runner, warp: Warp) -> None:
         super().__init__(runner, warp, target.vocab_size)
@@ -58,14 +59,21 @@ class FeatureDrafter(ModelDrafter):
     def start(self, ids: list[int]) -> None:
         """Pair the prompt's tokens with the features that the target's prefill left."""
         self.runner.truncate(0)
-        if len(ids) > 1:
+        if len(ids) > 1 and self._fits(ids):
             self.runner.settle(self.target.features)
-        if not self.waits and 1 < len(ids) <= self.runner.limit:
-            self.runner.read(self._known(ids[:-1]), head=0)
+            if not self.waits:
+                self.runner.read(self._known(ids[:-1]), head=0)
+
+    def _fits(self, ids: list[int]) -> bool:
+        """Whether the head's context holds the text; features that it will never read are not kept."""
+        self.full = len(ids) > self.runner.limit
+        if self.full:
+            self.runner.truncate(0)
+        return not self.full
 
     def _drafting(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Drafting:
         """A text of one token has no feature yet, so nothing is drafted."""
-        if not len(self.runner.unread):
+        if not self._fits(ids) or not len(self.runner.unread):
             return Draft.empty()
         return (yield from super()._drafting(ids, stop, max_depth, rng))
 
@@ -82,8 +90,9 @@ class FeatureDrafter(ModelDrafter):
 
     def observe(self, round: Round) -> None:
         """Queue the target's features of the pending token and of the accepted ones."""
-        rows = torch.tensor([0, *(node + 1 for node in round.path)], device=self.target.device)
-        self.runner.settle(self.target.features.index_select(0, rows))
+        if not self.full:
+            rows = torch.tensor([0, *(node + 1 for node in round.path)], device=self.target.device)
+            self.runner.settle(self.target.features.index_select(0, rows))
 
 
 class FeatureTreeDrafter(FeatureDrafter):
@@ -121,7 +130,7 @@ class FeatureTreeDrafter(FeatureDrafter):
         """The tree, as deep as the stop rule's window; its few numbers are kept on the host, where they cost least."""
         runner = self.runner
         depth = min(stop.cap(), max_depth, runner.limit - len(ids))
-        if depth < 1 or not len(runner.unread):
+        if not self._fits(ids) or depth < 1 or not len(runner.unread):
             return Draft.empty()
         logits = yield self._known(ids[runner.length :])
         states, width = runner.hidden[-1:], min(self.width, logits.shape[-1])

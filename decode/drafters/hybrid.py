@@ -26,7 +26,7 @@ SUPPORT = 0.2  # share of the occurrences that have to go on like the copy, for 
 
 
 class HybridDrafter(Drafter):
-    """Longest matching end of the text of at least `match` tokens: its continuation; else the head's draft.
+    """The continuation of the longest matching end of the text, of at least `match` tokens; else the head's draft.
 
     Where the head drafts nothing, because its stop rule refuses or its context is full, a shorter match serves. What
     is copied depends on the text alone, so a copy is a deterministic draft and as lossless as prompt lookup's; whether
@@ -65,14 +65,18 @@ class HybridDrafter(Drafter):
         """See `Drafter.propose_together`: the heads that are asked draft together."""
         drafts = [Draft.empty() for _ in asked]
         matches = [one.drafter._match(one.ids) for one in asked]
-        heads = [i for i, one in enumerate(asked) if one.max_depth > 0 and max(matches[i][::2]) < self.match]
+        copies: list[list[int]] = [
+            one.drafter._copy(one.ids, min(self.length, one.max_depth), *match) if max(match[::2]) >= self.match else []
+            for one, match in zip(asked, matches)
+        ]
+        heads = [i for i, one in enumerate(asked) if one.max_depth > 0 and not copies[i]]
         if heads:
             to_heads = [replace(asked[i], drafter=asked[i].drafter.head) for i in heads]
             for i, draft in zip(heads, self.head.propose_together(to_heads)):
                 drafts[i] = draft
         for i, one in enumerate(asked):
             if not len(drafts[i]):
-                copied = one.drafter._copy(one.ids, min(self.length, one.max_depth), *matches[i])
+                copied = copies[i] or one.drafter._copy(one.ids, min(self.length, one.max_depth), *matches[i])
                 drafts[i] = Draft.chain(torch.tensor(copied, dtype=torch.long))
             elif self.branch:
                 copied = one.drafter._copy(one.ids, min(self.branch, one.max_depth), *matches[i])

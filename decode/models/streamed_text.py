@@ -1,6 +1,6 @@
 """Token ids to text as they come, and stop strings inside a round."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -77,6 +77,7 @@ def stop_at(
     prompt: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
     strings: Sequence[str],
+    found: Callable[[int], None] = lambda dropped: None,
 ) -> Iterator[tuple[Round, list[int]]]:
     """Cut rounds after the first token that completes one of the strings, by transformers' own criterion.
 
@@ -88,6 +89,7 @@ def stop_at(
         prompt: token ids before the first round.
         tokenizer: of the target.
         strings: the stop strings; none passes the rounds through.
+        found: told how many tokens were dropped, once a string is complete.
     """
     if not strings:
         yield from rounds
@@ -98,6 +100,7 @@ def stop_at(
         for i, token in enumerate(new):
             ids.append(token)
             if bool(met(torch.tensor([ids]), torch.empty(0))[0]):
+                found(len(new) - i - 1)
                 yield result, new[: i + 1]
                 return
         yield result, new

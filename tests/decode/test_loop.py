@@ -12,7 +12,6 @@ from families import CONTEXT, FAMILIES, VOCAB
 from scripted import Oracle, RandomTree
 from transformers import PreTrainedModel
 
-from decode.core.acceptance_rules import Ears
 from decode.core.drafter_base import NoDrafter
 from decode.core.errors import UserError
 from decode.core.proposal import Draft
@@ -127,20 +126,6 @@ def test_one_target_serves_text_after_text(tiny) -> None:
         assert decode(target, system, Warp(), prompt, max_new_tokens=12).ids == wanted
 
 
-def test_the_stop_callback_sees_the_generated_tokens_after_every_round() -> None:
-    target, system = scripted_system()
-    seen: list[list[int]] = []
-
-    def finished(new: list[int]) -> bool:
-        seen.append(list(new))
-        return len(new) >= 7
-
-    out = decode(target, system, SAMPLE, [0, 1], max_new_tokens=30, rng=TorchRng(0), finished=finished)
-    assert seen[-1] == out.new_ids
-    assert 7 <= len(out.new_ids) < 12
-    assert len(seen) == out.trace.rounds
-
-
 def test_a_context_that_is_too_short_ends_the_text() -> None:
     target, system = scripted_system(limit=9)
     out = decode(target, system, SAMPLE, [0, 1, 2], max_new_tokens=100, rng=TorchRng(0))
@@ -237,8 +222,3 @@ def test_every_token_knows_its_author_and_what_was_rejected_in_its_place() -> No
     assert (out.trace.drafted, out.trace.accepted, out.trace.tested) == ([3, 0, 4, 0], [2, 0, 3, 0], [3, 0, 3, 0])
     cut = decode(target, System("", Plan(), StopRule()), Warp(), [0], max_new_tokens=9, stop_ids={2}, annotate=True)
     assert (cut.new_ids, cut.written_by, cut.rejected) == ([1, 2], ["draft", "draft"], [[], []])
-
-
-def test_a_system_is_lossless_exactly_with_an_exact_rule() -> None:
-    assert System("", NoDrafter(), StopRule()).lossless
-    assert not System("", NoDrafter(), StopRule(), Ears()).lossless

@@ -4,12 +4,14 @@ A stop rule that reads the sampled token keeps that token in the draft; dropping
 reads only the distribution may refuse to draft at all (`refuse=True`).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from decode.core.acceptance_rules import entropy
+from decode.core.errors import UserError
 from decode.core.stopping.thresholds import Fixed, Threshold
 from decode.core.trace_metrics import Round
 
@@ -80,6 +82,8 @@ class StopRule:
     def _below(self, step: Step) -> bool:
         assert self.confidence is not None
         value = self.confidence(step)
+        if math.isnan(value):
+            raise UserError("the draft's logits are NaN; check its weights, or load it in bfloat16 or float32")
         self.seen.append(value)
         score = self.threshold.calibrate(value)
         self._aggregate = self._aggregate * score if self.product else score

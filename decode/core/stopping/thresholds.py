@@ -103,7 +103,8 @@ class Roc(Threshold):
     def observe(self, round: Round, confidence: list[float]) -> None:
         """Add accepted tokens and the first rejected one; refit once both kinds have been seen."""
         seen = confidence[: round.tested]
-        self.matches += [1] * round.accepted + [0] * (len(seen) - round.accepted)
+        accepted = min(round.accepted, len(seen))  # nothing is seen of a copied draft
+        self.matches += [1] * accepted + [0] * (len(seen) - accepted)
         self.scores += seen
         del self.matches[: -self.limit], self.scores[: -self.limit]
         if len(self.scores) > 5 and 0 < sum(self.matches) < len(self.matches):

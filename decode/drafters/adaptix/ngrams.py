@@ -105,7 +105,8 @@ class NgramTable:
             UserError: missing, truncated, corrupt, or of another tokenizer.
         """
         file = table_file(path, order)
-        _, arrays = map_arrays(file, kind=KIND, fingerprint=fingerprint, verify=verify)
+        command = f"trigrams build --order {order}"
+        _, arrays = map_arrays(file, kind=KIND, fingerprint=fingerprint, verify=verify, command=command)
         return cls(arrays, order)
 
     def __len__(self) -> int:

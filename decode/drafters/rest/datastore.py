@@ -121,7 +121,7 @@ class Datastore:
         """Map the datastore in the folder ``path``.
 
         Args:
-            path: the folder that `build` wrote.
+            path: the folder that ``python -m decode datastore build`` wrote.
             fingerprint: of the tokenizer in use.
             verify: compare the checksum first, which reads the whole file once.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.core.errors import UserError
@@ -65,6 +65,8 @@ class HeadRunner(RowRunner):
             head=make(linear.weight, linear.bias),
         )
         self.forward, self._texts = FastForward(weights, head.rotary), []
+        # Gemma's embedding is more than its table
+        self._embed = self.forward.embed if type(embedding) is nn.Embedding else embedding
         super().__init__(
             f"the EAGLE-{head.version} head",
             device=self.forward.device,
@@ -233,7 +235,7 @@ class HeadRunner(RowRunner):
     def _run(self, tokens: Tensor, x: Tensor, slot: int, rotary: Tensor, mask: Mask) -> Tensor:
         """The layer on embeddings of the tokens and states ``x [n, hidden]``, in the cache slots from `slot` on."""
         forward = self.forward
-        e, layer = forward.embed(tokens), forward.layers[0]
+        e, layer = self._embed(tokens), forward.layers[0]
         if self.version == 1:
             x = y = self.fuse(torch.cat([e, x], -1))
         else:

@@ -263,3 +263,8 @@ def test_the_nucleus_is_that_of_transformers_without_sorting_the_vocabulary(rows
     assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
     if rows not in ("nan", "one"):
         assert torch.isinf(wanted).any()
+
+
+def test_the_smallest_nucleus_is_the_most_probable_token() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    assert Warp(1.0, top_p=1e-9)(logits).tolist() == [[0, 1, 0]]

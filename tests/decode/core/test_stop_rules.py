@@ -12,6 +12,7 @@ from enumeration import ScriptedRunner, random_table
 from sklearn.metrics import roc_curve
 from torch import Tensor
 
+from decode.core.errors import UserError
 from decode.core.method_options import MethodOptions
 from decode.core.proposal import Draft
 from decode.core.rng import TorchRng
@@ -340,3 +341,16 @@ def test_resetting_a_system_forgets_everything_that_was_learned() -> None:
         used.reset()
         assert state(used.threshold) == state(fresh.threshold), name
         assert (used.cap(), used.seen) == (fresh.cap(), fresh.seen), name
+
+
+def test_a_copied_draft_of_which_no_confidence_was_read_leaves_the_roc_curve_alone() -> None:
+    controller = Roc()
+    controller.observe(chain_round(8, 8), [])
+    for _ in range(3):
+        controller.observe(chain_round(2, 1), [0.9, 0.1])
+    assert controller.value == 0.9
+
+
+def test_a_draft_whose_logits_are_no_numbers_is_named() -> None:
+    with pytest.raises(UserError, match="the draft's logits are NaN"):
+        StopRule(4, max_probability).after(step(math.nan, 0.0))

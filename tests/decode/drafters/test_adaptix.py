@@ -82,7 +82,7 @@ def test_wrong_order_tokenizer_and_too_large_ids_are_refused(tmp_path):
     opened(tmp_path, [[1, 2, 65_535, 3]], order=4)
     with pytest.raises(UserError, match="another tokenizer"):
         NgramTable.open(tmp_path, "other", order=4)
-    with pytest.raises(UserError, match="no n-gram table at"):
+    with pytest.raises(UserError, match=r"no n-gram table at .*trigrams build --order 2"):
         NgramTable.open(tmp_path, "tok", order=2)
 
 

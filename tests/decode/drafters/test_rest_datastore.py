@@ -3,10 +3,12 @@ import random
 
 import numpy as np
 import pytest
+from pairs import make_tokenizer
 from stores import build_datastore
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from decode.commands.build_datastore import read_corpus
 from decode.core.errors import UserError
 from decode.drafters.corpus_files import join_documents, read_texts, tokenize_files, tokenizer_fingerprint
 from decode.drafters.rest import datastore
@@ -202,3 +204,15 @@ def test_fingerprint_tells_vocabularies_apart():
     one, same, other = word_tokenizer(["a", "b"]), word_tokenizer(["a", "b"]), word_tokenizer(["b", "a"])
     assert tokenizer_fingerprint(one) == tokenizer_fingerprint(same)
     assert tokenizer_fingerprint(one) != tokenizer_fingerprint(other)
+
+
+def test_a_table_of_rows_is_read_by_its_columns(tmp_path):
+    (tmp_path / "own.csv").write_text("question,answer\nWhy?,Because #### 1\n")
+    (tmp_path / "own.JSONL").write_text(json.dumps({"text": "Tom"}) + "\n")
+    tokenizer = make_tokenizer()
+    texts = [tokenizer.decode(ids) for ids in read_corpus([str(tmp_path / "own.csv")], tokenizer, 5)]
+    assert len(texts) == 1
+    assert "Why?" in texts[0]
+    assert "," not in texts[0]
+    (ids,) = read_corpus([str(tmp_path / "own.JSONL")], tokenizer, 5)
+    assert tokenizer.decode(ids).startswith("Tom")

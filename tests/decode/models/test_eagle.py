@@ -30,8 +30,10 @@ from decode.core.stopping.stop_rules import StopRule, negative_entropy
 from decode.core.stopping.thresholds import MeanOfRejected
 from decode.core.system import System
 from decode.core.target import Target
+from decode.drafters.corpus_files import join_documents
 from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter, _Candidates
 from decode.drafters.hybrid import HybridDrafter
+from decode.drafters.rest.datastore import Datastore, save_datastore
 from decode.loop import Output, decode
 from decode.measure.offline_acceptance import offline_alpha
 from decode.method_parts import MethodInputs
@@ -70,9 +72,9 @@ def test_the_target_keeps_the_states_asked_for_whatever_rows_the_head_reads(fami
 
 @pytest.mark.parametrize("pack", ["off", "on"])
 @pytest.mark.parametrize("version", [1, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma2"])  # Gemma's embedding is more than its table
 def test_the_fast_forward_drafts_what_teacher_forcing_says(family: str, version: int, pack: str, tiny) -> None:
-    target = tiny(family)
+    target = tiny(family, **({"final_logit_softcapping": None} if family == "gemma2" else {}))
     runner, ids = as_runner(target, version, pack), PROMPTS[1] + [5, 6, 2, 7]
     start = len(PROMPTS[1])
     source = open_runner(target)
@@ -514,3 +516,41 @@ def test_attention_to_a_text_and_a_chain_is_one_softmax_over_both(start: int, dt
 
 def test_what_attention_keeps_for_its_gradients_grows_with_the_length_alone() -> None:
     assert check_chain_attention(0, 160) <= 2 * check_chain_attention(0, 80)
+
+
+def test_a_long_match_that_does_not_go_on_leaves_the_draft_to_the_head(tiny, tmp_path) -> None:
+    target = tiny("llama")
+    runner, head = open_runner(target), as_runner(target, 3)
+    text = join_documents([[*PROMPT[-5:], token] for token in range(10, 20)])  # no continuation has a fifth of them
+    save_datastore(text, tmp_path, "x")
+    drafter = HybridDrafter(FeatureDrafter(head, runner, GREEDY), Datastore.open(tmp_path, "x"), match=4)
+    runner.captured_layers = drafter.captured_layers
+    with torch.inference_mode():
+        runner.read(torch.tensor(PROMPT[:-1]), head=0)
+        drafter.start(PROMPT)
+        assert max(drafter._match(PROMPT)[::2]) >= 4
+        assert len(drafter.propose(PROMPT, StopRule(2), 5, TorchRng(0))) == 2
+
+
+def test_a_head_keeps_no_features_of_a_text_that_outgrew_its_context(tiny) -> None:
+    target = tiny("llama")
+    head = make_head(target, 3)
+    head.config.max_position_embeddings = len(PROMPT) + 2
+    runner, drafts = open_runner(target), HeadRunner(head, target)
+    system = System("eagle", FeatureDrafter(drafts, runner, GREEDY), StopRule(2))
+    wanted = generate(target, PROMPT)
+    assert_decodes(runner, system, wanted, PROMPT)
+    assert len(drafts.unread) == 0
+    assert_decodes(runner, system, generate(target, PROMPT * 2), PROMPT * 2)
+    assert len(drafts.unread) == 0
+    trace = assert_decodes(runner, system, generate(target, PROMPT[:3]), PROMPT[:3])
+    assert sum(trace.drafted) > 0
+
+
+@pytest.mark.parametrize(("change", "told"), [({"intermediate_size": 7}, "instead of"), ({"vocab_size": None}, "")])
+def test_a_head_whose_configuration_is_not_that_of_its_weights_is_refused(change, told, tiny, tmp_path) -> None:
+    save_head(make_head(tiny("llama"), 3), tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
+    with pytest.raises(UserError, match=told or "does not describe a feature head"):
+        load_head(tmp_path, tiny("llama"))
