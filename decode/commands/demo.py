@@ -65,7 +65,7 @@ def race(sides: Sequence[Side]) -> Iterator[None]:
         yield
 
 
-def result(plain: Side, drafted: Side) -> str:
+def result(plain: Side, drafted: Side, greedy: bool) -> str:
     """How much faster the draft made it, and whether the text is the same."""
     gain = drafted.speed / plain.speed if plain.speed else math.nan
     if plain.generation.ids == drafted.generation.ids:
@@ -73,11 +73,11 @@ def result(plain: Side, drafted: Side) -> str:
     elif not drafted.generation.lossless:
         text = "a relaxed method: the text is not distributed as the target's"
     else:
-        text = "another draw from the same distribution" if drafted.generation.seed else "another text at a near tie"
+        text = "another text at a near tie" if greedy else "another draw from the same distribution"
     return f"{gain:.2f} times as fast; {text}"
 
 
-def show(sides: Sequence[Side], console: Console) -> None:
+def show(sides: Sequence[Side], console: Console, greedy: bool) -> None:
     """Write the texts, on a terminal while they grow."""
 
     def view() -> Group:
@@ -98,7 +98,8 @@ def show(sides: Sequence[Side], console: Console) -> None:
         live.update(view(), refresh=True)
     if not console.is_terminal:  # there Live itself begins a new line
         console.print()
-    console.print(result(*sides), style="bold", highlight=False)
+    plain, drafted = sides
+    console.print(result(plain, drafted, greedy), style="bold", highlight=False)
 
 
 def prompts(settings: DemoSettings, console: Console) -> Iterator[str]:
@@ -122,7 +123,8 @@ def run(settings: DemoSettings) -> None:
     if settings.draft is None and METHODS.get(settings.method or "vanilla", ("model",))[0] == "model":
         raise UserError("demo compares decoding without and with a draft; give --draft D, or --method prompt-lookup")
     drafted = open_pair(settings, settings.draft)
-    plain = Pair(drafted.target, drafted.tokenizer, target_name=drafted.target_name, pack=settings.pack)
+    same = {"target_name": drafted.target_name, "pack": settings.pack, "compile": settings.compile}
+    plain = Pair(drafted.target, drafted.tokenizer, **same)
     method = settings.method or ("eagle" if isinstance(drafted.draft, FeatureHead) else "vanilla")
     common = {name: value for name, value in vars(settings).items() if name != "method"}
     with_draft = GenerateSettings(**common, method=method)
@@ -134,6 +136,6 @@ def run(settings: DemoSettings) -> None:
                 Side("without a draft", start(without, prompt, plain)),
                 Side(about, start(with_draft, prompt, drafted)),
             ]
-            show(sides, console)
+            show(sides, console, greedy=settings.temperature == 0)
     except (KeyboardInterrupt, EOFError):
         console.print()

@@ -137,7 +137,12 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
         trace=generation.trace,
     )
     alone = METHODS[method][0] == "none"
-    cut = stop_at(source, ids, tokenizer, settings.stop)
+
+    def stopped(dropped: int) -> None:
+        generation.finish_reason = "stop"
+        generation.trace.tokens -= dropped
+
+    cut = stop_at(source, ids, tokenizer, settings.stop, stopped)
     pieces = _pieces(generation, cut, Detokenizer(tokenizer), alone)
     generation.pieces = _finish(generation, pieces, settings, ends)
     return generation
@@ -150,9 +155,7 @@ def _finish(
     yield from pieces
     if generation.ids and generation.ids[-1] in ends:
         generation.finish_reason = "eos"
-    elif any(stop in generation.text for stop in settings.stop):
-        generation.finish_reason = "stop"
-    else:
+    elif generation.finish_reason != "stop":
         generation.finish_reason = "length" if len(generation.ids) >= settings.max_new_tokens else "context"
 
 

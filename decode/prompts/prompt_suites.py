@@ -9,7 +9,8 @@ prompt, turns, text or question).
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -83,34 +84,50 @@ def load_suite(
     name, option, path = _parse(spec)
     if limit is not None and limit < 1:
         raise UserError(f"the suite's limit is {limit}: give at least 1, or leave it out for all prompts")
-    if name == "open":
+    if name == "open" and path is None:
         prompts = [Prompt(f"open/{place}", row["text"], None) for place, row in enumerate(read_rows(OPEN))]
         return Suite(spec, _sample(prompts, limit, seed), None, "open questions have no right answer")
     if name == "arithmetic" and path is None:
         return _arithmetic(spec, option, limit or DEFAULT_LIMIT, seed, split)
-    if name == "prompts":
+    if name in ("prompts", "open"):
         if path is None:
             raise UserError("the suite 'prompts' is a file of your own: --suite prompts=PATH")
         prompts = [_own_prompt(place, row) for place, row in enumerate(read_rows(path))]
         kept = _sample(prompts, limit, seed, lambda prompt: prompt.category)
         return Suite(spec, kept, None, "prompts of your own have no scorer")
     preset = PRESETS["spec_bench" if name == "chat" else name]
-    if name == "chat":
-        rows = read_rows(path or BUNDLED)
-    else:
-        rows = _local(name, preset, path, split) if path is not None else _hub(name, preset, split)
-    numbered = list(enumerate(rows))
-    if option:
-        numbered = _of_category(name, preset, numbered, option)
-    numbered = _sample(numbered, limit, seed, lambda item: _category(preset, item[1]))
-    if path is not None and Path(path).suffix.lower() == ".txt":
-        prompts = [Prompt(f"{name}/{place}", row["text"], None) for place, row in numbered]
-        return Suite(spec, prompts, None, "a txt file holds prompts without references")
-    keys = {row.get(preset.key) for _, row in numbered}
-    unique = None not in keys and len(keys) == len(numbered)
-    named = {f"{name}/{row[preset.key] if unique else place}": row for place, row in numbered}
-    prompts = [_prompt(identity, preset, row) for identity, row in named.items()]
-    return Suite(spec, prompts, *_scorer(name, preset, named, allow_code_execution))
+    with _told_of_rows(spec, name, path):
+        if name == "chat":
+            rows = read_rows(path or BUNDLED)
+        else:
+            rows = _local(name, preset, path, split) if path is not None else _hub(name, preset, split)
+        numbered = list(enumerate(rows))
+        if option:
+            numbered = _of_category(name, preset, numbered, option)
+        numbered = _sample(numbered, limit, seed, lambda item: _category(preset, item[1]))
+        if path is not None and Path(path).suffix.lower() == ".txt":
+            prompts = [Prompt(f"{name}/{place}", row["text"], None) for place, row in numbered]
+            return Suite(spec, prompts, None, "a txt file holds prompts without references")
+        keys = {row.get(preset.key) for _, row in numbered}
+        unique = None not in keys and len(keys) == len(numbered)
+        named = {f"{name}/{row[preset.key] if unique else place}": row for place, row in numbered}
+        prompts = [_prompt(identity, preset, row) for identity, row in named.items()]
+        return Suite(spec, prompts, *_scorer(name, preset, named, allow_code_execution))
+
+
+@contextmanager
+def _told_of_rows(spec: str, name: str, path: str | None) -> Iterator[None]:
+    """Inside, a row that does not fit its data set is a mistake that the user is told of."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        own = f", or name the column of its prompts prompt and use --suite prompts={path}" if path else ""
+        raise UserError(
+            f"the suite {spec!r} has rows that are not as those of {name} ({type(error).__name__}: {error}): mend the "
+            f"file{own}"
+        ) from error
 
 
 def _parse(spec: str) -> tuple[str, str, str | None]:
@@ -224,7 +241,8 @@ def _sample(items: list[T], limit: int | None, seed: int, category: Callable[[T]
 
 
 def _prompt(identity: str, preset: Preset, row: Row) -> Prompt:
-    reference = preset.response(row) or None
+    asks = preset.kind == "chat" and all(message["role"] != "assistant" for message in row["messages"])
+    reference = None if asks else preset.response(row) or None
     turns = preset.turns(row) or ((preset.said(row),) if preset.said else ())
     return Prompt(identity, preset.prompt(row), reference, _category(preset, row), turns)
 

@@ -44,9 +44,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Two configurations as one: sections are merged key by key, everything else is the upper one's."""
+    """Two configurations as one: sections are merged key by key, everything else is the upper one's, as is ``{}``."""
     both = {
-        k: merge(below[k], v) if isinstance(v, dict) and isinstance(below.get(k), dict) else v for k, v in above.items()
+        k: merge(below[k], v) if v and isinstance(v, dict) and isinstance(below.get(k), dict) else v
+        for k, v in above.items()
     }
     return below | both
 

@@ -14,6 +14,7 @@ from pairs import save_pair
 from decode.__main__ import COMMANDS, main
 from decode.commands.bench.settings import bench_settings, default_suites
 from decode.commands.parsing.command_line import parse
+from decode.commands.parsing.config_files import merge
 from decode.commands.settings import GenerateSettings
 from decode.core.progress import as_current
 
@@ -229,3 +230,8 @@ def test_an_interrupted_bench_writes_what_it_measured(folder, tmp_path, capsys, 
     assert "stopped early" in capsys.readouterr().out
     rows = json.loads((tmp_path / "report.json").read_text())["methods"]
     assert [row["prompts"] for row in rows] == [1, 1, 1]
+
+
+def test_an_empty_mapping_above_replaces_the_one_below() -> None:
+    below = {"data": {"template_args": {"enable_thinking": False}, "limit": 3}}
+    assert merge(below, {"data": {"template_args": {}}}) == {"data": {"template_args": {}, "limit": 3}}

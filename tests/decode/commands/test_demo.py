@@ -66,3 +66,11 @@ def test_a_long_text_shows_its_end(folder):
     console.print(demo.Side("t", generation).panel(console))
     assert "line 99" in console.file.getvalue()
     assert "line 50" not in console.file.getvalue()
+
+
+@pytest.mark.parametrize(("temperature", "told"), [(0.0, "near tie"), (0.7, "another draw from the same distribution")])
+def test_why_two_texts_differ_follows_from_the_temperature(temperature, told, folder):
+    settings = GenerateSettings(**vars(settings_for(folder, temperature=temperature, seed=0)))
+    sides = [demo.Side(name, demo.start(settings, "a")) for name in ("plain", "drafted")]
+    sides[1].generation.ids = [1]
+    assert told in demo.result(*sides, greedy=temperature == 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import random
@@ -253,3 +254,16 @@ def test_a_prompt_gets_no_end_token_and_may_not_be_empty():
     assert tokenizer.decode(ids) == TEXT
     with pytest.raises(UserError, match="the prompt is empty"):
         prompt_ids(tokenizer, "")
+
+
+def test_a_text_that_a_special_token_stops_ends_with_it_and_counts_no_token_behind(folder):
+    settings = settings_for(folder, ignore_eos=True, max_new_tokens=40, temperature=1.0, seed=3)
+    for seed in range(50):  # until a text has the token
+        generation = start(dataclasses.replace(settings, seed=seed, stop=["<eos>"]), "Tom has 3 apples")
+        for _ in generation.pieces:
+            pass
+        if 0 in generation.ids:
+            break
+    assert generation.ids.index(0) == len(generation.ids) - 1
+    assert generation.finish_reason == "stop"
+    assert generation.trace.tokens == len(generation.ids)

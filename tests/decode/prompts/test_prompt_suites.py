@@ -301,3 +301,27 @@ def test_held_out_prompts_are_a_fixed_share():
     assert 300 < splits.count("validation") < 500
     assert 300 < splits.count("test") < 500
     assert splits == [held_out(f"prompt {n}", 0.1) for n in range(4000)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "row"),
+    [
+        ("ultrachat", {"messages": [{"from": "human", "value": "Hi"}]}),
+        ("ultrachat", {"messages": [{"role": "assistant", "content": "Hi"}]}),
+        ("mmlu", {"question": "?", "choices": list("abcde"), "answer": 1}),
+    ],
+)
+def test_a_row_that_is_not_as_its_data_sets_is_a_mistake_that_is_told(tmp_path, spec, row):
+    path = write(tmp_path / "mine.jsonl", [row])
+    with pytest.raises(UserError, match=rf"the suite '{spec}=.* has rows that are not as those of {spec}"):
+        load_suite(f"{spec}={path}")
+
+
+def test_chats_without_answers_are_prompts_without_references(tmp_path):
+    path = write(tmp_path / "mine.jsonl", [{"messages": [{"role": "user", "content": "Hi"}]}])
+    assert [(p.text, p.reference) for p in load_suite(path).prompts] == [("Hi", None)]
+
+
+def test_a_file_of_ones_own_under_the_name_open_is_read(tmp_path):
+    path = write(tmp_path / "mine.jsonl", [{"prompt": "Why?"}])
+    assert [p.text for p in load_suite(f"open={path}").prompts] == ["Why?"]
