@@ -143,7 +143,8 @@ class Meter:
         ends = np.cumsum([len(ids) - start for ids, start in texts])
 
         def parts() -> Iterator[tuple[slice, Array]]:
-            model = open_draft(self.bench.run.path(draft), self.target, self.bench.corpus.tokenizer)
+            bench, trust = self.bench, self.bench.settings.initial.trust_remote_code
+            model = open_draft(bench.run.path(draft), self.target, bench.corpus.tokenizer, trust_remote_code=trust)
             warp = own_warp(self.target, MODES[mode], {})
             with working(self.bench.console, f"  acceptance of {draft}, {mode}"):
                 found = offline_alphas(self.target, {draft: model}, texts, warp, depth=depth)[draft]

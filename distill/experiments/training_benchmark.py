@@ -25,7 +25,7 @@ from decode.core.errors import UserError
 from decode.core.progress import output_console, working
 from decode.core.runner_protocol import synchronize
 from decode.measure.costs import machine
-from decode.models.loading.open_model import load_model
+from decode.models.loading.open_model import load_model, load_tokenizer
 from decode.report.bench_tables import plain_table
 from distill.config.drafts import AdaSpecSettings
 from distill.config.run_settings import Settings
@@ -95,6 +95,12 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
     """
     settings.validate()
     settings.speed.validate()
+    if settings.eagle.enabled or settings.data.from_target:
+        raise UserError(
+            "distill bench measures the training of draft models on a data set's texts, and these settings are of "
+            f"{'a feature head' if settings.eagle.enabled else 'texts that the target writes'}: take "
+            "configs/quickstart.yaml or configs/gsm8k-pythia.yaml"
+        )
     hf_logging.disable_progress_bar()
     console, threads = console or output_console(), settings.threads or torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +131,10 @@ def _prepare(settings: TrainingBenchSettings, folder: Path) -> tuple[TrainingCas
     trained = all(run.record(name) is not None for name in names)
     if not trained:
         settings.data.train_examples = min(settings.data.train_limit or 1000, settings.reference.examples or 1000)
-    corpus = load_corpus(settings.data, seed=settings.seed)
+    given, tokenizer = settings.target, None
+    if given.model is not None and settings.data.tokenizer is None:
+        tokenizer = load_tokenizer(given.model, trust_remote_code=given.trust_remote_code)
+    corpus = load_corpus(settings.data, seed=settings.seed, tokenizer=tokenizer)
     vocab = len(corpus.tokenizer)
     for number, name in enumerate(names):
         if trained:

@@ -74,8 +74,9 @@ class Design:
         self.work = RunDir(self.folder).work
         self.temperature = full.evaluation.temperatures[0] if own.temperature is None else own.temperature
         self.longest = own.longest or max(LONGEST, *full.evaluation.draft_lengths)
-        self.target_key = stage_fingerprints(full)["target"][0]
-        self.clock = Clock(self.work / "spent.json", self.target_key, own.seconds)
+        keys = stage_fingerprints(full)
+        self.target_key, self.start_key, recipe_key = (keys[stage][0] for stage in ("target", "initial", "reference"))
+        self.clock = Clock(self.work / "spent.json", recipe_key, own.seconds)
         self.texts_key = ""
 
     @cached_property
@@ -160,7 +161,8 @@ class Design:
         """Costs of every shape, and the acceptance each needs to break even."""
         own, full, console = self.settings.design, self.context.settings, self.context.console
         count = full.evaluation.threads if own.threads is None else own.threads or None
-        made_from = fingerprint(self.target_key, own.batch_size, self.longest, count, str(self.target.dtype))
+        how = own.batch_size, self.longest, count, str(self.target.dtype), full.evaluation.max_new_tokens
+        made_from = fingerprint(self.start_key, *how)
 
         def begin() -> Pricing:
             prompts = [self.texts[i][0][: self.texts[i][1]] for i in range(len(self.texts))]
@@ -174,8 +176,10 @@ class Design:
         with threads(count), working(console, "costs of the shapes"):
             prices = price_all(self.work / "costs.json", made_from, self.shapes, begin, own.costs)
         for shape in self.shapes:
-            if shape in prices.refused:
-                self.entries.append(Entry(shape, None, reason=prices.refused[shape]))
+            if (reason := prices.refused.get(shape)) is not None:
+                if shape == self.default:
+                    raise UserError(f"{shape.name}, the configuration's own shape, has no costs: {reason}")
+                self.entries.append(Entry(shape, None, status="pruned", reason=reason))
                 continue
             price = prices.by_shape[shape]
             entry = Entry(shape, price, price.needed(1.0, self.longest), price.best(own.ceiling, self.longest))

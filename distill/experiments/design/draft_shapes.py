@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from decode.core.errors import UserError
 from decode.models.eagle.head import FeatureHead
-from decode.models.eagle.head_files import head_config
+from decode.models.eagle.head_files import head_config, random_head
 from decode.models.loading.open_model import load_model
 from distill.config.language_models import Architecture
 from distill.config.run_settings import Settings
@@ -121,13 +120,8 @@ class Shape:
             model = build_model(made.initial.architecture, int(text.vocab_size), None, 0)
             return model.to(target.device, target.dtype).eval()
         own = made.eagle
-        config = head_config(text, own.version, **own.shape())
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            head = FeatureHead(config)
-        if head.reduced or own.version == 3:
-            head.set_vocabulary(torch.arange(int(getattr(config, "draft_vocab_size", None) or config.vocab_size)))
-        return head.to(target.device, target.dtype).eval()
+        head = random_head(head_config(text, own.version, **own.shape()))
+        return head.to(target.device, target.dtype)
 
     def row(self) -> dict[str, Any]:
         """As data."""
@@ -166,8 +160,11 @@ def space(full: Settings, design: DesignSettings, config: PretrainedConfig) -> l
         config: the target's text configuration.
 
     Raises:
-        UserError: layers that the target does not have, or no shape at all.
+        UserError: layers that the target does not have, odd widths, or no shape at all.
     """
+    odd = [n for n in design.widths if n % 2]
+    if odd:
+        raise UserError(f"design.widths has {odd[0]}: wanted even widths, which attention heads can divide")
     depth, width, vocab = int(config.num_hidden_layers), int(config.hidden_size), int(config.vocab_size)
     for key in ("first", "spread", "exits"):
         wrong = [n for n in getattr(design, key) if n >= depth]

@@ -383,3 +383,26 @@ def test_the_winner_and_losers_are_trained_in_full_and_measured_beside_the_predi
             assert row["alpha_measured"] == pytest.approx(known[row["name"]]["alpha"], abs=1e-4)
     assert "Predicted and measured" in (out / "design.html").read_text()
     assert "Predicted and measured" in printed
+
+
+def test_a_shape_without_costs_is_left_out_and_the_configured_one_is_refused(tmp_path: Path) -> None:
+    settings = small(tmp_path, costs_only=True)
+    _, _, out = run_design(settings)
+    prices = json.loads((out / "work" / "costs.json").read_text())["prices"]
+    own = default_shape(settings, 2).name
+    other = next(name for name in prices if "×" in name and name != own)
+    for missing in (other, own):
+        (tmp_path / "costs.json").write_text(json.dumps({"prices": {n: p for n, p in prices.items() if n != missing}}))
+        given = replace(settings, design=replace(settings.design, costs=str(tmp_path / "costs.json"), costs_only=False))
+        if missing == own:
+            with pytest.raises(UserError, match="configuration's own shape, has no costs"):
+                run_design(given)
+        else:
+            found, _, _ = run_design(given)
+            assert {shape["name"]: shape["status"] for shape in found["shapes"]}[missing] == "pruned"
+
+
+def test_a_width_that_no_even_heads_divide_is_refused(tmp_path: Path) -> None:
+    config = LlamaConfig(hidden_size=128, num_hidden_layers=8, num_attention_heads=4, vocab_size=900)
+    with pytest.raises(UserError, match=r"design\.widths has 33: wanted even"):
+        space(tiny_settings(tmp_path), DesignSettings(widths=[32, 33]), config)
