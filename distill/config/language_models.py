@@ -10,7 +10,7 @@ from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from decode.core.errors import UserError
 from distill.config.later_settings import LATER
 from distill.config.number_ranges import ShareBelowOne
-from distill.config.training import TrainingSettings
+from distill.config.training import Precision, TrainingSettings
 
 PINNED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.+!_-]+")
 
@@ -150,7 +150,7 @@ class ModelSettings:
     """Shape of a model from scratch; ignored otherwise."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
     """Next-token training of the model; ignored for as_is."""
-    precision: str | None = field(default=None, metadata=LATER)
+    precision: Precision | None = field(default=None, metadata=LATER)
     """Lightning's precision of that training; null: trainer.precision. auto: bf16-mixed where the processor multiplies
     in bfloat16, which costs a model of some million parameters a quarter less time, elsewhere 32-true."""
     lora: LoraSettings = field(default_factory=LoraSettings)

@@ -128,6 +128,9 @@ class ResponseSettings:
         others: dict[str, Any] = {"url": self.server.url}
         if self.server.urls:
             others["urls"] = True  # whichever they are
+        if self.server.addresses:
+            given = {"model": self.server.model, "endpoint": self.server.endpoint}
+            others |= {name: value for name, value in given.items() if value not in (None, "completions")}
         if self.server.engine:
             others["engine"] = self.server.engine
         return {name: getattr(self, name) for name in names} | others

@@ -12,6 +12,7 @@ from decode.core.errors import UserError
 Attention = Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"]
 Compile = Literal["none", "default", "reduce-overhead", "max-autotune"]
 CompileLoss = Literal["auto", "on", "off"]
+Precision = Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"]
 
 SHARDED = ("fsdp", "hsdp")
 """Strategies that spread a model's weights over devices."""
@@ -68,7 +69,7 @@ class TrainerSettings:
     not compiled."""
     tf32: bool = False
     """Let float32 products of a GPU round their inputs to TF32 (10 bits of mantissa): several times faster."""
-    precision: str = "32-true"
+    precision: Precision = "32-true"
     """Lightning's precision: 32-true; bf16-mixed on GPUs and CPUs that multiply in bfloat16 (losses stay in float32);
     auto: bf16-mixed there, elsewhere 32-true."""
     fused_loss: bool = True

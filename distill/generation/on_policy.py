@@ -134,6 +134,7 @@ class OnPolicy:
         made = []
         for own, texts in zip(places, self._texts):
             prompts = [self.prompts.prompt(example) for example in self._chosen(own)]
-            made.append(response_rows(prompts, texts, self.stop_ids))
+            rows = response_rows(prompts, texts, self.stop_ids)
+            made.append(rows if self.prompts.prompt_lengths is None else rows.all_labelled())  # prompt_loss
         self.add_signals(made[ranks.rank()])
         return made

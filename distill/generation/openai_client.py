@@ -121,16 +121,18 @@ class Client:
                     raise
 
         base = url.rstrip("/") + "/"
-        async with httpx.AsyncClient(base_url=base, headers=headers, timeout=server.timeout, limits=limits) as http:
-            try:
+        try:
+            async with httpx.AsyncClient(base_url=base, headers=headers, timeout=server.timeout, limits=limits) as http:
                 model = await self._model(http, url)
                 async with asyncio.TaskGroup() as group:
                     for _ in range(server.concurrency):
                         group.create_task(work(http, model))
-            except UserError as error:
-                results.put_nowait(error)
-            except ExceptionGroup as errors:
-                results.put_nowait(errors.exceptions[0])
+        except UserError as error:
+            results.put_nowait(error)
+        except ExceptionGroup as errors:
+            results.put_nowait(errors.exceptions[0])
+        except (httpx.InvalidURL, UnicodeEncodeError) as error:
+            results.put_nowait(UserError(f"{url}, or the key in {server.key_variable}, cannot be sent: {error}"))
 
     async def _model(self, http: httpx.AsyncClient, url: str) -> str:
         """The model's name on the server, and proof that a server is there."""
@@ -233,7 +235,7 @@ def check_servers(urls: Sequence[str]) -> None:
     for url in urls:
         try:
             httpx.get(url.rstrip("/") + "/models", timeout=10)
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.InvalidURL) as error:
             reasons.append(f"{url} ({type(error).__name__}: {error})")
         else:
             return

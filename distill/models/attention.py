@@ -21,6 +21,8 @@ def use_attention(model: PreTrainedModel, name: Attention) -> None:
         model.set_attn_implementation(name)
     except (ImportError, ValueError) as error:
         raise _refusal(type(model).__name__, name, error) from error
+    if (found := model.config._attn_implementation) != name:  # some models only warn
+        raise _refusal(type(model).__name__, name, ValueError(f"it stays with {found}"))
 
 
 def check_attention(config: PretrainedConfig, name: Attention) -> None:

@@ -18,6 +18,8 @@ from distill.models.precision import multiplies_bfloat16
 def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: str = "32-true") -> Optimizer:
     """The optimiser of the trainable parameters; weight decay on the matrices inside the layers only.
 
+    A language model's output head is none of them, that of a feature head is.
+
     AdamW is PyTorch's fused one, but under a ``precision`` of 16-mixed, whose scaled gradients Lightning could not clip
     then. Under a ``precision`` of bfloat16 Muon's matrix products are in it, too, as in its authors' code; those of
     ``muon_bfloat16`` are wherever the device multiplies in it.

@@ -108,6 +108,8 @@ class ResumeCheckpoint(_Movable):
 
     def _save(self, trainer: L.Trainer) -> None:
         if not self._should_skip_saving_checkpoint(trainer):
+            check_finite: Callable[[], None] = getattr(trainer.lightning_module, "check_finite", lambda: None)
+            check_finite()
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:

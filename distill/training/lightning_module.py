@@ -109,7 +109,7 @@ class TrainingModule(L.LightningModule):
         self.last_loss = loss.detach()
         self._first_bad.note(self.last_loss, self.global_step)
         if self.logs_this_step:
-            self._check_finite()
+            self.check_finite()
             self.log("loss", self.last_loss, prog_bar=True, sync_dist=True)
             rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
             self.log_dict({"lr": rate, **values})
@@ -120,7 +120,12 @@ class TrainingModule(L.LightningModule):
         if self.trainer.is_last_batch:
             self.trainer.should_stop = True
 
-    def _check_finite(self) -> None:
+    def check_finite(self) -> None:
+        """Whether all losses so far were numbers.
+
+        Raises:
+            UserError: One was not, with the step, its examples and the likely cause.
+        """
         step = self._first_bad.step()
         if step is not None:
             raise explain(self, step)
@@ -130,7 +135,7 @@ class TrainingModule(L.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Empties the sums. Weights whose training loss was not finite are neither validated nor saved."""
         self._sums = None
-        self._check_finite()
+        self.check_finite()
 
     def add_sums(self, *sums: Tensor) -> None:
         """Adds a validation batch's sums; the last one is the number of label rows."""

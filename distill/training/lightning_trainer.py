@@ -15,9 +15,11 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ProgressBar, Timer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from decode.core.errors import UserError
 from decode.core.progress import output_console
 from decode.models.layer_locations import decoder_layers
 from distill.config.training import SHARDED, TrainerSettings
@@ -106,7 +108,10 @@ def fit(
         "default_root_dir": work,
     }
     with quiet(), _compiled(module, settings), _products(settings):
-        trainer = L.Trainer(**options | settings.extra)
+        try:
+            trainer = L.Trainer(**options | settings.extra)
+        except (ValueError, MisconfigurationException) as error:
+            raise UserError(f"Lightning refuses the settings of the section trainer: {error}") from error
         if checkpoint is None:
             trainer.validate(module, datamodule=data, verbose=False)
         try:

@@ -107,11 +107,24 @@ class TrainLoader:
                 yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """How many batches were drawn, and the texts that the draft wrote."""
-        return {"drawn": self.drawn, "texts": None if self.texts is None else self.texts.state_dict()}
+        """How many batches were drawn, how many make a step, and the texts that the draft wrote."""
+        return {
+            "drawn": self.drawn,
+            "micros": self.micros,
+            "texts": None if self.texts is None else self.texts.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes it back; checkpoints are written between steps."""
+        """Takes it back; checkpoints are written between steps.
+
+        Raises:
+            UserError: a step then had another number of batches, by which Lightning counts.
+        """
+        if (micros := state.get("micros", self.micros)) != self.micros:
+            raise UserError(
+                f"this training was begun with trainer.accumulate {micros} and is continued with {self.micros}: set it "
+                "back, or remove the stage's checkpoints (work/checkpoints-STAGE in the run's folder) to begin anew"
+            )
         self.drawn = state["drawn"]
         if self.texts is not None:
             self.texts.load_state_dict(state["texts"])

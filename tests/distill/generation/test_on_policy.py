@@ -152,3 +152,9 @@ def test_a_killed_run_trains_on_the_same_texts_and_ends_with_the_same_weights(
         assert account == other
         assert 0 < account["teacher_tokens"] <= 12 * 10 * (8 if not responses else 200)
     assert got.record("draft").account["selected_tokens"] > 0  # type: ignore[union-attr]
+
+
+def test_prompts_of_the_drafts_own_texts_are_labelled_too_where_they_are_of_the_others(tiny: Tiny) -> None:
+    own = policy(tiny("llama"), some_rows().all_labelled())
+    for made, i in own(0, picks(own, 0)):
+        assert made.labels_of(np.array([i])) == made.lengths[i] - 1

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from decode.core.errors import UserError
 from distill.config.responses import ResponseSettings, ServerSettings
 from distill.data.tokenization.train_tokenizer import EOS, train_tokenizer
-from distill.generation.openai_client import Client, answered_by_server
+from distill.generation.openai_client import Client, answered_by_server, check_servers
 from distill.generation.response_store import Job, Response
 
 Reply = tuple[int, dict[str, str], Any]
@@ -309,3 +309,11 @@ def test_a_run_is_continued_with_other_servers_from_what_was_answered(tmp_path: 
         server.urls = [third.url]
         run_tiny(settings)
     assert len(third.bodies) == 20 + 8 - 10  # training and validation prompts, ten of them answered before
+
+
+def test_an_address_that_is_none_is_told_and_nothing_waits_for_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    url = "http://127.0.0.1:8000v1"
+    with pytest.raises(UserError, match=r"8000v1, or the key in OPENAI_API_KEY, cannot be sent"):
+        asked(Played(good, url=url), tokenizer)
+    with pytest.raises(UserError, match=r"no server answers at http://127.0.0.1:8000v1 .InvalidURL"):
+        check_servers([url])

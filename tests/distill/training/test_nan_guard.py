@@ -41,10 +41,14 @@ class Poison(Callback):
             next(pl_module.parameters()).data.fill_(torch.nan)
 
 
-def train(module: Any, rows: TokenDataset, folder: Path, *callbacks: Callback, precision: str = "32-true") -> Schedule:
+def train(
+    module: Any, rows: TokenDataset, folder: Path, *callbacks: Callback, precision: Any = "32-true", every: Any = None
+) -> Schedule:
     schedule = Schedule(rows.lengths, 2)
     data = DistillDataModule(rows, some_rows(2), schedule, steps=9, pad_id=0)
-    settings = TrainerSettings(accelerator="cpu", precision=precision, validate_every=3, log_every=100)
+    settings = TrainerSettings(
+        accelerator="cpu", precision=precision, validate_every=3, log_every=100, checkpoint_every=every
+    )
     fit(module, data, settings, folder, name="x", console=Console(quiet=True), callbacks=callbacks)
     return schedule
 
@@ -101,3 +105,9 @@ def test_only_the_first_bad_step_is_kept() -> None:
         assert bad.step() == (None if step < 2 else 1)
         bad.note(torch.tensor(loss), step)
     assert bad.step() == 1
+
+
+def test_weights_that_are_no_numbers_are_in_no_checkpoint_between_validations(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="NaN or infinite at step 4"):
+        train(tiny_module(tiny), some_rows(), tmp_path, Poison(4), every=1)
+    assert max(path.name for path in tmp_path.glob("step-*.ckpt")) == "step-00000004.ckpt"
