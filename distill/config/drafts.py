@@ -22,7 +22,7 @@ PLAIN = "adaspec"  # the name of AdaSPEC as published; a variation has to bear a
 TAKEN = ("target", "initial", "reference", "draft", "undistilled", "distillspec", "untrained", "eagle", "eagle-adaspec")
 """Names of stages and of the other standard drafts in reports."""
 
-FILES = ("signals", "responses", "corpus", "ablation", "report", "lock")
+FILES = ("signals", "responses", "prompts", "original", "corpus", "ablation", "probes", "report", "taken", "lock")
 """What else lies in ``work/``, where drafts for comparison have their folders."""
 
 EVER = ("k", "scope", "normalisation", "iso", "epochs", "lr", "method")
@@ -81,10 +81,10 @@ class AdaSpecSettings:
     """Weight of each token's loss, from the draft's own acceptances at that step and the rounds of decoding that follow
     from them. none: all alike. tested: the chance that decoding tests a drafted token there. rounds: how many rounds
     its acceptance would save; with divergence tv the loss has the gradient of the expected number of rounds, so what is
-    trained is the block efficiency itself. Feature heads: of each drafting step by its own, in place of eagle.decay.
-    accepted, feature heads alone: a chain of drafting steps goes on from a token with the chance of its acceptance and
-    ends otherwise, as a draft does in decoding. Rejected chains cost no further computation, so a head that is far from
-    its target trains about twice as fast."""
+    trained is the block efficiency itself. Both have a mean of 1 in each batch of a device. Feature heads: of each
+    drafting step by its own, in place of eagle.decay. accepted, feature heads alone: a chain of drafting steps goes on
+    from a token with the chance of its acceptance and ends otherwise, as a draft does in decoding. Rejected chains cost
+    no further computation, so a head that is far from its target trains about twice as fast."""
     block: PositiveInt = 7
     """Of weigh_by tested and rounds: drafted tokens in a round."""
 

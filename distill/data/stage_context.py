@@ -83,8 +83,11 @@ class StageContext:
             own = self._sampler if target.model is not None else None
             load = partial(load_corpus, seed=self.settings.seed, sampler=own)
             folder = self.run.work / "corpus" if self.keep_corpus else None
-            made_from = files_state([str(target.model)]) if own is not None and self.settings.data.from_target else {}
-            corpus = kept_corpus(self.settings.data, tokenizer, folder, [self.settings.seed, made_from], load)
+            made_from: list[Any] = [self.settings.seed, {}]
+            if own is not None and self.settings.data.from_target:
+                made_from = [self.settings.seed, files_state([str(target.model)]) or target.model]
+                made_from += [target.quantization] if target.quantization else []
+            corpus = kept_corpus(self.settings.data, tokenizer, folder, made_from, load)
         for note in corpus.notes:
             self.console.print(f"  {note}", highlight=False)
         return corpus

@@ -129,9 +129,13 @@ class FeatureSource:
         ids = None if self.ids is None else self.ids.tolist()
         key = fingerprint(made_from, self.captured_layers, self.signal.key, self.signal.bfloat16, ids, split, len(rows))
 
+        def key_of(name: str) -> str:  # a hidden signal's own key is without the temperature
+            scaled = name == INSIDE and self.signal.kind == "hidden" and self.signal.temperature != 1
+            return fingerprint(key, name, *([self.signal.temperature] if scaled else []))
+
         def wanted(some: TokenDataset) -> list[Kept]:
             return [
-                Kept(folder / f"{name}_{split}.npy", fingerprint(key, name), shape, dtype)
+                Kept(folder / f"{name}_{split}.npy", key_of(name), shape, dtype)
                 for name, (shape, dtype) in self.layout(some).items()
             ]
 

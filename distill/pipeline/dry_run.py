@@ -55,7 +55,8 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     if folder.exists():
         shutil.rmtree(folder)
     console.print(f"dry run of {settings.name}, in {folder}", highlight=False)
-    _shrink_data(small.data, folder / "rows", console)
+    largest = math.ceil(4 / min(draft.k for draft in (small.draft, *small.comparisons)))  # batch, see plan_draft
+    _shrink_data(small.data, folder / "rows", max(48, 2 * largest), console)
     tokenizer = load_corpus(small.data, seed=small.seed).tokenizer
     for stage, width, layers in (("target", 64, 2), ("initial", 32, 1)):
         model: ModelSettings = getattr(small, stage)
@@ -76,13 +77,12 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
         if model.trained:
             _shorten(model.training)
     small.initial.layers, small.target.layerskip.exits = 1, []
+    small.eagle = replace(small.eagle, layers=[], heads=None, kv_heads=None, intermediate_size=None)
     small.stages_at_once = 1  # another process takes longer to start than the stages do
     if small.target.stacking is not None:
         small.target.stacking.layers = 1
     _shorten(small.reference.training)
-    largest = math.ceil(4 / min(draft.k for draft in (small.draft, *small.comparisons)))  # batch, see plan_draft
     small.reference.examples = max(16, largest)
-    small.data.train_examples = max(48, 2 * largest)
     responses = small.reference.responses  # short, and written here whatever server is meant to
     responses.max_new_tokens, responses.batch_size, responses.refresh_every = 8, 8, STEPS // 2
     if responses.server.answers:
@@ -116,9 +116,9 @@ def _shorten(training: TrainingSettings) -> None:
     training.warmup_steps = min(1, training.warmup_steps)
 
 
-def _shrink_data(data: DataSettings, folder: Path, console: Console) -> None:
+def _shrink_data(data: DataSettings, folder: Path, count: int, console: Console) -> None:
     """Few rows and a small tokenizer; word problems in the columns of a data set that would have to be downloaded."""
-    data.train_examples, data.validation_examples, data.test_examples = 48, 8, 8
+    data.train_examples, data.validation_examples, data.test_examples = count, 8, 8
     data.tokenizer, data.tokenizer_vocab_size, data.trust_remote_code = None, 320, False
     data.max_length, data.overlong = 512, "cut"
     preset = PRESETS.get(data.source)
@@ -126,7 +126,7 @@ def _shrink_data(data: DataSettings, folder: Path, console: Console) -> None:
         data.chat_template = data.chat_template or PLAIN_CHAT  # the target's own comes with its tokenizer
     if data.from_target:
         console.print("  word problems stand for the prompts that the target writes", highlight=False)
-        files = write_rows(folder, data.source, lambda question, *_: {"question": question})
+        files = write_rows(folder, data.source, lambda question, *_: {"question": question}, train=count)
         data.prompts.file, data.prompts.file_share = str(files["train"]), 1.0
         data.chat_template = data.chat_template or PLAIN_CHAT
         return
@@ -134,7 +134,7 @@ def _shrink_data(data: DataSettings, folder: Path, console: Console) -> None:
     if local:
         return
     console.print(f"  word problems stand for the rows of {data.source}", highlight=False)
-    files = write_rows(folder, data.source, lambda *problem: stand_in(data, *problem))
+    files = write_rows(folder, data.source, lambda *problem: stand_in(data, *problem), train=count)
     data.train_file, data.validation_file, data.test_file = (str(files[s]) for s in ("train", "validation", "test"))
 
 

@@ -59,7 +59,7 @@ def run_beside(context: StageContext) -> None:
     with _workers(context, min(settings.stages_at_once, len(unfinished)) - 1) as workers:
         run_stages(context, ("target",), check=False)
         early = settings.initial.kind in ("scratch", "cut") and not settings.eagle.enabled  # it has the target's ids
-        if early and "initial" in unfinished:
+        if early and workers and "initial" in unfinished:
             _share_out(context, ["initial"], workers, _make_signal)
         else:
             run_stages(context, ("initial",), check=False)

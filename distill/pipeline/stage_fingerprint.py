@@ -32,9 +32,10 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
         keys[stage] = fingerprint(parts), parts
         return keys[stage][0]
 
-    answers = settings.reference.responses.written() if settings.target.layerskip.own_answers else None
-    written = {} if answers is None else {"answers": answers}
-    made_from = common | data | written
+    responses, made_from = settings.reference.responses, common | data
+    if settings.target.layerskip.own_answers:
+        made_from["answers"] = responses.written()
+    answers = {"responses": responses.key(), "prompt_loss": settings.reference.training.prompt_loss}
     if settings.target.kind == "as_is":  # whatever it will be used for
         tokenizer = {"tokenizer": files_state(_paths(settings.data.tokenizer)), "chat": settings.data.chat_template}
         made_from = {"version": VERSION, **tokenizer}
@@ -44,12 +45,13 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
         head = {name: value for name, value in decisive(settings.eagle).items() if name not in measured}
         texts: dict[str, Any] = {"examples": settings.reference.examples}
         if settings.eagle.draft_vocab is not None:  # the most frequent tokens of the texts
-            texts["responses"] = settings.reference.responses.key()
-            texts["prompt_loss"] = settings.reference.training.prompt_loss
+            texts |= answers
         initial = add("initial", **common, **data, eagle=head, **texts, target=target)
-    else:
-        initial = add("initial", **common, **data, model=_model_key(settings.initial), target=target)
-    distillation = decisive(settings.reference) | {"responses": settings.reference.responses.key()}
+    else:  # where the data has no responses, it learns the target's
+        texts = {"examples": settings.reference.examples, **answers}
+        texts = texts if settings.data.from_target and settings.initial.trained else {}
+        initial = add("initial", **common, **data, model=_model_key(settings.initial), **texts, target=target)
+    distillation = decisive(settings.reference) | {"responses": responses.key()}
     if settings.target.quantization:
         distillation["target_quantization"] = settings.target.quantization
     del distillation["signal_limit_gb"]  # whether it fits, not what it is
@@ -97,8 +99,10 @@ def _draft_key(draft: AdaSpecSettings, settings: Settings) -> dict[str, Any]:
         key["responses"] = decisive(settings.reference.responses)
     trainer, compared = settings.trainer, isinstance(draft, ComparisonSettings) and draft.method == "distillspec"
     parts = [trainer.accumulate, ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)]
-    if draft.scope == "microbatch" and draft.k < 1 and not compared and parts != [1, 1]:
-        key["batches_of_a_step"] = parts  # each selects its own tokens
+    selects = draft.scope == "microbatch" and (draft.k < 1 or draft.k_start is not None)
+    weighs = draft.weigh_by in ("tested", "rounds")
+    if (selects or weighs) and not compared and parts != [1, 1]:
+        key["batches_of_a_step"] = parts  # each selects its own tokens, and its weights have a mean of 1
     return key
 
 

@@ -27,6 +27,7 @@ from distill.data.batches.datamodule import DistillDataModule
 from distill.data.batches.example_packing import keeps_apart
 from distill.data.batches.token_dataset import TokenDataset
 from distill.data.stage_context import StageContext
+from distill.data.tokenization.label_masks import IGNORE
 from distill.generation.on_policy import OnPolicy
 from distill.losses.objective import Objective, divergence_of, objective_of
 from distill.models.layer_pruning import cut
@@ -184,6 +185,7 @@ def distil(
     own = draft.own_texts(schedule) if draft.own_texts is not None else None
     prepared = time.monotonic() - started
     history, seconds = _fit(context, stage, key, draft, schedule, plan, training, context.settings.trainer, own)
+    plan = replace(plan, steps=int(history[-1]["step"]))  # a callback may have ended it early
     selected = draft.module.selected
     reference = context.run.record("reference") if selected is not None else None
     used = account(
@@ -194,6 +196,7 @@ def distil(
     )
     tokenizer = context.corpus.tokenizer
     most = [] if selected is None else token_counts(selected)[:MOST_SELECTED]
+    labels = draft.train.labels[draft.train.labels != IGNORE]
     record = StageRecord(
         key,
         parameters=draft.parameters,
@@ -201,6 +204,7 @@ def distil(
         account=vars(used),
         history=history,
         selected=[(tokenizer.decode([token]), count) for token, count in most],
+        label_shares=[float((labels == token).mean()) for token, _ in most],
     )
     return StageResult(record, draft.trained(), tokenizer)
 

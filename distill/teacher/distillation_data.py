@@ -111,15 +111,17 @@ def prepare(
         record = context.run.record("reference")
         assert record is not None
         dtype = weights_dtype(precision)  # the draft's side of the loss differences is computed in it, too
-        reference = load_model(context.run.path("reference"), device=context.device, dtype=dtype)
+        trust = context.settings.initial.trust_remote_code
+        path = context.run.path("reference")
+        reference = load_model(path, device=context.device, dtype=dtype, trust_remote_code=trust)
         use_attention(reference, context.settings.trainer.attention)
         other = [] if precision == "32-true" else [precision]
         if not all_own:
-            path = folder / f"reference_{ranking.name}.npy"
-            made_from = fingerprint(key, record.fingerprint, vars(ranking), *other)
+            file = folder / f"reference_{ranking.name}.npy"
+            made_from = fingerprint(key, signal.key, record.fingerprint, vars(ranking), *other)
             with working(context.console, "the reference's losses"), context.timed(f"{LOSSES} train", len(train.ids)):
                 train.signals["reference_loss"] = signals.reference_loss(
-                    reference, target, train, path, made_from, ranking, precision=precision
+                    reference, target, train, file, made_from, ranking, precision=precision
                 )
 
     if not share:  # the models leave memory here: nothing will be asked of them again
@@ -143,7 +145,9 @@ def _unchanged(_: TokenDataset) -> None:
 def _signal(context: StageContext, model: PreTrainedModel, draft: int | None, kind: Signal) -> TargetSignal:
     """What is kept of the target, by its kind, of the ids that a draft of so many shares with it."""
     if draft is None:
-        draft = int(AutoConfig.from_pretrained(context.run.path("initial")).get_text_config().vocab_size)
+        path, trust = context.run.path("initial"), context.settings.initial.trust_remote_code
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        draft = int(config.get_text_config().vocab_size)
     return TargetSignal.of(replace(context.settings.reference, signal=kind), min(draft, LMHead(model).vocab))
 
 
@@ -161,6 +165,8 @@ def fixed_texts(
     }
     if context.settings.target.quantization:
         made_from["quantization"] = context.settings.target.quantization
+    if context.settings.target.kind != "as_is" and context.settings.target.dtype != "float32":
+        made_from["dtype"] = context.settings.target.dtype  # of models as they are, it is in their fingerprint
     splits = {"train": bare(context.examples), "validation": bare(context.validation)}
     if settings.responses.from_target:
         made_from |= {

@@ -98,7 +98,7 @@ def where(logger: Logger | None) -> str:
     """One line for the user: where the record is, and how to upload it if it is offline. Starts nothing."""
     if isinstance(logger, StagedWandb):
         return logger.shared.where()
-    return "not tracked" if logger is None else f"tracked in {Path(str(logger.log_dir)).parent}"
+    return f"tracked in {Path(str(logger.save_dir), logger.kind)}" if isinstance(logger, _FileLogger) else "not tracked"
 
 
 def _has_tensorboard() -> bool:

@@ -10,6 +10,7 @@ from decode.models.config_from_shape import FAMILIES
 from decode.prompts.data_presets import PRESETS
 from distill.__main__ import FOREIGN
 from distill.config.data import DataSettings
+from distill.config.eagle_heads import EagleSettings
 from distill.config.language_models import Architecture, InitialDraftSettings, TargetSettings
 from distill.config.run_settings import Settings
 from distill.config.training import TrainingSettings
@@ -89,3 +90,12 @@ def test_a_second_dry_run_replaces_the_first(tmp_path: Path) -> None:
     (tmp_path / "x-dry-run" / "left").mkdir(parents=True)
     shrink(settings, Console(quiet=True))
     assert not (tmp_path / "x-dry-run" / "left").exists()
+
+
+def test_the_sizes_of_a_head_are_those_that_the_tiny_target_has(tmp_path: Path) -> None:
+    settings = load(QUICKSTART, tmp_path)
+    settings.comparisons = []
+    settings.eagle = EagleSettings("eagle3", intermediate_size=14336, heads=9, kv_heads=8, layers=[2, 16, 29], unroll=1)
+    settings.draft.k = 0.05  # batches of 80
+    small = shrink(settings, Console(quiet=True))
+    assert run_stages(StageContext(small, RunDir(tmp_path / small.name), Console(quiet=True)))[-1] == "draft"

@@ -82,3 +82,11 @@ def test_stages_follow_one_another_unless_wanted_otherwise_and_where_several_pro
     settings.trainer.devices = changes.get("devices", "auto")
     settings.stages_at_once = changes.get("stages_at_once", 2)
     assert not may_run_beside(bench(settings)[0])
+
+
+def test_an_initial_draft_that_alone_is_missing_is_made_again(tmp_path: Path) -> None:
+    run = run_tiny(begun(tiny_settings(tmp_path)))[1]
+    (run.path("initial") / "model.safetensors").unlink()
+    context, _ = bench(tiny_settings(tmp_path, stages_at_once=2))
+    run_beside(context)
+    assert (run.path("initial") / "model.safetensors").exists()

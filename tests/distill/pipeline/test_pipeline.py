@@ -367,3 +367,14 @@ def test_an_occupied_output_path_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "tiny").write_text("mine")
     with pytest.raises(UserError, match="nothing can be written to"):
         run_pipeline(tiny_settings(tmp_path), Console(quiet=True))
+
+
+def test_a_training_that_a_callback_ended_is_accounted_as_long_as_it_was(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.reference.training.steps = 40
+    stop = {"class_path": "EarlyStopping", "init_args": {"monitor": "validation_loss", "patience": 1, "min_delta": 9.0}}
+    settings.trainer.callbacks = [stop]
+    record = run_tiny(settings)[1].record("reference")
+    assert record is not None
+    assert record.account["optimiser_steps"] == record.history[-1]["step"] == 10
+    assert record.account["examples"] == 40

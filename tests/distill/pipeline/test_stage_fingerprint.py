@@ -120,3 +120,21 @@ def test_a_new_setting_leaves_what_was_made_before_valid(which: str) -> None:
     made = {"data": files.fingerprint(settings.data.key())[:8]}
     made |= {stage: key[:8] for stage, (key, _) in keys.stage_fingerprints(settings).items()}
     assert made == MADE_BEFORE[which]
+
+
+def test_a_draft_that_learns_the_targets_texts_before_it_is_distilled_depends_on_them(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    before = keys.stage_fingerprints(settings)["initial"]
+    settings.reference.responses.temperature = 0.5
+    assert keys.stage_fingerprints(settings)["initial"] == before  # the data has responses
+    settings.data.source, settings.target.kind, settings.target.model = "target", "as_is", str(tmp_path)
+    settings.reference.responses.source = "target"
+    before = keys.stage_fingerprints(settings)["initial"]
+    settings.reference.responses.temperature = 0.7
+    assert keys.stage_fingerprints(settings)["initial"] != before
+
+
+def test_the_parts_of_a_step_decide_weights_that_have_a_mean_of_one_in_each(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.draft.k, settings.draft.name, settings.draft.weigh_by = 1.0, "own", "rounds"
+    assert stages_changed(settings, trainer__accumulate=2) == {"draft"}
