@@ -12,7 +12,7 @@ RUN    ?= runs/quickstart
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  CONFIG=path picks another recipe, ARGS='--a.b value' overrides its settings (of smollm2: its training's)"
+	@echo "  CONFIG=path picks another recipe, ARGS='--a.b value' overrides its settings (in smollm2 those of the training)"
 
 distill: $(READY)  ## train target, reference and draft; measure, export and report (runs/<name>/)
 	$(BIN)/python -m distill --config $(CONFIG) $(ARGS)

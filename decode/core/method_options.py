@@ -151,9 +151,8 @@ class MethodOptions(Checked):
     """EAGLE-2: nodes of the drafted tree, the most probable ones; its depth is the draft length."""
     tree_threshold: ClosedUnitInterval | None = 0.0
     """EAGLE-2: nodes to which the head gives a smaller probability, at temperature 1, are not drafted; null: as many of
-    the most probable nodes are, up to tree_nodes, as should give most tokens a second. The costs are those that bench
-    measures, or that python -m decode profile --batch-sizes wrote into the draft's folder, else those of cost_ratio and
-    verify_growth."""
+    the most probable nodes are, up to tree_nodes, as should give most tokens a second, by the costs that never_slower
+    names."""
     probes: str | None = None
     """Folder of acceptance probes, made by `python -m probes`: runs/<name>/probes, or its draft/ for draft-probe. They
     also advise the options that are left open."""

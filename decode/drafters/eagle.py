@@ -59,7 +59,7 @@ class FeatureDrafter(ModelDrafter):
     def start(self, ids: list[int]) -> None:
         """Pair the prompt's tokens with the features that the target's prefill left."""
         self.runner.truncate(0)
-        if len(ids) > 1 and self._fits(ids):
+        if self._fits(ids) and len(ids) > 1:
             self.runner.settle(self.target.features)
             if not self.waits:
                 self.runner.read(self._known(ids[:-1]), head=0)

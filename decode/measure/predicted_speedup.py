@@ -162,7 +162,9 @@ def predict(draft_length: int, alphas: Sequence[OfflineAlpha], cost: CostModel) 
 
 def speedups_by_length(alphas: Sequence[OfflineAlpha], cost: CostModel, longest: int) -> dict[int, float]:
     """`with_bookkeeping` of `predict` for every draft length up to `longest`."""
-    return {k: predict(k, alphas, cost)["with_bookkeeping"] for k in range(1, longest + 1)}
+    (alpha, *others), c = alphas, cost.cost_ratio + cost.draft_overhead
+    deeper = [other.texts for other in others]
+    return {k: replayed_speedup(alpha.texts, k, c, cost.v, cost.overhead, deeper) for k in range(1, longest + 1)}
 
 
 def verdict(alpha: float, cost: CostModel, speedups: dict[int, float]) -> str:

@@ -94,7 +94,7 @@ CODE_SCORERS: dict[str, Callable[[Row, str], float]] = {"humaneval": humaneval_s
 
 
 def _letter(text: str) -> str | None:
-    stated = re.search(r"(?i:answer(?:\s+is)?)\s*:?\s*\(?([A-D]\b|[a-d](?=[).]|\s*$))", text)
+    stated = re.search(r"(?i:answer(?:\s+is)?)\s*:?\s*\(?([A-D]\b|[a-d](?=[).,:;!]|\s*(?:\n|$)))", text)
     found = stated or re.search(r"(?<![\w'])([A-D])(?![\w'])", text)
     return found.group(1).upper() if found else None
 

@@ -123,10 +123,10 @@ def _told_of_rows(spec: str, name: str, path: str | None) -> Iterator[None]:
     except UserError:
         raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        own = f", or name the column of its prompts prompt and use --suite prompts={path}" if path else ""
+        cure = f"mend the file, or name the column of its prompts prompt and use --suite prompts={path}"
         raise UserError(
-            f"the suite {spec!r} has rows that are not as those of {name} ({type(error).__name__}: {error}): mend the "
-            f"file{own}"
+            f"the suite {spec!r} has rows that are not as those of {name} ({type(error).__name__}: {error}): "
+            f"{cure if path else f'give a local file, --suite {name}=PATH'}"
         ) from error
 
 

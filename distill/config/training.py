@@ -12,7 +12,10 @@ from decode.core.errors import UserError
 Attention = Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"]
 Compile = Literal["none", "default", "reduce-overhead", "max-autotune"]
 CompileLoss = Literal["auto", "on", "off"]
-Precision = Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"]
+Precision = Literal[
+    "auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "32", "bf16", "16", "64",
+    "transformer-engine", "transformer-engine-float16",
+]  # fmt: skip
 
 SHARDED = ("fsdp", "hsdp")
 """Strategies that spread a model's weights over devices."""

@@ -291,7 +291,7 @@ class Evaluation:
         curves = {n: [[h["step"], h["alpha"]] for h in r.history if "alpha" in h] for n, r in records.items()}
         found["curves"] = {name: points for name, points in curves.items() if points}
         selective = next((r for n in (self.best, *records) if (r := records[n]).selected), None)
-        if selective is not None:
+        if selective is not None and selective.label_shares:  # older records are without
             chosen = selective.account["selected_tokens"]
             found["selected_tokens"] = lifts(selective.selected, selective.label_shares, chosen)
         return found

@@ -48,6 +48,7 @@ def export_draft(
     settings: ExportSettings,
     *,
     trust_remote_code: bool = False,
+    trust_draft_code: bool = False,
 ) -> Path:
     """Exports the draft for use with transformers, vLLM and SGLang.
 
@@ -60,6 +61,7 @@ def export_draft(
             `distill.export.model_card.speculation_profile` and `model_card` list the optional keys.
         settings: number format, draft length, confidence threshold.
         trust_remote_code: allow model code that comes with the folders.
+        trust_draft_code: allow that of the draft's alone.
 
     Returns:
         `out_dir`.
@@ -72,15 +74,16 @@ def export_draft(
     check_export_path(out_dir)
     length = draft_length(profile, settings)
     options = {"trust_remote_code": trust_remote_code}
+    own_options = {"trust_remote_code": trust_remote_code or trust_draft_code}
     tokenizer = AutoTokenizer.from_pretrained(target_dir, **options)
     if any((draft_dir / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        check_same_tokenizer(tokenizer, AutoTokenizer.from_pretrained(draft_dir, **options))
+        check_same_tokenizer(tokenizer, AutoTokenizer.from_pretrained(draft_dir, **own_options))
     target = AutoConfig.from_pretrained(target_dir, **options)
     vocabulary = target.get_text_config().vocab_size
 
     # The number format is set at loading: model.to() would round the rope frequencies as well.
     dtype = "auto" if settings.dtype == "keep" else getattr(torch, settings.dtype)
-    model = AutoModelForCausalLM.from_pretrained(draft_dir, dtype=dtype, **options)
+    model = AutoModelForCausalLM.from_pretrained(draft_dir, dtype=dtype, **own_options)
     own = model.config.get_text_config()
     longest = min(32, getattr(own, "max_position_embeddings", None) or 64)
     generator = torch.Generator().manual_seed(0)
@@ -111,7 +114,7 @@ def export_draft(
             profile, model, *names, length, notes, trained_vocabulary=trained_vocabulary, gguf_type=gguf_type
         )
         write_beside(partial, speculation_profile(profile, length), card)
-        _check_reload(partial, model.config, probe, source, options)
+        _check_reload(partial, model.config, probe, source, own_options)
     return out_dir
 
 

@@ -17,12 +17,13 @@ def use_attention(model: PreTrainedModel, name: Attention) -> None:
     """
     if name == "auto":
         return
+    before = model.config._attn_implementation
     try:
         model.set_attn_implementation(name)
     except (ImportError, ValueError) as error:
         raise _refusal(type(model).__name__, name, error) from error
-    if (found := model.config._attn_implementation) != name:  # some models only warn
-        raise _refusal(type(model).__name__, name, ValueError(f"it stays with {found}"))
+    if model.config._attn_implementation == before != name:  # some models only warn
+        raise _refusal(type(model).__name__, name, ValueError(f"it stays with {before}"))
 
 
 def check_attention(config: PretrainedConfig, name: Attention) -> None:

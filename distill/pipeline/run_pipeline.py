@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,9 +191,9 @@ def _measure(context: StageContext) -> dict[str, Any]:
     }
     write_settings(settings, run.folder / "settings.yaml")
     chosen = run.chosen(settings.export.choose)
-    trust = settings.target.trust_remote_code or settings.initial.trust_remote_code
-    profile = export_profile(report, chosen)
-    export = export_head if settings.eagle.enabled else export_draft
+    trust, profile = settings.target.trust_remote_code, export_profile(report, chosen)
+    own = partial(export_draft, trust_draft_code=settings.initial.trust_remote_code)
+    export = export_head if settings.eagle.enabled else own
     export(run.drafts[chosen], run.target, run.export, profile, settings.export, trust_remote_code=trust)
     export_gguf(run.export, run.target, settings.export)
     length, mapped = draft_length(profile, settings.export), (run.export / TOKEN_MAP).exists()

@@ -35,7 +35,6 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
     responses, made_from = settings.reference.responses, common | data
     if settings.target.layerskip.own_answers:
         made_from["answers"] = responses.written()
-    answers = {"responses": responses.key(), "prompt_loss": settings.reference.training.prompt_loss}
     if settings.target.kind == "as_is":  # whatever it will be used for
         tokenizer = {"tokenizer": files_state(_paths(settings.data.tokenizer)), "chat": settings.data.chat_template}
         made_from = {"version": VERSION, **tokenizer}
@@ -45,11 +44,14 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
         head = {name: value for name, value in decisive(settings.eagle).items() if name not in measured}
         texts: dict[str, Any] = {"examples": settings.reference.examples}
         if settings.eagle.draft_vocab is not None:  # the most frequent tokens of the texts
-            texts |= answers
+            texts |= {"responses": responses.key(), "prompt_loss": settings.reference.training.prompt_loss}
         initial = add("initial", **common, **data, eagle=head, **texts, target=target)
-    else:  # where the data has no responses, it learns the target's
-        texts = {"examples": settings.reference.examples, **answers}
-        texts = texts if settings.data.from_target and settings.initial.trained else {}
+    else:
+        texts = {}
+        if settings.data.from_target and settings.initial.trained:  # the data has no responses: it learns the target's
+            texts = {"examples": settings.reference.examples, "responses": responses.written()}
+            texts["prompt_loss"] = settings.reference.training.prompt_loss
+            texts["target_quantization"] = settings.target.quantization
         initial = add("initial", **common, **data, model=_model_key(settings.initial), **texts, target=target)
     distillation = decisive(settings.reference) | {"responses": responses.key()}
     if settings.target.quantization:
@@ -101,7 +103,7 @@ def _draft_key(draft: AdaSpecSettings, settings: Settings) -> dict[str, Any]:
     parts = [trainer.accumulate, ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)]
     selects = draft.scope == "microbatch" and (draft.k < 1 or draft.k_start is not None)
     weighs = draft.weigh_by in ("tested", "rounds")
-    if (selects or weighs) and not compared and parts != [1, 1]:
+    if ((selects and not compared) or weighs) and parts != [1, 1]:
         key["batches_of_a_step"] = parts  # each selects its own tokens, and its weights have a mean of 1
     return key
 

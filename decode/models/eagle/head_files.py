@@ -148,6 +148,8 @@ def load_head(folder: str | os.PathLike[str], target: PreTrainedModel | None = N
     try:
         config = _config_of(fields, target, folder)
         head = FeatureHead(config)
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"{folder}/config.json does not describe a feature head: {error!r}") from error
     wrong = [

@@ -187,7 +187,7 @@ def price_all(
 
     Args:
         path: the file.
-        made_from: fingerprint of the target and of how is measured; another one begins anew.
+        made_from: fingerprint of the target, the draft's settings and how is measured; another one begins anew.
         shapes: which.
         begin: opens the target for measuring, if anything has to be measured.
         given: another machine's file, in place of measuring.

@@ -52,7 +52,8 @@ def test_numbers_are_compared_by_value():
 @pytest.mark.parametrize(
     ("output", "score"),
     [(" B", 1), ("B. four", 1), ("(B)", 1), ("The answer is B", 1), ("A careful look: the answer is (B)", 1),
-     ("The answer is a bee, so B", 1), ("The answer is b.", 1), (" C", 0), ("Because", 0), ("", 0)],
+     ("The answer is a bee, so B", 1), ("The answer is b.", 1), ("Answer: b\nSince A", 1),
+     (" C", 0), ("Because", 0), ("", 0)],
 )  # fmt: skip
 def test_the_chosen_letter_counts(output, score):
     assert letter_score(" B", output) == score

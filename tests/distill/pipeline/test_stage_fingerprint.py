@@ -8,6 +8,7 @@ import pytest
 from tiny_run import tiny_settings
 
 from decode.commands.parsing.command_line import parse
+from distill.config.drafts import ComparisonSettings
 from distill.config.run_settings import Settings
 from distill.core import file_fingerprints as files
 from distill.core import ranks
@@ -136,5 +137,10 @@ def test_a_draft_that_learns_the_targets_texts_before_it_is_distilled_depends_on
 
 def test_the_parts_of_a_step_decide_weights_that_have_a_mean_of_one_in_each(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
-    settings.draft.k, settings.draft.name, settings.draft.weigh_by = 1.0, "own", "rounds"
+    settings.draft.k = 1.0
+    other = ComparisonSettings(name="own", method="distillspec", k=1.0, weigh_by="rounds", divergence="tv")
+    settings.comparisons = [other]
+    assert stages_changed(settings, trainer__accumulate=2) == {"own"}
+    settings.comparisons, settings.trainer.accumulate = [], 1
+    settings.draft.name, settings.draft.weigh_by = "own", "rounds"
     assert stages_changed(settings, trainer__accumulate=2) == {"draft"}

@@ -107,7 +107,7 @@ def test_only_the_first_bad_step_is_kept() -> None:
     assert bad.step() == 1
 
 
-def test_weights_that_are_no_numbers_are_in_no_checkpoint_between_validations(tiny: Tiny, tmp_path: Path) -> None:
+def test_after_a_loss_that_is_no_number_no_checkpoint_is_written(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="NaN or infinite at step 4"):
         train(tiny_module(tiny), some_rows(), tmp_path, Poison(4), every=1)
     assert max(path.name for path in tmp_path.glob("step-*.ckpt")) == "step-00000004.ckpt"
