@@ -40,7 +40,7 @@ test-gpu: $(READY)  ## run the tests that need a GPU (skipped where there is non
 test-slow: $(READY)  ## run the tests that take minutes: four processes, one that fails
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m slow $(ARGS)
 
-engines: engine-vllm engine-llama engine-sglang  ## set up vLLM and llama.cpp for serve-check (optional; minutes, 4 GB)
+engines: engine-vllm engine-llama engine-sglang  ## set up vLLM and llama.cpp for serve-check, fetch SGLang's wheel for tests (optional; minutes, 4 GB)
 
 test-engines: $(READY)  ## run the tests that need an engine (skipped where it is not set up)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m engine -rs $(ARGS)

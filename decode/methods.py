@@ -127,5 +127,5 @@ def _lengths(method: str, drafter: str, stop: str, rule: StopRule, inputs: Metho
         if not options.never_slower or drafter == "none":
             return None
         known = ", ".join(name for name, (drafter, _, _) in METHODS.items() if drafter in CHAINS_BY_MODEL)
-        raise UserError(f"never_slower knows what chains cost that a model drafts, which {method} does not; {known} do")
+        raise UserError(f"never_slower has no cost model for {method}: leave the option out, or use one of {known}")
     return DraftLengths(round_costs(inputs), rule.window)

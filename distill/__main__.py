@@ -10,7 +10,7 @@ from decode.core.errors import UserError
 
 ABOUT = """Trains a draft model for a target: target -> initial draft -> reference (DistillSpec) -> draft (AdaSPEC),
 measures all drafts and exports the one that export.choose names, under <output_dir>/<name>/. Stages whose inputs have
-not changed are skipped, and an interrupted run continues where it was. Switches that are no settings: --dry-run (the
+not changed are skipped, and an interrupted run continues where it was. Flags that are not settings: --dry-run (the
 whole run with tiny random models of the same architectures, no network, under two minutes), --show-example (print one
 training example with its label mask, then stop), --estimate (a few steps of every part with the run's own models and
 data: tokens, disk, memory and time of the whole, then stop), --tracker wandb|csv|tensorboard|none (short for

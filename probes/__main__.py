@@ -9,8 +9,8 @@ from decode.core.errors import UserError
 ABOUT = """Trains linear probes that predict, at every layer of a run's target, whether the token drafted there will be
 accepted; chooses exit layer, stop rule and threshold by predicted speedup; confirms the best by real runs; and writes
 runs/<name>/probes, report.json and probes.html. The target is trained first where it is not there or its settings have
-changed. The settings of this command are those under probes; all others are those of python -m distill. Switches that
-are no settings: --dry-run (all of it in miniature, with a tiny random target of the same family and no network),
+changed. The settings of this command are those under probes; all others are those of python -m distill. Flags that are
+not settings: --dry-run (all of it in miniature, with a tiny random target of the same family and no network),
 --tracker wandb|csv|tensorboard|none (short for --tracker.kind)."""
 
 EXAMPLES = """\

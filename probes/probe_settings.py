@@ -42,9 +42,9 @@ class ProbeSettings:
     batch_size: PositiveInt = 32
     """Texts read, and written, together."""
     temperature: SampledTemperature = 0.6
-    """Of the sampled mode; LayerSkip's library uses 0.6."""
+    """Temperature of the sampled mode; LayerSkip's library uses 0.6."""
     top_p: Share = 0.9
-    """Of the sampled mode; LayerSkip's library uses 0.9."""
+    """Top-p of the sampled mode; LayerSkip's library uses 0.9."""
     sampled_label: Literal["accept", "top-p"] = "accept"
     """What probes for sampled decoding learn. accept: min(1, p/q) of the drafted token, which is the acceptance
     probability itself; top-p: whether the token is in the target's top-p set. Both are trained and measured; this one
@@ -53,7 +53,7 @@ class ProbeSettings:
     """Strengths of the penalty λ/2·‖w‖² on the standardised hidden state, all tried at once; each probe takes the one
     with the best validation loss."""
     max_epochs: PositiveInt = 20
-    """Most epochs; one is a Newton step of every probe over all data."""
+    """Maximum number of epochs; one epoch is a Newton step of every probe over all data."""
     patience: PositiveInt = 2
     """Epochs without a better validation loss before training stops."""
     bins: PositiveInt = 15

@@ -17,9 +17,9 @@ class LoadSettings(Checked):
     target: str | None = None
     """Folder, hub name or GGUF file of the target. Required."""
     dtype: str = "auto"
-    """Of weights and arithmetic: float32, bfloat16, float16, float64; auto is the checkpoint's own on a GPU and float32
-    on a CPU. Only the wider two give greedy texts that are identical whatever the draft: in 16 bits lossless means the
-    distribution up to rounding, and near ties fall either way."""
+    """Number format of weights and arithmetic: float32, bfloat16, float16, float64; auto is the checkpoint's own on a
+    GPU and float32 on a CPU. Only the wider two give greedy texts that are identical whatever the draft: in 16
+    bits lossless means the distribution up to rounding, and near ties fall either way."""
     device: str = "auto"
     """cpu, cuda, cuda:1; auto is the GPU where there is one."""
     device_map: str | None = None
@@ -62,7 +62,8 @@ class SamplingSettings(Checked):
     """How tokens are drawn, the same for target and draft."""
 
     top_k: NonNegativeInt | None = None
-    """Keep the k most probable tokens; 0 keeps all. Null, here and below: as the model's generation_config says."""
+    """Keep the k most probable tokens; 0 keeps all. null: the model's generation_config (also for top_p, min_p,
+    repetition_penalty)."""
     top_p: Share | None = None
     """Keep the smallest set of tokens whose probability reaches this."""
     min_p: ClosedUnitInterval | None = None
@@ -96,7 +97,7 @@ class SuiteSettings(Checked):
     split: str = "test"
     """Split of suites that have several."""
     seed: Seed = 0
-    """Of prompts and everything random."""
+    """Seed of the prompts and of all random choices."""
 
 
 @dataclass
@@ -111,11 +112,11 @@ class DemoSettings(ChatSettings, SamplingSettings, MethodSettings, LoadSettings)
     prompt: str | None = None
     """Text to continue; null reads standard input."""
     max_new_tokens: PositiveInt = 256
-    """Most tokens to generate."""
+    """Maximum number of new tokens."""
     temperature: Temperature = 0.0
     """0 is greedy; the smallest other value is 0.001."""
     seed: Seed | None = None
-    """Of sampling; null draws one, and prints it with --json."""
+    """Seed of sampling; null draws one, which --json prints."""
     stop: list[str] = field(default_factory=list)
     """Strings that end the text once it contains one; the string stays."""
     ignore_eos: bool = False
@@ -148,7 +149,7 @@ class ProfileSettings(SuiteSettings, ChatSettings, SamplingSettings, LoadSetting
     temperature: Temperature = 0.0
     """0 is greedy; the smallest other value is 0.001."""
     max_new_tokens: PositiveInt = 128
-    """Most tokens of each text that the target writes for measuring α."""
+    """Maximum number of new tokens of each text that the target writes for measuring α."""
     longest: PositiveInt = 15
     """Longest draft to predict."""
     batch_sizes: list[PositiveInt] = field(default_factory=list)

@@ -105,8 +105,9 @@ class MethodOptions(Checked):
     """What a method leaves open; null takes the paper's value."""
 
     draft_length: PositiveInt | None = None
-    """Tokens drafted a round, or the window of an adaptive stop rule; null: what the draft was exported with (fixed
-    lengths only), else 5, AdaSD and Hugging Face 20, Draft & Verify and AdaSPEED 12, prompt lookup 10, hybrid 8."""
+    """Tokens drafted per round; for adaptive stop rules the longest draft. null: the length stored in the exported
+    draft (fixed lengths only), else 5; AdaSD, Hugging Face and cost-optimal 20; Draft & Verify and AdaSPEED 12;
+    prompt lookup 10; hybrid 8."""
     beta: NonNegativeFloat = 0.1
     """EARS: tolerance β(1 − max p); the paper uses 0.05 to 0.2, 0 is the exact rule."""
     threshold: ClosedUnitInterval | None = None
@@ -115,21 +116,24 @@ class MethodOptions(Checked):
     target_acceptance: OpenUnitInterval | None = None
     """Acceptance rate that Draft & Verify's and AdaSPEED's controllers steer to; null: 0.9."""
     cost_ratio: PositiveFloat | None = None
-    """Cost-optimal stopping: c, the time of a drafted token in one-token target forwards (python -m decode profile
-    measures it); null: the weights that the draft reads for a token over those that the target reads."""
+    """Cost-optimal stopping: c, the time of one drafted token in one-token target forwards. null: c from measured costs
+    (bench measures them; otherwise python -m decode profile --batch-sizes writes them into the draft's folder);
+    without them, the draft's weight bytes over the target's, or for self-speculation the share of the layers
+    that run."""
     verify_growth: NonNegativeFloat = 0.0
     """Cost-optimal stopping: growth of the target's forward by one more token, in one-token target forwards."""
     never_slower: bool = False
-    """Methods that draft chains with a model or the target's own layers: each round's longest draft is the one that
-    should give most tokens a second, and nothing is drafted where none gains, but for a round now and then. The costs
-    are those of cost_ratio and verify_growth where cost_ratio is given, else those by batch size that bench measures or
-    that python -m decode profile --batch-sizes wrote into the draft's folder. Cost-optimal always does so. A sampled
-    text then depends on those decoded with it."""
+    """Limit each round's draft to the length with the highest expected tokens per second, and draft nothing where no
+    length is expected to gain (a round is still drafted occasionally, to test this). For methods that draft
+    chains with a model or with the target's own layers; always on for cost-optimal. Costs: cost_ratio and
+    verify_growth if cost_ratio is given, else those that bench measures or that python -m decode profile
+    --batch-sizes wrote into the draft's folder. In a batch, a sampled text then depends on the other texts of
+    the batch."""
     match_length: PositiveInt = 4
     """Hybrid: tokens of the text's end that have to occur before, in the text or the datastore, for their continuation
     to be copied instead of asking the draft; where the draft is unsure from the start, two suffice."""
     copy_length: PositiveInt = 10
-    """Hybrid: most tokens copied."""
+    """Hybrid: maximum number of copied tokens, and at most twice as many as matched."""
     copy_branch: NonNegativeInt = 0
     """Hybrid-tree: most tokens copied after a shorter match, of two tokens at least, as a branch of the head's tree."""
     fuzzy_threshold: NonNegativeFloat = 0.4
@@ -142,7 +146,8 @@ class MethodOptions(Checked):
     """Self-speculation (layerskip, adaspeed, ...): layers that the draft runs; null: what the probes advise, else a
     quarter of the model's."""
     skip_attention: list[NonNegativeInt] = field(default_factory=list)
-    """Draft & Verify: layers whose attention the draft skips; without any, it exits early as AdaSPEED's does."""
+    """Draft & Verify: layers whose attention the draft skips. If this and skip_mlp are both empty, the draft exits
+    early at exit_layer, as in AdaSPEED."""
     skip_mlp: list[NonNegativeInt] = field(default_factory=list)
     """Draft & Verify: layers whose MLP the draft skips."""
     tree_width: PositiveInt = 10
@@ -150,12 +155,13 @@ class MethodOptions(Checked):
     tree_nodes: PositiveInt = 60
     """EAGLE-2: nodes of the drafted tree, the most probable ones; its depth is the draft length."""
     tree_threshold: ClosedUnitInterval | None = 0.0
-    """EAGLE-2: nodes to which the head gives a smaller probability, at temperature 1, are not drafted; null: as many of
-    the most probable nodes are, up to tree_nodes, as should give most tokens a second, by the costs that never_slower
-    names."""
+    """EAGLE-2: nodes whose cumulative probability (temperature 1) is below this are not drafted. null: choose the
+    number of nodes, most probable first and at most tree_nodes, by expected tokens per second, with
+    never_slower's costs."""
     probes: str | None = None
-    """Folder of acceptance probes, made by `python -m probes`: runs/<name>/probes, or its draft/ for draft-probe. They
-    also advise the options that are left open."""
+    """Folder of acceptance probes, made by `python -m probes`: runs/<name>/probes, or its draft/ for draft-probe.
+    Options left at null (such as exit_layer and threshold) take the values that were fastest when the probes
+    were trained."""
     searches: PositiveInt = 150
     """Adaptix: Monte Carlo iterations a round."""
     adaptive: bool = True

@@ -29,7 +29,10 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def require_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
     """`tokenizer_fingerprint`, or a UserError where there is no tokenizer."""
     if tokenizer is None:
-        raise UserError("a method that drafts from a corpus needs the target's tokenizer: the target has none")
+        raise UserError(
+            "a method that drafts from a corpus needs the target's tokenizer: the target has none; save the tokenizer "
+            "in the target's folder"
+        )
     return tokenizer_fingerprint(tokenizer)
 
 

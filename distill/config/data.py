@@ -72,7 +72,8 @@ class DataSettings:
     overlong: Overlong = "drop"
     """What happens to longer examples: drop them, or cut the end of the response."""
     difficulty: int = 1
-    """Arithmetic only: 1 (one or two steps, results below 100), 2 or 3 (up to four steps, below 10000)."""
+    """Arithmetic only: 1 (one or two calculations, results below 100), 2 (two or three, below 1000) or 3 (two to four,
+    below 10000)."""
     tokenizer: str | None = None
     """Folder, Hub name (its revision behind an @) or GGUF file of the tokenizer; null: the target's, or one trained
     on the texts."""
@@ -86,8 +87,8 @@ class DataSettings:
     times the examples asked for), and keep them in files (where `datasets` caches) instead of memory. The examples are
     then the first of the source, not a sample of all of it: not for sources sorted by topic."""
     loader_workers: NonNegativeInt = 0
-    """Processes that make training batches ahead of the steps: worth it where signals come from a slow disk, or a step
-    is short. The batches are the same. With texts that the draft writes itself there are none."""
+    """Processes that prepare training batches ahead of the steps: useful where signals come from a slow disk or steps
+    are short. The batches are the same. Not used (0) with texts that the draft writes itself."""
     trust_remote_code: bool = False
     """Whether the tokenizer's repository may run its own Python code here."""
 

@@ -23,12 +23,14 @@ class DistillSettings:
 
     examples: PositiveInt | None = None
     """Training examples used for distillation (the first ones); null: all. The target reads each once, whatever the
-    number of passes. More examples can gain more than any loss: at equal steps, a draft learns few of them by heart."""
+    number of passes. At equal steps, more examples can raise alpha more than the choice of the loss: a draft
+    overfits a small set."""
     divergence: DivergenceName = "forward_kl"
-    """Loss per token between target p and draft q. forward_kl: KL(p || q), the papers' and the safe choice.
-    reverse_kl: KL(q || p). jsd: between the two (jsd_beta). tv: 1 - alpha, the acceptance itself, which learns little
-    from a cold start. neg_log_alpha: -log alpha. lk_hybrid: KL while far apart, tv when near. kl_tv: KL + tv_weight*tv.
-    AdaSPEC measures its loss differences in the same."""
+    """Loss per token between target p and draft q; alpha = sum_x min(p(x), q(x)) is the acceptance rate. forward_kl:
+    KL(p || q), as in the papers; the safe choice. reverse_kl: KL(q || p). jsd: Jensen-Shannon, see jsd_beta. tv:
+    total variation 1 - alpha, the rejection rate; slow from a cold start. neg_log_alpha: -log alpha. lk_hybrid:
+    w*KL + (1 - w)*tv with w = exp(-3*alpha). kl_tv: KL + tv_weight*tv. AdaSPEC's loss differences use the same
+    divergence."""
     jsd_beta: OpenUnitInterval = 0.5
     """Of jsd: the target's share in the mixture it compares both with; near 0 it behaves as forward_kl."""
     tv_weight: NonNegativeFloat = 2.0
@@ -48,13 +50,14 @@ class DistillSettings:
     for targets whose signal fits no disk, and examples read about once. The reference's losses, 4 bytes a token, are
     kept all the same."""
     signal_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of hidden. bfloat16 halves the file; nothing is lost where the target itself runs in bfloat16 (target.dtype)."""
+    """Number format of a hidden signal. bfloat16 halves the file; nothing is lost where the target itself runs in
+    bfloat16 (target.dtype)."""
     signal_autocast: bool | Literal["auto"] = False
     """Compute the signal under bfloat16 autocast, in half the time on a CPU with AVX512-BF16 or AMX; auto: there and on
     GPUs. It then differs from the float32 target's: on SmolLM2-135M by 0.01 in total variation. The target decodes in
     its own format."""
     signal_k: PositiveInt = 64
-    """Of topk: log-probabilities kept of each token. More of them leave less to the tail."""
+    """Number of log-probabilities kept per token for signal topk; a larger k leaves less probability to the tail."""
     signal_limit_gb: PositiveFloat = 100.0
     """Largest size of the kept signal in GB. What it needs is told before it is made."""
     responses: ResponseSettings = field(default_factory=ResponseSettings)

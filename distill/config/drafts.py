@@ -59,14 +59,13 @@ class AdaSpecSettings:
     lr: PositiveFloat | None = None
     """Peak learning rate; null: the reference's."""
     select_by: SelectBy = "delta"
-    """What the selected tokens are largest in. delta: AdaSPEC's dL, the loss of the draft minus that of the reference.
-    acceptance_gain: alpha of the reference minus alpha of the draft, the acceptance that a model of the draft's size
-    can reach at this token and the draft does not yet, whatever the loss is."""
+    """Score by which tokens are ranked. delta: AdaSPEC's dL, the draft's loss minus the reference's. acceptance_gain:
+    alpha of the reference minus alpha of the draft, whatever the loss is."""
     divergence: DivergenceName | None = None
     """Loss per token, as in reference.divergence; null: that one. dL is measured in it."""
     kl_first: ShareBelowOne = 0.0
-    """Share of the steps, from the first, with forward KL as the loss, before divergence takes over: those that train
-    acceptance itself learn little while p and q hardly overlap."""
+    """Share of the steps, from the first, that use forward KL before divergence takes over: tv, neg_log_alpha and other
+    acceptance losses have small gradients while p and q hardly overlap."""
     k_start: Share | None = None
     """Share of tokens selected at the first step, from where it goes linearly to k; null: k throughout."""
     k_ramp: Share = 1.0
@@ -78,13 +77,14 @@ class AdaSpecSettings:
     """Seed of the order of examples; null: the run's. The weights that training starts from do not depend on it."""
 
     weigh_by: WeighBy = "none"
-    """Weight of each token's loss, from the draft's own acceptances at that step and the rounds of decoding that follow
-    from them. none: all alike. tested: the chance that decoding tests a drafted token there. rounds: how many rounds
-    its acceptance would save; with divergence tv the loss has the gradient of the expected number of rounds, so what is
-    trained is the block efficiency itself. Both have a mean of 1 in each batch of a device. Feature heads: of each
-    drafting step by its own, in place of eagle.decay. accepted, feature heads alone: a chain of drafting steps goes on
-    from a token with the chance of its acceptance and ends otherwise, as a draft does in decoding. Rejected chains cost
-    no further computation, so a head that is far from its target trains about twice as fast."""
+    """Weight of each token's loss, computed at every step from the draft's current acceptance rates. none: 1. tested:
+    the probability that decoding tests a drafted token at this position. rounds: the expected number of rounds
+    that accepting the token saves; with divergence tv, the gradient is then that of the expected number of
+    rounds, so the block efficiency itself is optimised. Weights of tested and rounds are normalised to mean 1
+    per device batch. In feature heads each drafting step has its own weights, which replace eagle.decay.
+    accepted (feature heads only): a chain of drafting steps continues after a token with the probability that
+    the token is accepted, as in decoding; rejected chains cost nothing more, so a head far from its target
+    trains about twice as fast."""
     block: PositiveInt = 7
     """Of weigh_by tested and rounds: drafted tokens in a round."""
 
@@ -155,4 +155,4 @@ def check_names(draft: AdaSpecSettings, comparisons: Sequence[ComparisonSettings
         if name in FILES or name.startswith("checkpoints-"):
             raise UserError(f"comparisons[{index}].name is {name!r}, the name of a file under work/: choose another")
         if names.count(name) > 1:
-            raise UserError(f"comparisons: the name {name!r} is there twice")
+            raise UserError(f"comparisons: the name {name!r} is used twice: give each comparison its own")

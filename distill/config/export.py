@@ -24,13 +24,13 @@ class ExportSettings:
     """How the exported draft is written."""
 
     choose: str = "draft"
-    """Which draft is exported, and spoken of first in the report: draft (that of the section draft), a name of the
-    report's table (such as distillspec, or a comparison's), or best: of all trained drafts the one with the highest
-    acceptance on the validation examples. The figures are those of the test examples in any case."""
+    """Draft that is exported and leads the report: draft (the section draft's), the name of a trained draft in the
+    report's table (such as distillspec, or a comparison's), or best: the trained draft with the highest
+    acceptance rate on the validation examples. Reported figures are measured on the test examples in each case."""
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
     """Number format of the exported weights; keep: as trained."""
     draft_length: PositiveInt | None = None
-    """Tokens drafted per round, written to generation_config.json; none: the best length measured."""
+    """Tokens drafted per round, written to generation_config.json; null: the best length measured."""
     formats: list[Literal["hf", "gguf"]] = field(default_factory=lambda: ["hf"])
     """hf is always written; gguf adds target and draft for llama.cpp, by its own converter (make engines)."""
     gguf_types: list[Literal["f32", "f16", "bf16", "q8_0"]] = field(default_factory=lambda: ["f32"])

@@ -83,11 +83,12 @@ class LoraSettings:
     modules: list[str] = field(default_factory=list)
     """Names of the layers that get an adapter; empty: every linear layer but the head."""
     base: Literal["float32", "bfloat16"] = field(default="float32", metadata=LATER)
-    """Format of those layers' frozen weights while the adapter is trained. bfloat16 takes half the memory and needs the
-    precision bf16-mixed. What was learned is merged into the float32 weights, which wait on the CPU."""
+    """Format of the adapted layers' frozen weights during training. bfloat16 halves their memory and needs precision
+    bf16-mixed. The adapter is merged into the float32 weights, which are kept on the CPU meanwhile."""
     quantization: dict[str, Any] | None = field(default=None, metadata=LATER)
-    """Fewer bits for them, as transformers' quantization_config, such as {quant_method: bitsandbytes, load_in_4bit:
-    true, bnb_4bit_quant_type: nf4} (QLoRA, arXiv 2305.14314); the package has to be installed. null: none."""
+    """Quantise the adapted layers' frozen weights: a transformers quantization_config, such as {quant_method:
+    bitsandbytes, load_in_4bit: true, bnb_4bit_quant_type: nf4} (QLoRA, arXiv 2305.14314). The package has to be
+    installed. null: not quantised."""
 
     @property
     def narrow(self) -> bool:
@@ -100,7 +101,7 @@ class LayerSkipSettings:
     """LayerSkip's recipe: lets the model's own early layers draft for it (see python -m probes)."""
 
     enabled: bool = False
-    """Train with it."""
+    """Train the target with LayerSkip's recipe."""
     dropout: ShareBelowOne = 0.1
     """p_max: chance that a sample skips the last layer; falls exponentially to 0 at the first (paper 0.1 to 0.2).
     From scratch it also rises from 0 over the training. 0: no layer dropout."""
@@ -114,11 +115,12 @@ class LayerSkipSettings:
     """rotational: every rotation-th exit, moved on by one each step; gradual: from the last layer down, all from half
     of the training on (costs a head for every exit)."""
     rotation: PositiveInt | None = None
-    """Rotational only: distance of the exits trained together; null: their number, so one exit a step. A larger one
-    leaves steps without an exit, which cost less: twice the number, every second step."""
+    """Rotational only: every rotation-th exit is trained at a step, shifted by one layer from step to step. null: the
+    number of exits, so one exit per step. With twice that number, every second step trains no exit and costs
+    less."""
     own_answers: bool = False
-    """Train a given target on what it answered to the data's prompts itself, before it is trained, so that it stays
-    what it is; reference.responses says how it answers. false: on the data's responses."""
+    """Train a given target (finetune or lora) on its own answers to the data's prompts, generated before this training,
+    so that it changes less; reference.responses sets how they are generated. false: on the data's responses."""
     exits: list[PositiveInt] = field(default_factory=list)
     """Exit layers that are trained (the number of layers that run); empty: all but the last. A short training of a deep
     model gets further with few."""
@@ -131,7 +133,8 @@ class StackingSettings:
     layers: PositiveInt = 4
     """Layers that are trained first; layer i + layers starts as a copy of layer i."""
     share: ShareBelowOne = 0.4
-    """Share of the steps until then. A larger one costs less and leaves the whole model less time to learn."""
+    """Share of the steps that train the first layers alone. A larger share costs less time and leaves the full model
+    fewer steps."""
 
 
 @dataclass
@@ -192,17 +195,18 @@ class TargetSettings(ModelSettings):
     layerskip: LayerSkipSettings = field(default_factory=LayerSkipSettings)
     """LayerSkip's training recipe, so that the target's own early layers can draft (see python -m probes)."""
     round_to: Literal["float16", "bfloat16"] | None = field(default=None, metadata=LATER)
-    """Round the weights of a target taken as it is to 16 bits, for a GGUF file or one in float32. float16 changes each
-    by 0.05 % at most, a GGUF file's few bits did by some percent. The folder is half as large, and CPUs read it in half
-    the time, still computing in float32 (decode's --pack). null: as they are."""
+    """Round the weights of a target with kind as_is to 16 bits (for a GGUF file or a float32 model). float16 changes a
+    weight by at most 0.05 %; the quantisation of a GGUF file has already changed it by several percent. The
+    folder is half as large and CPUs read it in half the time; they still compute in float32 (decode's --pack).
+    null: unchanged."""
     stacking: StackingSettings | None = field(default=None, metadata=LATER)
     """For a target from scratch, in one process: train few layers first (progressive stacking). null: all from the
     first step on."""
     devices: list[str] = field(default_factory=list)
-    """Where the frozen target computes answers and signals, and stands beside the draft (reference.signal online), such
-    as ["cuda:4", "cuda:5"]: of every machine, dealt out to its processes. A process that gets several spreads the
-    target's layers over them (by the package accelerate). Empty: the draft's device. Training of the target itself and
-    the final measurement are on trainer.devices."""
+    """Devices of the frozen target while it answers, computes signals and, with reference.signal online, runs during
+    the draft's training, such as ["cuda:4", "cuda:5"]: of each machine, divided among its processes. A process
+    with several devices spreads the target's layers over them (needs accelerate). Empty: the draft's device. The
+    target's own training and the final measurement use trainer.devices."""
     sharded: bool = False
     """Spread the frozen target's layers over all processes (FSDP2) and gather each when it computes, for signals of
     every kind and beside the draft: for targets too large for a device. Embedding and output head stay whole, each

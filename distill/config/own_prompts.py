@@ -25,7 +25,7 @@ class PromptSettings:
     openings_share: Share = 0.5
     """With openings: share of the samples that begin with one."""
     temperature: Temperature = 1.0
-    """Of the sampling of prompts."""
+    """Sampling temperature of the prompts."""
     top_p: Share = 0.95
     """Prompts are sampled from the smallest set of tokens with this probability; 1 leaves in what is hardly ever
     said."""
@@ -36,9 +36,11 @@ class PromptSettings:
     ascii_letters: ClosedUnitInterval = 0.9
     """Least share of the letters of a prompt that are ASCII: a cheap rule for English. 0 keeps every language."""
     same_start: PositiveInt = 10
-    """Prompts whose first so many words (after the opening) agree count as near repeats, and so do ..."""
+    """A prompt is dropped as a near duplicate if its first same_start words (after the opening) equal an earlier
+    prompt's. See also overlap."""
     overlap: Share = 0.6
-    """... prompts of whose word triples this share is in one earlier prompt. 1 drops exact repetitions of them only."""
+    """A prompt is also dropped as a near duplicate if at least this share of its word trigrams occurs in one earlier
+    prompt; 1 requires all of them."""
     tries: PositiveInt = 8
     """Samples at most for each prompt that is wanted; the run stops if too few of them can be used."""
     batch_size: PositiveInt = 64

@@ -31,7 +31,7 @@ class ServerSettings:
     python: str | None = field(default=None, metadata=LATER)
     """Interpreter of an environment with vLLM; null: .venv-vllm/bin/python, which `make engine-vllm` makes."""
     arguments: list[str] = field(default_factory=list, metadata=LATER)
-    """Further ones of `vllm serve`, such as [--tensor-parallel-size=4]."""
+    """Further arguments of `vllm serve`, such as [--tensor-parallel-size=4]."""
     model: str | None = None
     """The target's name on the server; null: the only one that it lists."""
     endpoint: Literal["completions", "chat"] = "completions"
@@ -63,15 +63,15 @@ class ResponseSettings:
 
     source: Source = "dataset"
     """dataset: the responses of the data set. target: the target answers the training prompts once, before
-    distillation; a draft then learns where decoding will really take it. draft: the draft answers them itself, anew
-    every refresh_every steps (on-policy, DistillSpec's D = q); the target then judges what the draft really proposes.
-    mixed: the share of examples below from the draft, the rest as in fixed, sample by sample."""
+    distillation, so the draft is trained on the distribution that it meets in decoding. draft: the draft answers
+    them itself, again every refresh_every steps (on-policy, DistillSpec's D = q). mixed: each example is the
+    draft's own with probability share, otherwise as fixed says."""
     fixed: Literal["dataset", "target"] = "dataset"
     """With draft and mixed: where the other examples and those for validation come from."""
     share: Share = 0.5
     """With mixed: chance of each example, not of each step, to be the draft's own."""
     temperature: Temperature = 1.0
-    """Of the sampling; 0 is greedy."""
+    """Sampling temperature of the responses; 0 is greedy."""
     top_p: Share = 1.0
     """Sampling from the smallest set of tokens with this probability. 1 samples from the whole distribution."""
     max_new_tokens: PositiveInt = 256

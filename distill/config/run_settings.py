@@ -39,7 +39,8 @@ class EvaluationSettings:
     """What is measured at the end, on test prompts."""
 
     prompts: PositiveInt = 128
-    """Prompts for offline alpha. The standard error falls with the root of it."""
+    """Test prompts for offline alpha: the mean of sum_x min(p(x), q(x)) over responses that the target samples at
+    temperature 1 (top-k and top-p as in its generation_config). Its standard error falls as 1/sqrt(prompts)."""
     accuracy_prompts: PositiveInt = 200
     """Prompts on which the target's answers are scored, where the task has a score."""
     decode_prompts: PositiveInt = 24
@@ -184,13 +185,15 @@ class Settings:
         own = responses.from_draft or any(draft.on_policy for draft in (self.draft, *self.comparisons))
         if own and (target.sharded or (target.placed and self.eagle.enabled)):
             raise UserError(
-                "texts of the draft's own are wanted, for which a process asks the target at its own time, and a head "
-                "writes with the target itself: leave out target.sharded, for heads target.devices and quantization too"
+                "the draft writes its own training texts (reference.responses.source or on_policy), which needs an "
+                "unsharded target: set target.sharded to false; for feature heads (eagle.kind), set target.devices to "
+                "[] and target.quantization to null as well"
             )
         if own and self.reference.lora is not None and self.reference.lora.narrow:
             raise UserError(
-                "texts of the draft's own are wanted, and reference.lora has frozen weights in fewer bits, which only "
-                "training computes with: set its base to float32 and its quantization to null"
+                "the draft writes its own training texts (reference.responses.source or on_policy), which it cannot "
+                "with low-precision frozen weights: set reference.lora.base to float32 and reference.lora.quantization "
+                "to null"
             )
 
     def _check_sharding(self) -> None:
@@ -207,9 +210,9 @@ class Settings:
         if self.target.layerskip.enabled:
             problems.append("target.layerskip")
         if self.eagle.enabled:
-            problems.append("feature heads (eagle.kind), which are small,")
+            problems.append("feature heads (eagle.kind)")
         if problems:
             raise UserError(
-                f"trainer.strategy is {self.trainer.strategy}, which spreads every weight over the devices; "
-                f"{', '.join(problems)} need whole ones: choose ddp, or change them"
+                f"trainer.strategy is {self.trainer.strategy}, which shards the weights and does not support "
+                f"{', '.join(problems)}: set trainer.strategy to ddp, or change these settings"
             )

@@ -56,8 +56,9 @@ class TrainerSettings:
     devices, for models too large for one; hsdp: over those of a machine, a copy on each of num_nodes, where the network
     between machines is slow; or another name that Lightning knows."""
     accumulate: PositiveInt = 1
-    """Batches whose gradients are summed up to one optimiser step: batch_size / accumulate examples at a time, over
-    all devices, for the same result in less memory."""
+    """Micro-batches per optimiser step: batch_size / accumulate examples at a time, over all devices, in less memory.
+    The result is the same, except that with draft.scope microbatch AdaSPEC selects the top k within each
+    micro-batch; draft.scope global makes the selection independent of it."""
     packing: PositiveInt | None = None
     """Several training examples in a row of about so many tokens, which do not see each other: the same losses and
     gradients, but for rounding, with little padding where a row holds eight examples or more. Attention over a row
@@ -80,8 +81,9 @@ class TrainerSettings:
     tokens: several times faster, and memory of a chunk instead of all tokens times the vocabulary. false: the plain
     form, by autograd on whole logits, to check it against."""
     compile_loss: CompileLoss = "auto"
-    """Have torch.compile make the kernels of that loss, which read and write logits less often. auto: on a GPU. on:
-    on a CPU too, which needs a C++ compiler and a minute; it pays with large vocabularies. Equal but for rounding."""
+    """Compile the kernels of the fused loss (fused_loss) with torch.compile: fewer reads and writes of logits. auto: on
+    a GPU only. on: on a CPU too, which needs a C++ compiler and about a minute; worthwhile for large
+    vocabularies. The result is equal up to rounding."""
     gradient_checkpointing: bool = False
     """Keep of each layer's activations only its input, and compute the others again in the backward pass: the same
     gradients in a fraction of the memory, for about a third more time. For targets of billions of parameters and long
@@ -95,10 +97,10 @@ class TrainerSettings:
     """Steps between the checkpoints that a killed run continues from, so what a kill costs at most; null: one after
     every validation. The two newest are kept."""
     checkpoint_background: bool = False
-    """Write them in a thread while training goes on, from a copy of weights and optimiser state: on the device, under
-    fsdp and hsdp each process its share, in the CPU's memory."""
+    """Write checkpoints in a background thread, from a copy of the weights and the optimiser state. The copy is on the
+    device; under fsdp and hsdp each process copies its shard to CPU memory."""
     validation_examples: PositiveInt = 128
-    """Validation examples used for it."""
+    """Validation examples used at each validation during training (see validate_every)."""
     log_every: PositiveInt = 20
     """Steps between logged values. Reading a value waits for the device, so small models want it rare."""
     callbacks: list[dict[str, Any]] = field(default_factory=list)
@@ -194,7 +196,8 @@ class TrainingSettings:
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises from 0."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay of weight matrices; vectors and embeddings have none."""
+    """Decoupled weight decay of the weight matrices inside the layers; vectors, embeddings and the output head of a
+    language model have none."""
     beta2: OpenUnitInterval = 0.999
     """Adam's second moment: 0.999 as usual; 0.95 adapts faster in short runs."""
     length_bucket: PositiveInt = 16

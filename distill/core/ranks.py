@@ -51,8 +51,8 @@ def check_alone(command: str) -> None:
     """
     if (count := started()) > 1:
         raise UserError(
-            f"{command} was started as {count} processes, and is one: start it without torchrun or srun. What trains "
-            "in several is python -m distill and python -m probes; a target or drafts that it left are taken over"
+            f"{command} runs in one process, but {count} were started: start it without torchrun or srun. To train in "
+            "several processes, run python -m distill or python -m probes first; this command reuses their models"
         )
 
 
@@ -123,8 +123,9 @@ def failing_together(folder: Path) -> Iterator[None]:
         known = error
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             known = UserError(
-                f"process {rank()} has lost another one, which has left no reason: it was killed, perhaps for want of "
-                f"memory, or its machine is gone. The same command continues from the last checkpoint ({error})"
+                f"process {rank()} lost the connection to another process, which reported no error: it was probably "
+                "killed (out of memory) or its machine failed. Run the same command again to continue from the last "
+                f"checkpoint ({error})"
             )
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"failed-{rank()}.txt").write_text(f"{type(known).__name__}: {known}", encoding="utf-8")
@@ -169,7 +170,10 @@ def wait_for(look: Callable[[], Found | None], what: str, seconds: float | None 
         if (reason := _failed_elsewhere()) is not None:
             raise UserError(reason)
         if os.getppid() != PARENT:
-            raise UserError(f"what started process {rank()} has ended while it waited for {what}: look at its log")
+            raise UserError(
+                f"the process that started process {rank()} has ended while it waited for {what}: see the log of that "
+                "process, and run the same command again to continue"
+            )
         if time.monotonic() > end:
             raise UserError(
                 f"process {rank()} has waited {seconds / 3600:.2g} hours for {what} from another process, which has "

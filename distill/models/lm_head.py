@@ -29,7 +29,7 @@ class LMHead(nn.Module):
         super().__init__()
         linear = model.get_output_embeddings()
         if linear is None:
-            raise UserError(f"{type(model).__name__} has no output head, so it is no causal language model")
+            raise UserError(f"{type(model).__name__} has no output head, so it is no causal language model: choose one")
         config = model.config.get_text_config()
         self.linear = linear
         self.scale = float(getattr(config, "logit_scale", None) or 1.0) / float(

@@ -119,8 +119,8 @@ def show(found: Estimate, settings: Settings, console: Console) -> None:
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     memory = f"{_size(found.memory)} ({found.place}{', took ' + _size(known['memory']) if known else ''})"
     console.print(
-        f"most memory: {memory}; disk: {_size(whole.bytes)}, of which {_size(shutil.disk_usage(place).free)} are free"
-        + (". The stages are taken one after another" if settings.stages_at_once > 1 else ""),
+        f"most memory: {memory}; disk: {_size(whole.bytes)} needed, {_size(shutil.disk_usage(place).free)} free"
+        + ("; times are for one stage after another" if settings.stages_at_once > 1 else ""),
         highlight=False,
     )
 

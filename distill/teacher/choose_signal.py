@@ -79,15 +79,15 @@ def announced(
     settings, note = context.settings.reference, context.run.work / "signals" / "made.json"
     told = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
     if size > settings.signal_limit_gb * 1e9:
-        smaller = {
-            "hidden": "topk, signal_dtype to bfloat16",
-            "topk": "a smaller signal_k, signal",
-            "log_probs": "hidden, to topk",
+        instead = {
+            "hidden": "set reference.signal to topk or online, or reference.signal_dtype to bfloat16",
+            "topk": "lower reference.signal_k, or set reference.signal to online",
+            "log_probs": "set reference.signal to hidden, topk or online",
         }[kind]
         raise UserError(
             f"the target's {what} ({kind}) of {tokens:,} label tokens needs {told} and "
-            f"reference.signal_limit_gb is {settings.signal_limit_gb:g}: raise it, use fewer reference.examples, or "
-            f"set reference.signal to {smaller} or to online"
+            f"reference.signal_limit_gb is {settings.signal_limit_gb:g}: raise the limit, lower reference.examples, or "
+            f"{instead}"
         )
     new = read_json(note).get("made_from") != key
     if new:

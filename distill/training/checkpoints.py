@@ -151,7 +151,10 @@ class BestWeights(_Movable):
             UserError: There was no validation.
         """
         if not self.best_model_path:
-            raise UserError("the stage ended before its first validation, so there are no weights to keep")
+            raise UserError(
+                "the stage ended before its first validation, so there are no weights to keep: set "
+                "trainer.validate_every to at most the number of steps"
+            )
         if Path(self.best_model_path).is_dir():
             own = {f"model.{name}": value for name, value in model.state_dict().items()}
             sharded.load({"state_dict": own}, checkpoint_id=self.best_model_path, no_dist=True)

@@ -20,16 +20,18 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
     draft: list[str] = field(default_factory=list)
     """Draft models: folders, hub names or GGUF files, NAME=PATH to name them in the table. Several are compared."""
     methods: list[str] = field(default_factory=list)
-    """Methods and peers to compare; empty: all that the given models and files allow. A method may carry options of its
-    own, NAME:option=value:...: ears:beta=0.2, adaptix:order=2, adaspeed:exit_layer=4, vanilla:draft_length=5."""
+    """Methods to compare, among them transformers' generate, generate-assistant, generate-assistant-dynamic and
+    generate-prompt-lookup; empty: all that the given models and files allow. Options of one method follow its
+    name, NAME:option=value:...: ears:beta=0.2, adaptix:order=2, adaspeed:exit_layer=4, vanilla:draft_length=5."""
     peers: bool = True
     """Also run transformers' own generation: plain, with the draft as assistant, with prompt lookup."""
     draft_lengths: list[PositiveInt] = field(default_factory=list)
     """Run the fixed-length methods once with each of these."""
     batch_sizes: list[PositiveInt] = field(default_factory=list)
-    """Decode so many texts at once, and compare the methods at each of these batch sizes instead of on one text: the
-    loop without a draft, the fixed length methods (at --draft-lengths, else 1, 2, 4 and 8), cost-optimal, and
-    transformers' generate on batches. Each batch size gets --limit prompts, or twice as many as it holds."""
+    """Decode this many texts at once; the methods are compared at each of these batch sizes instead of on one text.
+    Default methods: no draft, fixed draft lengths (--draft-lengths, else 1, 2, 4 and 8), cost-optimal, and
+    transformers' generate on batches. Each batch size gets --limit prompts, but at least two per place of the
+    batch."""
     suite: list[str] = field(default_factory=lambda: ["arithmetic"])
     """Prompts: arithmetic, chat, gsm8k, humaneval, mbpp, mmlu, alpaca, mt_bench, spec_bench, cnn_dailymail, xsum, open;
     a local file, whose columns say what it is, or NAME=PATH; arithmetic:2 is a difficulty, chat:qa a category."""
@@ -41,7 +43,7 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
     """Also measure the drafts' offline α at these temperatures, without top-k, top-p and min-p, on texts that the
     target writes for the prompts: the number that compares drafts."""
     max_new_tokens: PositiveInt = 128
-    """Most tokens of each text."""
+    """Maximum number of new tokens per text."""
     repeats: PositiveInt = 3
     """Times each prompt is given to each method; medians are taken."""
     ignore_eos: bool = False

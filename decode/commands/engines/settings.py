@@ -24,14 +24,14 @@ class ServeCheckSettings(SuiteSettings, ChatSettings, LoadSettings):
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
     """0 is greedy; the smallest other value is 0.001."""
     max_new_tokens: PositiveInt = 64
-    """Most tokens of each text."""
+    """Maximum number of new tokens per text."""
     batch_sizes: list[PositiveInt] = field(default_factory=lambda: [1])
     """Requests under way at a time, greedy, such as 1,4,8; what is accepted by position is measured one at a time."""
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
     """What vLLM and llama.cpp draft above temperature 0: greedy, their default, or probabilistic."""
     draft_p_min: ClosedUnitInterval = 0.0
-    """llama.cpp drafts up to the first token that the draft, among its ten likeliest, gives less than this probability:
-    with 0.6 a weak draft may pay that does not without. Speed is not predicted then."""
+    """llama.cpp ends a draft before the first token whose probability, among the draft's ten most probable tokens, is
+    below this. A weak draft that slows decoding down at 0 may be faster at 0.6. The speed is then not predicted."""
     python: str | None = None
     """Interpreter of an environment that has vLLM; null: .venv-vllm/bin/python."""
     binary: str | None = None
@@ -44,7 +44,7 @@ class ServeCheckSettings(SuiteSettings, ChatSettings, LoadSettings):
     engine_target: str | None = None
     """Another file of the target for the engine, such as a GGUF; null: the target itself, converted where needed."""
     engine_draft: str | None = None
-    """The same of the draft."""
+    """Another file of the draft for the engine, such as a GGUF; null: the draft itself, converted where needed."""
     gguf_type: str = "f32"
     """Number format of what is converted for llama.cpp: f32, f16, bf16 or q8_0."""
     timeout: PositiveInt = 300

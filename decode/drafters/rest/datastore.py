@@ -94,7 +94,7 @@ def save_datastore(text: np.ndarray, path: Path, fingerprint: str, *, depth: int
         UserError: more than 2^31 tokens.
     """
     if len(text) >= 2**31:
-        raise UserError(f"the corpus has {len(text):,} tokens, the most is {2**31 - 1:,}: split it")
+        raise UserError(f"the corpus has {len(text):,} tokens, the most is {2**31 - 1:,}: give fewer files")
     file = path / FILE
     # Big-endian, so that comparing bytes compares token sequences.
     stored = text.astype(text.dtype.newbyteorder(">")).view(np.uint8)

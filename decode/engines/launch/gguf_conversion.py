@@ -96,9 +96,15 @@ def convert(
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired as error:
-            raise UserError(f"the converter was not done with {folder} after {seconds:.0f} s") from error
+            raise UserError(
+                f"the converter was not done with {folder} after {seconds:.0f} s; run the command again when the "
+                "machine is idle, or convert a smaller model"
+            ) from error
         if done.returncode or not made.is_file():
-            raise UserError(f"llama.cpp's converter refuses {folder}: {_reason(done.stderr)}")
+            raise UserError(
+                f"llama.cpp's converter refuses {folder}: {_reason(done.stderr)}; check that the folder holds "
+                "config.json and a tokenizer of a family that llama.cpp supports"
+            )
         os.replace(made, file)
     return file
 

@@ -15,7 +15,8 @@ def check_llama(binary: str) -> None:
     wanted = "--spec-draft-sampling"
     if wanted not in answer_of(binary, "--help"):
         raise UserError(
-            f"{binary} has no option {wanted}: it is older than the llama.cpp of `make engines`, or another program"
+            f"{binary} has no option {wanted}: it is older than the llama.cpp of `make engines`, or another program; "
+            "run `make engines`, or give another program with --binary"
         )
 
 

@@ -117,7 +117,10 @@ class Server:
                 break
         if same:
             return last
-        raise UserError(f"{self.name} at {self.url} goes on counting for {self.seconds:.0f} s; stop its other users")
+        raise UserError(
+            f"the counters of {self.name} at {self.url} were still changing after {self.seconds:.0f} s, so other "
+            "clients are sending requests; stop them and run the command again"
+        )
 
     def _complete(
         self, ids: list[int], temperature: float, seed: int, max_new_tokens: int, stop_ids: list[int], ignore_eos: bool
@@ -157,5 +160,8 @@ class Server:
         except httpx.HTTPError as error:
             raise UserError(f"{self.name} at {self.url} does not answer {path}: {error}; is it running?") from error
         if answer.status_code != 200:
-            raise UserError(f"{self.name} refuses {path} with status {answer.status_code}: {answer.text[:400].strip()}")
+            raise UserError(
+                f"{self.name} answered {path} with status {answer.status_code}: {answer.text[:400].strip()}; check "
+                "--url, --target and the server's log"
+            )
         return answer

@@ -45,7 +45,10 @@ class HeadRunner(RowRunner):
     def __init__(self, head: FeatureHead, target: PreTrainedModel, pack: str = "off") -> None:
         embedding, layer, config = head.embed_tokens or target.get_input_embeddings(), head.layer, head.config
         if head.version == 1 and embedding.weight.shape[1] != config.hidden_size:
-            raise UserError("an embedding of another width than the hidden states cannot be shared with a feature head")
+            raise UserError(
+                f"the EAGLE-1 head has width {config.hidden_size} and the target's embedding "
+                f"{embedding.weight.shape[1]}; give the target that the head was trained for"
+            )
         linear = output_head(target, head.draft_ids()) if head.version == 1 else head.lm_head
         rotated = cos_and_sin(head.rotary, 1, embedding.weight.dtype, embedding.weight.device)[0].shape[-1]
         tuned = tunable(head) and config.head_dim % 2 == 0

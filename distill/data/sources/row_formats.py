@@ -47,7 +47,7 @@ def _shape(settings: DataSettings, preset: Preset | None, row: Row) -> tuple[str
         if missing := [column for column in _columns(own) if column not in row]:
             raise UserError(
                 f"data: the templates {own[0]!r} and {own[1]!r} need {', '.join(missing)}, a row has the columns "
-                f"{', '.join(row)}"
+                f"{', '.join(row)}: correct data.prompt_template and data.response_template"
             )
         return "pairs", shape
     if preset is not None and settings.kind in ("auto", preset.kind):

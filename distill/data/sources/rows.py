@@ -80,7 +80,10 @@ def load_rows(settings: DataSettings, seed: int) -> SourceRows:
         rows.splits[split] = keep(_shaped(raw.pop(split, []), shape, left_out))
         rows.notes += left_out.sentences(split)
     if not rows.splits["train"]:
-        raise UserError(f"data: no training row of {settings.source!r} can be used ({'; '.join(rows.notes)})")
+        raise UserError(
+            f"data: no training row of {settings.source!r} can be used ({'; '.join(rows.notes)}): check data.kind and "
+            "the templates, or name other columns with data.prompt_template and data.response_template"
+        )
     _split_off(rows, settings.validation_fraction)
     _remove_shared(rows)
     for split in SPLITS:

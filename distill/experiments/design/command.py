@@ -172,7 +172,10 @@ class Design:
             )  # fmt: skip
 
         if not self.texts:
-            raise UserError("the target wrote nothing to the validation prompts: nothing can be designed for it")
+            raise UserError(
+                "the target wrote nothing for the validation prompts, so acceptance cannot be measured: give other "
+                "data, or check the chat template and the target's end-of-text tokens"
+            )
         with threads(count), working(console, "costs of the shapes"):
             prices = price_all(self.work / "costs.json", made_from, self.shapes, begin, own.costs)
         for shape in self.shapes:

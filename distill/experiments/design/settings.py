@@ -24,7 +24,7 @@ class DesignSettings:
     """Time for measuring and training, such as 90s, 30m or 2h; training the target, where it is not there yet, is not
     part of it. What an interrupted run spent counts when it is continued; a larger budget continues a finished one."""
     batch_size: PositiveInt = 1
-    """Texts decoded at once, which costs and speedups are of."""
+    """Batch size: texts decoded at once, for which costs and speedups are measured and predicted."""
     temperature: Temperature | None = None
     """Decoding mode that speedups are predicted for; null: the first of evaluation.temperatures."""
     layers: list[PositiveInt] = field(default_factory=list)
