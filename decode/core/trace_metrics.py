@@ -238,7 +238,7 @@ FORMULAS = {
     "accepted_per_tested": "Σm / Σt",
     "accepted_per_drafted": "Σm / Σk",
     "block_efficiency": "Σ(m + 1) / rounds: tokens per target forward, bonus included",
-    "tv_spent": "mean of a(x) − min(1, p(x)/q(x)) at the tested token; 0 for exact rules",
+    "tv_spent": "mean of a(x) − min(1, p(x)/q(x)) at the tested token, a(x) the rule's acceptance; 0 for exact rules",
     "js_distance": "mean of √JSD (base 2) between p and q at tested positions",
     "speedup": "tokens/s over the same loop without a drafter: median of the ratios paired by prompt",
     "speedup_vs_generate": "tokens/s over model.generate, paired by prompt, median",

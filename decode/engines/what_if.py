@@ -1,4 +1,4 @@
-"""A draft that is not trained yet, timed in vLLM: random weights of its shape, and supposed acceptances."""
+"""A draft that is not trained yet, timed in vLLM: random weights of its shape, and assumed acceptances."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -68,7 +68,7 @@ def what_if(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Time the target alone, then rounds with a random draft of a shape, and what they give at supposed acceptances.
+    """Time the target alone, then rounds with a random draft of a shape, and what they give at assumed acceptances.
 
     A round of k drafted tokens takes the same time whatever is accepted of them, and a random draft's are not: so the
     engine is started once for each length, and needs no way of accepting at given rates (vLLM's

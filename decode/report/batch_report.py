@@ -30,7 +30,7 @@ SPEEDUP = "speedup", "Speedup by batch size", "tokens/s ÷ tokens/s without a dr
 THROUGHPUT = "tokens_per_second", "Tokens per second by batch size", "Σ tokens ÷ seconds"
 FAIRNESS = (
     "At batch size B a method decodes B texts at once; a finished text's place is taken by a waiting one. All methods "
-    "decode the same prompts in turn, in an order that turns from repeat to repeat. transformers' generate gets "
+    "decode the same prompts one after another; the order rotates with each repeat. transformers' generate gets "
     "batches of B, sorted by length. Intervals are 95 % bootstrap intervals over prompts and repeats. Time includes "
     "reading the prompts."
 )

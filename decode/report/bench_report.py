@@ -42,10 +42,10 @@ from decode.report.html_page import (
 Row = Mapping[str, Any]
 
 FAIRNESS = (
-    "Every prompt is given to all methods in turn, in an order that turns from repeat to repeat; ratios are taken "
-    "between runs side by side, then the median over repeats and over prompts. The baseline of `speedup` is the same "
-    "loop without a drafter, on the same forward and cache. Time is wall time of a whole text, reading the prompt "
-    "included. "
+    "Every prompt is decoded by all methods one after another; the order rotates with each repeat. A ratio compares "
+    "two methods on the same prompt in the same repeat; the median is taken over repeats, then over prompts. The "
+    "baseline of `speedup` is the same loop without a drafter, on the same forward and cache. Time is wall time of a "
+    "whole text, reading the prompt included. "
 )
 LENGTHS = {
     False: "Texts end where the model ends them. Under greedy decoding all lossless methods write the same tokens; "
@@ -59,7 +59,7 @@ PREDICTED = (
 )  # fmt: skip
 TESTED = 30  # rounds that must have reached a position for its acceptance rate to be drawn
 QUALITIES = {
-    "tv_spent": "TV spent: mean of a(x) − min(1, p(x)/q(x))",
+    "tv_spent": "TV spent: mean of a(x) − min(1, p(x)/q(x)), a(x): the rule's acceptance probability",
     "accuracy": "accuracy: mean score of the suite's own scorer",
 }
 

@@ -33,7 +33,10 @@ def served_page(served: Sequence[Mapping[str, Any]], name: str) -> Page:
             blocks += [Heading("Several texts at a time", level=3), Table(TABLES["together"], check["together"])]
     rows = [row for check in served for row in check["rows"]]
     fitting = sum(bool(row["fits"]) for row in rows)
-    headline = f"{fitting} of {len(rows)} mean accepted lengths are within two standard errors of the predicted ones."
+    headline = (
+        f"{fitting} of {len(rows)} block efficiencies agree with the predicted ones within two standard errors, or "
+        "within 0.02."
+    )
     return Page(f"{name}: served", headline, "draftsmith · serve-check", blocks)
 
 

@@ -166,7 +166,7 @@ def show(found: Check) -> None:
         console.print(
             f"\nServed and predicted differ in {len(apart)} rows, and no known cause explains it."
             if apart
-            else "\nServed as predicted: every mean accepted length lies within two standard errors.",
+            else "\nServed as predicted: every block efficiency agrees within two standard errors, or within 0.02.",
             style="yellow" if apart else "green",
         )
     for cause in found.causes:

@@ -24,7 +24,7 @@ from decode.report.bench_tables import TABLES, console_table
 
 
 def run(settings: WhatIfSettings) -> None:
-    """Time the supposed draft and print what it brings."""
+    """Time a draft of assumed acceptance and print what it brings."""
     required(settings, "target", "draft_shape")
     parse_shape(str(settings.draft_shape))
     rates: dict[str, Callable[[int], Sequence[float]]]
@@ -84,5 +84,6 @@ def show(found: dict[str, Any]) -> None:
     )
     console.print(console_table("", TABLES["what-if"], found["rows"]))
     console.print(
-        "[dim]speedup: tokens a round (1 + Σ of the supposed marginal rates) / cost of a round in plain steps"
+        "[dim]speedup: tokens a round (1 + Σ of the assumed marginal rates) / cost of a round in decoding steps of the "
+        "target without a draft"
     )

@@ -262,7 +262,8 @@ class Design:
         gain = paired(half.alpha, found[steps].alpha)
         lines.append(
             f"More data: with {examples:,} examples in place of {examples // 2:,}, α after {steps} steps is "
-            f"{gain['difference']:+.4f} ± {gain['se']:.4f} higher; as many again bring about as much at most."
+            f"{gain['difference']:+.4f} ± {gain['se']:.4f} higher; doubling the data again is expected to gain "
+            "at most about as much."
         )
         return lines
 

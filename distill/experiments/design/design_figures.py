@@ -121,7 +121,7 @@ def cost_against_acceptance(
 @mpl.rc_context(STYLE)
 def trials(entries: Sequence[Entry], full_steps: int) -> str:
     """Rejections after each trial, both axes logarithmic: the law is a straight line, dashed to the full training."""
-    axes = new_axes("Trials, carried on", "training steps n", "1 − α", 4.4)
+    axes = new_axes("Trials, extrapolated", "training steps n", "1 − α", 4.4)
     axes.set_xscale("log")
     axes.set_yscale("log")
     for entry in sorted(entries, key=lambda entry: len(entry.history)):

@@ -21,8 +21,8 @@ VERIFIED = TABLES["verified"]
 
 LAW = (
     "A trial of n steps is a whole training in small: learning rates rise and fall within it. Trials of one shape are "
-    "carried on by 1 − α(n) = a · n^(−b), through the longest one. b is the mean of the shape's own slope between its "
-    "two longest trials and of all shapes' ({b:.2f} ± {sd:.2f} here), weighted by their certainty. Intervals are "
+    "extrapolated with 1 − α(n) = a · n^(−b), through the longest one. b is the mean of the shape's own slope between "
+    "its two longest trials and of all shapes' ({b:.2f} ± {sd:.2f} here), weighted by their certainty. Intervals are "
     "95 %: of α over texts, and of b, which changes along a curve. Every rejection on the texts is scaled alike, and "
     "rounds over the texts are replayed with the costs measured (round cost: c·k + v(k + 1) + bookkeeping), at the "
     "best draft length."
@@ -95,7 +95,7 @@ class Results:
             told = f"After one round no curve is known, so this is a guess: raise the budget. {told}"
         if best.forecast >= MARGIN * own.forecast:
             return f"{told}: the winner is predicted to be {gain} faster.{more}{self._decoded()}"
-        told += f": the winner is predicted to be only {gain} faster, no other of {judged} shapes by 10 %."
+        told += f": the winner is predicted to be only {gain} faster, and none of {judged} shapes 10 % faster."
         return told + more + self._decoded()
 
     def _others(self, count: int) -> str:
@@ -105,7 +105,9 @@ class Results:
         if faster is self.winner or faster.full is None:
             return f": none of {count} others is predicted to be faster"
         low, high = faster.full.speedup_low, faster.full.speedup_high
-        none = f", none of {count} others by 10 %" if faster.forecast < MARGIN * self.winner.forecast else ""
+        none = (
+            f", but none of {count} others by 10 % or more" if faster.forecast < MARGIN * self.winner.forecast else ""
+        )
         return (
             f"; after {faster.steps} steps instead of {self.winner.steps}, {faster.shape.name} is predicted to be "
             f"faster ({faster.forecast:.2f}; 95 %: {low:.2f} to {high:.2f}){none}"

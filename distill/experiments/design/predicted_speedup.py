@@ -1,4 +1,4 @@
-"""Speedups predicted from acceptances position by position, and from curves of training carried on to their end.
+"""Speedups predicted from acceptances position by position, and from curves of training extrapolated to their end.
 
 The law of the curves: 1 − α(n) = a · n^(−b), n the training steps. A shape's exponent b is the mean of its own slope
 between its longest trainings and of those of all shapes, weighted by their certainty: single curves of two or three
@@ -100,7 +100,7 @@ def slope_of(points: Mapping[int, OfflineAlpha], common: Slope) -> Slope:
 def forecast(
     alphas: Sequence[OfflineAlpha], steps: int, full: int, slope: Slope, price: Price, longest: int
 ) -> Forecast:
-    """Carry a training on to its full length.
+    """Extrapolate a training to its full length.
 
     Args:
         alphas: measured, by depth.

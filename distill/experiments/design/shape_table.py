@@ -36,7 +36,7 @@ class Entry:
     length: int | None = None  # that draft length; of REST the mean size of its trees
     seconds: float = 0.0  # of the longest training
     step_seconds: float | None = None  # of a training step
-    full: Forecast | None = None  # carried on to the full length of the run's training
+    full: Forecast | None = None  # extrapolated to the full length of the run's training
     history: list[tuple[int, float, float]] = field(default_factory=list)  # (steps, α, speedup) of all its trainings
 
     def prune(self, reason: str) -> None:

@@ -252,7 +252,7 @@ class Race:
         entry.history.append((trial.steps, trial.alpha.mean, speedup))
 
     def _rank(self) -> None:
-        """Carry every shape's curve on to the full training."""
+        """Extrapolate every shape's curve to the full training."""
         curves = {shape: {n: t.alpha for n, t in trials.items()} for shape, trials in self.found.items()}
         self.common = common_slope(list(curves.values()))
         for entry in self.entries:

@@ -31,7 +31,7 @@ def test_a_whole_check_in_transformers(folder, capsys) -> None:
     assert (found["engine"], found["rows"][0]["identical_share"], found["rows"][0]["fits"]) == ("transformers", 1, True)
     assert found["rows"][0]["predicted_speedup"] > 0
     assert json.loads((folder / "report.json").read_text())["served"][0]["rows"] == found["rows"]
-    assert "tokens a round" in (folder / "served.html").read_text()
+    assert "block eff." in (folder / "served.html").read_text()
 
 
 @pytest.mark.parametrize(

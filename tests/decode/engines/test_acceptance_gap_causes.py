@@ -191,7 +191,7 @@ def test_the_whole_check_in_transformers_and_where_it_is_kept(folder: Path) -> N
     assert card.count("## Served") == 1
     assert named(folder) == []
     html = served_page([dataclasses.asdict(found)], "run").html()
-    assert "2 of 2 mean accepted lengths are within" in html
+    assert "2 of 2 block efficiencies agree with the predicted ones within" in html
 
 
 def test_weights_of_another_step_part_from_the_recorded_acceptance(folder: Path, tiny) -> None:

@@ -71,7 +71,7 @@ def test_counts_that_come_late_belong_to_their_text() -> None:
 def test_a_server_with_other_users_is_refused() -> None:
     with (
         serving(lambda _: COUNTS.format(tokens=time.monotonic_ns(), drafts=0)) as server,
-        pytest.raises(UserError, match="stop its other users"),
+        pytest.raises(UserError, match="so other clients are sending requests"),
     ):
         write(server)
 

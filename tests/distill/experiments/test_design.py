@@ -338,7 +338,7 @@ def test_longer_trials_of_a_smaller_budget_count_in_the_last_ranking(tmp_path: P
     ("other", "told"),
     [
         (1.1, "It is the configuration's own shape: none of 1 others is predicted to be faster."),
-        (1.25, "predicted to be faster (1.25; 95 %: 1.00 to 1.40), none of 1 others by 10 %."),
+        (1.25, "predicted to be faster (1.25; 95 %: 1.00 to 1.40), but none of 1 others by 10 % or more."),
         (1.5, "after 10 steps instead of 40, 1 × 32, MLP 16 is predicted to be faster (1.50; 95 %: 1.00 to 1.40)."),
     ],
 )
