@@ -552,7 +552,7 @@ def test_what_no_model_drafts_has_no_known_cost(models) -> None:
     target, draft = models
     session = Session(target, {"small": draft}, make_tokenizer(), BenchOptions(max_new_tokens=8, repeats=1))
     (entry,) = plan(["lookahead:never_slower=true"], {"small": draft}, [0.0])
-    with pytest.raises(UserError, match="which lookahead does not; vanilla, "):
+    with pytest.raises(UserError, match="no cost model for lookahead: leave the option out, or use one of vanilla, "):
         EntryRun(session, entry)
 
 

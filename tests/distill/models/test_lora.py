@@ -73,7 +73,7 @@ def test_weights_in_fewer_bits_need_mixed_precision_and_no_texts_of_the_draft(tm
         run_tiny(settings)
     assert not (tmp_path / "tiny" / "target").exists()
     settings.reference.responses.source = "mixed"
-    with pytest.raises(UserError, match=r"reference\.lora has frozen weights in fewer bits"):
+    with pytest.raises(UserError, match=r"low-precision frozen weights: set reference\.lora\.base to float32"):
         settings.validate()
 
 

@@ -137,4 +137,4 @@ def test_a_command_of_one_process_is_refused_in_several(
     monkeypatch.setenv("WORLD_SIZE", "2")
     status, _, err = run(capsys, name, "--config", config)
     assert status == 2
-    assert f"python -m distill {name} was started as 2 processes, and is one" in err
+    assert f"python -m distill {name} runs in one process, but 2 were started" in err

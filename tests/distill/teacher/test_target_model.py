@@ -87,7 +87,7 @@ def test_what_a_sharded_target_cannot_do_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a sharded target writes no answers; let others write them"):
         settings.validate()
     settings.reference.responses.source = "draft"
-    with pytest.raises(UserError, match=r"leave out target.sharded"):
+    with pytest.raises(UserError, match=r"set target.sharded to false"):
         settings.validate()
     settings.target.devices = ["cpu"]
     with pytest.raises(UserError, match=r"target.devices and target.sharded are set"):
