@@ -15,7 +15,6 @@ from pairs import save_pair
 
 from decode.__main__ import main
 from decode.commands.parsing.exit_status import WRITING, run_main
-from decode.core.atomic_files import write_text
 
 ROOT = Path(__file__).parents[3]
 FULL = "/dev/full"
@@ -135,11 +134,3 @@ def test_chat_without_a_template_is_refused_before_models_are_loaded(folder, tmp
     argv = ["bench", "--target", str(bare), "--suite", "open", "--methods", "prompt-lookup", "--chat"]
     assert main([*argv, "--output", str(tmp_path / "out")]) == 2
     assert "no chat template" in capsys.readouterr().err
-
-
-def test_a_report_that_is_replaced_is_whole_or_unchanged(tmp_path):
-    write_text(tmp_path / "report.json", "old")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"file"):
-        write_text(tmp_path / "file" / "report.json", "new")
-    assert (tmp_path / "report.json").read_text() == "old"

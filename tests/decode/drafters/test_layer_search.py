@@ -42,14 +42,13 @@ def test_the_whole_model_accepts_itself_and_idle_layers_cost_nothing(runner: Fas
     assert sum(map(sum, worse)) < 14
 
 
-def test_the_search_skips_the_idle_sublayers_first_and_predicts_a_gain(runner: FastRunner) -> None:
+def test_the_search_skips_the_idle_sublayers_and_predicts_a_gain(runner: FastRunner) -> None:
     found = search(runner, TEXTS, GREEDY, speedup=replayed_speedup, verify_cost=lambda n: 1 + 0.02 * (n - 1))
     assert {("attention", 1), ("mlp", 1), ("attention", 2), ("mlp", 2)} <= found.skip
-    assert found.layers("mlp")[:1] == sorted(found.layers("mlp"))[:1]
     assert found.speedup > 1
 
 
-def test_nothing_is_skipped_where_drafting_cannot_pay(runner: FastRunner) -> None:
+def test_no_gain_is_predicted_where_drafting_cannot_pay(runner: FastRunner) -> None:
     found = search(
         runner, TEXTS[1:], GREEDY, speedup=replayed_speedup, verify_cost=lambda n: 3.0 * n, fixed=0.9, longest=3
     )

@@ -46,7 +46,6 @@ def test_both_sides_train_alike_and_the_table_says_so(tmp_path: Path, monkeypatc
     plain, ours = training["straightforward"], training["draftsmith"]
     assert len(training["speedups"]) == 2
     assert training["speedup"] == pytest.approx(sum(training["speedups"]) / 2)
-    assert training["speedup"] == pytest.approx(ours["tokens_per_second"] / plain["tokens_per_second"], rel=0.5)
     assert "k = 0.4" in result["pair"]
     assert ours["prepare_seconds"] > 0 == plain["prepare_seconds"]
     assert [(row["k"], row["way"]) for row in result["loss"]] == [(k, way) for k in (1.0, 0.4) for way in both]
