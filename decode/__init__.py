@@ -14,23 +14,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decode.commands.bench.command import bench as bench
-    from decode.commands.generate import generate as generate
-    from decode.commands.generated_text import Generation as Generation
-    from decode.commands.profile import profile as profile
-    from decode.core.errors import UserError as UserError
-    from decode.models.loading.target_and_draft import Pair as Pair
-    from decode.models.loading.target_and_draft import load as load
+    from decode.commands.bench import bench
+    from decode.commands.generate import Generation, generate
+    from decode.commands.profile import profile
+    from decode.errors import UserError
+    from decode.models.pair import Pair, load
 
 __all__ = ["Generation", "Pair", "UserError", "bench", "generate", "load", "profile"]
 
 _HOMES = {
-    "Generation": "decode.commands.generated_text",
-    "Pair": "decode.models.loading.target_and_draft",
-    "UserError": "decode.core.errors",
-    "bench": "decode.commands.bench.command",
+    "Generation": "decode.commands.generate",
+    "Pair": "decode.models.pair",
+    "UserError": "decode.errors",
+    "bench": "decode.commands.bench",
     "generate": "decode.commands.generate",
-    "load": "decode.models.loading.target_and_draft",
+    "load": "decode.models.pair",
     "profile": "decode.commands.profile",
 }
 

@@ -9,10 +9,9 @@ from textwrap import indent
 
 import yaml
 
-from decode.commands.bench.settings import bench_settings
-from decode.commands.parsing.command_line import parse, take_flag
-from decode.commands.parsing.exit_status import run_main
-from decode.core.errors import choose
+from decode.commands.parsing import parse, run_main, take_flag
+from decode.commands.settings import bench_settings
+from decode.errors import choose
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ def _overview() -> str:
 def _list_methods() -> None:
     from rich.table import Table
 
-    from decode.core.progress import output_console
     from decode.methods import METHODS, is_lossless
+    from decode.progress import output_console
 
     table = Table("method", "drafter", "stop rule", "acceptance rule", "output", box=None, pad_edge=False)
     for name, components in METHODS.items():
@@ -74,7 +73,7 @@ def _run(argv: list[str]) -> None:
         dry_run = take_flag(rest, "--dry-run")
         settings = bench_settings(rest, command.about, examples)
         if dry_run:
-            from decode.commands.bench.dry_run import shrink
+            from decode.commands.dry_run import shrink
 
             settings = shrink(settings)
     else:

@@ -2,29 +2,117 @@
 
 In each round the drafter proposes a token tree, the target scores it in one forward, verification keeps a path of it
 and adds one token, both caches roll back to that path, and the adaptive parts learn from what happened. A round is one
-of any number of texts, whose forwards are made together; `decode.batched_loop` decodes many prompts with it.
+of any number of texts, whose forwards are made together; `decode.loop` decodes many prompts with it.
 """
 
+import copy
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decode.core.drafter_base import Asked
-from decode.core.errors import UserError
-from decode.core.proposal import Draft
-from decode.core.rng import Rng, TorchRng
-from decode.core.runner_protocol import synchronize
-from decode.core.sampling import Rows, Warp, WarpedRows, argmax, one_hot
-from decode.core.system import System
-from decode.core.target import Target, score_together
-from decode.core.trace_metrics import Round, Trace
-from decode.verify import Measured, verify, verify_greedy
+from decode.draft import Draft
+from decode.drafters.base import Asked, Drafter
+from decode.errors import UserError
+from decode.models.huggingface_runner import rows_that_fit
+from decode.models.runner import Runner, synchronize
+from decode.sampling import Rng, Rows, TorchRng, Warp, WarpedRows, argmax, one_hot
+from decode.stopping import DraftLengths, StopRule
+from decode.trace import Round, Trace
+from decode.verify import AcceptanceRule, Exact, Measured, verify, verify_greedy
+
+
+@dataclass
+class System:
+    """A decoding method: a drafter, a stop rule and an acceptance rule."""
+
+    name: str
+    drafter: Drafter
+    stop: StopRule
+    rule: AcceptanceRule = field(default_factory=Exact)
+    # limits the drafts of all texts of a round to what pays; None: the stop rule alone ends them
+    lengths: DraftLengths | None = None
+
+    def reset(self) -> None:
+        """Forget everything adapted so far, the drafter's learned weights included."""
+        self.stop.reset()
+        self.rule.reset()
+        self.drafter.reset()
+        if self.lengths is not None:
+            self.lengths.reset()
+
+
+class Target:
+    """The target model over its rolling cache.
+
+    Between rounds the cache holds one position less than the text: the last token is pending, chosen but not read.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    @property
+    def hidden(self) -> Tensor:
+        """Last hidden states ``[n + 1, width]`` of the rows scored last."""
+        return self.runner.hidden
+
+    def prefill(self, ids: list[int]) -> None:
+        """Read a new text, all but its pending token."""
+        self.runner.truncate(0)
+        if ids:
+            self.runner.read(torch.tensor(ids, device=self.runner.device), head=0)
+
+    def score(self, pending: int, draft: Draft) -> Tensor:
+        """One forward over the pending token and the draft.
+
+        Returns:
+            Logits ``[n + 1, vocab]``: row 0 follows the pending token, row i + 1 follows node i.
+
+        Raises:
+            UserError: a tree that branches, and a target that reads none.
+        """
+        tokens, tree = self.feed(pending, draft)
+        return self.runner.read(tokens, tree)
+
+    def feed(self, pending: int, draft: Draft) -> tuple[Tensor, Draft | None]:
+        """The tokens that `score` reads, and the tree if they are no chain; see there."""
+        device = self.runner.device
+        self._base = self.runner.length
+        first = torch.full((1,), pending, device=device)
+        if not len(draft):
+            return first, None
+        if not draft.is_chain and not self.runner.supports_trees:
+            raise tree_error(self.runner)
+        return torch.cat([first, draft.tokens.to(device)]), None if draft.is_chain else draft
+
+    def commit(self, path: list[int]) -> None:
+        """Keep the pending token and the accepted path, drop the other nodes."""
+        self.runner.keep(self._base, [self._base, *(self._base + 1 + i for i in path)])
+
+
+def score_together(targets: Sequence[Target], pending: Sequence[int], drafts: Sequence[Draft]) -> Sequence[Tensor]:
+    """`Target.score` of several texts of one model, in one forward where its runner can."""
+    if len(targets) == 1:
+        return [targets[0].score(pending[0], drafts[0])]
+    tokens, trees = zip(*(target.feed(token, draft) for target, token, draft in zip(targets, pending, drafts)))
+    counts = [len(part) for part in tokens]
+    runners = [target.runner for target in targets]
+    return runners[0].read_texts(runners, torch.cat(tokens), counts, trees).split(counts)
+
+
+def tree_error(runner: Runner) -> UserError:
+    """What to say where a method drafts trees and the target reads chains only."""
+    return UserError(
+        f"{runner.name} cannot verify token trees: {runner.tree_refusal}; use a method that drafts chains (vanilla, "
+        "eagle, prompt-lookup, layerskip)"
+    )
 
 
 @dataclass
@@ -288,3 +376,111 @@ def decode(
             if len(new) == result.accepted + 1:
                 out.rejected[-1] = result.rejected_at_end
     return out
+
+
+Place = tuple[Runner, Drafter]  # caches and drafter of one text at a time
+
+
+@torch.inference_mode()
+def decode_texts(
+    target: Target,
+    system: System,
+    warp: Warp,
+    prompts: Sequence[list[int]],
+    *,
+    rngs: Sequence[Rng],
+    batch_size: int | None = None,
+    max_new_tokens: int = 128,
+    finished: Callable[[int], None] | None = None,
+    **options: Any,
+) -> list[Output]:
+    """Decode many prompts, at most `batch_size` at once.
+
+    Every text begins with what the system has learned so far and keeps what it learns to itself, so that it depends on
+    its prompt and its `Rng` alone, not on its neighbours (in exact arithmetic; rounding may decide ties otherwise).
+    With `System.lengths` all texts share what was learned of acceptances: exact rules stay exact, but a sampled text
+    then depends on its neighbours.
+
+    Args:
+        target: the model to decode from.
+        system: the method; it learns nothing.
+        warp: logits to probabilities.
+        prompts: token ids.
+        rngs: of each text.
+        batch_size: texts at once; None: all. Where memory does not hold so many, fewer are taken, with a warning.
+        max_new_tokens: see `Text`.
+        finished: called with the number of each text that has ended.
+        options: see `Text`.
+
+    Returns:
+        The texts in the order of the prompts; one that cannot be decoded has an `error` and no new token.
+
+    Raises:
+        UserError: a model or method that serves one text at a time, or logits of NaN or +inf.
+    """
+    outputs = [Output(list(prompt), len(prompt), Trace()) for prompt in prompts]
+    waiting: deque[int] = deque()
+    for i, output in enumerate(outputs):
+        try:
+            check_prompt(target, prompts[i], max_new_tokens)
+            waiting.append(i)
+        except UserError as error:
+            output.error = error
+    rows = _rows(target, system, [len(prompts[i]) + max_new_tokens for i in waiting], batch_size)
+    live: list[tuple[int, Text, Place]] = []
+    with places(target, system, rows) as free:
+        while waiting or live:
+            while free and waiting:
+                i, place = waiting.popleft(), free.pop()
+                own, trace = system_for_one_text(system, place[1]), outputs[i].trace
+                text = Text(
+                    Target(place[0]), own, warp, prompts[i],
+                    max_new_tokens=max_new_tokens, rng=rngs[i], trace=trace, **options,
+                )  # fmt: skip
+                began = time.perf_counter()
+                text.start()
+                trace.total_seconds += time.perf_counter() - began
+                live.append((i, text, place))
+            while free:  # nobody waits for them, and neighbouring rows attend together
+                for part in free.pop():
+                    part.close()
+            live.sort(key=lambda one: one[2][0].row)
+            going = []
+            for (i, text, place), (_, new) in zip(live, round_of([text for _, text, _ in live])):
+                outputs[i].ids += new
+                if not text.done:
+                    going.append((i, text, place))
+                    continue
+                free.append(place)
+                if finished is not None:
+                    finished(i)
+            live = going
+    return outputs
+
+
+@contextmanager
+def places(target: Target, system: System, count: int) -> Iterator[list[Place]]:
+    """Caches and drafters for `count` texts; a single one uses the caches that are there."""
+    runners: Sequence[Runner] = [target.runner] if count == 1 else target.runner.fork(count)
+    drafters: Sequence[Drafter] = []
+    try:
+        drafters = system.drafter.fork(runners)
+        yield list(zip(runners, drafters))
+    finally:
+        parts: list[Runner | Drafter] = [*runners, *drafters] if count > 1 else []
+        for part in reversed(parts):
+            part.close()
+
+
+def _rows(target: Target, system: System, lengths: Sequence[int], batch_size: int | None) -> int:
+    """How many texts of these lengths to decode at once."""
+    runner = target.runner
+    bytes_per_token = runner.cache_bytes_per_token + system.drafter.cache_bytes_per_token
+    return rows_that_fit(runner.device, bytes_per_token, [min(n, runner.limit) for n in lengths], batch_size)
+
+
+def system_for_one_text(system: System, drafter: Drafter) -> System:
+    """The method with parts that a text may change: copies of what they have learned."""
+    stop = copy.copy(system.stop)
+    stop.threshold = copy.deepcopy(stop.threshold)
+    return replace(system, drafter=drafter, stop=stop, rule=copy.deepcopy(system.rule))

@@ -1,13 +1,260 @@
 """Which drafted nodes are kept, and the token that follows them: one function for chains, one for trees."""
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
-from decode.core.acceptance_rules import AcceptanceRule, Raw, js_distance, pick
-from decode.core.proposal import Draft
-from decode.core.rng import Rng
-from decode.core.sampling import Rows
-from decode.core.trace_metrics import Values
+from decode.draft import Draft
+from decode.sampling import Rng, Rows
+from decode.trace import Round, Values
+
+Raw = tuple[Tensor, Tensor]  # unwarped logits of target and draft, ``[k, vocab]`` each
+
+
+def pick(rows: Tensor, tokens: Tensor) -> Tensor:
+    """``rows[i, tokens[i]]``: ``[k]`` from ``[k, vocab]``."""
+    return rows.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def ratio(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
+    """min(1, p(x)/q(x)) ``[k]``: the exact acceptance probability (Leviathan et al., algorithm 1)."""
+    return (pick(p, x) / pick(q, x)).clamp(max=1.0)
+
+
+def overlap(p: Tensor, q: Tensor) -> Tensor:
+    """Σₓ min(p, q) ``[n]`` over the shared ids of ``p, q [n, vocab]``."""
+    shared = min(p.shape[-1], q.shape[-1])
+    return torch.minimum(p[:, :shared], q[:, :shared].to(p.device)).sum(-1)
+
+
+def js_distance(p: Tensor, q: Tensor) -> Tensor:
+    """Jensen–Shannon distance √JSD in base 2 along the last axis; in [0, 1], a token of probability 0 adds 0."""
+    m = (p + q) / 2
+    jsd = (torch.xlogy(p, p / m.clamp_min(1e-38)) + torch.xlogy(q, q / m.clamp_min(1e-38))).sum(-1) / 2
+    return (jsd / 0.6931471805599453).clamp_min(0).sqrt()
+
+
+def entropy(p: Tensor) -> Tensor:
+    """Shannon entropy in bits along the last axis."""
+    return -torch.xlogy(p, p).sum(-1) / 0.6931471805599453
+
+
+class AcceptanceRule:
+    """Which drafted tokens are kept, and how a rejected position is corrected."""
+
+    exact: bool = False  # the output has the target's distribution
+    needs_raw: bool = False  # `accept_prob` looks at the unwarped logits
+
+    @property
+    def neutral(self) -> bool:
+        """Whether the rule decides as the exact one does, for now."""
+        return False
+
+    def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
+        """Probability ``[k]`` of keeping each drafted token ``x [k]``, from ``p, q [k, vocab]``."""
+        raise NotImplementedError
+
+    def residual(self, p: Tensor, q: Tensor) -> Tensor:
+        """Weights ``[vocab]`` of the token that replaces a rejected one: [p − q]₊, or p where that has no mass."""
+        rest = (p - q).clamp_min_(0)
+        return torch.where(rest.sum() > 0, rest, p)
+
+    def tv_spent(self, p: Tensor, q: Tensor, x: Tensor, accept: Tensor) -> Tensor:
+        """Estimate ``[k]`` of the total variation from p that the rule causes: a(x) − min(1, p(x)/q(x))."""
+        return accept - ratio(p, q, x)
+
+    def start(self) -> None:
+        """A new text begins."""
+
+    def observe(self, round: Round) -> None:
+        """Learn from a verified round."""
+
+    def reset(self) -> None:
+        """Forget what was learned."""
+
+
+class Exact(AcceptanceRule):
+    """Keep x with probability min(1, p(x)/q(x)); lossless (Leviathan et al. 2211.17192, Chen et al. 2302.01318)."""
+
+    exact = True
+
+    @property
+    def neutral(self) -> bool:
+        """Always; a subclass has to say so itself."""
+        return type(self) is Exact
+
+    def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
+        """See `AcceptanceRule.accept_prob`."""
+        return ratio(p, q, x)
+
+
+@dataclass
+class Ears(AcceptanceRule):
+    """EARS: keep x where u − β(1 − max p) <= p(x)/q(x); tokens with p(x) = 0 are never kept.
+
+    β = 0 is the exact rule, bit for bit. The paper uses 0.05 to 0.2; its greedy requests bypass the tolerance, and
+    so do these, since one-hot p has max p = 1.
+    """
+
+    beta: float = 0.1
+
+    @property
+    def neutral(self) -> bool:
+        """At β = 0."""
+        return self.beta == 0
+
+    def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
+        """min(1, p(x)/q(x) + β(1 − max p)) where p(x) > 0."""
+        tolerance = self.beta * (1 - p.amax(-1))
+        px = pick(p, x)
+        return torch.where(px > 0, (px / pick(q, x) + tolerance).clamp(max=1.0), px)
+
+
+@dataclass
+class JensenShannon(AcceptanceRule):
+    """AdaSD's rule: keep x by the exact rule or where D(p, q) < θ, θ learned from accepted and rejected positions.
+
+    θ is 0, hence the rule exact, until an accepted and a rejected distance have been seen. One rejected position is
+    recorded a round. Greedy decoding compares the unwarped distributions, since one-hot ones are at distance 0 or 1.
+    """
+
+    # ``midpoint`` of the two means (the paper's choice), or its ablations ``a`` (mean of the accepted), ``b`` (means
+    # weighted by tokens), ``c`` (means weighted by sequences that had one)
+    variant: str = "midpoint"
+    threshold: float | None = None  # a fixed θ instead of a learned one
+    unwarped: bool = False  # compare the distributions before warping, which greedy decoding needs
+    accepted: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    rejected: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    sequences: list[int] = field(default_factory=lambda: [0, 0])
+    needs_raw = True
+
+    def __post_init__(self) -> None:
+        self._distance: Tensor | None = None
+        self._seen = [False, False]
+
+    @property
+    def neutral(self) -> bool:
+        """While θ is 0."""
+        return self.theta <= 0
+
+    @property
+    def theta(self) -> float:
+        """The threshold in force."""
+        if self.threshold is not None:
+            return self.threshold
+        (sum_a, n_a), (sum_r, n_r) = self.accepted, self.rejected
+        if not n_a or not n_r:
+            return 0.0
+        mean_a, mean_r = sum_a / n_a, sum_r / n_r
+        w_a, w_r = {
+            "midpoint": (1, 1),
+            "a": (1, 0),
+            "b": (n_a, n_r),
+            "c": (max(1, self.sequences[0]), max(1, self.sequences[1])),
+        }[self.variant]
+        return (w_a * mean_a + w_r * mean_r) / (w_a + w_r)
+
+    def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
+        """1 where D(p, q) < θ, min(1, p(x)/q(x)) elsewhere."""
+        if self.unwarped and raw is not None:
+            self._distance = js_distance(raw[0].float().softmax(-1), raw[1].float().softmax(-1))
+        else:
+            self._distance = js_distance(p, q)
+        return torch.where(self._distance < self.theta, torch.ones_like(p[:, 0]), ratio(p, q, x))
+
+    def observe(self, round: Round) -> None:
+        """Record the distances of the accepted positions and of the first rejected one."""
+        distance, self._distance = self._distance, None
+        if self.threshold is not None:
+            return
+        if round.draft.probs is None:
+            distance = _tree_distance(round, self.unwarped)
+        if distance is None:
+            return
+        distances = distance[: round.tested].tolist()
+        for sums, values, which in (
+            (self.accepted, distances[: round.accepted], 0),
+            (self.rejected, distances[round.accepted :], 1),
+        ):
+            sums[0] += sum(values)
+            sums[1] += len(values)
+            if values and not self._seen[which]:
+                self._seen[which] = True
+                self.sequences[which] += 1
+
+    def start(self) -> None:
+        """A new sequence begins (variant c counts them)."""
+        self._seen = [False, False]
+
+    def reset(self) -> None:
+        """Forget all distances."""
+        self.accepted, self.rejected, self.sequences = [0.0, 0.0], [0.0, 0.0], [0, 0]
+        self.start()
+
+
+def _tree_distance(round: Round, unwarped: bool) -> Tensor:
+    """D(p, one-hot) ``[t]`` at the accepted nodes of a deterministic draft, then at the first rejected one."""
+    rows = [0, *(node + 1 for node in round.path)]
+    nodes = [*round.path, *[i for i, parent in enumerate(round.draft.parents) if parent == rows[-1] - 1][:1]]
+    rows = rows[: len(nodes)]
+    p = round.logits[rows].float().softmax(-1) if unwarped else round.probs[rows]
+    tokens = round.draft.tokens.to(p.device)[nodes]
+    return js_distance(p, torch.zeros_like(p).scatter_(-1, tokens[:, None], 1.0))
+
+
+class _FromTarget(AcceptanceRule):
+    """Shared by rules that ignore q when they correct: a rejected token is replaced by one from p."""
+
+    def residual(self, p: Tensor, q: Tensor) -> Tensor:
+        """P itself."""
+        return p
+
+
+@dataclass
+class Fuzzy(_FromTarget):
+    """Fuzzy speculative decoding: keep x where a divergence of the unwarped p and q is at most T.
+
+    The decision ignores the token, so a rejected position is drawn from p, and the price of a kept one is TV(p, q).
+    """
+
+    threshold: float = 0.4  # T; the divergence is the Jensen–Shannon divergence in nats (FSD's example for js: 0.4)
+    needs_raw = True
+
+    def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
+        """1 where JSD(p, q) <= T, else 0."""
+        a, b = (p, q) if raw is None else (raw[0].float().softmax(-1), raw[1].float().softmax(-1))
+        divergence = js_distance(a, b).square() * 0.6931471805599453
+        return (divergence <= self.threshold).to(p.dtype)
+
+    def tv_spent(self, p: Tensor, q: Tensor, x: Tensor, accept: Tensor) -> Tensor:
+        """TV(p, q) where the draft is kept."""
+        return accept * (1 - torch.minimum(p, q).sum(-1))
+
+
+@dataclass
+class Typical(_FromTarget):
+    """Medusa's typical acceptance: keep x where p(x) > min(ε, δ·exp(−H(p))), H in nats.
+
+    Under one-hot p (greedy) this is the exact match.
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def _limit(self, p: Tensor) -> Tensor:
+        return (self.delta * torch.exp(-entropy(p) * 0.6931471805599453)).clamp(max=self.epsilon)
+
+    def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
+        """1 where p(x) exceeds the limit, else 0."""
+        return (pick(p, x) > self._limit(p)).to(p.dtype)
+
+    def tv_spent(self, p: Tensor, q: Tensor, x: Tensor, accept: Tensor) -> Tensor:
+        """TV between what is emitted, q·a + (1 − Σ q·a)·p, and p."""
+        kept = q * (p > self._limit(p)[:, None])
+        mass = kept.sum(-1, keepdim=True)
+        return (kept - mass * p).abs().sum(-1) / 2
+
 
 Measured = tuple[Values | None, Values | None, Values | None]
 """Overlap, total variation spent and Jensen–Shannon distance at the tested positions."""

@@ -3,10 +3,8 @@
 import sys
 from pathlib import Path
 
-from decode.commands.parsing.command_line import parse, take_flag
-from decode.commands.parsing.config_files import config_paths
-from decode.commands.parsing.exit_status import run_main
-from decode.core.errors import UserError
+from decode.commands.parsing import config_paths, parse, run_main, take_flag
+from decode.errors import UserError
 
 ABOUT = """Trains a draft model for a target: target -> initial draft -> reference (DistillSpec) -> draft (AdaSPEC),
 measures all drafts and exports the one that export.choose names, under <output_dir>/<name>/. Stages whose inputs have
@@ -58,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     """Parses the arguments and runs."""
     argv = list(sys.argv[1:] if argv is None else argv)
     others = {"bench": _bench, "ablate": _ablate, "design": _design}
-    from distill.core.ranks import check_alone
+    from distill.ranks import check_alone
 
     if argv and argv[0] in others:
         check_alone(f"python -m distill {argv[0]}")
@@ -69,22 +67,22 @@ def main(argv: list[str] | None = None) -> None:
     measure = take_flag(argv, "--estimate")
     if dry_run or measure:
         check_alone(f"python -m distill {'--dry-run' if dry_run else '--estimate'}")
-    from distill.config.run_settings import Settings
+    from distill.config.run import Settings
 
     settings = parse(
         Settings, argv, prog="python -m distill", description=ABOUT, examples=EXAMPLES, foreign=FOREIGN, aliases=TRACKER
     )
-    from distill.pipeline.run_pipeline import run_pipeline, show_example
+    from distill.pipeline import run_pipeline, show_example
 
     if measure:
-        from decode.core.progress import output_console
-        from distill.pipeline.time_and_memory_estimate import measured_estimate
-        from distill.pipeline.time_and_memory_estimate import show as show_estimate
+        from decode.progress import output_console
+        from distill.estimate import measured_estimate
+        from distill.estimate import show as show_estimate
 
         console = output_console()
         return show_estimate(measured_estimate(settings, console), settings, console)
     if dry_run:
-        from distill.pipeline.dry_run import shrink
+        from distill.dry_run import shrink
 
         settings = shrink(settings)
     if show:
@@ -94,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _bench(argv: list[str]) -> None:
-    from distill.experiments.training_benchmark import TrainingBenchSettings, run
+    from distill.experiments.speed import TrainingBenchSettings, run
 
     argv, aliases = _with_config(argv), TRACKER | {"json": "speed.json"}
     prog = "python -m distill bench"

@@ -2,9 +2,8 @@
 
 import sys
 
-from decode.commands.parsing.command_line import parse, take_flag
-from decode.commands.parsing.exit_status import run_main
-from decode.core.errors import UserError
+from decode.commands.parsing import parse, run_main, take_flag
+from decode.errors import UserError
 
 ABOUT = """Trains linear probes that predict, at every layer of a run's target, whether the token drafted there will be
 accepted; chooses exit layer, stop rule and threshold by predicted speedup; confirms the best by real runs; and writes
@@ -21,7 +20,7 @@ EXAMPLES = """\
 
 def main(argv: list[str] | None = None) -> None:
     """Parses the arguments and runs."""
-    from probes.probe_settings import ProbesSettings
+    from probes.settings import ProbesSettings
 
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv:
@@ -38,8 +37,8 @@ def main(argv: list[str] | None = None) -> None:
         aliases=aliases,
     )
     if dry_run:
-        from distill.core.ranks import check_alone
-        from probes.probe_settings import shrink
+        from distill.ranks import check_alone
+        from probes.settings import shrink
 
         check_alone("python -m probes --dry-run")
         settings = shrink(settings)

@@ -10,31 +10,27 @@ from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from decode.core.atomic_files import read_json
-from decode.core.progress import output_console
-from decode.core.sampling import Warp
-from decode.drafters.acceptance_probe import AcceptanceProbe, save_probes
-from decode.measure.bootstrap_statistics import plain
-from decode.measure.costs import machine
-from decode.models.loading.choose_runner import open_runner
-from decode.models.loading.open_model import check_tokenizers, load_model, load_tokenizer
-from decode.models.runners.fast_runner import FastRunner
-from distill.core import ranks
-from distill.core.file_fingerprints import write_json
-from distill.data.stage_context import StageContext
-from distill.pipeline.run_pipeline import alone_in, run_of, say_end
-from distill.pipeline.run_stages import run_stages
-from distill.tracking.logger import finish, for_stage, make_logger
-from probes.calibration_and_metrics import calibrate, evaluate_exits, scikit_check
-from probes.exit_search import advise, find_subset, predict_speedups, run_best
-from probes.features_of_processes import FILES
-from probes.fit_probes import train_probes
-from probes.hidden_state_features import Features, exit_layers
-from probes.probe_context import Mode, ProbeContext
-from probes.probe_page import write_page
-from probes.probe_report import console_tables, findings
-from probes.probe_settings import ProbesSettings
-from probes.simulated_speedup import HINDSIGHT, METHODS, Choice, best_of
+from decode.bench import machine
+from decode.bench.statistics import plain
+from decode.drafters.probe import AcceptanceProbe, save_probes
+from decode.errors import read_json
+from decode.models.choose_runner import open_runner
+from decode.models.fast_runner import FastRunner
+from decode.models.loading import check_tokenizers, load_model, load_tokenizer
+from decode.progress import output_console
+from decode.sampling import Warp
+from distill import ranks
+from distill.data.context import StageContext
+from distill.files import write_json
+from distill.pipeline import alone_in, run_of, say_end
+from distill.run_stages import run_stages
+from distill.tracking import finish, for_stage, make_logger
+from probes.exit_search import HINDSIGHT, METHODS, Choice, advise, best_of, find_subset, predict_speedups, run_best
+from probes.features import FILES, Features, exit_layers
+from probes.fit import calibrate, evaluate_exits, scikit_check, train_probes
+from probes.labels import Mode, ProbeContext
+from probes.report import console_tables, findings, write_page
+from probes.settings import ProbesSettings
 
 Rows = list[dict[str, Any]]
 

@@ -11,9 +11,10 @@ import transformers
 from families import build_tiny
 from transformers import PreTrainedModel
 
-from decode.measure.costs import cost_model, exit_costs
-from decode.models.runners.fast_forward import FastForward
-from decode.models.weights import choose_linear
+from decode.bench import costs as cost_model
+from decode.bench import exit_costs
+from decode.models import weights as choose_linear
+from decode.models.fast_forward import FastForward
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

@@ -15,15 +15,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from decode.commands.generate import start
-from decode.commands.generated_text import LEGEND, STYLES, Generation, colored
+from decode.commands.checks import open_pair
+from decode.commands.generate import LEGEND, STYLES, Generation, colored, start
 from decode.commands.settings import DemoSettings, GenerateSettings
-from decode.commands.settings_checks import open_pair
-from decode.core.errors import UserError
-from decode.core.progress import output_console
+from decode.errors import UserError
 from decode.methods import METHODS
-from decode.models.eagle.head import FeatureHead
-from decode.models.loading.target_and_draft import Pair
+from decode.models.heads import FeatureHead
+from decode.models.pair import Pair
+from decode.progress import output_console
 
 OTHER_ROWS = 8  # rows of the terminal that are not text: frames, legend, result
 

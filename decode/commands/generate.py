@@ -3,15 +3,20 @@
 import json
 import random
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from decode.commands.generated_text import Generation, colored, show_statistics
-from decode.commands.settings import GenerateSettings
-from decode.commands.settings_checks import (
+from decode.bench import machine
+from decode.bench.entries import exported_length
+from decode.bench.page import WRITERS
+from decode.bench.statistics import plain
+from decode.commands.checks import (
     api_settings,
     check_methods,
     check_models,
@@ -24,21 +29,105 @@ from decode.commands.settings_checks import (
     told_chat,
     use_chat,
 )
-from decode.core.errors import UserError
-from decode.core.rng import TorchRng
-from decode.core.target import Target
-from decode.core.trace_metrics import Round
-from decode.loop import rounds
-from decode.measure.bench.method_entries import exported_length
-from decode.measure.costs import machine
-from decode.method_parts import MethodInputs
-from decode.methods import METHODS, build, is_lossless
-from decode.models.loading.generation_config import described
-from decode.models.loading.open_model import placement, stop_ids
-from decode.models.loading.target_and_draft import Pair
+from decode.commands.settings import GenerateSettings
+from decode.errors import UserError
+from decode.loop import Target, rounds
+from decode.methods import METHODS, MethodInputs, build, is_lossless
+from decode.models.loading import placement, stop_ids
 from decode.models.other_tokenizer import ForeignDraft
-from decode.models.prompt_tokens import chat_ids, prompt_ids, user_says
-from decode.models.streamed_text import Detokenizer, marked, stop_at
+from decode.models.pair import Pair, described
+from decode.models.tokens import Detokenizer, chat_ids, marked, prompt_ids, stop_at, user_says
+from decode.sampling import TorchRng
+from decode.trace import FORMULAS, Round, Trace
+
+
+@dataclass
+class Generation:
+    """A text, and how it came about."""
+
+    prompt: list[int]  # token ids
+    method: str  # the method's name
+    lossless: bool  # whether the output distribution is the target's
+    seed: int  # of sampling
+    # rounds as marked text (`decode.models.tokens.marked`), to be iterated once while the text is generated
+    pieces: Iterator[list[dict[str, str]]] = field(default_factory=lambda: iter(()), repr=False)
+    ids: list[int] = field(default_factory=list)  # tokens generated so far
+    trace: Trace = field(default_factory=Trace, repr=False)  # rounds so far
+    text: str = ""  # text so far
+    tokens: list[dict[str, str]] = field(default_factory=list, repr=False)  # marked tokens so far
+    # once the text has ended, what ended it: eos, stop (a stop string), length (max_new_tokens) or context (it is full)
+    finish_reason: str | None = None
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Acceptance, block efficiency and times; `decode.trace.FORMULAS` says how they are computed."""
+        return dict(plain(self.trace.metrics()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
+        return {
+            "text": self.text,
+            "ids": self.ids,
+            "prompt_ids": self.prompt,
+            "method": self.method,
+            "lossless": self.lossless,
+            "seed": self.seed,
+            "finish_reason": self.finish_reason,
+            "metrics": self.metrics,
+            "tokens": self.tokens,
+        }
+
+
+STYLES = {
+    "accepted": "green",
+    "rejected": "red strike",
+    "corrected": "yellow",
+    "bonus": "cyan",
+    "target": "default",
+}
+"""How ``--show`` marks who wrote a token."""
+
+LEGEND = {who: WRITERS[who] for who in ("accepted", "rejected", "corrected", "bonus")}
+
+
+def colored(pieces: Sequence[dict[str, str]]) -> Text:
+    """Marked text in the colours of those who wrote it; a rejected line end is a sign, so that it breaks no line."""
+    shown = ((p["text"].replace("\n", "⏎") if p["who"] == "rejected" else p["text"], p["who"]) for p in pieces)
+    return Text.assemble(*((text, STYLES[who]) for text, who in shown))
+
+
+def show_statistics(generation: Generation, console: Console) -> None:
+    """The statistics of the rounds, each with its formula."""
+    console.print()
+    legend = Text("  ").join(Text(meaning, STYLES[who]) for who, meaning in LEGEND.items())
+    console.print(legend)
+    kind = "lossless" if generation.lossless else "relaxed: the output is not distributed as the target's"
+    table = Table(title=f"{generation.method} ({kind})", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_column("formula", style="dim")
+    metrics = generation.trace.metrics()
+    for name, formula in STATISTICS.items():
+        value = metrics[name]
+        if value == value:
+            number = f"{value:d}" if isinstance(value, int) else f"{value:.3f}"
+            table.add_row(name, number, formula or FORMULAS[name])
+    console.print(table)
+
+
+STATISTICS = {
+    "tokens": "generated, the end-of-text token included",
+    "rounds": "target forwards after the prompt was read",
+    "tokens_per_second": "tokens / total_seconds, the prompt's reading included",
+    "block_efficiency": "",
+    "drafted_per_round": "Σk / rounds",
+    **dict.fromkeys(("alpha", "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance"), ""),
+    "prefill_seconds": "reading the prompt, by target and draft",
+    "draft_seconds": "proposing",
+    "verify_seconds": "the target's forwards, verification and bookkeeping",
+    "total_seconds": "wall time",
+}
+"""What ``--show`` prints of the rounds, with the formulas that `FORMULAS` does not have."""
 
 
 def generate(

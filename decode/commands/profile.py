@@ -9,8 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from decode.commands.settings import ProfileSettings, required
-from decode.commands.settings_checks import (
+from decode.bench import machine
+from decode.bench.batch_report import forecast_tables, record_forecast
+from decode.bench.pair_profile import PairProfile, profile_pair
+from decode.bench.report import TABLES, console_table
+from decode.bench.session import Session
+from decode.commands.checks import (
     api_settings,
     check_models,
     make_warp,
@@ -20,14 +24,10 @@ from decode.commands.settings_checks import (
     told_chat,
     use_chat,
 )
-from decode.core.progress import output_console, working
-from decode.core.trace_metrics import FORMULAS
-from decode.measure.bench.pair_profile import PairProfile, profile_pair
-from decode.measure.bench.session import Session
-from decode.measure.costs import machine
-from decode.models.loading.target_and_draft import Pair
-from decode.report.batch_report import forecast_tables, record_forecast
-from decode.report.bench_tables import TABLES, console_table
+from decode.commands.settings import ProfileSettings, required
+from decode.models.pair import Pair
+from decode.progress import output_console, working
+from decode.trace import FORMULAS
 
 
 def profile(pair: Pair, suite: Sequence[str] = ("arithmetic",), **options: Any) -> PairProfile:

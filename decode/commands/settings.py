@@ -1,13 +1,16 @@
 """Settings of ``python -m decode``: one dataclass a command; the texts below each key are its help."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat, PositiveInt
 
-from decode.core.errors import UserError
-from decode.core.method_options import Checked, MethodOptions, NgramOrder, Seed, Share, Temperature
+from decode.commands.parsing import config_paths, parse, read_config
+from decode.errors import UserError
+from decode.method_options import Checked, MethodOptions, NgramOrder, Seed, Share, Temperature
 
 
 @dataclass
@@ -195,3 +198,224 @@ def required(settings: Any, *names: str) -> None:
             what = next((f.type for f in dataclasses.fields(settings) if f.name == name), "")
             value = "PATH ..." if "list" in str(what) else "PATH"
             raise UserError(f"--{name.replace('_', '-')} is missing; give --{name.replace('_', '-')} {value}")
+
+
+@dataclass
+class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSettings, LoadSettings):
+    """Settings of python -m decode bench, and of the section bench of a configuration."""
+
+    draft: list[str] = field(default_factory=list)
+    """Draft models: folders, hub names or GGUF files, NAME=PATH to name them in the table. Several are compared."""
+    methods: list[str] = field(default_factory=list)
+    """Methods to compare, among them transformers' generate, generate-assistant, generate-assistant-dynamic and
+    generate-prompt-lookup; empty: all that the given models and files allow. Options of one method follow its
+    name, NAME:option=value:...: ears:beta=0.2, adaptix:order=2, adaspeed:exit_layer=4, vanilla:draft_length=5."""
+    peers: bool = True
+    """Also run transformers' own generation: plain, with the draft as assistant, with prompt lookup."""
+    draft_lengths: list[PositiveInt] = field(default_factory=list)
+    """Run the fixed-length methods once with each of these."""
+    batch_sizes: list[PositiveInt] = field(default_factory=list)
+    """Decode this many texts at once; the methods are compared at each of these batch sizes instead of on one text.
+    Default methods: no draft, fixed draft lengths (--draft-lengths, else 1, 2, 4 and 8), cost-optimal, and
+    transformers' generate on batches. Each batch size gets --limit prompts, but at least two per place of the
+    batch."""
+    suite: list[str] = field(default_factory=lambda: ["arithmetic"])
+    """Prompts: arithmetic, chat, gsm8k, humaneval, mbpp, mmlu, alpaca, mt_bench, spec_bench, cnn_dailymail, xsum, open;
+    a local file, whose columns say what it is, or NAME=PATH; arithmetic:2 is a difficulty, chat:qa a category."""
+    limit: PositiveInt | None = 20
+    """Prompts of each suite (also --prompts), a sample chosen by the seed, evenly from its categories; null: all."""
+    temperatures: list[Temperature] = field(default_factory=lambda: [0.0])
+    """0 is greedy; the smallest other value is 0.001."""
+    alpha_temperatures: list[Temperature] = field(default_factory=list)
+    """Also measure the drafts' offline α at these temperatures, without top-k, top-p and min-p, on texts that the
+    target writes for the prompts: the number that compares drafts."""
+    max_new_tokens: PositiveInt = 128
+    """Maximum number of new tokens per text."""
+    repeats: PositiveInt = 3
+    """Times each prompt is given to each method; medians are taken."""
+    ignore_eos: bool = False
+    """Generate max_new_tokens always, so that all texts are equally long. Speed ratios of relaxed and sampled methods
+    are then over equal lengths; accuracy means nothing."""
+    corpus: list[str] = field(default_factory=list)
+    """Text or .jsonl files, or suites (their training split), from which the stores of rest and adaptix are built
+    where none is given."""
+    corpus_texts: PositiveInt = 20_000
+    """Texts taken from each suite of the corpus."""
+    cost_turns: PositiveInt = 24
+    """Measurements of c and v(n), spread over the prompts of each suite."""
+    samples: NonNegativeInt = 1
+    """Prompts of each suite whose texts are kept in the report, with marks on who wrote each token."""
+    allow_code_execution: bool = False
+    """Run generated programs to score humaneval and mbpp, each in a limited process."""
+    output: str | None = None
+    """Folder of report.json and the HTML page; null: runs/bench, with a configuration runs/<name>."""
+
+
+def bench_settings(argv: Sequence[str], description: str = "", examples: str = "") -> BenchSettings:
+    """Settings of ``bench``: the section ``bench`` of a configuration, and what follows from its other sections.
+
+    A configuration names the run whose target and draft are measured, and the data they were made for.
+
+    Raises:
+        UserError: a file that is missing or not valid, or an unknown key.
+    """
+    settings = parse(
+        BenchSettings,
+        argv,
+        prog="python -m decode bench",
+        description=description,
+        examples=examples,
+        section="bench",
+        aliases={"prompts": "limit"},
+    )
+    if not (paths := config_paths(argv)):
+        return settings
+    content = read_config(paths)
+    run = Path(content.get("output_dir", "runs")) / content.get("name", "run")
+    given = any(item.startswith("--suite") for item in argv) or "suite" in (content.get("bench") or {})
+    if not given:
+        settings.suite = default_suites(content.get("data"))
+    settings.target = settings.target or str(run / "target")
+    if not settings.draft and (found := next((f for f in (run / "export", run / "draft") if f.is_dir()), None)):
+        settings.draft = [str(found)]
+    settings.output = settings.output or str(run)
+    return settings
+
+
+def default_suites(data: Any) -> list[str]:
+    """The suite that belongs to a configuration's ``data`` section."""
+    if not isinstance(data, dict):
+        return ["arithmetic"]
+    source = str(data.get("source", "arithmetic"))
+    if source == "target":  # whose own prompts have no suite
+        return ["chat"]
+    if source == "arithmetic":
+        return [f"arithmetic:{data.get('difficulty', 1)}"]
+    if data.get("test_file"):
+        return [f"{source}={data['test_file']}"]
+    return [f"prompts={source}"] if Path(source).exists() else [source]
+
+
+@dataclass
+class ServeCheckSettings(SuiteSettings, ChatSettings, LoadSettings):
+    """Settings of python -m decode serve-check."""
+
+    engine: str = "transformers"
+    """transformers, vllm or llama.cpp; `make engines` sets up the last two."""
+    draft: str | None = None
+    """Folder of the draft model or feature head, as it is to be served. Required."""
+    limit: PositiveInt | None = 16
+    """Prompts of each suite."""
+    draft_lengths: list[PositiveInt] = field(default_factory=lambda: [3, 5, 7])
+    """Tokens drafted a round; the engine is started once for each."""
+    temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
+    """0 is greedy; the smallest other value is 0.001."""
+    max_new_tokens: PositiveInt = 64
+    """Maximum number of new tokens per text."""
+    batch_sizes: list[PositiveInt] = field(default_factory=lambda: [1])
+    """Requests under way at a time, greedy, such as 1,4,8; what is accepted by position is measured one at a time."""
+    draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
+    """What vLLM and llama.cpp draft above temperature 0: greedy, their default, or probabilistic."""
+    draft_p_min: ClosedUnitInterval = 0.0
+    """llama.cpp ends a draft before the first token whose probability, among the draft's ten most probable tokens, is
+    below this. A weak draft that slows decoding down at 0 may be faster at 0.6. The speed is then not predicted."""
+    python: str | None = None
+    """Interpreter of an environment that has vLLM; null: .venv-vllm/bin/python."""
+    binary: str | None = None
+    """llama-server; null: .engines/llama.cpp/build/bin/llama-server."""
+    url: str | None = None
+    """Address of a server that runs already, with the draft; --draft-lengths has to be the one that it drafts. Its
+    texts are compared with transformers', and no speedup is taken."""
+    port: PositiveInt | None = None
+    """Port to listen on; null: a free one."""
+    engine_target: str | None = None
+    """Another file of the target for the engine, such as a GGUF; null: the target itself, converted where needed."""
+    engine_draft: str | None = None
+    """Another file of the draft for the engine, such as a GGUF; null: the draft itself, converted where needed."""
+    gguf_type: str = "f32"
+    """Number format of what is converted for llama.cpp: f32, f16, bf16 or q8_0."""
+    timeout: PositiveInt = 300
+    """Seconds until the engine has to be ready."""
+    request_timeout: PositiveInt = 120
+    """Seconds for each text."""
+    output: str | None = None
+    """Folder of a run whose report.json gets the rows (key `served`), with a page served.html; null: none. The draft's
+    speculation_profile.json and model card get them in any case."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass
+class ServedSettings(Checked):
+    """Settings of python -m decode served."""
+
+    url: str | None = None
+    """Address of a running vLLM, SGLang or llama.cpp server, such as http://127.0.0.1:8000. Required."""
+    profile: str | None = None
+    """The draft's folder, or its speculation_profile.json. Required."""
+    every: PositiveFloat | None = None
+    """Seconds between readings, each compared with the one before; null: one reading, since the server's start."""
+    readings: PositiveInt | None = None
+    """Readings after which to stop; null: until stopped."""
+    timeout: PositiveFloat = 30.0
+    """Seconds for each answer."""
+    wandb: str | None = None
+    """W&B project that gets every reading too; null: none."""
+
+
+@dataclass
+class WhatIfSettings(SuiteSettings):
+    """Settings of python -m decode what-if."""
+
+    target: str | None = None
+    """Folder of the target. Required."""
+    draft_shape: str | None = None
+    """Shape of the draft to suppose: width x layers, optionally x heads, such as 192x2 or 576x4x9. Required."""
+    acceptance: list[ClosedUnitInterval] = field(default_factory=lambda: [0.6, 0.7, 0.8, 0.9])
+    """Conditional acceptance rates to suppose, the same at every position."""
+    profile: str | None = None
+    """Take the rates of this speculation_profile.json (or the folder that holds it) instead."""
+    engine: Literal["vllm"] = "vllm"
+    """vllm."""
+    draft_lengths: list[PositiveInt] = field(default_factory=lambda: [5])
+    """Tokens drafted a round; the engine is started once for each length."""
+    limit: PositiveInt | None = 8
+    """Prompts of each suite."""
+    max_new_tokens: PositiveInt = 64
+    """Tokens of each text."""
+    python: str | None = None
+    """Interpreter of an environment that has vLLM; null: .venv-vllm/bin/python."""
+    threads: PositiveInt | None = None
+    """Threads of the engine; null: its own choice."""
+    timeout: PositiveInt = 300
+    """Seconds until the engine has to be ready."""
+    request_timeout: PositiveInt = 120
+    """Seconds for each text."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass
+class PaperSettings(Checked):
+    """Settings of python -m decode paper."""
+
+    paper: str | None = None
+    """adasd, adaptix, ears, adaspeed or adaspec; may stand without --paper. Required."""
+    scale: str = "quickstart"
+    """quickstart, gpu-small or full."""
+    run: str | None = None
+    """Folder of the target, draft and probes; null: runs/quickstart, or runs/gpu-small. Not for full."""
+    configs: str = "configs/papers"
+    """Where the papers' configurations lie."""
+    only: list[str] = field(default_factory=list)
+    """At full scale: these configurations alone, by their files' names without .yaml."""
+    limit: PositiveInt | None = None
+    """Prompts of each suite; null: as in the configuration."""
+    repeats: PositiveInt | None = None
+    """Times each prompt is given to each method; null: as in the configuration."""
+    again: bool = False
+    """Measure anew what was measured with the same settings and weights."""
+    output: str | None = None
+    """Folder of report.json and table.md; null: runs/papers/<paper>-<scale>."""
+    dry_run: bool = False
+    """Everything in miniature: tiny random models of the same families, few prompts, no network."""

@@ -1,1 +1,1 @@
-"""Who drafts: one module a drafter, all behind `decode.core.drafter_base.Drafter`; imports models and core."""
+"""Who drafts: one module a drafter, all behind `decode.drafters.base.Drafter`; imports models and core."""

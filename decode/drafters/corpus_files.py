@@ -12,9 +12,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
-from decode.core.atomic_files import write_safely
-from decode.core.errors import UserError
-from decode.core.progress import Progress
+from decode.errors import UserError, write_safely
+from decode.progress import Progress
 
 FORMAT = "1"
 BATCH_CHARACTERS = 1 << 20

@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode.core.drafter_base import Asked, Drafter
-from decode.core.proposal import Draft
-from decode.core.rng import Rng
-from decode.core.runner_protocol import Runner
-from decode.core.sampling import Warp, argmax, one_hot
-from decode.core.stopping.stop_rules import Step, StopRule
+from decode.draft import Draft
+from decode.drafters.base import Asked, Drafter
+from decode.models.runner import Runner
+from decode.sampling import Rng, Warp, argmax, one_hot
+from decode.stopping import Step, StopRule
 
 Drafting = Generator[Any, Any, Draft]
 """Yields what the draft model has to read next, is sent the logits behind it, and returns the draft."""

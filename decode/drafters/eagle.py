@@ -9,17 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.core.drafter_base import Drafter
-from decode.core.errors import UserError
-from decode.core.proposal import Draft
-from decode.core.rng import Rng
-from decode.core.runner_protocol import Runner
-from decode.core.sampling import Warp
-from decode.core.stopping.batch_draft_length import RoundCosts
-from decode.core.stopping.stop_rules import StopRule
-from decode.core.trace_metrics import Round
+from decode.draft import Draft
+from decode.drafters.base import Drafter
 from decode.drafters.draft_model import Drafting, ModelDrafter
-from decode.models.eagle.head_runner import HeadRunner
+from decode.errors import UserError
+from decode.models.head_runner import HeadRunner
+from decode.models.runner import Runner
+from decode.sampling import Rng, Warp
+from decode.stopping import RoundCosts, StopRule
+from decode.trace import Round
 
 
 def head_of(draft: Runner | None) -> HeadRunner:

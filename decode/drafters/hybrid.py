@@ -10,15 +10,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from decode.core.drafter_base import Asked, Drafter
-from decode.core.proposal import Draft
-from decode.core.rng import Rng
-from decode.core.runner_protocol import Runner
-from decode.core.stopping.stop_rules import StopRule
-from decode.core.trace_metrics import Round
+from decode.draft import Draft
+from decode.drafters.base import Asked, Drafter
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
-from decode.drafters.rest.datastore import Datastore
+from decode.drafters.rest import Datastore
+from decode.models.runner import Runner
+from decode.sampling import Rng
+from decode.stopping import StopRule
+from decode.trace import Round
 
 LONGEST, SHORTEST = 8, 2  # tokens of the text's end that are looked up
 OCCURRENCES = 256  # most occurrences in the corpus whose continuations are read

@@ -10,12 +10,11 @@ exact verification may accept any part of it.
 from dataclasses import dataclass, field
 from random import Random
 
-from decode.core.drafter_base import Drafter
-from decode.core.proposal import Draft
-from decode.core.rng import Rng
-from decode.core.stopping.stop_rules import StopRule
-from decode.core.trace_metrics import Round
-from decode.drafters.token_tree import Trie
+from decode.draft import Draft, Trie
+from decode.drafters.base import Drafter
+from decode.sampling import Rng
+from decode.stopping import StopRule
+from decode.trace import Round
 
 
 @dataclass

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from decode.core.drafter_base import Drafter
-from decode.core.proposal import Draft
-from decode.core.rng import Rng
-from decode.core.stopping.stop_rules import StopRule
+from decode.draft import Draft
+from decode.drafters.base import Drafter
+from decode.sampling import Rng
+from decode.stopping import StopRule
 
 
 @dataclass

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from decode.core.atomic_files import scratch_folder
-from decode.core.errors import UserError
-from decode.engines.acceptance_counts import ServedText, median, round_cost, tokens_per_second
-from decode.engines.launch.engine_settings import EngineSettings
-from decode.engines.launch.start_engine import opened
-from decode.measure.bench.session import Item
-from decode.measure.bootstrap_statistics import median_interval
-from decode.models.config_from_shape import config_for
+from decode.bench.session import Item
+from decode.bench.statistics import median_interval
+from decode.engines.acceptance import ServedText, median, round_cost, tokens_per_second
+from decode.engines.launch import opened
+from decode.engines.settings import EngineSettings
+from decode.errors import UserError, scratch_folder
+from decode.models.shapes import config_for
 
 
 def parse_shape(shape: str) -> tuple[int, int, int]:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from decode.core.errors import UserError
-from decode.core.proposal import Draft
-from decode.core.runner_protocol import Runner, WrappedRunner
-from decode.models.eagle.head import FeatureHead
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.models.heads import FeatureHead
+from decode.models.runner import Runner, WrappedRunner
 
 LEAST = 100  # fewest tokens an intersection may have: less does not even spell the letters, digits and signs of English
 BOS, EOS = "<bos>", "<eos>"

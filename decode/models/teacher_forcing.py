@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.models.eagle.head import FeatureHead, output_head, rows_of_states
+from decode.models.heads import FeatureHead, output_head, rows_of_states
 from decode.models.other_tokenizer import DraftModel, ForeignDraft, foreign_logits
 
 Text = tuple[Sequence[int], int]  # token ids, and how many of them are the prompt

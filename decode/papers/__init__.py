@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from decode.papers.claims import Ordering
-from decode.papers.results import PaperTable, Results
+from decode.papers.claims import Ordering, PaperTable, Results
 
 
 @dataclass(frozen=True)

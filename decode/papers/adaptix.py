@@ -3,8 +3,20 @@
 from collections.abc import Mapping
 
 from decode.papers import Paper
-from decode.papers.claims import Claim, Estimate, Ordering, judge, ratio_text, speed_ratio
-from decode.papers.results import Block, PaperTable, Result, Results, number, published
+from decode.papers.claims import (
+    Block,
+    Claim,
+    Estimate,
+    Ordering,
+    PaperTable,
+    Result,
+    Results,
+    judge,
+    number,
+    published,
+    ratio_text,
+    speed_ratio,
+)
 
 PUBLISHED = {(row["suite"], row["model"]): row for row in published("adaptix")}
 """Table 1: latency in ms a token, and accept length, by suite and model."""

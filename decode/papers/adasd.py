@@ -5,8 +5,18 @@ from functools import partial
 from typing import Any
 
 from decode.papers import Paper
-from decode.papers.claims import Claim, judge, ratio_text, speed_ratio
-from decode.papers.results import Block, PaperTable, Result, Results, number, published
+from decode.papers.claims import (
+    Block,
+    Claim,
+    PaperTable,
+    Result,
+    Results,
+    judge,
+    number,
+    published,
+    ratio_text,
+    speed_ratio,
+)
 
 PUBLISHED = published("adasd")  # tables 3 (GSM8K), 4 (HumanEval) and 5 (MMLU); tables 1 and 2 repeat parts of them
 COLUMNS = ("tks/sec", "JSDist", "#cand", "#match", "AccRate", "acc", "speedup")

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 
 from decode.papers import Paper
-from decode.papers.claims import Estimate, Ordering
-from decode.papers.results import PaperTable, Results, Row, number, published
+from decode.papers.claims import Estimate, Ordering, PaperTable, Results, Row, number, published
 
 PUBLISHED = published("adaspec")
 """DistillSpec and AdaSPEC: α in percent by pair, epochs and task; tokens/s by task (pair and hardware not stated)."""

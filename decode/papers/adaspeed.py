@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from decode.papers import Paper
-from decode.papers.claims import Claim, judge, ratio_text, speed_ratio
-from decode.papers.results import Block, PaperTable, Results, number, published
+from decode.papers.claims import Block, Claim, PaperTable, Results, judge, number, published, ratio_text, speed_ratio
 
 METHODS = {
     "layerskip": "LayerSkip",

@@ -8,19 +8,16 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from decode.commands.bench import command as compare
-from decode.commands.bench.checkpoint import draft_names, fingerprint
-from decode.commands.bench.dry_run import shrink
-from decode.commands.bench.settings import BenchSettings, bench_settings
-from decode.core.atomic_files import write_text
-from decode.core.errors import UserError, choose
-from decode.core.progress import output_console
+from decode.bench.report import plain_table
+from decode.commands import bench as compare
+from decode.commands.bench import draft_names, fingerprint
+from decode.commands.dry_run import shrink
+from decode.commands.settings import BenchSettings, PaperSettings, bench_settings
+from decode.errors import UserError, choose, write_text
 from decode.methods import PROBED
 from decode.papers import Paper, papers
-from decode.papers.claims import Ordering
-from decode.papers.results import PaperTable, Results
-from decode.papers.settings import PaperSettings
-from decode.report.bench_tables import plain_table
+from decode.papers.claims import Ordering, PaperTable, Results
+from decode.progress import output_console
 
 SCALES = ("quickstart", "gpu-small", "full")
 RUNS = {"quickstart": "runs/quickstart", "gpu-small": "runs/gpu-small"}

@@ -4,8 +4,18 @@ from collections.abc import Mapping
 from functools import partial
 
 from decode.papers import Paper
-from decode.papers.claims import Claim, judge, ratio_text, speed_ratio
-from decode.papers.results import Block, PaperTable, Result, Results, number, published
+from decode.papers.claims import (
+    Block,
+    Claim,
+    PaperTable,
+    Result,
+    Results,
+    judge,
+    number,
+    published,
+    ratio_text,
+    speed_ratio,
+)
 
 BASELINE = "vanilla"
 MAIN = "ears draft_length=5 beta=0.1"

@@ -15,21 +15,16 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from decode.core.errors import UserError
-from decode.models.loading.open_model import load_tokenizer
-from decode.prompts.answer_scorers import SCORERS
-from decode.prompts.data_presets import PRESETS
-from decode.prompts.dataset_files import Row, quiet_datasets
-from decode.prompts.prompt_suites import Prompt, Suite
+from decode.bench.datasets import PRESETS, Row, quiet_datasets
+from decode.bench.scorers import SCORERS
+from decode.bench.suites import Prompt, Suite
+from decode.errors import UserError
+from decode.models.loading import load_tokenizer
 from distill.config.data import DataSettings
+from distill.data.chat import IGNORE, ChatFormat, check_masks, prompt_part, train_tokenizer
 from distill.data.example_table import example_table
-from distill.data.own_prompts.prompt_rows import prompt_rows
-from distill.data.own_prompts.prompt_sampler import PromptSampler
-from distill.data.sources.rows import SPLITS, SourceRows, load_rows
-from distill.data.tokenization.chat_masks import ChatFormat
-from distill.data.tokenization.label_masks import IGNORE, prompt_part
-from distill.data.tokenization.show_label_masks import check_masks
-from distill.data.tokenization.train_tokenizer import train_tokenizer
+from distill.data.own_prompts import PromptSampler, prompt_rows
+from distill.data.sources import SPLITS, SourceRows, load_rows
 
 
 @dataclass

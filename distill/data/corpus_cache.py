@@ -13,13 +13,13 @@ import transformers
 from datasets import Dataset, load_from_disk
 from transformers import PreTrainedTokenizerBase
 
-from decode.core.errors import UserError
-from decode.models.loading.open_model import load_tokenizer
+from decode.errors import UserError
+from decode.models.loading import load_tokenizer
+from distill import ranks
 from distill.config.data import DataSettings
-from distill.core import ranks
-from distill.core.file_fingerprints import checksum, files_state, fingerprint, read_sealed, remove, sealed, write_json
 from distill.data.corpus import Corpus
-from distill.data.sources.rows import SPLITS
+from distill.data.sources import SPLITS
+from distill.files import checksum, files_state, fingerprint, read_sealed, remove, sealed, write_json
 
 VERSION = 1
 """Raised when a change of the code changes what examples are made of the same rows."""

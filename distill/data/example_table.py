@@ -17,15 +17,22 @@ import numpy as np
 from datasets import Dataset, Features, List, Value, concatenate_datasets, config, load_from_disk
 from transformers import PreTrainedTokenizerBase
 
-from decode.core.errors import UserError
-from decode.core.progress import current
-from decode.prompts.dataset_files import Row
+from decode.bench.datasets import Row
+from decode.errors import UserError
+from decode.progress import current
 from distill.config.data import DataSettings
-from distill.core.file_fingerprints import fingerprint
-from distill.data.sources.rows import LeftOut, SourceRows
-from distill.data.sources.streamed_rows import select
-from distill.data.tokenization.chat_masks import ChatFormat, chat_examples, prompt_example
-from distill.data.tokenization.label_masks import IGNORE, Example, UnusableRow, pair_examples, text_examples
+from distill.data.chat import (
+    IGNORE,
+    ChatFormat,
+    Example,
+    UnusableRow,
+    chat_examples,
+    pair_examples,
+    prompt_example,
+    text_examples,
+)
+from distill.data.sources import LeftOut, SourceRows, select
+from distill.files import fingerprint
 
 COLUMNS = Features(
     {

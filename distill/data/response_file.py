@@ -16,8 +16,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.core.atomic_files import write_safely
-from distill.core.file_fingerprints import write_json
+from decode.errors import write_safely
+from distill.files import write_json
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedModel
 
-from decode.core.progress import track
-from decode.models.loading.open_model import stop_ids
-from distill.config.later_settings import decisive
-from distill.config.responses import ResponseSettings
-from distill.core.file_fingerprints import fingerprint
-from distill.data.batches.token_dataset import TokenDataset
+from decode.models.loading import stop_ids
+from decode.progress import track
+from distill.config.data import decisive
+from distill.config.drafts import ResponseSettings
+from distill.data.context import StageContext
+from distill.data.datasets import TokenDataset
 from distill.data.response_file import ResponseFile
-from distill.data.stage_context import StageContext
-from distill.generation.response_store import answered_here, make_jobs
+from distill.files import fingerprint
+from distill.responses.store import answered_here, make_jobs
 
 Text = tuple[list[int], int]
 

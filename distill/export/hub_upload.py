@@ -10,8 +10,8 @@ from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from decode.core.errors import UserError
-from distill.config.export import HubSettings
+from decode.errors import UserError
+from distill.config.run import HubSettings
 
 
 def check_hub(settings: HubSettings) -> None:

@@ -11,8 +11,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, Template
 from transformers import PreTrainedModel
 
-from decode.models.eagle.head import FeatureHead
-from decode.models.eagle.head_files import default_captured_layers
+from decode.models.heads import FeatureHead, default_captured_layers
 
 HERE = Path(__file__).parent
 KINDS = {1: "eagle", 3: "eagle3"}  # kinds of feature heads, by the version of EAGLE
@@ -32,10 +31,10 @@ ROWS = (
 
 
 def export_profile(report: Mapping[str, Any], draft: str = "adaspec") -> dict[str, Any]:
-    """What a run's report says of one draft, as `distill.export.export_draft.export_draft` wants it.
+    """What a run's report says of one draft, as `distill.export.draft.export_draft` wants it.
 
     Args:
-        report: as `distill.report.write_report.write_report` takes it.
+        report: as `distill.report.write_report` takes it.
         draft: name of the exported draft in the report.
 
     Returns:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distill.config.distillation import DivergenceName
+from distill.config.drafts import DivergenceName
 
 HYBRID_DECAY = 3.0  # η of the hybrid's weight exp(-η·α), the value of its paper
 

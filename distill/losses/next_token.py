@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from distill.losses.head_gradients import HeadGradients, can_fuse, chunk_rows, row_slices
+from distill.losses.chunked import HeadGradients, can_fuse, chunk_rows, row_slices
 from distill.models.lm_head import LMHead
-from distill.models.precision import autocast_to_bfloat16, loss_precision
+from distill.models.loading import autocast_to_bfloat16, loss_precision
 
 WHOLE_CPU, WHOLE_CUDA = 1 << 26, 1 << 28
 """Bytes of float32 logits up to which they are computed whole, which autograd does in less time."""

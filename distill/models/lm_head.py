@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from decode.core.errors import UserError
-from decode.models.eagle.head import some_outputs
-from decode.models.layer_locations import decoder_layers
+from decode.errors import UserError
+from decode.models.families import decoder_layers
+from decode.models.heads import some_outputs
 
 MIXTURE = "experts", "gate", "router"
 """Parts of an MLP that is a mixture of experts: what it returns depends on the family, and on all tokens."""

@@ -1,6 +1,11 @@
 """Models for training: built from a shape, or loaded from a folder or the Hub."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import constants
@@ -11,12 +16,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
-from decode.core.errors import UserError
-from decode.models.config_from_shape import config_for
-from decode.models.loading.loading_errors import OFFLINE
-from decode.models.loading.open_model import load_config, load_model, pinned
-from distill.config.language_models import Architecture, ModelSettings
+from decode.errors import UserError
+from decode.models.loading import OFFLINE, load_config, load_model, pinned
+from decode.models.shapes import config_for
+from distill.config.run import Settings
+from distill.config.training import Architecture, Attention, ModelSettings
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 """What a model and its tokenizer need of a Hub repository."""
@@ -133,3 +139,128 @@ def ready_to_save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
             bos_token_id=tokenizer.bos_token_id,
         )
     return model
+
+
+def use_attention(model: PreTrainedModel, name: Attention) -> None:
+    """Has the model compute attention so; ``auto`` leaves it as it was loaded.
+
+    Raises:
+        UserError: It cannot, or what that needs is not installed.
+    """
+    if name == "auto":
+        return
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(name)
+    except (ImportError, ValueError) as error:
+        raise _refusal(type(model).__name__, name, error) from error
+    if model.config._attn_implementation == before != name:  # some models only warn
+        raise _refusal(type(model).__name__, name, ValueError(f"it stays with {before}"))
+
+
+def check_attention(config: PretrainedConfig, name: Attention) -> None:
+    """The same for a model that is not loaded yet.
+
+    Raises:
+        UserError: See `use_attention`.
+    """
+    if name == "auto":
+        return
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config, attn_implementation=name)
+    except (ImportError, ValueError) as error:
+        raise _refusal(str(config.model_type), name, error) from error
+
+
+def _refusal(model: str, name: str, error: Exception) -> UserError:
+    why = str(error).strip().splitlines()[0]
+    return UserError(f"trainer.attention is {name}, which {model} cannot use here ({why}): choose auto or sdpa")
+
+
+def quantization_config(wanted: dict[str, Any], device: str | torch.device, key: str, instead: str) -> Any:
+    """The configuration for ``from_pretrained``.
+
+    Args:
+        wanted: The setting, such as ``{quant_method: bitsandbytes, load_in_4bit: true}``.
+        device: Where the weights will be.
+        key: Of the setting.
+        instead: What to set if it is left out.
+
+    Raises:
+        UserError: It is not known, its package is not installed, or the device cannot.
+    """
+    try:
+        config = AutoQuantizationConfig.from_dict(wanted)
+        made = AutoHfQuantizer.from_config(config, pre_quantized=False)
+        made.validate_environment(device_map={"": device})
+    except (ImportError, ValueError, TypeError, KeyError, AssertionError, RuntimeError) as error:
+        why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        raise UserError(
+            f"{key} is {wanted}, which cannot be used here ({why}): install what is missing, or leave it out and set "
+            f"{instead}"
+        ) from error
+    return config
+
+
+AUTOCAST = {"bf16": torch.bfloat16, "bf16-mixed": torch.bfloat16, "16": torch.float16, "16-mixed": torch.float16}
+WEIGHTS = {"bf16-true": "bfloat16", "16-true": "float16", "64": "float64", "64-true": "float64"}
+
+
+def weights_dtype(precision: str) -> str:
+    """The format that Lightning gives a model's weights."""
+    return WEIGHTS.get(str(precision), "float32")
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions for products in bfloat16; a CPU without them takes several times as long."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def choose_number_formats(settings: Settings, device: torch.device) -> None:
+    """Replaces ``auto`` in a run's settings: bfloat16 where the device multiplies in it, elsewhere float32."""
+    fast, reference = multiplies_bfloat16(device), settings.reference
+    for section in (settings.trainer, settings.target, settings.initial):
+        if section.precision == "auto":
+            section.precision = "bf16-mixed" if fast else "32-true"
+    if reference.responses.dtype == "auto":
+        reference.responses.dtype = "bfloat16" if fast else None
+    if reference.signal_autocast == "auto":
+        reference.signal_autocast = fast
+
+
+@contextmanager
+def forward_precision(precision: str, device: torch.device) -> Iterator[None]:
+    """Inside, a forward pass computes as a training step of this precision does."""
+    dtype = AUTOCAST.get(str(precision))
+    with torch.autocast(device.type, dtype, enabled=dtype is not None):
+        yield
+
+
+def autocast_to_bfloat16(device: torch.device) -> bool:
+    """Whether matrix products are being computed in bfloat16, as the gradients of the output head may be, too.
+
+    Not in float16: gradients smaller than its range are only scaled up after the loss.
+    """
+    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.bfloat16
+
+
+@contextmanager
+def loss_precision(device: torch.device) -> Iterator[None]:
+    """Inside, no autocast: logits and losses are float32 where the weights are.
+
+    The products that give logits may then round their inputs, not their sums or results: on a GPU to TF32, whose
+    mantissa is longer than that of the half precision the hidden states were computed in; on a CPU to bfloat16.
+    """
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if device.type == "cpu" else "high")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)

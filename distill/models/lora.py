@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from decode.core.errors import UserError
-from distill.config.language_models import LoraSettings
-from distill.models.quantization import quantization_config
+from decode.errors import UserError
+from distill.config.training import LoraSettings
+from distill.models.loading import quantization_config
 
 
 def check_base(lora: LoraSettings, precision: str, device: torch.device) -> Any:

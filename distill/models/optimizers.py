@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from decode.core.errors import UserError
+from decode.errors import UserError
 from distill.config.training import TrainingSettings
-from distill.models.precision import multiplies_bfloat16
+from distill.models.loading import multiplies_bfloat16
 
 
 def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: str = "32-true") -> Optimizer:

@@ -15,11 +15,11 @@ from pathlib import Path, PurePosixPath
 
 from rich.console import Console
 
-from decode.core.errors import UserError
-from decode.core.progress import Work, working
-from distill.config.language_models import PackageSettings
-from distill.core import ranks
-from distill.core.file_fingerprints import BLOCK, remove
+from decode.errors import UserError
+from decode.progress import Work, working
+from distill import ranks
+from distill.config.training import PackageSettings
+from distill.files import BLOCK, remove
 
 FOLDER = ".packages"  # under the runs' folder; shared by all of them
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from distill.config.distillation import DistillSettings, Signal
-from distill.losses.chunked_kl import TargetRows
+from distill.config.drafts import DistillSettings, Signal
+from distill.losses.chunked import RowIndex, TargetRows, pick
 from distill.losses.divergences import LEAST_TAIL, FoldedDistributions, TokenDistributions, log_probs
-from distill.losses.head_gradients import RowIndex, pick
 from distill.models.lm_head import LMHead, last_hidden
 
 Part = TypeVar("Part", bound=nn.Module)

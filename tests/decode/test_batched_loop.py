@@ -13,27 +13,22 @@ from greedy import GREEDY, generate
 from scripted import corpus_drafters
 from transformers import PreTrainedModel
 
-from decode.batched_loop import decode_texts
-from decode.core.acceptance_rules import AcceptanceRule
-from decode.core.drafter_base import Drafter, NoDrafter
-from decode.core.errors import UserError
-from decode.core.method_options import MethodOptions
-from decode.core.rng import TorchRng
-from decode.core.runner_protocol import Runner
-from decode.core.sampling import Warp
-from decode.core.stopping.batch_draft_length import DraftLengths, RoundCosts
-from decode.core.stopping.stop_rules import StopRule
-from decode.core.system import System
-from decode.core.target import Target
+from decode.drafters.base import Drafter, NoDrafter
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
-from decode.loop import decode
-from decode.method_parts import RULES, STOPS, MethodInputs
-from decode.models import free_memory
-from decode.models.loading.choose_runner import open_runner
-from decode.models.runners.fast_runner import FastRunner, fast_runner
-from decode.models.runners.huggingface_runner import HuggingFaceRunner
-from decode.models.runners.layer_subset import LayerSubset
+from decode.errors import UserError
+from decode.loop import System, Target, decode, decode_texts
+from decode.method_options import MethodOptions
+from decode.methods import RULES, STOPS, MethodInputs
+from decode.models import huggingface_runner as free_memory
+from decode.models.choose_runner import open_runner
+from decode.models.fast_forward import LayerSubset
+from decode.models.fast_runner import FastRunner, fast_runner
+from decode.models.huggingface_runner import HuggingFaceRunner
+from decode.models.runner import Runner
+from decode.sampling import TorchRng, Warp
+from decode.stopping import DraftLengths, RoundCosts, StopRule
+from decode.verify import AcceptanceRule
 
 TOLERANCE = 1e-12
 SAMPLE = Warp(temperature=0.7)

@@ -13,17 +13,16 @@ from scripted import RandomTree, corpus_drafters
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.core.drafter_base import Drafter
-from decode.core.runner_protocol import Runner
-from decode.core.sampling import Warp
-from decode.core.stopping.stop_rules import StopRule, negative_entropy, token_probability
-from decode.core.stopping.thresholds import Fixed, MeanOfRejected
-from decode.core.system import System
+from decode.drafters.base import Drafter
 from decode.drafters.draft_model import ModelDrafter
-from decode.models.runners.fast_runner import fast_runner
-from decode.models.runners.huggingface_runner import HuggingFaceRunner
-from decode.models.weights import choose_linear
-from decode.models.weights.linear import HalfLinear, Linear, PackedLinear, half_scale
+from decode.loop import System
+from decode.models import weights as choose_linear
+from decode.models.fast_runner import fast_runner
+from decode.models.huggingface_runner import HuggingFaceRunner
+from decode.models.runner import Runner
+from decode.models.weights import HalfLinear, Linear, PackedLinear, half_scale
+from decode.sampling import Warp
+from decode.stopping import Fixed, MeanOfRejected, StopRule, negative_entropy, token_probability
 
 TOLERANCE = 1e-12
 VOCAB = 8

@@ -12,20 +12,17 @@ from families import CONTEXT, FAMILIES, VOCAB
 from scripted import Oracle, RandomTree
 from transformers import PreTrainedModel
 
-from decode.core.drafter_base import NoDrafter
-from decode.core.errors import UserError
-from decode.core.proposal import Draft
-from decode.core.rng import TorchRng
-from decode.core.runner_protocol import Runner
-from decode.core.sampling import Warp
-from decode.core.stopping.stop_rules import StopRule
-from decode.core.system import System
-from decode.core.target import Target
+from decode.draft import Draft
+from decode.drafters.base import NoDrafter
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import decode, rounds
-from decode.models.loading.choose_runner import open_runner
-from decode.models.runners.huggingface_runner import HuggingFaceRunner
-from decode.models.weights.fast_architectures import supports
+from decode.errors import UserError
+from decode.loop import System, Target, decode, rounds
+from decode.models.choose_runner import open_runner
+from decode.models.families import supports
+from decode.models.huggingface_runner import HuggingFaceRunner
+from decode.models.runner import Runner
+from decode.sampling import TorchRng, Warp
+from decode.stopping import StopRule
 
 PROMPT = [3, 7, 1, 9, 3, 7]
 SAMPLE = Warp(temperature=1.0)

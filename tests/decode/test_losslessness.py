@@ -11,18 +11,24 @@ from scripted import RandomTree, corpus_drafters
 from torch import Tensor
 
 from decode import loop, verify
-from decode.core.acceptance_rules import Ears, Exact, Fuzzy, JensenShannon, Typical
-from decode.core.proposal import Draft
-from decode.core.rng import Rng, TorchRng
-from decode.core.sampling import Warp
-from decode.core.stopping.batch_draft_length import DraftLengths, RoundCosts
-from decode.core.stopping.stop_rules import StopRule, max_probability, negative_entropy, token_probability
-from decode.core.stopping.thresholds import Fixed, Threshold
-from decode.core.system import System
+from decode.draft import Draft
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
-from decode.method_parts import STOPS, MethodInputs
+from decode.loop import System
+from decode.methods import STOPS, MethodInputs
+from decode.sampling import Rng, TorchRng, Warp
+from decode.stopping import (
+    DraftLengths,
+    Fixed,
+    RoundCosts,
+    StopRule,
+    Threshold,
+    max_probability,
+    negative_entropy,
+    token_probability,
+)
+from decode.verify import Ears, Exact, Fuzzy, JensenShannon, Typical
 
 TOLERANCE = 1e-12
 PROMPT = [0, 2, 1, 0, 2]

@@ -11,16 +11,12 @@ from families import build_tiny
 from scipy.stats import chi2
 from scripted import RandomTree
 
-from decode.core.acceptance_rules import Ears
-from decode.core.rng import TorchRng
-from decode.core.sampling import Warp
-from decode.core.stopping.stop_rules import StopRule, token_probability
-from decode.core.stopping.thresholds import Fixed
-from decode.core.system import System
-from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import decode
-from decode.models.loading.choose_runner import open_runner
+from decode.loop import System, Target, decode
+from decode.models.choose_runner import open_runner
+from decode.sampling import TorchRng, Warp
+from decode.stopping import Fixed, StopRule, token_probability
+from decode.verify import Ears
 
 
 def p_value(counts: Counter, distribution: Distribution) -> float:

@@ -17,18 +17,15 @@ from rich.console import Console
 from tiny_run import killed, run_tiny, tiny_settings
 from transformers import PreTrainedModel
 
-from decode.core.method_options import MethodOptions
-from decode.core.rng import TorchRng
-from decode.core.sampling import Warp
-from decode.core.target import Target
-from decode.loop import decode
-from decode.method_parts import MethodInputs
-from decode.methods import build
-from decode.models.loading.choose_runner import open_draft_runner, open_runner
-from decode.models.loading.open_model import load_model
-from distill.config.eagle_heads import EagleSettings
-from distill.config.run_settings import Settings
-from distill.pipeline.run_pipeline import run_pipeline
+from decode.loop import Target, decode
+from decode.method_options import MethodOptions
+from decode.methods import MethodInputs, build
+from decode.models.choose_runner import open_draft_runner, open_runner
+from decode.models.loading import load_model
+from decode.sampling import TorchRng, Warp
+from distill.config.drafts import EagleSettings
+from distill.config.run import Settings
+from distill.pipeline import run_pipeline
 
 DEVICE = os.environ.get("DRAFTSMITH_TEST_DEVICE", "cuda")
 CUDA = DEVICE.startswith("cuda")
@@ -173,7 +170,7 @@ def test_a_whole_run_in_bf16_mixed(tmp_path: Path) -> None:
 
 
 def test_a_whole_run_with_layerskip_lora_and_texts_of_the_target_and_the_draft(tmp_path: Path) -> None:
-    from distill.config.language_models import LoraSettings
+    from distill.config.training import LoraSettings
 
     settings = settings_in(tmp_path)
     settings.target.layerskip.enabled = True
@@ -207,7 +204,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
 
 def test_probes_are_trained_and_used(tmp_path: Path) -> None:
     from probes.pipeline import run_probes
-    from probes.probe_settings import ProbeSettings, ProbesSettings
+    from probes.settings import ProbeSettings, ProbesSettings
 
     settings = settings_in(tmp_path)
     settings.target.architecture.layers = 3

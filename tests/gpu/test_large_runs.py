@@ -13,10 +13,10 @@ from families import build_tiny
 from heads import check_chain_attention
 from tiny_run import run_tiny, tiny_settings
 
-from distill.config.run_settings import Settings
-from distill.experiments.loss_benchmark import Sides, ways
-from distill.models.attention import use_attention
+from distill.config.run import Settings
+from distill.experiments.speed import Sides, ways
 from distill.models.lm_head import last_hidden
+from distill.models.loading import use_attention
 
 DEVICE = os.environ.get("DRAFTSMITH_TEST_DEVICE", "cuda")
 CUDA = DEVICE.startswith("cuda")

@@ -14,14 +14,14 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny_run import tiny_settings
 
-from decode.core.errors import UserError
-from distill.data.stage_context import StageContext
-from distill.pipeline.run_pipeline import alone_in, run_of, write_settings
-from distill.pipeline.run_stages import run_stages
+from decode.errors import UserError
+from distill.data.context import StageContext
+from distill.pipeline import alone_in, run_of, write_settings
+from distill.run_stages import run_stages
 from probes.__main__ import main
 from probes.pipeline import run_probes
-from probes.probe_report import change_of_target
-from probes.probe_settings import ProbeSettings, ProbesSettings, shrink
+from probes.report import change_of_target
+from probes.settings import ProbeSettings, ProbesSettings, shrink
 
 SMALL = {
     "prompts": 12,

@@ -13,14 +13,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from decode.core.errors import UserError
-from decode.core.method_options import MethodOptions
-from decode.core.rng import TorchRng
-from decode.core.sampling import Warp
-from decode.core.stopping.stop_rules import Step
-from decode.core.system import System
-from decode.core.target import Target
-from decode.drafters.acceptance_probe import (
+from decode.drafters.probe import (
     AcceptanceProbe,
     advised,
     confidence_features,
@@ -29,17 +22,28 @@ from decode.drafters.acceptance_probe import (
     save_probes,
     weight_sample,
 )
-from decode.loop import decode, rounds
-from decode.method_parts import MethodInputs
-from decode.methods import build
-from decode.models.batched_generation import draws_named, write_texts
-from decode.models.loading.choose_runner import open_runner
-from distill.core import ranks
-from probes.calibration_and_metrics import auroc_gain, calibrate, evaluate, evaluate_exits, pairs_won, probability
-from probes.features_of_processes import collect_together
-from probes.fit_probes import EXTRA_PENALTY, check_labels, train_probes
-from probes.hidden_state_features import Features, collect, exit_layers
-from probes.probe_settings import ProbeSettings
+from decode.errors import UserError
+from decode.loop import System, Target, decode, rounds
+from decode.method_options import MethodOptions
+from decode.methods import MethodInputs, build
+from decode.models.choose_runner import open_runner
+from decode.models.writing import draws_named, write_texts
+from decode.sampling import TorchRng, Warp
+from decode.stopping import Step
+from distill import ranks
+from probes.features import Features, collect, collect_together, exit_layers
+from probes.fit import (
+    EXTRA_PENALTY,
+    auroc_gain,
+    calibrate,
+    check_labels,
+    evaluate,
+    evaluate_exits,
+    pairs_won,
+    probability,
+    train_probes,
+)
+from probes.settings import ProbeSettings
 
 DEPTH = 4
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7]]
@@ -75,7 +79,7 @@ def test_training_texts_are_sampled_and_judged_in_blocks_of_whole_texts(tiny, mo
     model = model_of(tiny)
     texts = texts_of(model, PROMPTS, Warp(), 9)
     whole = collect(model, texts, Warp(), exits=[1, 3], batch_size=3)
-    monkeypatch.setattr("probes.hidden_state_features.BLOCK", 7 * model.config.vocab_size)
+    monkeypatch.setattr("probes.features.BLOCK", 7 * model.config.vocab_size)
     blocks = collect(model, texts, Warp(), exits=[1, 3], batch_size=3)
     assert blocks.text.tolist() == whole.text.tolist() == [i for i in range(4) for _ in range(9)]
     torch.testing.assert_close(blocks.inputs, whole.inputs)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decode.core.method_options import MethodOptions
-from decode.core.sampling import Warp
-from decode.core.target import Target
-from decode.loop import decode
-from decode.measure.costs.cost_model import CostModel
-from decode.measure.costs.exit_costs import Costs, measure, of_weights
-from decode.method_parts import MethodInputs
-from decode.methods import build
-from decode.models.layer_locations import decoder_layers
-from decode.models.runners.fast_runner import fast_runner
-from probes.exit_search import entry_of
-from probes.hidden_state_features import collect
-from probes.probe_report import TITLES
-from probes.simulated_speedup import HINDSIGHT, METHODS, Choice, best_of, predict, simulate, split_texts
+from decode.bench.costs import CostModel
+from decode.bench.exit_costs import Costs, measure, of_weights
+from decode.loop import Target, decode
+from decode.method_options import MethodOptions
+from decode.methods import MethodInputs, build
+from decode.models.families import decoder_layers
+from decode.models.fast_runner import fast_runner
+from decode.sampling import Warp
+from probes.exit_search import HINDSIGHT, METHODS, Choice, best_of, entry_of, predict, simulate, split_texts
+from probes.features import collect
+from probes.report import TITLES
 
 DEPTH = 4
 

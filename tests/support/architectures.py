@@ -10,9 +10,9 @@ import transformers
 from families import CONTEXT, VOCAB, WIDTH
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from decode.core.errors import UserError
-from decode.models.loading.choose_runner import open_runner
-from decode.models.runners.fast_runner import FastRunner
+from decode.errors import UserError
+from decode.models.choose_runner import open_runner
+from decode.models.fast_runner import FastRunner
 
 WINDOW = 6
 

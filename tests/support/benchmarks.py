@@ -5,12 +5,12 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.core.progress import Work
-from decode.measure.bench.compare_methods import Benchmark
-from decode.measure.bench.method_entries import BenchEntry
-from decode.measure.bench.session import BenchOptions, Session
+from decode.bench.benchmark import Benchmark
+from decode.bench.entries import BenchEntry
+from decode.bench.session import BenchOptions, Session
+from decode.bench.suites import Suite
 from decode.models.other_tokenizer import DraftModel
-from decode.prompts.prompt_suites import Suite
+from decode.progress import Work
 
 
 def run_benchmark(

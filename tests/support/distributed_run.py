@@ -31,12 +31,11 @@ torch.set_num_threads(1)
 from distributed_settings import SLOW, WAYS, settings_of  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from decode.core.errors import UserError  # noqa: E402
-from distill.data.batches.datamodule import TrainLoader  # noqa: E402
-from distill.data.batches.gradient_accumulation import OptimizerStep  # noqa: E402
-from distill.data.stage_context import StageContext  # noqa: E402
-from distill.pipeline.run_pipeline import alone_in, run_of  # noqa: E402
-from distill.pipeline.run_stages import run_stages  # noqa: E402
+from decode.errors import UserError  # noqa: E402
+from distill.data.batches import OptimizerStep, TrainLoader  # noqa: E402
+from distill.data.context import StageContext  # noqa: E402
+from distill.pipeline import alone_in, run_of  # noqa: E402
+from distill.run_stages import run_stages  # noqa: E402
 
 
 def fail_at_second_step() -> None:

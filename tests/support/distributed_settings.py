@@ -5,12 +5,9 @@ from pathlib import Path
 
 from tiny_run import tiny_settings
 
-from distill.config.distillation import Signal
-from distill.config.drafts import ComparisonSettings, Scope
-from distill.config.eagle_heads import EagleSettings
-from distill.config.language_models import InitialDraftSettings, TargetSettings
-from distill.config.responses import ResponseSettings
-from distill.config.run_settings import Settings
+from distill.config.drafts import ComparisonSettings, EagleSettings, ResponseSettings, Scope, Signal
+from distill.config.run import Settings
+from distill.config.training import InitialDraftSettings, TargetSettings
 
 
 @dataclass

@@ -16,15 +16,13 @@ from heads import learned_head
 from pairs import make_tokenizer
 
 from decode.__main__ import main
-from decode.engines.launch.engine_settings import CHECKOUT, EngineSettings
-from decode.engines.launch.gguf_conversion import convert
-from decode.engines.launch.llama_cpp_engine import LLAMA_SERVER
-from decode.engines.launch.start_engine import opened
-from decode.engines.launch.vllm_engine import VLLM_PYTHON
-from decode.models.eagle.head_files import save_head
-from distill.config.export import ExportSettings
-from distill.export.export_draft import export_draft
-from distill.export.export_eagle_head import export_head
+from decode.engines.gguf import convert
+from decode.engines.launch import opened
+from decode.engines.settings import CHECKOUT, LLAMA_SERVER, VLLM_PYTHON, EngineSettings
+from decode.models.heads import save_head
+from distill.config.run import ExportSettings
+from distill.export.draft import export_draft
+from distill.export.head import export_head
 
 PROMPTS = ("Tom has 3 apples", "How many apples does he have?", "buys 4 more apples", "Das Ma")
 LIMITS = ("--threads", "1", "--timeout", "1800", "--request-timeout", "900")

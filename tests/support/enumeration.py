@@ -12,15 +12,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decode.batched_loop import decode_texts
-from decode.core.proposal import Draft
-from decode.core.rng import Rng
-from decode.core.runner_protocol import Runner
-from decode.core.sampling import Warp
-from decode.core.system import System
-from decode.core.target import Target
-from decode.core.trace_metrics import Trace
-from decode.loop import decode
+from decode.draft import Draft
+from decode.loop import System, Target, decode, decode_texts
+from decode.models.runner import Runner
+from decode.sampling import Rng, Warp
+from decode.trace import Trace
 
 Distribution = dict[tuple[int, ...], float]
 NEGLIGIBLE = 1e-17  # branches of less mass are rounding noise; ten thousand of them stay below the tolerance

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from decode.core.runner_protocol import Runner
-from decode.core.sampling import Warp
-from decode.core.system import System
-from decode.core.target import Target
-from decode.loop import decode
+from decode.loop import System, Target, decode
+from decode.models.runner import Runner
+from decode.sampling import Warp
 
 GREEDY = Warp()
 PROMPTS = [[3, 7, 1, 9], [1, 2, 3, 1, 2, 3, 1, 2]]

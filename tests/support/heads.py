@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.models.eagle.chain_attention import attend
-from decode.models.eagle.head import FeatureHead
-from decode.models.eagle.head_files import head_config
+from decode.models.heads import FeatureHead, attend, head_config
 
 
 def make_head(target: PreTrainedModel, version: int, seed: int = 3) -> FeatureHead:

@@ -16,9 +16,9 @@ from pretend_gpu import GPU, pretended_gpu
 from safetensors.torch import load_file
 from tiny_run import run_tiny, tiny_settings
 
-from distill.config.eagle_heads import EagleSettings
-from distill.config.run_settings import Settings
-from distill.core import ranks
+from distill import ranks
+from distill.config.drafts import EagleSettings
+from distill.config.run import Settings
 
 
 def settings_of(way: str, folder: Path) -> Settings:

@@ -9,16 +9,14 @@ from pathlib import Path
 
 from stores import build_datastore, build_trigram_table
 
-from decode.core.drafter_base import Drafter, NoDrafter
-from decode.core.proposal import Draft
-from decode.core.rng import Rng
-from decode.core.stopping.stop_rules import StopRule
-from decode.drafters.adaptix.drafter import TrigramDrafter
-from decode.drafters.adaptix.ngrams import NgramTable
+from decode.draft import Draft
+from decode.drafters.adaptix import NgramTable, TrigramDrafter
+from decode.drafters.base import Drafter, NoDrafter
 from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
-from decode.drafters.rest.datastore import Datastore
-from decode.drafters.rest.drafter import RetrievalDrafter
+from decode.drafters.rest import Datastore, RetrievalDrafter
+from decode.sampling import Rng
+from decode.stopping import StopRule
 
 
 @dataclass

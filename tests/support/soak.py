@@ -32,13 +32,12 @@ from rich.console import Console
 from rich.table import Table
 from tiny_run import tiny_settings
 
-import distill.evaluation.evaluate_eagle  # noqa: F401  (the pipeline loads it late; here it is loaded once, before all starts)
+import distill.evaluate  # noqa: F401  (the pipeline loads it late; here it is loaded once, before all starts)
+from distill import pipeline, run_stages
 from distill.config.drafts import ComparisonSettings
-from distill.config.run_settings import Settings
-from distill.core.run_dir import RunDir
-from distill.pipeline import run_pipeline as pipeline
-from distill.pipeline import run_stages
-from distill.training.progress_bar import ProgressLines
+from distill.config.run import Settings
+from distill.files import RunDir
+from distill.trainer import ProgressLines
 
 HERE = Path(__file__).parent
 INTERVAL = 5

@@ -2,7 +2,7 @@
 
 import re
 
-from decode.prompts.arithmetic_problems import apply
+from decode.bench.arithmetic import apply
 
 MARK = re.compile(r"<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from decode.drafters.adaptix.ngrams import save_ngram_table
+from decode.drafters.adaptix import save_ngram_table
 from decode.drafters.corpus_files import join_documents
-from decode.drafters.rest.datastore import save_datastore
+from decode.drafters.rest import save_datastore
 
 Documents = Iterable[Sequence[int] | np.ndarray]
 

@@ -15,17 +15,20 @@ import pytest
 from rich.console import Console
 
 from distill.config.data import DataSettings
-from distill.config.distillation import DistillSettings
-from distill.config.drafts import AdaSpecSettings, ComparisonSettings
-from distill.config.language_models import Architecture, InitialDraftSettings, TargetSettings
-from distill.config.run_settings import Settings, TrackerSettings
-from distill.config.training import TrainerSettings, TrainingSettings
-from distill.core.run_dir import RunDir
-from distill.data.stage_context import StageContext
-from distill.pipeline.run_pipeline import run_of
-from distill.pipeline.run_stages import run_stages
-from distill.pipeline.stages_of_other_runs import adopt
-from distill.training.progress_bar import ProgressLines
+from distill.config.drafts import AdaSpecSettings, ComparisonSettings, DistillSettings
+from distill.config.run import Settings, TrackerSettings
+from distill.config.training import (
+    Architecture,
+    InitialDraftSettings,
+    TargetSettings,
+    TrainerSettings,
+    TrainingSettings,
+)
+from distill.data.context import StageContext
+from distill.files import RunDir
+from distill.pipeline import run_of
+from distill.run_stages import adopt, run_stages
+from distill.trainer import ProgressLines
 
 
 def tiny_settings(folder: Path, **changes: Any) -> Settings:

@@ -9,21 +9,19 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from decode.core.errors import UserError
-from decode.core.progress import output_console, working
-from decode.measure.bench.session import ANSWERED_AT_ONCE
-from decode.measure.bootstrap_statistics import plain
-from decode.measure.costs.cost_model import LONGEST
-from decode.measure.offline_acceptance import OfflineAlpha, offline_alphas, paired
-from decode.models.loading.choose_runner import open_runner
-from decode.models.loading.generation_config import own_warp
-from decode.report.bench_tables import console_table
-from distill.config.responses import ResponseSettings
-from distill.config.run_settings import Settings
-from distill.core.file_fingerprints import fingerprint, write_json
-from distill.core.run_dir import RunDir
-from distill.data.batches.token_dataset import TokenDataset
-from distill.data.stage_context import StageContext
+from decode.bench.costs import LONGEST
+from decode.bench.offline_acceptance import OfflineAlpha, offline_alphas, paired
+from decode.bench.report import console_table
+from decode.bench.session import ANSWERED_AT_ONCE
+from decode.bench.statistics import plain
+from decode.errors import UserError
+from decode.models.choose_runner import open_runner
+from decode.models.pair import own_warp
+from decode.progress import output_console, working
+from distill.config.drafts import ResponseSettings
+from distill.config.run import Settings
+from distill.data.context import StageContext
+from distill.data.datasets import TokenDataset
 from distill.experiments.design import methods_without_training as untrained
 from distill.experiments.design.design_page import VERIFIED, Results
 from distill.experiments.design.draft_shapes import Shape, default_shape, space
@@ -35,9 +33,10 @@ from distill.experiments.design.successive_halving import Clock, Race
 from distill.experiments.design.training_trials import Trials
 from distill.experiments.design.verify_predictions import rank_correlation, verified, verify
 from distill.experiments.target_texts import Text, target_texts
-from distill.pipeline.run_pipeline import alone_in, run_of, write_settings
-from distill.pipeline.run_stages import run_stages
-from distill.pipeline.stage_fingerprint import stage_fingerprints
+from distill.files import RunDir, fingerprint, write_json
+from distill.pipeline import alone_in, run_of, write_settings
+from distill.run_stages import run_stages
+from distill.stages import stage_fingerprints
 
 
 def design(settings: DesignRunSettings, console: Console | None = None) -> Path:

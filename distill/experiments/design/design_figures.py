@@ -11,20 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from decode.report.plots import (
-    BLUE,
-    DASHED,
-    GREEN,
-    GREY,
-    INK,
-    OLIVE,
-    ORANGE,
-    ROSE,
-    STYLE,
-    VIOLET,
-    as_svg,
-    new_axes,
-)  # fmt: skip
+from decode.bench.plots import BLUE, DASHED, GREEN, GREY, INK, OLIVE, ORANGE, ROSE, STYLE, VIOLET, as_svg, new_axes
 from distill.experiments.design.draft_shapes import Shape
 from distill.experiments.design.shape_costs import Price
 from distill.experiments.design.shape_table import Entry

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from decode.core.progress import duration
-from decode.measure.costs import machine
-from decode.report.html_page import Block, Code, Column, Facts, Figures, Heading, Page, Table, Text, Tile, Tiles
+from decode.bench import machine
+from decode.bench.page import Block, Code, Column, Facts, Figures, Heading, Page, Table, Text, Tile, Tiles
+from decode.progress import duration
 from distill.experiments.design.design_figures import cost_against_acceptance, front, pareto, trials
 from distill.experiments.design.draft_shapes import Shape
 from distill.experiments.design.predicted_speedup import Slope

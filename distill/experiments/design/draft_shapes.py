@@ -9,14 +9,13 @@ from typing import Any, Literal
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from decode.core.errors import UserError
-from decode.models.eagle.head import FeatureHead
-from decode.models.eagle.head_files import head_config, random_head
-from decode.models.loading.open_model import load_model
-from distill.config.language_models import Architecture
-from distill.config.run_settings import Settings
+from decode.errors import UserError
+from decode.models.heads import FeatureHead, head_config, random_head
+from decode.models.loading import load_model
+from distill.config.run import Settings
+from distill.config.training import Architecture
 from distill.experiments.design.settings import DesignSettings
-from distill.models.layer_pruning import cut, kept_layers
+from distill.models.layers import cut, kept_layers
 from distill.models.loading import build_model
 
 Family = Literal["model", "cut", "eagle", "eagle3", "given", "exit", "lookup", "rest"]

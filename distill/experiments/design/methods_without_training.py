@@ -12,19 +12,17 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.core.drafter_base import Drafter
-from decode.core.method_options import MethodOptions
-from decode.core.proposal import Draft
-from decode.core.rng import TorchRng
-from decode.core.runner_protocol import Runner
-from decode.core.sampling import Warp
-from decode.core.stopping.stop_rules import StopRule
+from decode.bench.prediction import speedup_of_rounds
+from decode.draft import Draft
+from decode.drafters.base import Drafter
 from decode.drafters.corpus_files import join_documents, tokenizer_fingerprint
-from decode.drafters.rest.datastore import save_datastore
-from decode.measure.predicted_speedup import speedup_of_rounds
-from decode.method_parts import MethodInputs
-from decode.methods import build
-from distill.data.batches.token_dataset import TokenDataset
+from decode.drafters.rest import save_datastore
+from decode.method_options import MethodOptions
+from decode.methods import MethodInputs, build
+from decode.models.runner import Runner
+from decode.sampling import TorchRng, Warp
+from decode.stopping import StopRule
+from distill.data.datasets import TokenDataset
 from distill.experiments.design.shape_costs import Price
 from distill.experiments.target_texts import Text
 

@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from decode.measure.offline_acceptance import OfflineAlpha
-from decode.measure.predicted_speedup import replay
+from decode.bench.offline_acceptance import OfflineAlpha
+from decode.bench.prediction import replay
 from distill.experiments.design.shape_costs import Price
 
 UNKNOWN = (0.3, 0.3)

@@ -9,9 +9,9 @@ from typing import Literal
 
 from jsonargparse.typing import NonNegativeInt, OpenUnitInterval, PositiveFloat, PositiveInt
 
-from decode.core.errors import UserError
-from decode.core.method_options import Temperature
-from distill.config.run_settings import Settings
+from decode.errors import UserError
+from decode.method_options import Temperature
+from distill.config.run import Settings
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
 

@@ -13,24 +13,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.core.atomic_files import read_json
-from decode.core.errors import UserError
-from decode.core.progress import track
-from decode.core.runner_protocol import Runner
-from decode.core.sampling import Warp
-from decode.measure.bench.pair_profile import add_overhead
-from decode.measure.bench.session import WIDE, BenchOptions, Item, Session
-from decode.measure.costs import machine
-from decode.measure.costs.cost_model import CostMeter, CostModel
-from decode.measure.costs.exit_costs import measure
-from decode.measure.predicted_speedup import least_alpha, predicted_speedup
-from decode.models.eagle.head import FeatureHead
-from decode.models.loading.choose_runner import open_draft_runner
-from decode.models.runners.fast_runner import self_speculating
-from decode.prompts.prompt_suites import Prompt
-from distill.config.run_settings import Settings
-from distill.core.file_fingerprints import write_json
+from decode.bench import machine
+from decode.bench.costs import CostMeter, CostModel
+from decode.bench.exit_costs import measure
+from decode.bench.pair_profile import add_overhead
+from decode.bench.prediction import least_alpha, predicted_speedup
+from decode.bench.session import WIDE, BenchOptions, Item, Session
+from decode.bench.suites import Prompt
+from decode.errors import UserError, read_json
+from decode.models.choose_runner import open_draft_runner
+from decode.models.fast_runner import self_speculating
+from decode.models.heads import FeatureHead
+from decode.models.runner import Runner
+from decode.progress import track
+from decode.sampling import Warp
+from distill.config.run import Settings
 from distill.experiments.design.draft_shapes import Shape
+from distill.files import write_json
 
 PRICED = (3, 6)  # widths between which drafts are timed
 TURNS, SECONDS = 5, 0.3  # most measurements of a shape in a pass, and seconds after which no second one begins

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from decode.report.bench_tables import console_table
-from decode.report.html_page import read_columns
+from decode.bench.page import read_columns
+from decode.bench.report import console_table
 from distill.experiments.design.draft_shapes import Shape
 from distill.experiments.design.predicted_speedup import Forecast
 from distill.experiments.design.shape_costs import Price

@@ -9,15 +9,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from decode.core.atomic_files import read_json
-from decode.core.errors import UserError
-from decode.core.progress import duration, working
-from distill.core.file_fingerprints import write_json
+from decode.errors import UserError, read_json
+from decode.progress import duration, working
 from distill.experiments.design.draft_shapes import Shape
 from distill.experiments.design.predicted_speedup import UNKNOWN, Slope, best_of, common_slope, forecast, slope_of
 from distill.experiments.design.settings import DesignSettings
 from distill.experiments.design.shape_table import Entry
 from distill.experiments.design.training_trials import Trial, Trials
+from distill.files import write_json
 
 
 class Clock:

@@ -16,28 +16,25 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from decode.core.sampling import Warp
-from decode.measure.offline_acceptance import DEPTH, OfflineAlpha, offline_alphas
-from decode.models.eagle.head import FeatureHead
-from distill.config.run_settings import Settings
+from decode.bench.offline_acceptance import DEPTH, OfflineAlpha, offline_alphas
+from decode.models.heads import FeatureHead
+from decode.sampling import Warp
+from distill import run_stages as eagle_heads
+from distill.checks import plan_reference
+from distill.config.run import Settings
 from distill.config.training import TrainingSettings
-from distill.core.file_fingerprints import fingerprint, read_sealed, remove, sealed, write_json
-from distill.data.batches.batch_schedule import Schedule
-from distill.data.batches.datamodule import TrainLoader
-from distill.data.stage_context import StageContext
+from distill.data.batches import Schedule, TrainLoader
+from distill.data.context import StageContext
 from distill.experiments.design.draft_shapes import Shape
 from distill.experiments.design.trial_signals import TrialSignals
 from distill.experiments.target_texts import Text
+from distill.files import fingerprint, read_sealed, remove, sealed, write_json
 from distill.losses.objective import Objective, divergence_of
 from distill.models.loading import ready_to_save
 from distill.models.optimizers import make_optimizer
-from distill.pipeline import eagle_stages as eagle_heads
-from distill.pipeline.stage_fingerprint import stage_fingerprints
-from distill.pipeline.stages import Distillation, distil, language_model
-from distill.pipeline.training_budget import plan_reference
-from distill.teacher.distillation_data import DistillData
-from distill.training.distillation import DistillModule
-from distill.training.eagle_distillation import HeadModule
+from distill.modules import DistillModule, HeadModule
+from distill.stages import Distillation, distil, language_model, stage_fingerprints
+from distill.teacher.signals import DistillData
 
 TIMED = 4  # training steps that are timed
 Model: TypeAlias = "PreTrainedModel | FeatureHead"

@@ -9,16 +9,15 @@ from typing import Any
 from rich.console import Console
 from transformers import PretrainedConfig
 
-from decode.models.eagle.head import FeatureHead
-from distill.config.run_settings import Settings
-from distill.core.file_fingerprints import remove
-from distill.core.run_dir import RunDir
-from distill.data.stage_context import StageContext
-from distill.eagle.head_training_data import prepare_head
+from decode.models.heads import FeatureHead
+from distill import run_stages as eagle_heads
+from distill.config.run import Settings
+from distill.data.context import StageContext
 from distill.experiments.design.draft_shapes import Shape, default_shape
+from distill.files import RunDir, remove
 from distill.losses.objective import Objective, divergence_of
-from distill.pipeline import eagle_stages as eagle_heads
-from distill.teacher.distillation_data import DistillData, prepare
+from distill.teacher.heads import prepare_head
+from distill.teacher.signals import DistillData, prepare
 
 
 class TrialSignals:

@@ -6,22 +6,22 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from decode.core.method_options import MethodOptions
-from decode.core.sampling import Warp
-from decode.measure.bench.compare_methods import Benchmark
-from decode.measure.bench.method_entries import BenchEntry
-from decode.measure.bench.session import BenchOptions, Session
-from decode.models.eagle.head import FeatureHead
-from decode.models.loading.open_model import open_draft
-from decode.prompts.prompt_suites import Suite
-from distill.core.run_dir import RunDir, StageRecord
+from decode.bench.benchmark import Benchmark
+from decode.bench.entries import BenchEntry
+from decode.bench.session import BenchOptions, Session
+from decode.bench.suites import Suite
+from decode.method_options import MethodOptions
+from decode.models.heads import FeatureHead
+from decode.models.loading import open_draft
+from decode.sampling import Warp
+from distill.data.context import StageContext
 from distill.data.corpus import test_suite
-from distill.data.stage_context import StageContext
 from distill.experiments.design.draft_shapes import Shape
 from distill.experiments.design.predicted_speedup import best_of
 from distill.experiments.design.shape_table import Entry
 from distill.experiments.design.training_trials import Model, Trials
-from distill.pipeline.stages import StageResult
+from distill.files import RunDir, StageRecord
+from distill.stages import StageResult
 
 Row = dict[str, Any]
 

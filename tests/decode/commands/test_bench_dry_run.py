@@ -10,13 +10,13 @@ import yaml
 from heads import make_head
 
 from decode.__main__ import main
-from decode.commands.bench.dry_run import preset_row, row_with, shrink, write_rows
-from decode.commands.bench.settings import BenchSettings
-from decode.core.errors import UserError
-from decode.models.config_from_shape import FAMILIES, family_of
-from decode.models.eagle.head_files import save_head
-from decode.prompts.data_presets import PRESETS
-from decode.prompts.prompt_suites import load_suite
+from decode.bench.datasets import PRESETS
+from decode.bench.suites import load_suite
+from decode.commands.dry_run import preset_row, row_with, shrink, write_rows
+from decode.commands.settings import BenchSettings
+from decode.errors import UserError
+from decode.models.heads import save_head
+from decode.models.shapes import FAMILIES, family_of
 
 
 @pytest.fixture(autouse=True)

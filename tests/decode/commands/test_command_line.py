@@ -7,9 +7,8 @@ from typing import Literal
 
 import pytest
 
-from decode.commands.parsing.command_line import _typed_keys, parse, take_flag
-from decode.commands.parsing.exit_status import run_main
-from decode.core.errors import UserError
+from decode.commands.parsing import _typed_keys, parse, run_main, take_flag
+from decode.errors import UserError
 
 
 @dataclass

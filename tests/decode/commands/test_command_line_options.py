@@ -12,11 +12,9 @@ from benchmarks import Watched
 from pairs import save_pair
 
 from decode.__main__ import COMMANDS, main
-from decode.commands.bench.settings import bench_settings, default_suites
-from decode.commands.parsing.command_line import parse
-from decode.commands.parsing.config_files import merge
-from decode.commands.settings import GenerateSettings
-from decode.core.progress import as_current
+from decode.commands.parsing import merge, parse
+from decode.commands.settings import GenerateSettings, bench_settings, default_suites
+from decode.progress import as_current
 
 ROOT = Path(__file__).parents[3]
 
@@ -210,7 +208,7 @@ def test_stores_are_built_from_files_and_suites_and_serve_the_bench(folder, tmp_
 
 
 def test_an_interrupted_bench_writes_what_it_measured(folder, tmp_path, capsys, monkeypatch):
-    from decode.commands.bench import command as compare
+    from decode.commands import bench as compare
 
     def stop(done, total, label):
         if done == 5:

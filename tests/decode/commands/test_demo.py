@@ -10,7 +10,7 @@ from rich.console import Console
 
 from decode.commands import demo
 from decode.commands.settings import DemoSettings, GenerateSettings
-from decode.core.errors import UserError
+from decode.errors import UserError
 
 
 @pytest.fixture(scope="module")

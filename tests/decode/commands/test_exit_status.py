@@ -14,7 +14,7 @@ import pytest
 from pairs import save_pair
 
 from decode.__main__ import main
-from decode.commands.parsing.exit_status import WRITING, run_main
+from decode.commands.parsing import WRITING, run_main
 
 ROOT = Path(__file__).parents[3]
 FULL = "/dev/full"
@@ -35,7 +35,7 @@ LIBRARIES = {
 def test_a_file_that_cannot_be_written_is_one_line_whichever_library_writes(tmp_path):
     code = f"""
 import resource
-from decode.commands.parsing.exit_status import run_main
+from decode.commands.parsing import run_main
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
 for library, write in {LIBRARIES!r}.items():
     path = {str(tmp_path)!r} + "/" + library
@@ -51,7 +51,7 @@ for library, write in {LIBRARIES!r}.items():
 def test_sigterm_ends_a_command_as_ctrl_c_does_and_removes_what_is_temporary(tmp_path):
     code = f"""
 import os, signal, sys, tempfile
-from decode.commands.parsing.exit_status import run_main
+from decode.commands.parsing import run_main
 def work():
     with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -114,7 +114,7 @@ def test_a_limit_on_file_sizes_leaves_nothing_half_written_and_the_next_run_goes
 def test_a_benchmark_whose_output_cannot_be_written_is_refused_before_models_are_loaded(
     folder, tmp_path, capsys, monkeypatch, occupied
 ):
-    monkeypatch.setattr("decode.models.loading.open_model.load_model", lambda *_, **__: pytest.fail("loaded a model"))
+    monkeypatch.setattr("decode.models.loading.load_model", lambda *_, **__: pytest.fail("loaded a model"))
     (tmp_path / "here").write_text("a file")
     argv = ["bench", "--target", str(folder / "target"), "--suite", "open", "--methods", "prompt-lookup"]
     assert main([*argv, "--output", str(tmp_path / occupied)]) == 2
@@ -122,7 +122,7 @@ def test_a_benchmark_whose_output_cannot_be_written_is_refused_before_models_are
 
 
 def test_chat_without_a_template_is_refused_before_models_are_loaded(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("decode.models.loading.open_model.load_model", lambda *_, **__: pytest.fail("loaded a model"))
+    monkeypatch.setattr("decode.models.loading.load_model", lambda *_, **__: pytest.fail("loaded a model"))
     bare = tmp_path / "bare"
     bare.mkdir()
     for file in (folder / "target").iterdir():

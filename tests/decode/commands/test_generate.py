@@ -13,10 +13,9 @@ from pairs import TEXT, make_tokenizer, save_pair
 
 from decode.commands.generate import run, start
 from decode.commands.settings import GenerateSettings
-from decode.core.errors import UserError
-from decode.models.loading.open_model import load_model
-from decode.models.prompt_tokens import chat_ids, prompt_ids
-from decode.models.streamed_text import Detokenizer, marked, stop_at
+from decode.errors import UserError
+from decode.models.loading import load_model
+from decode.models.tokens import Detokenizer, chat_ids, marked, prompt_ids, stop_at
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +218,7 @@ def test_a_system_message_without_a_chat_is_refused(folder):
     ],
 )
 def test_mistakes_are_told_before_any_model_is_loaded(folder, monkeypatch, changes, message):
-    monkeypatch.setattr("decode.models.loading.open_model.load_model", lambda *_, **__: pytest.fail("loaded a model"))
+    monkeypatch.setattr("decode.models.loading.load_model", lambda *_, **__: pytest.fail("loaded a model"))
     with pytest.raises(UserError, match=message):
         start(settings_for(folder, **changes), "Hi")
 

@@ -7,14 +7,14 @@ import json
 import pytest
 from pairs import make_pair, make_suite, make_tokenizer, save_pair
 
+from decode.bench.offline_acceptance import offline_alpha
+from decode.bench.pair_profile import profile_pair
+from decode.bench.prediction import predicted_speedup
+from decode.bench.session import BenchOptions, Session
 from decode.commands.profile import run
 from decode.commands.settings import ProfileSettings
-from decode.core.errors import UserError
-from decode.core.sampling import Warp
-from decode.measure.bench.pair_profile import profile_pair
-from decode.measure.bench.session import BenchOptions, Session
-from decode.measure.offline_acceptance import offline_alpha
-from decode.measure.predicted_speedup import predicted_speedup
+from decode.errors import UserError
+from decode.sampling import Warp
 
 
 @pytest.fixture(scope="module")

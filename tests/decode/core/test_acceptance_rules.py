@@ -13,25 +13,13 @@ from enumeration import Experiment, ScriptedRunner, enumerate_runs, random_table
 from scripted import RandomTree
 from torch import Tensor
 
-from decode.core.acceptance_rules import (
-    AcceptanceRule,
-    Ears,
-    Exact,
-    Fuzzy,
-    JensenShannon,
-    Typical,
-    entropy,
-    js_distance,
-)
-from decode.core.proposal import Draft
-from decode.core.rng import Rng, TorchRng
-from decode.core.sampling import Warp
-from decode.core.stopping.stop_rules import StopRule
-from decode.core.system import System
-from decode.core.target import Target
-from decode.core.trace_metrics import Round
+from decode.draft import Draft
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import decode
+from decode.loop import System, Target, decode
+from decode.sampling import Rng, TorchRng, Warp
+from decode.stopping import StopRule
+from decode.trace import Round
+from decode.verify import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical, entropy, js_distance
 
 Probs = list[Fraction]
 

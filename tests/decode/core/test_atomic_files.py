@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from decode.core.atomic_files import write_text
-from decode.core.errors import UserError
+from decode.errors import UserError, write_text
 
 
 def test_an_interrupted_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_path: Path) -> None:

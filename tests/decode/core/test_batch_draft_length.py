@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from decode.core.stopping.batch_draft_length import DraftLengths, RoundCosts, between
+from decode.stopping import DraftLengths, RoundCosts, between
 
 
 def decode(lengths: DraftLengths, rates: list[float], tokens: int, batch: int = 1, seed: int = 0) -> float:

@@ -10,8 +10,8 @@ import time
 import pytest
 from rich.console import Console
 
-from decode.core import progress
-from decode.core.progress import Progress, Work, current, duration, track, working
+from decode import progress
+from decode.progress import Progress, Work, current, duration, track, working
 
 
 @pytest.fixture

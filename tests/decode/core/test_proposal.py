@@ -2,7 +2,7 @@
 
 import torch
 
-from decode.core.proposal import Draft
+from decode.draft import Draft
 
 
 def paths(draft: Draft) -> set[tuple[int, ...]]:

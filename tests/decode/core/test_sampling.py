@@ -17,18 +17,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from decode.core.errors import UserError
-from decode.core.rng import TorchRng
-from decode.core.sampling import TopP, Warp, WarpedRows, argmax, one_hot
-from decode.core.stopping.stop_rules import StopRule
-from decode.core.system import System
-from decode.core.target import Target
-from decode.core.trace_metrics import Trace
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import rounds
-from decode.method_parts import MethodInputs
-from decode.methods import build
-from decode.models.loading.choose_runner import open_runner
+from decode.errors import UserError
+from decode.loop import System, Target, rounds
+from decode.methods import MethodInputs, build
+from decode.models.choose_runner import open_runner
+from decode.sampling import TopP, TorchRng, Warp, WarpedRows, argmax, one_hot
+from decode.stopping import StopRule
+from decode.trace import Trace
 
 PROMPT = [3, 7, 1, 9, 3, 7, 22, 3]
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}

@@ -12,26 +12,28 @@ from enumeration import ScriptedRunner, random_table
 from sklearn.metrics import roc_curve
 from torch import Tensor
 
-from decode.core.errors import UserError
-from decode.core.method_options import MethodOptions
-from decode.core.proposal import Draft
-from decode.core.rng import TorchRng
-from decode.core.sampling import Warp
-from decode.core.stopping.stop_rules import (
+from decode.draft import Draft
+from decode.drafters.draft_model import ModelDrafter
+from decode.errors import UserError
+from decode.loop import Target, decode
+from decode.method_options import MethodOptions
+from decode.methods import METHODS, STOPS, MethodInputs, build
+from decode.sampling import TorchRng, Warp
+from decode.stopping import (
+    CostOptimal,
+    Fixed,
+    MeanOfRejected,
+    Roc,
     Step,
     StopRule,
+    TargetAcceptance,
+    Threshold,
     max_probability,
     negative_entropy,
     token_probability,
     warped_token_probability,
 )
-from decode.core.stopping.thresholds import CostOptimal, Fixed, MeanOfRejected, Roc, TargetAcceptance, Threshold
-from decode.core.target import Target
-from decode.core.trace_metrics import Round
-from decode.drafters.draft_model import ModelDrafter
-from decode.loop import decode
-from decode.method_parts import STOPS, MethodInputs
-from decode.methods import METHODS, build
+from decode.trace import Round
 
 
 def chain_round(drafted: int, accepted: int, seconds: tuple[float, float] = (0.0, 0.0)) -> Round:

@@ -8,16 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.core.proposal import Draft
-from decode.core.rng import TorchRng
-from decode.core.sampling import Warp
-from decode.core.stopping.stop_rules import StopRule
-from decode.core.system import System
-from decode.core.target import Target
-from decode.core.trace_metrics import FORMULAS, Round, Trace
+from decode.draft import Draft
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import decode
-from decode.models.loading.choose_runner import open_runner
+from decode.loop import System, Target, decode
+from decode.models.choose_runner import open_runner
+from decode.sampling import TorchRng, Warp
+from decode.stopping import StopRule
+from decode.trace import FORMULAS, Round, Trace
 
 
 def make_round(tokens: list[int], parents: list[int], path: list[int], token: int = 9) -> Round:

@@ -6,13 +6,11 @@ from collections import Counter, defaultdict
 import pytest
 from stores import build_trigram_table
 
-from decode.core.errors import UserError
-from decode.core.rng import TorchRng
-from decode.core.stopping.stop_rules import StopRule
-from decode.core.system import System
-from decode.drafters.adaptix.drafter import TrigramDrafter
-from decode.drafters.adaptix.ngrams import NgramTable
-from decode.drafters.adaptix.search import C1, C2, most_visited, search
+from decode.drafters.adaptix import C1, C2, NgramTable, TrigramDrafter, most_visited, search
+from decode.errors import UserError
+from decode.loop import System
+from decode.sampling import TorchRng
+from decode.stopping import StopRule
 
 RNG, STOP = TorchRng(seed=0), StopRule()
 

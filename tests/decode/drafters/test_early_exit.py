@@ -6,24 +6,18 @@ import pytest
 import torch
 from enumeration import Experiment
 
-from decode.core.errors import UserError
-from decode.core.method_options import MethodOptions
-from decode.core.proposal import Draft
-from decode.core.rng import TorchRng
-from decode.core.sampling import Warp
-from decode.core.stopping.stop_rules import StopRule, max_probability, token_probability
-from decode.core.stopping.thresholds import Fixed
-from decode.core.system import System
-from decode.core.target import Target
+from decode.draft import Draft
 from decode.drafters.early_exit import EarlyExitDrafter
-from decode.loop import decode, rounds
-from decode.method_parts import MethodInputs
-from decode.methods import build
-from decode.models.loading.choose_runner import open_runner
-from decode.models.runners.fast_forward import FastForward
-from decode.models.runners.fast_runner import FastRunner, fast_runner, self_speculating
-from decode.models.runners.layer_subset import LayerSubset
-from decode.models.weights.fast_architectures import FAMILIES
+from decode.errors import UserError
+from decode.loop import System, Target, decode, rounds
+from decode.method_options import MethodOptions
+from decode.methods import MethodInputs, build
+from decode.models.choose_runner import open_runner
+from decode.models.families import FAMILIES
+from decode.models.fast_forward import FastForward, LayerSubset
+from decode.models.fast_runner import FastRunner, fast_runner, self_speculating
+from decode.sampling import TorchRng, Warp
+from decode.stopping import Fixed, StopRule, max_probability, token_probability
 
 WALKED = ["llama", "llama-mha", "llama-tied", "mistral", "qwen2", "qwen3", "phi", "gpt_neox", "gpt_neox-sequential"]
 DEPTH = 4

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decode.core.sampling import Warp
-from decode.drafters.layer_search import acceptance, search, target_rows
-from decode.measure.predicted_speedup import replayed_speedup
-from decode.models.runners.fast_runner import FastRunner, fast_runner
-from decode.models.runners.layer_subset import LayerSubset
+from decode.bench.prediction import replayed_speedup
+from decode.drafters.early_exit import acceptance, search, target_rows
+from decode.models.fast_forward import LayerSubset
+from decode.models.fast_runner import FastRunner, fast_runner
+from decode.sampling import Warp
 
 DEPTH = 4
 GREEDY = Warp()

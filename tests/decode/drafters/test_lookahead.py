@@ -3,10 +3,10 @@ import random
 import pytest
 import torch
 
-from decode.core.rng import TorchRng
-from decode.core.stopping.stop_rules import StopRule
-from decode.core.trace_metrics import Round
 from decode.drafters.lookahead import LookaheadDrafter
+from decode.sampling import TorchRng
+from decode.stopping import StopRule
+from decode.trace import Round
 
 RNG, STOP, VOCAB = TorchRng(seed=0), StopRule(), 50
 

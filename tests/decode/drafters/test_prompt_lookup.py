@@ -2,9 +2,9 @@ import random
 
 import pytest
 
-from decode.core.rng import TorchRng
-from decode.core.stopping.stop_rules import StopRule
 from decode.drafters.prompt_lookup import LookupDrafter
+from decode.sampling import TorchRng
+from decode.stopping import StopRule
 
 RNG = TorchRng(seed=0)
 WIDE = StopRule(window=100)

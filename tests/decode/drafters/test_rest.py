@@ -7,13 +7,12 @@ from stores import build_datastore
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from decode.core.errors import UserError
-from decode.core.rng import TorchRng
-from decode.core.stopping.stop_rules import StopRule
+from decode.draft import Trie, heaviest_tree
 from decode.drafters.corpus_files import tokenizer_fingerprint
-from decode.drafters.rest.datastore import Datastore
-from decode.drafters.rest.drafter import RetrievalDrafter, open_rest
-from decode.drafters.token_tree import Trie, heaviest_tree
+from decode.drafters.rest import Datastore, RetrievalDrafter, open_rest
+from decode.errors import UserError
+from decode.sampling import TorchRng
+from decode.stopping import StopRule
 
 RNG, STOP = TorchRng(seed=0), StopRule()
 

@@ -8,11 +8,11 @@ from stores import build_datastore
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decode.commands.build_datastore import read_corpus
-from decode.core.errors import UserError
+from decode.commands.datastore import read_corpus
+from decode.drafters import rest as datastore
 from decode.drafters.corpus_files import join_documents, read_texts, tokenize_files, tokenizer_fingerprint
-from decode.drafters.rest import datastore
-from decode.drafters.rest.datastore import FILE, Datastore, save_datastore, suffix_array
+from decode.drafters.rest import FILE, Datastore, save_datastore, suffix_array
+from decode.errors import UserError
 
 
 def random_documents(source, vocabulary, count=8, longest=60):

@@ -12,16 +12,14 @@ import torch
 from pairs import make_tokenizer, save_pair
 from safetensors.torch import load_file, save_file
 
-from decode.engines.acceptance_gap_causes import causes_in_files, causes_in_numbers
-from decode.engines.launch.engine_settings import EngineSettings
+from decode.bench.served import record, served_page, shown
+from decode.bench.session import Item
+from decode.bench.suites import Prompt
+from decode.engines.gap_causes import causes_in_files, causes_in_numbers, weight_fingerprints
 from decode.engines.serve_check import CheckOptions, serve_check
-from decode.engines.weight_fingerprint import weight_fingerprints
-from decode.measure.bench.session import Item
-from decode.models.eagle.head import FeatureHead
-from decode.models.eagle.head_files import head_config, save_head
-from decode.models.loading.target_and_draft import load
-from decode.prompts.prompt_suites import Prompt
-from decode.report.served_report import record, served_page, shown
+from decode.engines.settings import EngineSettings
+from decode.models.heads import FeatureHead, head_config, save_head
+from decode.models.pair import load
 
 
 @pytest.fixture

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from decode.core.stopping.batch_draft_length import RoundCosts
-from decode.engines.acceptance_counts import Drafts
-from decode.engines.concurrent_requests import Together, places, together_row
-from decode.engines.predicted_acceptance import Acceptance, Rounds
+from decode.engines.acceptance import Acceptance, Drafts, Rounds
+from decode.engines.serve_check import Together, places, together_row
+from decode.stopping import RoundCosts
 
 
 def test_a_batch_is_filled_for_most_of_the_time() -> None:

@@ -11,11 +11,9 @@ import time
 
 import pytest
 
-from decode.core.atomic_files import scratch_folder
-from decode.core.errors import UserError
-from decode.engines.launch.engine_process import check_port, running
-from decode.engines.launch.engine_settings import EngineSettings
-from decode.engines.launch.start_engine import opened
+from decode.engines.launch import check_port, opened, running
+from decode.engines.settings import EngineSettings
+from decode.errors import UserError, scratch_folder
 
 FOREVER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], " \
     "stdout=open(sys.argv[1], 'w')); print('up', flush=True); time.sleep(600)"  # fmt: skip
@@ -59,7 +57,7 @@ def test_a_check_that_is_ended_takes_its_engine_and_its_workers_with_it(
     monkeypatch.setenv("TMPDIR", str(scratch))
     marker, ready = tmp_path / "worker", tmp_path / "ready"
     code = (
-        "import pathlib, signal, sys, time\nfrom decode.engines.launch.engine_process import running\n"
+        "import pathlib, signal, sys, time\nfrom decode.engines.launch import running\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         f"ready = lambda: pathlib.Path({str(marker)!r}).exists()\n"
         f"with running([sys.executable, '-c', {FOREVER!r}, {str(marker)!r}], ready, name='engine', seconds=600):\n"
@@ -104,7 +102,7 @@ def test_a_port_in_use_is_refused() -> None:
 
 def test_what_is_not_installed_is_said_with_the_next_step(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("decode.engines.launch.engine_settings.CHECKOUT", tmp_path)
+    monkeypatch.setattr("decode.engines.settings.CHECKOUT", tmp_path)
     settings = EngineSettings("t", "d")
     with pytest.raises(UserError, match="make engines"), opened("vllm", settings, 3):
         pass

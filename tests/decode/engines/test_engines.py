@@ -25,14 +25,11 @@ from engine_pairs import (
 from pairs import TEXT, make_tokenizer
 
 from decode.__main__ import main
-from decode.core.errors import UserError
-from decode.engines.launch.engine_process import free_port, running
-from decode.engines.launch.engine_settings import EngineSettings
-from decode.engines.launch.llama_cpp_engine import LLAMA_SERVER
-from decode.engines.launch.server import Server
-from decode.engines.launch.start_engine import opened
-from decode.engines.launch.vllm_engine import VLLM_PYTHON
-from decode.models.loading.open_model import load_model
+from decode.engines.launch import free_port, opened, running
+from decode.engines.server import Server
+from decode.engines.settings import LLAMA_SERVER, VLLM_PYTHON, EngineSettings
+from decode.errors import UserError
+from decode.models.loading import load_model
 
 pytestmark = pytest.mark.engine
 SAMPLING = "the engine's sampling with a draft is not the target's"

@@ -13,14 +13,13 @@ from families import build_tiny
 from pairs import make_tokenizer, save_pair
 from safetensors.torch import load_file
 
-from decode.core.errors import UserError
-from decode.engines.launch.engine_settings import CHECKOUT
-from decode.engines.launch.gguf_conversion import CONVERTER, convert, split_of
-from decode.models.eagle.head import FeatureHead
-from decode.models.eagle.head_files import head_config
-from distill.config.export import ExportSettings
-from distill.export.export_eagle_head import write_head
-from distill.export.export_gguf import check_gguf, export_gguf
+from decode.engines.gguf import CONVERTER, convert, split_of
+from decode.engines.settings import CHECKOUT
+from decode.errors import UserError
+from decode.models.heads import FeatureHead, head_config
+from distill.config.run import ExportSettings
+from distill.export.draft import check_gguf, export_gguf
+from distill.export.head import write_head
 
 
 def tokenizer(folder: Path, *steps: dict, **more: object) -> Path:
@@ -41,7 +40,7 @@ def test_ways_to_split_texts_that_llama_cpp_has_a_name_for(tmp_path: Path) -> No
 
 def test_a_missing_converter_is_said_before_training(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("decode.engines.launch.gguf_conversion.CHECKOUT", tmp_path)
+    monkeypatch.setattr("decode.engines.gguf.CHECKOUT", tmp_path)
     check_gguf(ExportSettings())
     with pytest.raises(UserError, match="make engines"):
         check_gguf(ExportSettings(formats=["hf", "gguf"]))

@@ -9,24 +9,25 @@ import torch
 from heads import learned_head
 from pairs import make_pair
 
-from decode.core.method_options import MethodOptions
-from decode.core.sampling import Warp
-from decode.core.target import Target
-from decode.engines.acceptance_counts import Drafts, difference, mean_length, rates
-from decode.engines.launch.start_engine import ROUNDS
-from decode.engines.launch.transformers_engine import AssistedGeneration
-from decode.engines.predicted_acceptance import (
+from decode.engines.acceptance import (
     UNDRAFTED,
     Acceptance,
+    Drafts,
     Rounds,
     acceptance,
+    difference,
+    mean_length,
     predicted_drafts,
     predicted_speedup,
+    rates,
 )
-from decode.loop import decode
-from decode.method_parts import MethodInputs
-from decode.methods import build
-from decode.models.loading.choose_runner import open_draft_runner, open_runner
+from decode.engines.launch import ROUNDS
+from decode.engines.transformers_engine import AssistedGeneration
+from decode.loop import Target, decode
+from decode.method_options import MethodOptions
+from decode.methods import MethodInputs, build
+from decode.models.choose_runner import open_draft_runner, open_runner
+from decode.sampling import Warp
 
 PROMPTS = [[5, 9, 17], [40, 41, 42, 43], [7], [100, 3, 55, 8, 9]]
 

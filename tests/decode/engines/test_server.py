@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from decode.core.errors import UserError
-from decode.engines.acceptance_counts import Drafts
-from decode.engines.launch.server import Server
+from decode.engines.acceptance import Drafts
+from decode.engines.server import Server
+from decode.errors import UserError
 
 COUNTS = """vllm:generation_tokens_total{{engine="0"}} {tokens}
 vllm:spec_decode_num_drafts_total{{engine="0"}} {drafts}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from decode.core.errors import UserError
-from decode.engines.acceptance_counts import Drafts
-from decode.engines.launch.server_metrics import Metrics, drift, parse_metrics
+from decode.engines.acceptance import Drafts
+from decode.engines.server import Metrics, drift, parse_metrics
+from decode.errors import UserError
 
 VLLM = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 # TYPE vllm:spec_decode_num_drafts_total counter

@@ -8,10 +8,10 @@ import pytest
 from pairs import save_pair
 from transformers import AutoModelForCausalLM
 
-from decode.commands.engines.what_if import profile_rates
-from decode.core.errors import UserError
-from decode.engines.acceptance_counts import Drafts, ServedText, round_cost
+from decode.commands.what_if import profile_rates
+from decode.engines.acceptance import Drafts, ServedText, round_cost
 from decode.engines.what_if import marginal_rates, parse_shape, write_random_draft
+from decode.errors import UserError
 
 
 def test_shapes() -> None:

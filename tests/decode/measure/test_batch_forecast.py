@@ -8,15 +8,14 @@ from itertools import pairwise
 import pytest
 from pairs import make_pair, make_suite, make_tokenizer, save_pair
 
+from decode.bench.costs import CostModel
+from decode.bench.offline_acceptance import OfflineAlpha
+from decode.bench.pair_profile import profile_pair
+from decode.bench.prediction import forecast, replayed_speedup
+from decode.bench.session import BenchOptions, Session
 from decode.commands.profile import run
 from decode.commands.settings import ProfileSettings
-from decode.core.sampling import Warp
-from decode.measure.batch_forecast import forecast
-from decode.measure.bench.pair_profile import profile_pair
-from decode.measure.bench.session import BenchOptions, Session
-from decode.measure.costs.cost_model import CostModel
-from decode.measure.offline_acceptance import OfflineAlpha
-from decode.measure.predicted_speedup import replayed_speedup
+from decode.sampling import Warp
 
 ALPHA = OfflineAlpha([[0.8] * 60, [1.0, 0.2] * 30])
 

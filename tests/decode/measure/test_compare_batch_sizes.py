@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from pairs import make_pair, make_suite, make_tokenizer
 
-from decode.commands.bench.command import bench
-from decode.core.errors import UserError
-from decode.core.progress import Work, as_current
-from decode.core.stopping.batch_draft_length import RoundCosts
-from decode.core.trace_metrics import Trace
-from decode.measure.bench.compare_batch_sizes import MEASURED, BatchBenchmark, Written, _interval, cells, predicted
-from decode.measure.bench.method_entries import plan
-from decode.measure.bench.session import BenchOptions, Session
-from decode.measure.bench.transformers_baselines import cut_at
-from decode.models.loading.target_and_draft import Pair
-from decode.report.batch_report import batch_table, by_method, conclusions, write_batch_report
+from decode.bench.baselines import cut_at
+from decode.bench.batch_report import batch_table, by_method, conclusions, write_batch_report
+from decode.bench.batch_sizes import MEASURED, BatchBenchmark, Written, _interval, cells, predicted
+from decode.bench.entries import plan
+from decode.bench.session import BenchOptions, Session
+from decode.commands.bench import bench
+from decode.errors import UserError
+from decode.models.pair import Pair
+from decode.progress import Work, as_current
+from decode.stopping import RoundCosts
+from decode.trace import Trace
 
 SIZES = [1, 3]
 

@@ -15,20 +15,13 @@ from benchmarks import Watched, run_benchmark
 from pairs import make_pair, make_suite, make_tokenizer
 from rich.console import Console
 
-from decode.commands.bench.checkpoint import Checkpoint, draft_names
-from decode.commands.bench.command import bench_options, choose_methods, plan_entries
-from decode.commands.bench.settings import BenchSettings
-from decode.commands.settings_checks import open_suites
-from decode.core.errors import UserError
-from decode.core.method_options import MethodOptions
-from decode.core.progress import as_current
-from decode.core.runner_protocol import Runner
-from decode.drafters.rest.drafter import open_rest
-from decode.measure.bench import method_entries
-from decode.measure.bench.compare_methods import Benchmark
-from decode.measure.bench.method_entries import BenchEntry, EntryRun, plan
-from decode.measure.bench.session import BenchOptions, Session
-from decode.measure.bootstrap_statistics import (
+from decode.bench import entries as method_entries
+from decode.bench.benchmark import Benchmark
+from decode.bench.costs import WAYS, CostModel
+from decode.bench.entries import BenchEntry, EntryRun, plan
+from decode.bench.report import ratios, table, write_report
+from decode.bench.session import BenchOptions, Session
+from decode.bench.statistics import (
     COLUMNS,
     Record,
     TimedText,
@@ -38,16 +31,20 @@ from decode.measure.bootstrap_statistics import (
     paired_ratios,
     plain,
 )
-from decode.measure.costs.cost_model import CostModel
-from decode.measure.costs.forward_timer import WAYS
-from decode.method_parts import smaller_store
-from decode.models.eagle.head_runner import HeadRunner
-from decode.models.loading.target_and_draft import Pair
-from decode.models.prompt_tokens import chat_ids, prompt_ids
-from decode.models.runners.fast_runner import FastRunner
-from decode.prompts.prompt_suites import Prompt, Suite
-from decode.report.bench_report import write_report
-from decode.report.bench_tables import ratios, table
+from decode.bench.suites import Prompt, Suite
+from decode.commands.bench import Checkpoint, bench_options, choose_methods, draft_names, plan_entries
+from decode.commands.checks import open_suites
+from decode.commands.settings import BenchSettings
+from decode.drafters.rest import open_rest
+from decode.errors import UserError
+from decode.method_options import MethodOptions
+from decode.methods import smaller_store
+from decode.models.fast_runner import FastRunner
+from decode.models.head_runner import HeadRunner
+from decode.models.pair import Pair
+from decode.models.runner import Runner
+from decode.models.tokens import chat_ids, prompt_ids
+from decode.progress import as_current
 
 METHODS = [
     "vanilla",

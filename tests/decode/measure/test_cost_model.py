@@ -9,14 +9,9 @@ import pytest
 import torch
 from pairs import make_pair, make_tokenizer
 
-from decode.core.method_options import MethodOptions
-from decode.core.sampling import Warp
-from decode.core.target import Target
-from decode.loop import decode
-from decode.measure.costs.cost_model import CostMeter, CostModel
-from decode.measure.costs.forward_timer import time_forwards
-from decode.measure.offline_acceptance import OfflineAlpha, offline_alpha
-from decode.measure.predicted_speedup import (
+from decode.bench.costs import CostMeter, CostModel, time_forwards
+from decode.bench.offline_acceptance import OfflineAlpha, offline_alpha
+from decode.bench.prediction import (
     best_length,
     break_even,
     predict,
@@ -28,9 +23,11 @@ from decode.measure.predicted_speedup import (
     tokens_per_round,
     verdict,
 )
-from decode.method_parts import MethodInputs
-from decode.methods import build
-from decode.models.loading.choose_runner import open_runner
+from decode.loop import Target, decode
+from decode.method_options import MethodOptions
+from decode.methods import MethodInputs, build
+from decode.models.choose_runner import open_runner
+from decode.sampling import Warp
 
 
 def flat(n: float) -> float:

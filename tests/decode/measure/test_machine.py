@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from decode.measure.costs import machine
+from decode.bench import machine
 
 SPIN = "import time; end = time.monotonic() + {}\nwhile time.monotonic() < end: pass"
 

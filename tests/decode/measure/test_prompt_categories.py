@@ -10,12 +10,11 @@ from benchmarks import run_benchmark
 from pairs import make_pair, make_suite, make_tokenizer
 from rich.console import Console
 
-from decode.measure.bench.method_entries import plan
-from decode.measure.bench.session import BenchOptions
-from decode.measure.suite_acceptance import suite_alphas
-from decode.prompts.prompt_suites import Prompt, Suite
-from decode.report.bench_report import write_report
-from decode.report.bench_tables import category_table
+from decode.bench.entries import plan
+from decode.bench.report import category_table, write_report
+from decode.bench.session import BenchOptions
+from decode.bench.suite_acceptance import suite_alphas
+from decode.bench.suites import Prompt, Suite
 
 
 @pytest.fixture(scope="module")

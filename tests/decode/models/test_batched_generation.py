@@ -9,15 +9,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from decode.core.rng import TorchRng
-from decode.core.sampling import Warp
-from decode.core.target import Target
-from decode.loop import decode
-from decode.method_parts import MethodInputs
-from decode.methods import build
-from decode.models import batched_generation
-from decode.models.batched_generation import draws_named, draws_of_loop, uniform_draws, write_texts
-from decode.models.loading.choose_runner import open_runner
+from decode.loop import Target, decode
+from decode.methods import MethodInputs, build
+from decode.models import writing as batched_generation
+from decode.models.choose_runner import open_runner
+from decode.models.writing import draws_named, draws_of_loop, uniform_draws, write_texts
+from decode.sampling import TorchRng, Warp
 
 Tiny = Callable[..., PreTrainedModel]
 PROMPTS = [[5, 9, 3], [7], [2, 11, 13, 17, 19, 23, 4, 8], [30, 31]]

@@ -12,23 +12,20 @@ from families import RUNNER_PATHS, VOCAB
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.commands.checks import check_models
 from decode.commands.settings import GenerateSettings
-from decode.commands.settings_checks import check_models
-from decode.core.errors import UserError
-from decode.core.method_options import MethodOptions
-from decode.core.proposal import Draft
-from decode.core.rng import TorchRng
-from decode.core.sampling import Warp
-from decode.core.target import Target
-from decode.loop import decode
-from decode.method_parts import MethodInputs
-from decode.methods import build
-from decode.models.loading import choose_runner as open_runner_module
-from decode.models.loading.choose_runner import open_runner
-from decode.models.runners import compiled_forward as compiled
-from decode.models.runners.compiled_forward import check_compile
-from decode.models.runners.fast_runner import FastRunner, fast_runner
-from decode.models.runners.layer_subset import LayerSubset
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.loop import Target, decode
+from decode.method_options import MethodOptions
+from decode.methods import MethodInputs, build
+from decode.models import choose_runner as open_runner_module
+from decode.models import compiled_forward as compiled
+from decode.models.choose_runner import open_runner
+from decode.models.compiled_forward import check_compile
+from decode.models.fast_forward import LayerSubset
+from decode.models.fast_runner import FastRunner, fast_runner
+from decode.sampling import TorchRng, Warp
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
 PROMPT = TEXT[:6]

@@ -15,22 +15,20 @@ from peft import LoraConfig, get_peft_model
 from scripted import Oracle, RandomTree
 from transformers import PreTrainedModel
 
-from decode.core.drafter_base import NoDrafter
-from decode.core.errors import UserError
-from decode.core.method_options import MethodOptions
-from decode.core.stopping.stop_rules import StopRule
-from decode.core.system import System
-from decode.core.target import Target
-from decode.loop import decode
-from decode.method_parts import MethodInputs
-from decode.methods import build
-from decode.models.loading.choose_runner import compare, open_runner
-from decode.models.runners import fast_forward, tree_masks
-from decode.models.runners import huggingface_runner as huggingface_module
-from decode.models.runners.fast_runner import FastRunner, fast_runner
-from decode.models.runners.huggingface_runner import HuggingFaceRunner
-from decode.models.weights import fast_architectures
-from decode.models.weights.fast_architectures import supports
+from decode.drafters.base import NoDrafter
+from decode.errors import UserError
+from decode.loop import System, Target, decode
+from decode.method_options import MethodOptions
+from decode.methods import MethodInputs, build
+from decode.models import families as fast_architectures
+from decode.models import fast_forward
+from decode.models import huggingface_runner as huggingface_module
+from decode.models import huggingface_runner as tree_masks
+from decode.models.choose_runner import compare, open_runner
+from decode.models.families import supports
+from decode.models.fast_runner import FastRunner, fast_runner
+from decode.models.huggingface_runner import HuggingFaceRunner
+from decode.stopping import StopRule
 
 SERVED = [name for name in ARCHITECTURES if name not in REFUSED]
 TREES = [name for name in SERVED if name not in NO_TREES]
@@ -115,7 +113,7 @@ def test_a_tree_mask_without_the_window_is_noticed(name: str, monkeypatch: pytes
 
     def everything(*given, **options):  # type: ignore[no-untyped-def]
         monkeypatch.setattr(tree_masks, "ALL_MASK_ATTENTION_FUNCTIONS", Windowless())
-        return tree_masks.masks_of_tree(*given, **options)
+        return original(*given, **options)
 
     class Windowless(dict):
         def __setitem__(self, key: str, make) -> None:  # type: ignore[no-untyped-def]
@@ -128,7 +126,7 @@ def test_a_tree_mask_without_the_window_is_noticed(name: str, monkeypatch: pytes
         def __delitem__(self, key: str) -> None:
             del masks[key]
 
-    masks = tree_masks.ALL_MASK_ATTENTION_FUNCTIONS
+    original, masks = tree_masks.masks_of_tree, tree_masks.ALL_MASK_ATTENTION_FUNCTIONS
     monkeypatch.setattr(huggingface_module, "masks_of_tree", everything)
     runner = open_runner(model_of(name), fast=False)
     assert runner.tree_refusal == "a tree's branches get other logits than the texts they stand for"

@@ -18,31 +18,24 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 
-from decode.batched_loop import decode_texts
-from decode.core.drafter_base import Drafter
-from decode.core.errors import UserError
-from decode.core.method_options import MethodOptions
-from decode.core.rng import TorchRng
-from decode.core.runner_protocol import Runner
-from decode.core.sampling import Warp
-from decode.core.stopping.batch_draft_length import DraftLengths, RoundCosts
-from decode.core.stopping.stop_rules import StopRule, negative_entropy
-from decode.core.stopping.thresholds import MeanOfRejected
-from decode.core.system import System
-from decode.core.target import Target
+from decode.bench.offline_acceptance import offline_alpha
+from decode.drafters.base import Drafter
 from decode.drafters.corpus_files import join_documents
 from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter, _Candidates
 from decode.drafters.hybrid import HybridDrafter
-from decode.drafters.rest.datastore import Datastore, save_datastore
-from decode.loop import Output, decode
-from decode.measure.offline_acceptance import offline_alpha
-from decode.method_parts import MethodInputs
-from decode.methods import build
-from decode.models.eagle.head_files import default_captured_layers, is_head, load_head, save_head
-from decode.models.eagle.head_runner import HeadRunner
-from decode.models.loading.choose_runner import open_runner
-from decode.models.runners.fast_runner import fast_runner
-from decode.models.runners.huggingface_runner import HuggingFaceRunner
+from decode.drafters.rest import Datastore, save_datastore
+from decode.errors import UserError
+from decode.loop import Output, System, Target, decode, decode_texts
+from decode.method_options import MethodOptions
+from decode.methods import MethodInputs, build
+from decode.models.choose_runner import open_runner
+from decode.models.fast_runner import fast_runner
+from decode.models.head_runner import HeadRunner
+from decode.models.heads import default_captured_layers, is_head, load_head, save_head
+from decode.models.huggingface_runner import HuggingFaceRunner
+from decode.models.runner import Runner
+from decode.sampling import TorchRng, Warp
+from decode.stopping import DraftLengths, MeanOfRejected, RoundCosts, StopRule, negative_entropy
 
 FAMILIES = ["llama", "qwen3", "gpt_neox", "gpt2"]
 SMALL = 8

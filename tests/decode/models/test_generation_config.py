@@ -12,13 +12,13 @@ import torch
 from benchmarks import run_benchmark
 from pairs import make_pair, make_suite, make_tokenizer, save_pair
 
+from decode.bench.entries import plan
+from decode.bench.session import BenchOptions
 from decode.commands.generate import start
 from decode.commands.settings import GenerateSettings
-from decode.measure.bench.method_entries import plan
-from decode.measure.bench.session import BenchOptions
-from decode.models.loading.generation_config import described, own_warp
-from decode.models.loading.open_model import load_model
-from decode.models.prompt_tokens import prompt_ids
+from decode.models.loading import load_model
+from decode.models.pair import described, own_warp
+from decode.models.tokens import prompt_ids
 
 PROMPT = "Tom has 3 apples and 4 apples and"
 OWN = [

@@ -15,8 +15,8 @@ from pairs import make_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.__main__ import main
-from decode.core.errors import UserError
-from decode.models.loading.open_model import load_config, load_model, load_tokenizer, open_draft
+from decode.errors import UserError
+from decode.models.loading import load_config, load_model, load_tokenizer, open_draft
 
 CPU = {"device": "cpu", "dtype": "float32"}
 

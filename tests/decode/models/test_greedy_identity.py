@@ -9,18 +9,16 @@ from families import CONTEXT, VOCAB, resembling
 from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
 from scripted import WAYS, Oracle, corpus_drafters
 
-from decode.core.drafter_base import Drafter
-from decode.core.runner_protocol import Runner
-from decode.core.sampling import Warp
-from decode.core.stopping.stop_rules import StopRule
-from decode.core.system import System
-from decode.core.target import Target
+from decode.drafters.base import Drafter
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.hybrid import HybridDrafter
-from decode.loop import decode
-from decode.method_parts import STOPS, MethodInputs
-from decode.models.loading.choose_runner import open_runner
-from decode.models.runners.fast_runner import FastRunner
+from decode.loop import System, Target, decode
+from decode.methods import STOPS, MethodInputs
+from decode.models.choose_runner import open_runner
+from decode.models.fast_runner import FastRunner
+from decode.models.runner import Runner
+from decode.sampling import Warp
+from decode.stopping import StopRule
 
 
 @pytest.fixture(scope="module")

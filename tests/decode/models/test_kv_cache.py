@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.models.runners.kv_cache import RollbackCache, RollbackLayer
+from decode.models.huggingface_runner import RollbackCache, RollbackLayer
 
 
 def states(*values: float) -> Tensor:

@@ -9,16 +9,16 @@ import torch
 from families import VOCAB
 from transformers import PreTrainedModel
 
-from decode.core.errors import UserError
-from decode.models.loading import choose_runner
-from decode.models.loading.choose_runner import open_draft_runner, open_runner
-from decode.models.runners import fast_runner as fast_runner_module
-from decode.models.runners.fast_runner import FastRunner, fast_runner
-from decode.models.runners.huggingface_runner import HuggingFaceRunner
-from decode.models.runners.layer_subset import LayerSubset
-from decode.models.weights import choose_linear, fast_architectures
-from decode.models.weights.choose_linear import Linears, measure
-from decode.models.weights.linear import HalfLinear, Linear, PackedLinear, half_scale, halvable, packable
+from decode.errors import UserError
+from decode.models import choose_runner
+from decode.models import families as fast_architectures
+from decode.models import fast_runner as fast_runner_module
+from decode.models import weights as choose_linear
+from decode.models.choose_runner import open_draft_runner, open_runner
+from decode.models.fast_forward import LayerSubset
+from decode.models.fast_runner import FastRunner, fast_runner
+from decode.models.huggingface_runner import HuggingFaceRunner
+from decode.models.weights import HalfLinear, Linear, Linears, PackedLinear, half_scale, halvable, measure, packable
 
 SHAPES = [(48, 32), (32, 48), (96, 576), (7, 5)]
 ROWS = [(0,), (1,), (2,), (8,), (13,), (64,), (300,), (2, 3)]

@@ -16,24 +16,20 @@ from tokenizers_of_kinds import byte_level, sentencepiece, spelled_out
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from decode import loop
+from decode.bench.entries import plan
+from decode.bench.session import BenchOptions
 from decode.commands import generate, profile
 from decode.commands.settings import GenerateSettings, ProfileSettings
-from decode.core.errors import UserError
-from decode.core.rng import TorchRng
-from decode.core.sampling import Warp
-from decode.core.stopping.stop_rules import StopRule, token_probability
-from decode.core.stopping.thresholds import Fixed
-from decode.core.system import System
-from decode.core.target import Target
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import decode
-from decode.measure.bench.method_entries import plan
-from decode.measure.bench.session import BenchOptions
-from decode.method_parts import STOPS, MethodInputs
+from decode.errors import UserError
+from decode.loop import System, Target, decode
+from decode.methods import STOPS, MethodInputs
 from decode.models import other_tokenizer as vocabulary
-from decode.models.loading.choose_runner import open_draft_runner, open_runner
-from decode.models.loading.open_model import open_draft
+from decode.models.choose_runner import open_draft_runner, open_runner
+from decode.models.loading import open_draft
 from decode.models.other_tokenizer import ForeignDraft, ForeignRunner, Intersection, Vocabulary
+from decode.sampling import TorchRng, Warp
+from decode.stopping import Fixed, StopRule, token_probability
 
 TOLERANCE = 1e-12
 SAMPLE = Warp(temperature=0.7)

@@ -14,16 +14,9 @@ import torch
 from pairs import make_tokenizer, save_pair
 from safetensors.torch import load_file, save_file
 
-from decode.core.errors import UserError
-from decode.models.loading import open_model as opening
-from decode.models.loading.open_model import (
-    choose_device,
-    choose_dtype,
-    load_model,
-    load_tokenizer,
-    open_draft,
-    placement,
-)
+from decode.errors import UserError
+from decode.models import loading as opening
+from decode.models.loading import choose_device, choose_dtype, load_model, load_tokenizer, open_draft, placement
 
 CPU = {"device": "cpu", "dtype": "float32"}
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers_of_kinds import OTHER, byte_level, sentencepiece, spelled_out
 from transformers import PreTrainedTokenizerFast
 
-from decode.core.errors import UserError
+from decode.errors import UserError
 from decode.models import other_tokenizer as vocabulary
 from decode.models.other_tokenizer import BOS, CHARACTERS, EOS, Intersection, Vocabulary
 

@@ -6,10 +6,9 @@ import pytest
 from pairs import make_tokenizer
 from tokenizers_of_kinds import CHAT_TEMPLATES, byte_level, sentencepiece, with_start
 
-from decode.core.errors import UserError
-from decode.models.prompt_tokens import chat_ids, check_template, continuation_ids, prompt_ids, render_chat, start_ids
-from distill.data.tokenization.chat_masks import ChatFormat, chat_examples
-from distill.data.tokenization.label_masks import pair_examples, prompt_part
+from decode.errors import UserError
+from decode.models.tokens import chat_ids, check_template, continuation_ids, prompt_ids, render_chat, start_ids
+from distill.data.chat import ChatFormat, chat_examples, pair_examples, prompt_part
 
 HELLO = [{"role": "user", "content": "Hi"}]
 

@@ -10,14 +10,14 @@ from families import RUNNER_PATHS, VOCAB
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.core.proposal import Draft
-from decode.core.sampling import Warp
-from decode.models import batched_generation
-from decode.models import free_memory as memory
-from decode.models.batched_generation import draws_named, write_texts
-from decode.models.runners import fast_runner as fast_module
-from decode.models.runners import ragged_batch as texts_together
-from decode.models.runners.fast_runner import FastRunner, fast_runner
+from decode.draft import Draft
+from decode.models import fast_runner as fast_module
+from decode.models import huggingface_runner as memory
+from decode.models import ragged_batch as texts_together
+from decode.models import writing as batched_generation
+from decode.models.fast_runner import FastRunner, fast_runner
+from decode.models.writing import draws_named, write_texts
+from decode.sampling import Warp
 
 FAST = [family for family, fast in RUNNER_PATHS if fast]
 

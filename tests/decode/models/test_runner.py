@@ -13,15 +13,14 @@ from families import RUNNER_PATHS, VOCAB
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from decode.core.errors import UserError
-from decode.core.proposal import Draft
-from decode.core.target import Target
-from decode.models.loading import choose_runner
-from decode.models.loading.choose_runner import open_runner
-from decode.models.runners import fast_runner as fast_module
-from decode.models.runners.huggingface_runner import HuggingFaceRunner
-from decode.models.runners.tree_masks import tree_mask
-from decode.models.weights import fast_architectures
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.loop import Target
+from decode.models import choose_runner
+from decode.models import families as fast_architectures
+from decode.models import fast_runner as fast_module
+from decode.models.choose_runner import open_runner
+from decode.models.huggingface_runner import HuggingFaceRunner, tree_mask
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
 WAYS = {"fast": {}, "ordinary": {"fast": False}, "packed": {"pack": "on"}}

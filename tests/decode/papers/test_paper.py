@@ -14,8 +14,18 @@ from pairs import save_pair
 from decode.__main__ import main
 from decode.papers import adaptix, adaspec, adaspeed, ears, papers
 from decode.papers.adasd import COLUMNS, PUBLISHED, ROWS, paper_rows
-from decode.papers.claims import Estimate, Ordering, accepted_length, accounting, difference, score, speed_ratio
-from decode.papers.results import PaperTable, Result, Results
+from decode.papers.claims import (
+    Estimate,
+    Ordering,
+    PaperTable,
+    Result,
+    Results,
+    accepted_length,
+    accounting,
+    difference,
+    score,
+    speed_ratio,
+)
 
 ROOT = Path(__file__).parents[3]
 

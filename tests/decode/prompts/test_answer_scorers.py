@@ -3,9 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from decode.core.errors import UserError
-from decode.prompts import code_sandbox as sandbox
-from decode.prompts.answer_scorers import (
+from decode.bench import scorers as sandbox
+from decode.bench.scorers import (
     final_number,
     humaneval_program,
     humaneval_score,
@@ -13,8 +12,9 @@ from decode.prompts.answer_scorers import (
     mbpp_score,
     number_score,
     rouge_score,
+    runs_cleanly,
 )
-from decode.prompts.code_sandbox import runs_cleanly
+from decode.errors import UserError
 
 HUMANEVAL = {
     "prompt": 'from typing import List\n\n\ndef total(xs: List[int]) -> int:\n    """Sum."""\n',

@@ -3,9 +3,9 @@ import re
 import pytest
 from solutions import check_solution
 
-from decode.core.errors import UserError
-from decode.prompts import arithmetic_problems as arithmetic
-from decode.prompts.arithmetic_problems import SIZES, problem, problems, split_of
+from decode.bench import arithmetic
+from decode.bench.arithmetic import SIZES, problem, problems, split_of
+from decode.errors import UserError
 
 SPLITS = ("train", "validation", "test")
 

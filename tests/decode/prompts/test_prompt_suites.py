@@ -7,11 +7,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from decode.commands.settings_checks import open_suites
-from decode.core.errors import UserError
-from decode.prompts.data_presets import PRESETS, held_out
-from decode.prompts.dataset_files import read_rows
-from decode.prompts.prompt_suites import load_suite
+from decode.bench.datasets import PRESETS, held_out, read_rows
+from decode.bench.suites import load_suite
+from decode.commands.checks import open_suites
+from decode.errors import UserError
 
 ROWS = [{"question": f"What is {n} plus {n}?", "answer": f"{n}+{n}={2 * n}\n#### {2 * n}"} for n in range(20)]
 

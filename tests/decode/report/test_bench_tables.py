@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from decode.report.bench_tables import console_table
-from decode.report.html_page import Column
+from decode.bench.page import Column
+from decode.bench.report import console_table
 
 
 def test_a_table_that_is_too_wide_breaks_names_but_no_numbers() -> None:

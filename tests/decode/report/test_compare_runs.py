@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from decode.__main__ import main
-from decode.core.errors import UserError
-from decode.report.compare_runs import FIGURE_BYTES, SAMPLE_BYTES, all_runs_page
-from decode.report.read_runs import find_reports, read_runs
+from decode.bench.compare_runs import FIGURE_BYTES, SAMPLE_BYTES, all_runs_page, find_reports, read_runs
+from decode.errors import UserError
 
 EVIL = '<script>alert("1")</script>'
 MACHINE = {"cpu": "a CPU", "cores": 2, "threads": 1, "torch": "2", "transformers": "5"}

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from decode.report import html_page as p
-from decode.report import plots
+from decode.bench import page as p
+from decode.bench import plots
 
 METHODS = [
     {"name": "vanilla", "speedup": 1.6, "speedup_ci95": [1.5, 1.7], "predicted_speedup": 1.7, "tv_spent": 0.0},

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from tokenizers_of_kinds import CHAT_TEMPLATES, with_start
 
-from decode.core.errors import UserError
-from decode.models.prompt_tokens import start_ids
+from decode.errors import UserError
+from decode.models.tokens import start_ids
 from distill.config.data import DataSettings
+from distill.data.chat import IGNORE
 from distill.data.corpus import Corpus, load_corpus
-from distill.data.tokenization.label_masks import IGNORE
 
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "awkward_rows.jsonl").read_text().splitlines()]
 

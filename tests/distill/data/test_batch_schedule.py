@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from distill.data.batches.batch_schedule import EvalBatches, Schedule
-from distill.data.batches.datamodule import TrainLoader
-from distill.data.batches.token_dataset import Batch, TokenDataset, label_mask
-from distill.data.tokenization.label_masks import IGNORE
+from distill.data.batches import EvalBatches, Schedule, TrainLoader
+from distill.data.chat import IGNORE
+from distill.data.datasets import Batch, TokenDataset, label_mask
 
 
 def dataset() -> Dataset:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from tiny_run import bench, tiny_settings
 
-from decode.core.errors import UserError
+from decode.errors import UserError
+from distill import ranks
 from distill.config.data import DataSettings
-from distill.core import ranks
+from distill.data.chat import train_tokenizer
 from distill.data.corpus import Corpus, load_corpus
-from distill.data.tokenization.train_tokenizer import train_tokenizer
 
 ROWS = [{"question": f"What is {n} plus {n}?" + " Say it." * (n % 7), "answer": f"It is {2 * n}."} for n in range(90)]
 
@@ -28,7 +28,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append(given)
         return load_corpus(*given, **named)
 
-    monkeypatch.setattr("distill.data.stage_context.load_corpus", counted)
+    monkeypatch.setattr("distill.data.context.load_corpus", counted)
     return made
 
 
@@ -112,7 +112,7 @@ def test_a_corpus_made_from_something_else_or_damaged_is_made_again(
 
 
 def test_an_example_is_shown_without_leaving_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from distill.pipeline.run_pipeline import show_example
+    from distill.pipeline import show_example
 
     show_example(tiny_settings(tmp_path))
     assert "learned" in capsys.readouterr().out

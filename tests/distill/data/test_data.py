@@ -8,15 +8,13 @@ import pytest
 import torch
 from solutions import check_solution
 
-from decode.core.errors import UserError
-from decode.prompts.data_presets import PRESETS
-from decode.prompts.prompt_suites import load_suite
+from decode.bench.datasets import PRESETS
+from decode.bench.suites import load_suite
+from decode.errors import UserError
 from distill.config.data import DataSettings
+from distill.data.chat import IGNORE, prompt_part, show, train_tokenizer
 from distill.data.corpus import collate, load_corpus
-from distill.data.sources.rows import load_rows
-from distill.data.tokenization.label_masks import IGNORE, prompt_part
-from distill.data.tokenization.show_label_masks import show
-from distill.data.tokenization.train_tokenizer import train_tokenizer
+from distill.data.sources import load_rows
 
 SPLITS = ("train", "validation", "test")
 SMALL = DataSettings(train_examples=60, validation_examples=15, test_examples=15)

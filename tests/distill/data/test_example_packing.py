@@ -13,17 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from distill.config.training import TrainingSettings
-from distill.data.batches.batch_schedule import Schedule
-from distill.data.batches.datamodule import TrainLoader
-from distill.data.batches.example_packing import dealt_to_rows, keeps_apart
-from distill.data.batches.token_dataset import TokenDataset
-from distill.data.tokenization.label_masks import IGNORE
+from distill.data.batches import Schedule, TrainLoader
+from distill.data.chat import IGNORE
+from distill.data.datasets import TokenDataset, dealt_to_rows, keeps_apart
 from distill.losses.objective import Objective
-from distill.losses.token_selection import Selection
+from distill.losses.selection import Selection
+from distill.modules import CausalLMModule, DistillModule, TrainingModule
 from distill.teacher.target_distribution import TargetSource
-from distill.training.causal_lm import CausalLMModule
-from distill.training.distillation import DistillModule
-from distill.training.lightning_module import TrainingModule
 
 LENGTHS = [9, 3, 14, 5, 7, 11, 4]
 
@@ -109,7 +105,7 @@ def test_a_run_says_how_much_of_its_batches_was_padding(tmp_path: Any, monkeypat
     def not_of_targets(model: PreTrainedModel) -> bool:
         return model.config.num_hidden_layers == 1
 
-    monkeypatch.setattr("distill.pipeline.stages.keeps_apart", not_of_targets)
+    monkeypatch.setattr("distill.stages.keeps_apart", not_of_targets)
     _, run, printed = run_tiny(settings)
     shares = [float(line.split()[-2].rstrip("%")) for line in printed.splitlines() if line.endswith("% padding")]
     assert len(shares) == 4

@@ -6,13 +6,21 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decode.core.errors import UserError
-from decode.models.prompt_tokens import continuation_ids, prompt_ids
-from distill.data.batches.token_dataset import TokenDataset, label_mask
-from distill.data.tokenization.chat_masks import ChatFormat, chat_examples
-from distill.data.tokenization.label_masks import IGNORE, pair_examples, prompt_part, text_examples
-from distill.data.tokenization.show_label_masks import check_masks, render, show
-from distill.data.tokenization.train_tokenizer import train_tokenizer
+from decode.errors import UserError
+from decode.models.tokens import continuation_ids, prompt_ids
+from distill.data.chat import (
+    IGNORE,
+    ChatFormat,
+    chat_examples,
+    check_masks,
+    pair_examples,
+    prompt_part,
+    render,
+    show,
+    text_examples,
+    train_tokenizer,
+)
+from distill.data.datasets import TokenDataset, label_mask
 
 TEXTS = ["How many pens are there?\nThere are 2+2 = <<2+2=4>>4 pens.\n#### 4", "user assistant says hello again"] * 9
 TEMPLATE = (

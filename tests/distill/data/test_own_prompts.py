@@ -12,23 +12,20 @@ from tiny_run import tiny_settings
 from tokenizers_of_kinds import CHAT_TEMPLATES, with_start
 from transformers import PreTrainedModel
 
-from decode.core.errors import UserError
-from decode.core.progress import Work
-from distill.config.data import DataSettings
-from distill.config.language_models import TargetSettings
-from distill.config.own_prompts import PromptSettings
-from distill.config.run_settings import Settings
-from distill.core.run_dir import RunDir
-from distill.data.own_prompts import prompt_sampler as sampler_module
-from distill.data.own_prompts.prompt_filter import PromptFilter
-from distill.data.own_prompts.prompt_rows import ORDER, Sample, prompt_of, prompt_rows
-from distill.data.own_prompts.user_turn import user_turn
-from distill.data.stage_context import StageContext
-from distill.data.tokenization.chat_masks import ChatFormat
-from distill.pipeline.dry_run import shrink
-from distill.pipeline.run_pipeline import run_of
-from distill.pipeline.run_stages import run_stages
-from distill.teacher.distillation_data import answered_by_target
+from decode.errors import UserError
+from decode.progress import Work
+from distill.config.data import DataSettings, PromptSettings
+from distill.config.run import Settings
+from distill.config.training import TargetSettings
+from distill.data import own_prompts as sampler_module
+from distill.data.chat import ChatFormat
+from distill.data.context import StageContext
+from distill.data.own_prompts import ORDER, PromptFilter, Sample, prompt_of, prompt_rows, user_turn
+from distill.dry_run import shrink
+from distill.files import RunDir
+from distill.pipeline import run_of
+from distill.run_stages import run_stages
+from distill.teacher.signals import answered_by_target
 
 Tiny = Callable[..., PreTrainedModel]
 CHAT_ML = (

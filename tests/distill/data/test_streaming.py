@@ -11,12 +11,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from decode.core.errors import UserError
-from decode.prompts.data_presets import PRESETS
+from decode.bench.datasets import PRESETS
+from decode.errors import UserError
 from distill.config.data import DataSettings
 from distill.data.corpus import Corpus, load_corpus
-from distill.data.sources.rows import SPLITS, load_rows
-from distill.data.sources.streamed_rows import RowFile
+from distill.data.sources import SPLITS, RowFile, load_rows
 
 PAIRS = [{"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}."} for n in range(200)]
 FEW = {"train_examples": 10, "validation_examples": 3, "test_examples": 3, "validation_fraction": 0.2}
@@ -69,7 +68,7 @@ def test_all_examples_of_a_stream_are_those_of_the_whole_source(tmp_path: Path, 
 def test_memory_does_not_grow_with_the_texts_of_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Python, numpy and Arrow hold at most, apart from mapped files: a few numbers a row, and no text."""
     monkeypatch.setattr("distill.data.example_table.STREAMED", 200)
-    monkeypatch.setattr("distill.data.sources.streamed_rows.BATCH", 100)
+    monkeypatch.setattr("distill.data.sources.BATCH", 100)
     peaks = []
     for count in (400, 2000):
         rows = [{"question": f"{n} " + "why " * 400, "answer": "so " * 400} for n in range(count)]

@@ -17,43 +17,35 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny_run import begun, bench, killed, run_tiny, tiny_settings
 
-from decode.commands.parsing.command_line import parse
-from decode.core.errors import UserError
-from decode.core.method_options import MethodOptions
-from decode.core.rng import TorchRng
-from decode.core.sampling import Warp
-from decode.core.target import Target
-from decode.loop import decode
-from decode.measure.offline_acceptance import offline_alpha
-from decode.method_parts import MethodInputs
-from decode.methods import build
-from decode.models.eagle.head import FeatureHead
-from decode.models.eagle.head_files import head_config, load_head
-from decode.models.eagle.head_runner import HeadRunner
-from decode.models.loading.choose_runner import open_runner
-from decode.models.loading.open_model import load_model
+from decode.bench.offline_acceptance import offline_alpha
+from decode.commands.parsing import parse
+from decode.errors import UserError
+from decode.loop import Target, decode
+from decode.method_options import MethodOptions
+from decode.methods import MethodInputs, build
+from decode.models.choose_runner import open_runner
+from decode.models.head_runner import HeadRunner
+from decode.models.heads import FeatureHead, head_config, load_head
+from decode.models.loading import load_model
+from decode.sampling import TorchRng, Warp
 from distill.__main__ import FOREIGN
-from distill.config.drafts import AdaSpecSettings, ComparisonSettings
-from distill.config.eagle_heads import EagleSettings
-from distill.config.export import ExportSettings
-from distill.config.language_models import LoraSettings, TargetSettings
-from distill.config.run_settings import Settings
-from distill.config.training import TrainingSettings
-from distill.core.run_dir import RunDir
-from distill.data.batches.token_dataset import TokenDataset, example_of_rows, label_mask
-from distill.eagle.drafting_steps import drafting_steps
-from distill.eagle.target_features import FEATURES, FeatureSource
+from distill.config.drafts import AdaSpecSettings, ComparisonSettings, EagleSettings
+from distill.config.run import ExportSettings, Settings
+from distill.config.training import LoraSettings, TargetSettings, TrainingSettings
+from distill.data.datasets import TokenDataset, example_of_rows, label_mask
 from distill.experiments.ablation import AblateSettings, Meter, ablate
-from distill.export.export_eagle_head import check_files, check_head_path, export_head
-from distill.losses.chunked_kl import LossRequest, fused_loss
+from distill.export.head import check_files, check_head_path, export_head
+from distill.files import RunDir
+from distill.losses.chunked import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
 from distill.losses.objective import Objective
-from distill.pipeline.eagle_stages import frequent
-from distill.pipeline.run_pipeline import run_of
-from distill.pipeline.run_stages import run_stages
-from distill.pipeline.stage_fingerprint import stage_fingerprints
+from distill.modules import HeadModule
+from distill.pipeline import run_of
+from distill.run_stages import frequent, run_stages
+from distill.stages import stage_fingerprints
+from distill.teacher.features import FEATURES, FeatureSource
+from distill.teacher.heads import drafting_steps
 from distill.teacher.target_distribution import TargetSignal
-from distill.training.eagle_distillation import HeadModule
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
 

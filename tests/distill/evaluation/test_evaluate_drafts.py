@@ -11,17 +11,15 @@ from heads import make_head
 from plain_logits import head_logits, response_logits
 from tiny_run import begun, bench, run_tiny, tiny_settings
 
-from decode.core.acceptance_rules import overlap
-from decode.core.progress import Progress
-from decode.core.sampling import Warp
-from decode.measure.costs.cost_model import CostModel
-from decode.measure.offline_acceptance import offline_alpha
-from distill.config.run_settings import EvaluationSettings, Settings
-from distill.core.run_dir import RunDir
-from distill.evaluation.evaluate_drafts import Evaluation
-from distill.evaluation.evaluate_eagle import HeadEvaluation
-from distill.evaluation.paper_analysis import Histograms, lifts
-from distill.pipeline.run_pipeline import measure
+from decode.bench.costs import CostModel
+from decode.bench.offline_acceptance import offline_alpha
+from decode.progress import Progress
+from decode.sampling import Warp
+from decode.verify import overlap
+from distill.config.run import EvaluationSettings, Settings
+from distill.evaluate import Evaluation, HeadEvaluation, Histograms, lifts
+from distill.files import RunDir
+from distill.pipeline import measure
 
 
 def test_every_draft_is_timed_at_its_own_best_length_and_the_final_one_at_those_asked_for_too() -> None:

@@ -14,18 +14,16 @@ import torch
 from rich.console import Console
 from tiny_run import begun, run_tiny, tiny_settings
 
-from decode.core.errors import UserError
-from decode.measure.offline_acceptance import OfflineAlpha, paired, prompt_numbers
-from decode.measure.predicted_speedup import replay
-from distill.config.distillation import DistillSettings
-from distill.config.drafts import AdaSpecSettings, ComparisonSettings
-from distill.core.run_dir import RunDir
-from distill.experiments.ablation import AblateSettings, ablate
-from distill.experiments.ablation_table import Measured, verdict
+from decode.bench.offline_acceptance import OfflineAlpha, paired, prompt_numbers
+from decode.bench.prediction import replay
+from decode.errors import UserError
+from distill.config.drafts import AdaSpecSettings, ComparisonSettings, DistillSettings
+from distill.experiments.ablation import AblateSettings, Measured, ablate, verdict
+from distill.files import RunDir
 from distill.losses.divergences import Divergence, TokenDistributions
 from distill.losses.objective import objective_of
-from distill.pipeline.run_pipeline import run_of
-from distill.pipeline.stage_fingerprint import stage_fingerprints
+from distill.pipeline import run_of
+from distill.stages import stage_fingerprints
 
 STEPS = 10
 

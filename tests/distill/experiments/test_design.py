@@ -18,15 +18,15 @@ from rich.console import Console
 from tiny_run import run_tiny, tiny_settings
 from transformers import LlamaConfig
 
-from decode.commands.parsing.command_line import parse
-from decode.core.errors import UserError
-from decode.core.stopping.stop_rules import StopRule
+from decode.bench.costs import CostMeter, CostModel
+from decode.bench.offline_acceptance import OfflineAlpha
+from decode.bench.prediction import predicted_speedup, replayed_speedup
+from decode.commands.parsing import parse
 from decode.drafters.prompt_lookup import LookupDrafter
-from decode.measure.costs.cost_model import CostMeter, CostModel
-from decode.measure.offline_acceptance import OfflineAlpha
-from decode.measure.predicted_speedup import predicted_speedup, replayed_speedup
-from distill.config.run_settings import Settings
-from distill.data.stage_context import StageContext
+from decode.errors import UserError
+from decode.stopping import StopRule
+from distill.config.run import Settings
+from distill.data.context import StageContext
 from distill.experiments.design.command import Design, design
 from distill.experiments.design.design_page import Results
 from distill.experiments.design.draft_shapes import Shape, default_shape, space
@@ -47,7 +47,7 @@ from distill.experiments.design.shape_table import Entry
 from distill.experiments.design.successive_halving import FIXED, Clock, Race
 from distill.experiments.design.training_trials import Trial
 from distill.experiments.design.verify_predictions import rank_correlation
-from distill.pipeline.run_pipeline import run_of
+from distill.pipeline import run_of
 
 PRICE = Price(CostModel(0.1, {1: 1.0, 4: 1.2, 8: 1.6, 16: 2.4}, overhead=0.05, draft_overhead=0.02, step_overhead=0.1))
 

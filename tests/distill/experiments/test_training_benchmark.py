@@ -11,15 +11,14 @@ import torch
 from rich.console import Console
 from tiny_run import tiny_settings
 
-from decode.core.errors import UserError
+from decode.errors import UserError
 from distill.__main__ import main
-from distill.experiments import loss_benchmark
-from distill.experiments import training_benchmark as bench
-from distill.experiments.huggingface_trainer import selective_loss
-from distill.experiments.training_benchmark import SpeedSettings, TrainingBenchSettings
-from distill.losses.chunked_kl import LossRequest, fused_loss
+from distill.experiments import speed as bench
+from distill.experiments import speed as loss_benchmark
+from distill.experiments.speed import SpeedSettings, TrainingBenchSettings, selective_loss
+from distill.losses.chunked import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
-from distill.losses.token_selection import top_share
+from distill.losses.selection import top_share
 from distill.models.lm_head import LMHead
 from distill.teacher.target_distribution import HiddenRows
 

@@ -20,10 +20,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from decode.core.errors import UserError
-from distill.config.export import ExportSettings
-from distill.export import export_draft as export
-from distill.export.export_draft import check_export_path, export_draft, fit_vocabulary
+from decode.errors import UserError
+from distill.config.run import ExportSettings
+from distill.export import draft as export
+from distill.export.draft import check_export_path, export_draft, fit_vocabulary
 from distill.export.model_card import export_profile, speculation_profile
 
 WORDS = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz0123456789.,+-*/=<>#?$", "tom", "has"]

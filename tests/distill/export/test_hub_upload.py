@@ -14,12 +14,12 @@ import pytest
 from huggingface_hub import constants
 from tiny_run import tiny_settings
 
-from decode.core.errors import UserError
-from decode.models.loading.open_model import load_config, load_model, load_tokenizer, pinned
-from distill.config.export import HubSettings
+from decode.errors import UserError
+from decode.models.loading import load_config, load_model, load_tokenizer, pinned
+from distill.config.run import HubSettings
 from distill.export.hub_upload import check_hub, push
 from distill.models.loading import source_folder
-from distill.pipeline.run_pipeline import run_pipeline
+from distill.pipeline import run_pipeline
 
 
 class Hub(http.server.ThreadingHTTPServer):
@@ -153,7 +153,7 @@ def test_a_revision_stands_behind_the_name(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(seam, asked)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", asked)
     monkeypatch.setattr("huggingface_hub.snapshot_download", asked)
-    monkeypatch.setattr("decode.models.loading.open_model.quantized", lambda *_, **__: False)
+    monkeypatch.setattr("decode.models.loading.quantized", lambda *_, **__: False)
     for load in (
         lambda name: load_model(name, device="cpu", dtype="float32"),
         load_tokenizer,

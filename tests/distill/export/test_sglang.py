@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from sglang_classes import sglang_classes
 from transformers import LlamaConfig
 
-from decode.engines.launch.engine_settings import CHECKOUT
-from decode.models.eagle.head import FeatureHead
-from decode.models.eagle.head_files import head_config
-from distill.export.export_eagle_head import TABLES, check_files, write_head
+from decode.engines.settings import CHECKOUT
+from decode.models.heads import FeatureHead, head_config
+from distill.export.head import TABLES, check_files, write_head
 
 WHEEL = next(
     (file for root in (Path.cwd(), CHECKOUT) for file in (root / ".engines/sglang").glob("sglang-*.whl")), None

@@ -10,10 +10,10 @@ import pytest
 from engine_pairs import needs_vllm, save_exports
 from tiny_run import run_tiny, tiny_settings
 
-from decode.core.errors import UserError
-from distill.config.language_models import TargetSettings
-from distill.config.responses import ResponseSettings, ServerSettings
-from distill.config.run_settings import Settings
+from decode.errors import UserError
+from distill.config.drafts import ResponseSettings, ServerSettings
+from distill.config.run import Settings
+from distill.config.training import TargetSettings
 
 STAND_IN = """#!{python}
 import http.server, json, os, pathlib, sys
@@ -91,7 +91,7 @@ def test_an_engine_that_is_not_installed_is_refused_before_the_first_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("decode.engines.launch.engine_settings.CHECKOUT", tmp_path)
+    monkeypatch.setattr("decode.engines.settings.CHECKOUT", tmp_path)
     with pytest.raises(UserError, match=r"make engines.*reference\.responses\.server\.python"):
         run_tiny(settings_of(tmp_path))
     assert not (tmp_path / "tiny/target").exists()

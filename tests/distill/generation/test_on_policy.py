@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from tiny_run import begun, killed, run_tiny, tiny_settings
 from transformers import PreTrainedModel
 
-from decode.core.errors import UserError
-from decode.models.batched_generation import write_texts
-from distill.config.responses import ResponseSettings
-from distill.config.run_settings import Settings
-from distill.data.batches.batch_schedule import Schedule
-from distill.data.batches.token_dataset import Picks, TokenDataset
-from distill.data.tokenization.label_masks import IGNORE
-from distill.generation.on_policy import OnPolicy
+from decode.errors import UserError
+from decode.models.writing import write_texts
+from distill.config.drafts import ResponseSettings
+from distill.config.run import Settings
+from distill.data.batches import Schedule
+from distill.data.chat import IGNORE
+from distill.data.datasets import Picks, TokenDataset
+from distill.responses.on_policy import OnPolicy
 
 Tiny = Callable[..., PreTrainedModel]
 

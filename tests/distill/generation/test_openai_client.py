@@ -14,11 +14,11 @@ import pytest
 from tiny_run import begun, run_tiny, tiny_settings
 from transformers import PreTrainedTokenizerBase
 
-from decode.core.errors import UserError
-from distill.config.responses import ResponseSettings, ServerSettings
-from distill.data.tokenization.train_tokenizer import EOS, train_tokenizer
-from distill.generation.openai_client import Client, answered_by_server, check_servers
-from distill.generation.response_store import Job, Response
+from decode.errors import UserError
+from distill.config.drafts import ResponseSettings, ServerSettings
+from distill.data.chat import EOS, train_tokenizer
+from distill.responses.server import Client, answered_by_server, check_servers
+from distill.responses.store import Job, Response
 
 Reply = tuple[int, dict[str, str], Any]
 JOBS = [Job(i, [40 + i], f"prompt {i}", 8) for i in range(12)]

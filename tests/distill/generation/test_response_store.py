@@ -12,26 +12,18 @@ import torch
 from tiny_run import bench, run_tiny, tiny_settings
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.core.errors import UserError
-from distill.config.responses import ResponseSettings
-from distill.core import ranks
-from distill.data.batches.token_dataset import label_mask
+from decode.errors import UserError
+from distill import ranks
+from distill.config.drafts import ResponseSettings
+from distill.data.chat import IGNORE, train_tokenizer
+from distill.data.datasets import label_mask
 from distill.data.response_file import Response, ResponseFile
-from distill.data.tokenization.label_masks import IGNORE
-from distill.data.tokenization.train_tokenizer import train_tokenizer
-from distill.generation import response_store
-from distill.generation.response_store import (
-    Job,
-    answered_here,
-    encode_answer,
-    make_jobs,
-    response_rows,
-    until_end,
-)
-from distill.pipeline.run_stages import run_stages
-from distill.pipeline.stage_fingerprint import stage_fingerprints
-from distill.teacher import distillation_data as prepare
-from distill.teacher.distillation_data import answered_by_target
+from distill.responses import store as response_store
+from distill.responses.store import Job, answered_here, encode_answer, make_jobs, response_rows, until_end
+from distill.run_stages import run_stages
+from distill.stages import stage_fingerprints
+from distill.teacher import signals as prepare
+from distill.teacher.signals import answered_by_target
 
 Tiny = Callable[..., PreTrainedModel]
 PROMPTS = [[5, 9, 3], [7], [2, 11, 13, 17, 19, 23, 4, 8], [30, 31]]

@@ -13,11 +13,10 @@ from families import build_tiny, in_double
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-import distill.losses.chunked_kl
-from distill.losses.chunked_kl import LossRequest, LossRows, fused_loss, plain_loss
+import distill.losses.chunked
+from distill.losses.chunked import LossRequest, LossRows, can_fuse, chunk_rows, fused_loss, plain_loss
 from distill.losses.divergences import LOSSES, Divergence
-from distill.losses.head_gradients import can_fuse, chunk_rows
-from distill.losses.token_selection import top_share
+from distill.losses.selection import top_share
 from distill.models.lm_head import LMHead, last_hidden
 from distill.teacher.target_distribution import HiddenRows
 
@@ -94,7 +93,7 @@ def test_every_divergence_equals_its_plain_twin(name: str, k: float | None, dtyp
 
 
 def test_a_loss_without_a_compiler_is_computed_all_the_same_after_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distill.losses.chunked_kl._evaluate_compiled, "_made", None)
+    monkeypatch.setattr(distill.losses.chunked._evaluate_compiled, "_made", None)
     torch.compiler.reset()
     one, wanted = side("llama", dtype=torch.float32), task()
     nothing = torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",), "fx_graph_cache": False})
@@ -107,7 +106,7 @@ def test_a_loss_without_a_compiler_is_computed_all_the_same_after_a_warning(monk
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "gemma2")) for kind in HEADS])
 def test_compiled_kernels_equal_the_plain_twin(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distill.losses.chunked_kl, "KEPT", 0)
+    monkeypatch.setattr(distill.losses.chunked, "KEPT", 0)
     one, wanted = side(kind, dtype=torch.float32), task("kl_tv", temperature=1.4)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # it is compiled; PyTorch's own deprecations do not count
@@ -127,7 +126,7 @@ def test_every_divergence_compiled_equals_its_plain_twin(name: str, k: float | N
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("kept", [0, 1 << 26])
 def test_every_kind_of_head_equals_its_plain_twin(kind: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distill.losses.chunked_kl, "KEPT", kept)
+    monkeypatch.setattr(distill.losses.chunked, "KEPT", kept)
     one, wanted = side(kind), task("kl_tv", temperature=1.4)
     for chunk in (1, 7, 100):
         assert_equal(one.run(fused_loss, wanted, chunk=chunk), one.run(plain_loss, wanted))
@@ -202,8 +201,8 @@ def test_gradients_agree_with_finite_differences_in_float64(name: str, k: float 
 
     def total(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         linear.weight, linear.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
-        work = distill.losses.chunked_kl._Work(hidden, head, rows, wanted, 2)
-        result: torch.Tensor = distill.losses.chunked_kl._Fused.apply(hidden, weight, bias, work)
+        work = distill.losses.chunked._Work(hidden, head, rows, wanted, 2)
+        result: torch.Tensor = distill.losses.chunked._Fused.apply(hidden, weight, bias, work)
         return result
 
     if name == "lk_hybrid":  # its weight is held constant in the gradient, so differences cannot confirm it
@@ -256,8 +255,8 @@ class Largest(TorchDispatchMode):
 def test_no_tensor_of_all_rows_times_the_vocabulary_is_ever_made(
     k: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distill.losses.chunked_kl, "KEPT", 0)
-    monkeypatch.setattr(distill.losses.head_gradients, "WAITING", 0)
+    monkeypatch.setattr(distill.losses.chunked, "KEPT", 0)
+    monkeypatch.setattr(distill.losses.chunked, "WAITING", 0)
     rows, vocab, width, chunk = 300, 400, 8, 20
     draft, teacher = LMHead.of(torch.nn.Linear(width, vocab)), LMHead.of(torch.nn.Linear(width, vocab))
     hidden = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -307,5 +306,5 @@ def test_a_head_with_an_adapter_is_left_to_autograd(tiny: Tiny) -> None:
 
 def test_chunks_stay_near_a_cores_cache_and_read_the_weights_for_enough_rows() -> None:
     cpu = torch.device("cpu")
-    assert chunk_rows(512, cpu) * 512 * 4 == distill.losses.head_gradients.CPU_CHUNK
-    assert chunk_rows(151936, cpu) == distill.losses.head_gradients.FEWEST_ROWS
+    assert chunk_rows(512, cpu) * 512 * 4 == distill.losses.chunked.CPU_CHUNK
+    assert chunk_rows(151936, cpu) == distill.losses.chunked.FEWEST_ROWS

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from distill.losses import head_gradients, next_token
+from distill.losses import chunked as head_gradients
+from distill.losses import next_token
 from distill.losses.next_token import next_token_hits, next_token_loss
 from distill.models.lm_head import LMHead
 

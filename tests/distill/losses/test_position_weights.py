@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decode.measure.predicted_speedup import replay
-from distill.losses.position_weights import BlockWeights
+from decode.bench.prediction import replay
+from distill.losses.objective import BlockWeights
 
 ALPHA = [0.9, 0.2, 0.7, 0.5, 0.95, 0.6]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distill.losses.token_selection import Selection, share, top_share
+from distill.losses.selection import Selection, share, top_share
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,12 @@ from safetensors.torch import load_file
 from tiny_run import begun, killed, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from decode.commands.parsing.command_line import parse
-from decode.core.errors import UserError
-from decode.models.layer_locations import decoder_layers, final_norm, state_of
-from distill.config.language_models import InitialDraftSettings, LoraSettings
-from distill.config.run_settings import Settings
-from distill.config.training import TrainingSettings
-from distill.models.layer_pruning import cut, kept_layers
+from decode.commands.parsing import parse
+from decode.errors import UserError
+from decode.models.families import decoder_layers, final_norm, state_of
+from distill.config.run import Settings
+from distill.config.training import InitialDraftSettings, LoraSettings, TrainingSettings
+from distill.models.layers import cut, kept_layers
 from distill.models.lm_head import LMHead, check_head
 
 Tiny = Callable[..., PreTrainedModel]

@@ -10,18 +10,17 @@ from families import in_double
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from decode.core.errors import UserError
-from decode.core.method_options import check_numbers
-from decode.models.layer_locations import check_structure, decoder_layers, final_norm
-from distill.config.language_models import LayerSkipSettings
-from distill.config.run_settings import Settings
-from distill.config.training import TrainingSettings
-from distill.data.batches.token_dataset import label_mask
+from decode.errors import UserError
+from decode.method_options import check_numbers
+from decode.models.families import check_structure, decoder_layers, final_norm
+from distill.config.run import Settings
+from distill.config.training import LayerSkipSettings, TrainingSettings
+from distill.data.datasets import label_mask
 from distill.losses.next_token import next_token_loss
-from distill.models.layerskip import LayerSkip, dropout_rates, exit_weights, exits_on
+from distill.models.layers import LayerSkip, dropout_rates, exit_weights, exits_on
 from distill.models.loading import checkpoint_layers
-from distill.pipeline.stage_fingerprint import stage_fingerprints
-from distill.training.causal_lm import CausalLMModule
+from distill.modules import CausalLMModule
+from distill.stages import stage_fingerprints
 
 ON = LayerSkipSettings(enabled=True)
 BATCH = {

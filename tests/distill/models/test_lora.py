@@ -10,8 +10,8 @@ from families import build_tiny
 from safetensors.torch import load_file
 from tiny_run import begun, run_tiny, tiny_settings
 
-from decode.core.errors import UserError
-from distill.config.language_models import LoraSettings
+from decode.errors import UserError
+from distill.config.training import LoraSettings
 from distill.models.lora import Adapter
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from decode.core.errors import UserError
-from distill.config.language_models import PackageSettings
+from decode.errors import UserError
+from distill.config.training import PackageSettings
 from distill.models import pip_package as package
 from distill.models.pip_package import fetch, package_path
 

@@ -8,13 +8,11 @@ from families import build_tiny
 from safetensors.torch import load_file
 from tiny_run import killed, run_tiny, tiny_settings
 
-from decode.core.errors import UserError
-from decode.models.layer_locations import decoder_layers
-from distill.config.language_models import LayerSkipSettings, StackingSettings
-from distill.config.training import TrainingSettings
-from distill.models.layerskip import LayerSkip
-from distill.models.progressive_stacking import ProgressiveStacking
-from distill.training.causal_lm import CausalLMModule
+from decode.errors import UserError
+from decode.models.families import decoder_layers
+from distill.config.training import LayerSkipSettings, StackingSettings, TrainingSettings
+from distill.models.layers import LayerSkip, ProgressiveStacking
+from distill.modules import CausalLMModule
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
 BATCH = {"input_ids": IDS, "labels": IDS}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from families import build_tiny
 
-from decode.core.errors import UserError
+from decode.errors import UserError
 from distill.models.lm_head import LMHead, check_head
 
 

@@ -16,22 +16,22 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from decode.commands.bench import command as compare
-from decode.commands.bench.dry_run import shrink as shrink_bench
-from decode.commands.bench.settings import BenchSettings, bench_settings
-from decode.commands.parsing.command_line import parse, read_config
-from decode.models.config_from_shape import family_of
-from decode.prompts.data_presets import PRESETS
+from decode.bench.datasets import PRESETS
+from decode.commands import bench as compare
+from decode.commands.dry_run import shrink as shrink_bench
+from decode.commands.parsing import parse, read_config
+from decode.commands.settings import BenchSettings, bench_settings
+from decode.models.shapes import family_of
 from distill.__main__ import FOREIGN
-from distill.config.run_settings import Settings
-from distill.core.run_dir import RunDir
-from distill.data.stage_context import StageContext
-from distill.pipeline.dry_run import shrink as shrink_run
-from distill.pipeline.run_pipeline import complete_settings
-from distill.pipeline.run_stages import run_stages
+from distill.config.run import Settings
+from distill.data.context import StageContext
+from distill.dry_run import shrink as shrink_run
+from distill.files import RunDir
+from distill.pipeline import complete_settings
+from distill.run_stages import run_stages
 from probes.pipeline import run_probes
-from probes.probe_settings import ProbesSettings
-from probes.probe_settings import shrink as shrink_probes
+from probes.settings import ProbesSettings
+from probes.settings import shrink as shrink_probes
 
 ROOT = Path(__file__).parents[3] / "configs"
 CONFIGS = sorted(ROOT.rglob("*.yaml"))

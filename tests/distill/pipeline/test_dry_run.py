@@ -5,22 +5,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from decode.commands.parsing.command_line import parse
-from decode.models.config_from_shape import FAMILIES
-from decode.prompts.data_presets import PRESETS
+from decode.bench.datasets import PRESETS
+from decode.commands.parsing import parse
+from decode.models.shapes import FAMILIES
 from distill.__main__ import FOREIGN
 from distill.config.data import DataSettings
-from distill.config.eagle_heads import EagleSettings
-from distill.config.language_models import Architecture, InitialDraftSettings, TargetSettings
-from distill.config.run_settings import Settings
-from distill.config.training import TrainingSettings
-from distill.core.run_dir import RunDir
-from distill.data.stage_context import StageContext
+from distill.config.drafts import EagleSettings
+from distill.config.run import Settings
+from distill.config.training import Architecture, InitialDraftSettings, TargetSettings, TrainingSettings
+from distill.data.context import StageContext
+from distill.dry_run import shrink, stand_in
+from distill.files import RunDir
 from distill.models.lm_head import LMHead, check_head
 from distill.models.loading import build_model, count_parameters
-from distill.pipeline.dry_run import shrink, stand_in
-from distill.pipeline.run_pipeline import run_pipeline
-from distill.pipeline.run_stages import run_stages
+from distill.pipeline import run_pipeline
+from distill.run_stages import run_stages
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 

@@ -13,9 +13,9 @@ from pairs import make_tokenizer
 from tiny_run import run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from decode.core.errors import UserError
-from decode.models.loading.open_model import load_model
-from distill.config.language_models import TargetSettings
+from decode.errors import UserError
+from decode.models.loading import load_model
+from distill.config.training import TargetSettings
 
 
 @pytest.fixture

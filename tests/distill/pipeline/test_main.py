@@ -8,9 +8,9 @@ import pytest
 import yaml
 from tiny_run import tiny_settings
 
-from decode.commands.parsing.exit_status import run_main
+from decode.commands.parsing import run_main
 from distill import __main__ as command
-from distill.config.run_settings import Settings
+from distill.config.run import Settings
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def test_the_whole_run_goes_to_its_report_and_a_second_one_changes_nothing(
 
 
 def test_the_settings_written_beside_a_report_are_a_configuration_of_the_same_run(config: str, tmp_path: Path) -> None:
-    from decode.commands.parsing.command_line import parse
-    from distill.pipeline.run_pipeline import write_settings
+    from decode.commands.parsing import parse
+    from distill.pipeline import write_settings
 
     settings = tiny_settings(tmp_path)
     write_settings(settings, tmp_path / "again.yaml")

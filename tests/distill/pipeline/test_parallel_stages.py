@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 from tiny_run import begun, bench, run_tiny, tiny_settings
 
-from decode.core.errors import UserError
-from distill.config.language_models import InitialDraftSettings
-from distill.config.run_settings import TrackerSettings
-from distill.core.run_dir import RunDir
-from distill.data.stage_context import StageContext
-from distill.pipeline.parallel_stages import _share_out, _workers, may_run_beside, run_beside
-from distill.tracking.logger import make_logger
+from decode.errors import UserError
+from distill.config.run import TrackerSettings
+from distill.config.training import InitialDraftSettings
+from distill.data.context import StageContext
+from distill.files import RunDir
+from distill.parallel import _share_out, _workers, may_run_beside, run_beside
+from distill.tracking import make_logger
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
 

@@ -15,22 +15,19 @@ from safetensors.torch import load_file
 from tiny_run import bench, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from decode.core.errors import UserError
-from decode.models.loading.open_model import load_model
+from decode.errors import UserError
+from decode.models.loading import load_model
 from distill.config.drafts import ComparisonSettings
-from distill.config.language_models import TargetSettings
-from distill.config.run_settings import Settings
-from distill.config.training import TrainerSettings
-from distill.core.file_fingerprints import only_one
-from distill.core.run_dir import RunDir, StageRecord
+from distill.config.run import Settings
+from distill.config.training import TargetSettings, TrainerSettings
+from distill.files import RunDir, StageRecord, only_one
 from distill.losses.objective import Objective
-from distill.losses.token_selection import Selection
+from distill.losses.selection import Selection
 from distill.models.loading import checkpoint_layers
-from distill.pipeline.run_pipeline import complete_settings, run_of, run_pipeline
-from distill.pipeline.stage_fingerprint import stage_fingerprints
-from distill.pipeline.stages import StageResult, language_model
-from distill.teacher.distillation_data import prepare
-from distill.training.lightning_trainer import fit
+from distill.pipeline import complete_settings, run_of, run_pipeline
+from distill.stages import StageResult, language_model, stage_fingerprints
+from distill.teacher.signals import prepare
+from distill.trainer import fit
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
 
@@ -72,7 +69,7 @@ def test_nothing_runs_again_when_nothing_changed(finished: tuple[Path, RunDir]) 
 
 
 def test_an_up_to_date_run_reads_no_data(finished: tuple[Path, RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.data.stage_context.load_corpus", lambda *_, **__: pytest.fail("the data was read"))
+    monkeypatch.setattr("distill.data.context.load_corpus", lambda *_, **__: pytest.fail("the data was read"))
     assert run_tiny(tiny_settings(finished[0]))[0] == []
 
 
@@ -112,8 +109,8 @@ def test_a_model_is_trained_in_its_own_precision_and_the_drafts_in_the_trainers(
         seen.append((trainer.precision, trainer.attention))
         return fit(module, data, trainer, *_, **more)
 
-    monkeypatch.setattr("distill.pipeline.stages.fit", note)
-    monkeypatch.setattr("distill.models.precision.multiplies_bfloat16", lambda device: can)
+    monkeypatch.setattr("distill.stages.fit", note)
+    monkeypatch.setattr("distill.models.loading.multiplies_bfloat16", lambda device: can)
     settings = tiny_settings(tmp_path, comparisons=[])
     settings.target.precision = "auto"
     complete_settings(settings, Console(quiet=True))
@@ -130,7 +127,7 @@ def test_gradient_checkpointing_trains_the_same_models(
         changed.append(type(model).__name__)
         checkpoint_layers(model)
 
-    monkeypatch.setattr("distill.training.lightning_trainer.checkpoint_layers", checkpoint)
+    monkeypatch.setattr("distill.trainer.checkpoint_layers", checkpoint)
     settings = tiny_settings(tmp_path, comparisons=[])
     settings.trainer.gradient_checkpointing = True
     ran, run, _ = run_tiny(settings)

@@ -8,12 +8,11 @@ import torch
 from families import build_tiny
 from tiny_run import bench, tiny_settings
 
-from decode.core.errors import UserError
-from distill.config.eagle_heads import EagleSettings
-from distill.models.attention import use_attention
-from distill.models.precision import choose_number_formats
-from distill.pipeline.preflight_checks import check_inputs, check_machine
-from distill.teacher.choose_signal import choose_signal
+from decode.errors import UserError
+from distill.checks import check_inputs, check_machine
+from distill.config.drafts import EagleSettings
+from distill.models.loading import choose_number_formats, use_attention
+from distill.teacher.signals import choose_signal
 
 Usage = namedtuple("Usage", "total used free")
 

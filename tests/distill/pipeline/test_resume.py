@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from soak import alter
 from tiny_run import bench, killed, run_tiny, tiny_settings
 
-from decode.core.errors import UserError
-from distill.config.run_settings import Settings
-from distill.core.run_dir import RunDir
-from distill.pipeline.run_pipeline import run_of
-from distill.pipeline.run_stages import run_stages
-from distill.training.checkpoints import BestWeights
+from decode.errors import UserError
+from distill.checkpoints import BestWeights
+from distill.config.run import Settings
+from distill.files import RunDir
+from distill.pipeline import run_of
+from distill.run_stages import run_stages
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
 

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 from tiny_run import tiny_settings
 
-from decode.commands.parsing.command_line import parse
+from decode.commands.parsing import parse
+from distill import files, ranks
+from distill import stages as keys
 from distill.config.drafts import ComparisonSettings
-from distill.config.run_settings import Settings
-from distill.core import file_fingerprints as files
-from distill.core import ranks
-from distill.pipeline import stage_fingerprint as keys
+from distill.config.run import Settings
 
 
 @pytest.mark.parametrize("large", [False, True])

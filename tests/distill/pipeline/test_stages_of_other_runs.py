@@ -7,12 +7,11 @@ from pathlib import Path
 
 from tiny_run import begun, bench, run_tiny, tiny_settings
 
-from distill.config.language_models import TargetSettings
-from distill.config.run_settings import Settings
-from distill.core.run_dir import RunDir
-from distill.pipeline.run_pipeline import run_of
-from distill.pipeline.run_stages import run_stages
-from distill.pipeline.stages_of_other_runs import adopt, siblings
+from distill.config.run import Settings
+from distill.config.training import TargetSettings
+from distill.files import RunDir
+from distill.pipeline import run_of
+from distill.run_stages import adopt, run_stages, siblings
 
 
 def test_stages_made_from_other_inputs_are_not_taken_over_and_a_donor_made_anew_changes_nothing(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 import yaml
 from wandb.sdk.launch.sweeps import utils
 
-from decode.commands.bench.command import sweep_summary
-from decode.commands.bench.settings import bench_settings
-from decode.commands.parsing.command_line import parse
+from decode.commands.bench import sweep_summary
+from decode.commands.parsing import parse
+from decode.commands.settings import bench_settings
 from distill import __main__ as command
-from distill.config.run_settings import Settings
-from distill.tracking.logger import _summary
+from distill.config.run import Settings
+from distill.tracking import _summary
 
 
 def test_the_training_sweep_file_gives_commands_that_distill_accepts_and_names_a_metric_that_it_logs() -> None:

@@ -10,11 +10,10 @@ import pytest
 from rich.console import Console
 from tiny_run import bench, tiny_settings
 
-from distill.config.run_settings import EvaluationSettings
-from distill.pipeline.measured_run import note_taken, taken_parts
-from distill.pipeline.run_pipeline import measure, write_settings
-from distill.pipeline.run_stages import run_stages
-from distill.pipeline.time_and_memory_estimate import measured_estimate, show
+from distill.config.run import EvaluationSettings
+from distill.estimate import measured_estimate, show
+from distill.pipeline import measure, note_taken, taken_parts, write_settings
+from distill.run_stages import run_stages
 
 
 def test_tokens_and_bytes_are_those_of_the_run_and_nothing_else_is_left(tmp_path: Path) -> None:

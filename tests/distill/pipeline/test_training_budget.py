@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from distill.checks import Account, Plan, account, label_tokens, plan_draft, plan_reference
 from distill.config.training import TrainingSettings
-from distill.data.batches.batch_schedule import Schedule
-from distill.data.batches.token_dataset import TokenDataset
-from distill.pipeline.training_budget import Account, Plan, account, label_tokens, plan_draft, plan_reference
+from distill.data.batches import Schedule
+from distill.data.datasets import TokenDataset
 
 
 def test_the_official_scripts_numbers_come_out() -> None:

@@ -10,9 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from distill.report.run_figures import figures
-from distill.report.run_summary import choice, findings
-from distill.report.write_report import console_tables, write_report
+from distill.report import choice, console_tables, figures, findings, write_report
 
 
 def decoding(draft, temperature, length, speedup, same=True):

@@ -10,14 +10,14 @@ import torch
 from plain_losses import token_loss
 from transformers import PreTrainedModel
 
-from decode.core.errors import UserError
-from distill.data.batches.token_dataset import TokenDataset, label_mask
-from distill.data.tokenization.label_masks import IGNORE
+from decode.errors import UserError
+from distill.data.chat import IGNORE
+from distill.data.datasets import TokenDataset, label_mask
 from distill.losses.divergences import Divergence, TokenDistributions
 from distill.models.lm_head import LMHead, last_hidden
-from distill.teacher import hidden_state_store as signals
-from distill.teacher import store_shards as shards
-from distill.teacher.stored_arrays import cached
+from distill.teacher import store as shards
+from distill.teacher import store as signals
+from distill.teacher.store import cached
 from distill.teacher.target_distribution import TargetSignal, TargetSource
 
 Tiny = Callable[..., PreTrainedModel]
@@ -201,13 +201,13 @@ def test_files_of_several_processes_hold_what_one_file_does(
     model, kind = tiny("llama"), TargetSignal(signal, k=8, vocab=48)
     whole = signals.target_signal(model, kind, rows, tmp_path / "whole.npy", "a")
     monkeypatch.setattr(shards, "TOKENS", 10)
-    monkeypatch.setattr("distill.core.ranks.started", lambda: 2)
-    monkeypatch.setattr("distill.core.ranks.rank", lambda: 1)
-    monkeypatch.setattr("distill.core.ranks.wait_for", lambda look, what: pytest.fail(what))  # the other process's
+    monkeypatch.setattr("distill.ranks.started", lambda: 2)
+    monkeypatch.setattr("distill.ranks.rank", lambda: 1)
+    monkeypatch.setattr("distill.ranks.wait_for", lambda look, what: pytest.fail(what))  # the other process's
     with pytest.raises(pytest.fail.Exception, match=r"x.0000-of-0003.npy \(process 0 makes it\)"):
         signals.target_signal(model, kind, rows, tmp_path / "x.npy", "a")
     assert [path.name for path in tmp_path.glob("x.*.npy")] == ["x.0001-of-0003.npy"]
-    monkeypatch.setattr("distill.core.ranks.rank", lambda: 0)
+    monkeypatch.setattr("distill.ranks.rank", lambda: 0)
     found = signals.target_signal(model, kind, rows, tmp_path / "x.npy", "a")
     assert len(list(tmp_path.glob("x.*.npy"))) == 3
     assert (found.shape, found.dtype, len(found)) == (whole.shape, whole.dtype, len(whole))
@@ -218,7 +218,7 @@ def test_files_of_several_processes_hold_what_one_file_does(
         assert np.allclose(values, np.ascontiguousarray(whole[place]).view(np.float32), atol=1e-5)
         assert isinstance(found[place], np.memmap)  # read where it lies
     assert torch.equal(rows.batch(np.arange(4), 0)["kept"], torch.from_numpy(found[0 : len(found)]))
-    monkeypatch.setattr("distill.core.ranks.started", lambda: 1)  # another number of processes makes nothing again
+    monkeypatch.setattr("distill.ranks.started", lambda: 1)  # another number of processes makes nothing again
     before = [path.stat().st_mtime_ns for path in sorted(tmp_path.iterdir())]
     assert np.array_equal(signals.target_signal(model, kind, rows, tmp_path / "x.npy", "a")[:], found[:])
     assert [path.stat().st_mtime_ns for path in sorted(tmp_path.iterdir())] == before

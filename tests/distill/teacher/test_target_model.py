@@ -9,13 +9,12 @@ import torch
 from families import build_tiny
 from tiny_run import bench, run_tiny, tiny_settings
 
-from decode.core.errors import UserError
-from distill.config.language_models import TargetSettings
-from distill.data.placed_target import share_of
-from distill.data.tokenization.chat_masks import ChatFormat
-from distill.data.tokenization.train_tokenizer import train_tokenizer
-from distill.pipeline.stage_fingerprint import stage_fingerprints
-from distill.teacher.target_model import check_place, open_target
+from decode.errors import UserError
+from distill.config.training import TargetSettings
+from distill.data.chat import ChatFormat, train_tokenizer
+from distill.data.context import share_of
+from distill.stages import stage_fingerprints
+from distill.teacher.signals import check_place, open_target
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ def test_the_quantisation_is_asked_of_transformers_and_the_signals_are_those_of_
     settings.target.quantization = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     assert settings.target.placed
     seen: dict[str, Any] = {}
-    monkeypatch.setattr("distill.data.placed_target.load_model", lambda *_, **options: seen.update(options))
+    monkeypatch.setattr("distill.data.context.load_model", lambda *_, **options: seen.update(options))
     open_target(bench(settings)[0])
     assert seen["quantization_config"].load_in_8bit
     assert seen["device"] == torch.device("cpu")
@@ -113,7 +112,7 @@ def test_the_target_writes_its_prompts_where_it_makes_signals(
     settings.target = TargetSettings(kind="as_is", model="somewhere", **ways)
     opened: list[dict[str, Any]] = []
     model = build_tiny("llama")
-    monkeypatch.setattr("distill.data.placed_target.load_model", lambda *_, **how: (opened.append(how), model)[1])
+    monkeypatch.setattr("distill.data.context.load_model", lambda *_, **how: (opened.append(how), model)[1])
     tokenizer = train_tokenizer(["a text"], 300)
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
     assert bench(settings)[0]._sampler(ChatFormat(tokenizer, None, {})).model() is model

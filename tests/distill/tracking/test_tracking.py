@@ -13,11 +13,11 @@ import lightning
 import pytest
 import torch
 
-from decode.core.errors import UserError
-from distill.config.run_settings import TrackerSettings
-from distill.tracking import logger as tracking
-from distill.tracking import wandb_run
-from distill.tracking.logger import finish, for_stage, log_draft, log_report, make_logger, where
+from decode.errors import UserError
+from distill import tracking
+from distill import tracking as wandb_run
+from distill.config.run import TrackerSettings
+from distill.tracking import finish, for_stage, log_draft, log_report, make_logger, where
 
 REPORT = {
     "target": {"accuracy": 0.62},

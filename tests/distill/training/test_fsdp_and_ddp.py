@@ -19,23 +19,19 @@ from families import build_tiny, in_double
 from safetensors.torch import load_file
 from tiny_run import run_tiny, tiny_settings
 
-from decode.core.errors import UserError
-from distill.config.language_models import LoraSettings
-from distill.config.training import TrainingSettings
-from distill.core import ranks
-from distill.core.ranks import wait_for
-from distill.core.run_dir import RunDir
-from distill.data.batches.batch_schedule import Schedule
-from distill.data.batches.datamodule import DistillDataModule, TrainLoader
-from distill.data.batches.gradient_accumulation import OptimizerStep
-from distill.data.batches.token_dataset import Batch, TokenDataset
-from distill.data.tokenization.label_masks import IGNORE
+from decode.errors import UserError
+from distill import ranks
+from distill.config.training import LoraSettings, TrainingSettings
+from distill.data.batches import DistillDataModule, OptimizerStep, Schedule, TrainLoader
+from distill.data.chat import IGNORE
+from distill.data.datasets import Batch, TokenDataset
+from distill.files import RunDir
 from distill.losses.objective import Objective
-from distill.losses.token_selection import Selection, top_share
-from distill.pipeline.run_pipeline import write_settings
+from distill.losses.selection import Selection, top_share
+from distill.modules import CausalLMModule, DistillModule
+from distill.pipeline import write_settings
+from distill.ranks import wait_for
 from distill.teacher.target_distribution import TargetSource
-from distill.training.causal_lm import CausalLMModule
-from distill.training.distillation import DistillModule
 
 HERE = Path(__file__).parents[2] / "support"
 

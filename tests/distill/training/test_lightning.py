@@ -24,21 +24,18 @@ from tiny_run import killed, run_tiny, tiny_settings
 from torch.distributed.checkpoint import FileSystemWriter, load
 from transformers import PreTrainedModel
 
-from decode.commands.parsing.exit_status import WRITING, writing_error
-from decode.core.errors import UserError
+from decode.commands.parsing import WRITING, writing_error
+from decode.errors import UserError
+from distill import trainer as training_speed
+from distill.checkpoints import BestWeights, SafeCheckpointIO
 from distill.config.training import TrainerSettings
-from distill.data.batches.batch_schedule import Schedule
-from distill.data.batches.datamodule import DistillDataModule
+from distill.data.batches import DistillDataModule, Schedule
 from distill.losses.objective import Objective
-from distill.losses.token_selection import Selection
-from distill.teacher import hidden_state_store as signals
+from distill.losses.selection import Selection
+from distill.modules import CausalLMModule, DistillModule
+from distill.teacher import store as signals
 from distill.teacher.target_distribution import TargetSource
-from distill.training import training_speed
-from distill.training.causal_lm import CausalLMModule
-from distill.training.checkpoints import BestWeights, SafeCheckpointIO
-from distill.training.distillation import DistillModule
-from distill.training.lightning_trainer import fit
-from distill.training.training_speed import Speed, operations, peak_operations
+from distill.trainer import Speed, fit, operations, peak_operations
 
 Tiny = Callable[..., PreTrainedModel]
 

@@ -12,21 +12,19 @@ from plain_losses import token_loss
 from some_rows import TRAINING, some_rows
 from transformers import PreTrainedModel
 
-from decode.core.errors import UserError
-from decode.models.layer_locations import decoder_layers
-from distill.config.distillation import Signal
-from distill.data.batches.batch_schedule import Schedule
-from distill.data.batches.datamodule import TrainLoader
-from distill.data.batches.token_dataset import TokenDataset, label_mask
-from distill.data.tokenization.label_masks import IGNORE
+from decode.errors import UserError
+from decode.models.families import decoder_layers
+from distill.config.drafts import Signal
+from distill.data.batches import Schedule, TrainLoader
+from distill.data.chat import IGNORE
+from distill.data.datasets import TokenDataset, label_mask
 from distill.losses.objective import Objective
-from distill.losses.token_selection import Selection
+from distill.losses.selection import Selection
 from distill.models.lm_head import LMHead, check_head, last_hidden
 from distill.models.loading import checkpoint_layers
-from distill.teacher.hidden_state_store import target_signal
+from distill.modules import CausalLMModule, DistillModule, token_counts
+from distill.teacher.store import target_signal
 from distill.teacher.target_distribution import TargetSignal, TargetSource
-from distill.training.causal_lm import CausalLMModule
-from distill.training.distillation import DistillModule, token_counts
 
 Tiny = Callable[..., PreTrainedModel]
 

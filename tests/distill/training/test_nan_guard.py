@@ -13,19 +13,17 @@ from rich.console import Console
 from some_rows import TRAINING, some_rows
 from transformers import PreTrainedModel
 
-from decode.core.errors import UserError
+from decode.errors import UserError
+from distill.checkpoints import FirstBad
 from distill.config.training import TrainerSettings
-from distill.data.batches.batch_schedule import Schedule
-from distill.data.batches.datamodule import DistillDataModule
-from distill.data.batches.token_dataset import TokenDataset
+from distill.data.batches import DistillDataModule, Schedule
+from distill.data.datasets import TokenDataset
 from distill.losses.objective import Objective
-from distill.losses.token_selection import Selection
-from distill.teacher import hidden_state_store as signals
+from distill.losses.selection import Selection
+from distill.modules import CausalLMModule, DistillModule
+from distill.teacher import store as signals
 from distill.teacher.target_distribution import TargetSignal, TargetSource
-from distill.training.causal_lm import CausalLMModule
-from distill.training.distillation import DistillModule
-from distill.training.lightning_trainer import fit
-from distill.training.nan_guard import FirstBad
+from distill.trainer import fit
 
 Tiny = Callable[..., PreTrainedModel]
 

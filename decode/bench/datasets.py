@@ -1,0 +1,270 @@
+"""Rows from local files and from the Hugging Face Hub, with errors that say what to do next."""
+
+import contextlib
+import csv
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, StrictUndefined, Template, TemplateError
+
+from decode.errors import UserError
+
+Row = dict[str, Any]
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """Every row of a local file, see `iter_rows`."""
+    return list(iter_rows(path))
+
+
+def iter_rows(path: str | Path) -> Iterator[Row]:
+    """The rows of a local file: json, jsonl, csv, parquet, or txt (a row ``{"text": line}`` a line, none empty).
+
+    All but json and txt are read as they are asked for.
+
+    JSON is read with the standard library, so rows need not agree in their columns' types. A .json file is a list
+    of rows, or an object with one list of them.
+
+    Raises:
+        UserError: no such file, an unknown ending, unreadable or without rows.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"there is no file {str(path)!r}: check the path (it is relative to {Path.cwd()})")
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise UserError(f"{path} ends in {path.suffix!r}: rows are read from {', '.join(sorted(READERS))}")
+    row = None
+    try:
+        for row in reader(path):
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"{path}: every row must be an object with named columns, such as {{'question': '...'}}"
+                )
+            yield row
+    except UserError:
+        raise
+    except (ValueError, OSError, csv.Error) as error:
+        raise UserError(f"{path} cannot be read as {path.suffix}: {error}") from error
+    if row is None:
+        raise UserError(f"{path} has no rows: give a file with at least one")
+
+
+def load_hub(
+    name: str,
+    config: str | None = None,
+    split: str | None = None,
+    *,
+    revision: str | None = None,
+    streaming: bool = False,
+) -> Any:
+    """A data set from the Hugging Face Hub or its local cache: a ``DatasetDict``, or one split's ``Dataset``.
+
+    With ``streaming`` their iterable kinds, which download what is asked for; from the cache, where the Hub is off.
+
+    Whether the Hub answers is asked first, with a short limit: without a network this fails in seconds unless the
+    data set is in the cache.
+
+    Raises:
+        UserError: not reachable and not cached, no such data set, configuration or split.
+    """
+    import datasets
+
+    quiet_datasets()
+    with _offline_unless_reachable(name) as offline:
+        try:
+            online = streaming and not offline
+            return datasets.load_dataset(name, config, split=split, revision=revision, streaming=online)
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().split("\n")[0]
+            if offline:
+                reason = "it is not in the local cache, and the Hub is switched off (HF_HUB_OFFLINE) or does not answer"
+            raise UserError(
+                f"the data set {name!r} (configuration {config!r}, split {split!r}) cannot be loaded from the Hugging "
+                f"Face Hub: {reason}. Check the name and the network, or give a local file"
+            ) from error
+
+
+def quiet_datasets() -> None:
+    """Keeps the progress bars and messages of ``datasets`` out of the terminal."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    for noisy in ("datasets", "huggingface_hub", "httpx", "fsspec"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def _offline_unless_reachable(name: str) -> Iterator[bool]:
+    """Inside, the Hub's libraries look in the cache only (True), if the Hub does not answer within seconds."""
+    import datasets
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    offline = constants.HF_HUB_OFFLINE
+    if not offline:
+        try:
+            huggingface_hub.HfApi().dataset_info(name, timeout=5)
+        except huggingface_hub.errors.HfHubHTTPError:
+            pass
+        except Exception:  # whatever the network layer calls it: no answer
+            offline = True
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
+    try:
+        yield offline
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
+def _read_json(path: Path) -> list[Row]:
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(data, dict):
+        lists = [value for value in data.values() if isinstance(value, list)]
+        data = lists[0] if len(lists) == 1 else [data]
+    return list(data)
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"line {number}: {error}") from error
+
+
+def _read_csv(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        yield from csv.DictReader(file)
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise ValueError(str(error)) from error
+
+
+def _read_txt(path: Path) -> Iterator[Row]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return ({"text": line} for line in lines if line.strip())
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".txt": _read_txt,
+}
+
+
+Row_data_presets = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One data set's templates, and where it lives; ``data_presets.yaml`` says what each of its keys means."""
+
+    columns: Sequence[str]
+    templates: Mapping[str, str]
+    """Jinja templates of ``prompt``, ``response`` and ``said``, as far as there are any."""
+    hub: str | None = None
+    config: str | None = None
+    splits: Mapping[str, str] = field(default_factory=lambda: {"train": "train", "test": "test"})
+    kind: str = "pairs"
+    scorer: str | None = None
+    key: str = ""
+    category: str = ""
+    groups: Mapping[str, str] = field(default_factory=dict)
+    several_turns: bool = False
+    last_keys: Mapping[str, int] = field(default_factory=dict)
+
+    def prompt(self, row: Row_data_presets) -> str:
+        """What a model continues.
+
+        Raises:
+            UserError: a row without its turns.
+            ValueError: a row that does not fit the template.
+        """
+        return self._filled("prompt", row) if "prompt" in self.templates else self.turns(row)[0]
+
+    def response(self, row: Row_data_presets) -> str:
+        """What the model should answer, as text to train on; raises as `prompt` does."""
+        return self._filled("response", row)
+
+    @property
+    def said(self) -> Callable[[Row_data_presets], str] | None:
+        """What a user says to a chat model; None: the prompt."""
+        return (lambda row: self._filled("said", row)) if "said" in self.templates else None
+
+    def turns(self, row: Row_data_presets) -> tuple[str, ...]:
+        """What the user says, turn by turn, where a row has several; empty where it has one."""
+        if not self.several_turns:
+            return ()
+        if self.kind == "chat":
+            return tuple(message["content"] for message in row["messages"] if message["role"] == "user")
+        turns = row.get("turns") or row.get("prompt")  # the Hub's copy of MT-Bench calls them prompt
+        if not isinstance(turns, list | tuple) or not all(isinstance(turn, str) for turn in turns):
+            raise UserError(
+                f"a row needs its turns as a list of texts in the column turns; its columns: {', '.join(row)}"
+            )
+        return tuple(turns)
+
+    def split_of(self, row: Row_data_presets) -> str | None:
+        """The official split of a row of a file that holds all splits; None where a file is one split."""
+        return next((split for split, last in self.last_keys.items() if row[self.key] <= last), None)
+
+    def _filled(self, name: str, row: Row_data_presets) -> str:
+        try:
+            return _template(self.templates[name]).render(row)
+        except TemplateError as error:
+            raise ValueError(str(error)) from error
+
+
+def held_out(prompt: str, fraction: float = 0.05) -> str:
+    """The split (train, validation, test) of a row whose source has no such splits, by a hash of its prompt.
+
+    ``fraction`` of all prompts validate, as many test, the rest train. Equal prompts are in one split.
+    """
+    place = int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=6).digest(), "big") / 2**48
+    return "validation" if place < fraction else "test" if place < 2 * fraction else "train"
+
+
+@cache
+def _template(source: str) -> Template:
+    environment = Environment(keep_trailing_newline=True, undefined=StrictUndefined)
+    environment.filters["innermost"] = _innermost
+    return environment.from_string(source)
+
+
+def _innermost(value: Any) -> str:
+    """The first text of a list, however deep a data set nests it; empty where there is none."""
+    while isinstance(value, list):
+        value = value[0] if value else ""
+    return str(value or "")
+
+
+def _presets() -> dict[str, Preset]:
+    found = {}
+    for name, entry in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items():
+        templates = {key: entry.pop(key) for key in ("prompt", "response", "said") if key in entry}
+        groups = {category: group for group, of in entry.pop("groups", {}).items() for category in of}
+        found[name] = Preset(templates=templates, several_turns=entry.pop("turns", False), groups=groups, **entry)
+    return found
+
+
+PRESETS = _presets()  # every known data set by its name in ``data.source`` and ``--suite``

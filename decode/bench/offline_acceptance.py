@@ -1,0 +1,110 @@
+"""offline_alpha: acceptance at every response position of texts that the target generated, by teacher forcing."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedModel
+
+from decode.models.other_tokenizer import DraftModel
+from decode.models.teacher_forcing import Forced, Text, teacher_forced
+from decode.sampling import Warp
+from decode.trace import clustered_ratio
+from decode.verify import overlap
+
+DEPTH = 5  # drafted tokens of a feature head whose acceptance is measured; deeper ones are taken to be as the last
+
+
+@dataclass
+class OfflineAlpha:
+    """Acceptance at every response position."""
+
+    texts: list[list[float]]  # Σₓ min(p(x), q(x)) at each response position, one list a text
+    # the number of each text's prompt: texts of one prompt are one observation; each has its own if empty
+    prompts: list[int] = field(default_factory=list)
+
+    @property
+    def sums(self) -> list[float]:
+        """Summed acceptance of each text."""
+        return [sum(text) for text in self.texts]
+
+    @property
+    def counts(self) -> list[int]:
+        """Response positions of each text."""
+        return [len(text) for text in self.texts]
+
+    @property
+    def mean(self) -> float:
+        """offline_alpha: the mean over all positions."""
+        return sum(self.sums) / max(1, sum(self.counts))
+
+    @property
+    def se(self) -> float:
+        """Standard error with prompts as the unit of sampling (positions of one text are not independent)."""
+        return clustered_ratio(self.sums, self.counts, self.prompts or None)[1]
+
+
+def paired(a: OfflineAlpha, b: OfflineAlpha) -> dict[str, float]:
+    """Difference b − a over the same texts, its standard error and two-sided p-value (normal approximation)."""
+    if a.counts != b.counts:
+        raise ValueError("the two measurements are not over the same texts")
+    sums = [y - x for x, y in zip(a.sums, b.sums)]
+    difference, se = clustered_ratio(sums, a.counts, a.prompts or None)
+    p_value = math.erfc(abs(difference) / se / math.sqrt(2)) if se > 0 else (1.0 if difference == 0 else 0.0)
+    return {"difference": difference, "se": se, "p_value": p_value, "n": len(sums)}
+
+
+def offline_alpha(target: PreTrainedModel, draft: DraftModel, texts: Iterable[Text], warp: Warp) -> OfflineAlpha:
+    """`offline_alphas` of one draft, as first drafted token."""
+    return offline_alphas(target, {"": draft}, texts, warp)[""][0]
+
+
+def offline_alphas(
+    target: PreTrainedModel,
+    drafts: Mapping[str, DraftModel],
+    texts: Iterable[Text],
+    warp: Warp,
+    *,
+    depth: int = 1,
+    seen: Callable[[Forced], None] | None = None,
+) -> dict[str, list[OfflineAlpha]]:
+    """Measure drafts on texts that the target generated, which it reads once for all of them.
+
+    Args:
+        target: p.
+        drafts: q, by name.
+        texts: (token ids, prompt length) of each text; those without a response are left out.
+        warp: the decoding mode.
+        depth: drafted tokens that feature heads are asked about.
+        seen: called with the logits of every text.
+
+    Returns:
+        For each draft the acceptance by text and position as first drafted token, of feature heads then as second,
+        third, …: for means, errors, paired comparisons and replays.
+    """
+    texts = [(ids, prompt_length) for ids, prompt_length in texts if len(ids) > prompt_length]
+    found: dict[str, list[dict[int, list[float]]]] = {}  # by draft, depth and text
+    for forced in teacher_forced(target, drafts, texts, depth=depth):
+        before = prefixes(warp, *texts[forced.number])
+        p = warp(forced.p, before)
+        for draft, logits in forced.q.items():
+            for values, q in zip(found.setdefault(draft, [{} for _ in logits]), logits):
+                values[forced.number] = overlap(p, warp(q, before)).double().tolist()
+        if seen is not None:
+            seen(forced)
+    numbers = prompt_numbers(texts)
+    return {
+        draft: [OfflineAlpha([values[i] for i in range(len(texts))], numbers) for values in found.get(draft, [{}])]
+        for draft in drafts
+    }
+
+
+def prefixes(warp: Warp, ids: Sequence[int], prompt_length: int) -> list[Sequence[int]] | None:
+    """What stands before each response token, for a warp that looks at it."""
+    return [ids[:i] for i in range(prompt_length, len(ids))] if warp.needs_prefix else None
+
+
+def prompt_numbers(texts: Iterable[tuple[Sequence[int], int]]) -> list[int]:
+    """For (token ids, prompt length) of each text: which distinct prompt it has."""
+    seen: dict[tuple[int, ...], int] = {}
+    return [seen.setdefault(tuple(ids[:prompt_length]), len(seen)) for ids, prompt_length in texts]

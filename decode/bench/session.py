@@ -1,0 +1,221 @@
+"""The models, prompts and costs that a benchmark works with."""
+
+import json
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.bench import machine
+from decode.bench.costs import LONGEST, CostMeter, CostModel
+from decode.bench.suites import Prompt, Suite
+from decode.errors import UserError
+from decode.loop import Target, decode
+from decode.methods import MethodInputs, build
+from decode.models.choose_runner import open_draft_runner, open_runner
+from decode.models.loading import stop_ids
+from decode.models.other_tokenizer import DraftModel, ForeignDraft
+from decode.models.runner import Runner
+from decode.models.tokens import Detokenizer, Message, chat_ids, prompt_ids, user_says
+from decode.models.writing import draws_of_loop, write_texts
+from decode.sampling import TorchRng, Warp
+from decode.stopping import RoundCosts
+
+BASELINE = "autoregressive"  # the loop without a drafter, which `speedup` is measured against
+ANSWERED_AT_ONCE = 16  # first turns of chats that the target answers in a batch
+WIDE = (24, 32, 48, 64, 96)  # more n of v(n), for methods that verify trees
+
+
+@dataclass
+class BenchOptions:
+    """How a benchmark is run."""
+
+    max_new_tokens: int = 128  # budget of each text
+    repeats: int = 3  # times each prompt is given to each method
+    seed: int = 0  # of sampling and of the bootstrap
+    ignore_eos: bool = False  # generate the full budget, so that all texts have one length
+    # put prompts into the chat template; later turns of a prompt follow the target's own greedy answers
+    chat: bool = False
+    system: str | None = None  # system message of the chats
+    warp: Warp = field(default_factory=Warp)  # sampling settings but for the temperature
+    threads: int | None = None  # of torch; None measures one against all
+    datastore: Path | None = None  # folder of a REST datastore
+    trigrams: Path | None = None  # folder of an Adaptix table
+    samples: int = 1  # prompts of each suite whose texts are kept with their marks
+    costs: bool = True  # measure c and v(n), which `predicted_speedup` needs
+    cost_turns: int = 24  # measurements of the costs, spread over a block's prompts (a few of them come first)
+    compile: str = "none"  # see `decode.models.choose_runner.open_runner`
+    pack: str = "auto"  # see `decode.models.choose_runner.open_runner`
+
+
+@dataclass
+class Item:
+    """One prompt, or one turn of it, as token ids; `said` is the text that was put last."""
+
+    prompt: Prompt
+    ids: list[int]
+    said: str = ""
+
+
+class Session:
+    """A target and its drafts, opened for measurement on this machine.
+
+    Attributes:
+        drafts: the drafts' runners by name.
+        packing: how the weights of the target and of each draft were laid out, in sentences.
+        round_costs: by draft name, where the costs of several batch sizes were measured.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafts: Mapping[str, DraftModel] | None,
+        tokenizer: PreTrainedTokenizerBase,
+        options: BenchOptions | None = None,
+    ) -> None:
+        self.options, self.load = options or BenchOptions(), machine.Load()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.draft_models: dict[str, DraftModel] = dict(drafts or {})
+        if self.options.threads:  # the layout of weights is chosen by measurement
+            torch.set_num_threads(self.options.threads)
+        how: dict[str, Any] = {"compile": self.options.compile, "pack": self.options.pack}
+        self.runner = open_runner(model, **how)  # the target's
+        self.drafts = {name: open_draft_runner(draft, model, **how) for name, draft in self.draft_models.items()}
+        opened = {"target": self.runner} | self.drafts
+        self.packing = [f"{name}: {runner.packing}" for name, runner in opened.items() if runner.packing]
+        self.threads = machine.set_threads(self.runner, self.options.threads)[1]  # why this many threads are used
+        self.stop_ids: Collection[int] = set() if self.options.ignore_eos else stop_ids(model, tokenizer)
+        self.costs: dict[str | None, CostModel] = {}  # `CostModel` by draft name; None stands for the target alone
+        self.meters: dict[str | None, CostMeter] = {}
+        self.round_costs: dict[str | None, RoundCosts] = {}
+        self.left_out: dict[str, str] = {}  # by suite, how many of its prompts were too long
+        self.vocabularies: dict[str, str] = {}  # by suite, what drafts of another vocabulary can draft of it
+
+    def facts(self) -> dict[str, Any]:
+        """The machine, how the models are laid out on it, and what else it did meanwhile, for reports."""
+        note = "; ".join([self.threads, *self.packing])
+        share = round(self.load.others(), 3)
+        return machine.describe(self.runner.device) | {"note": note, "other_processes_share": share}
+
+    def notes(self, suites: Iterable[Suite]) -> dict[str, str]:
+        """What is to be said of each suite's prompts, where there is something."""
+        parts = {s.name: [s.note, *(of.get(s.name, "") for of in (self.left_out, self.vocabularies))] for s in suites}
+        return {name: "; ".join(filter(None, texts)) for name, texts in parts.items() if any(texts)}
+
+    def items(self, suite: Suite) -> list[Item]:
+        """All prompts, and in chats all turns, that fit the contexts together with their answers."""
+        if self.options.chat:
+            items = self._turns(suite.prompts)
+        else:
+            items = [Item(p, list(p.ids) or prompt_ids(self.tokenizer, p.text), p.text) for p in suite.prompts]
+        room = min(r.limit for r in [self.runner, *self.drafts.values()])
+        fitting = [item for item in items if len(item.ids) + self.options.max_new_tokens <= room + 1]
+        if not fitting:
+            shortest = min((len(item.ids) for item in items), default=0)
+            raise UserError(
+                f"no prompt of {suite.name} fits: the shortest of {len(items)} has {shortest} tokens, the context "
+                f"holds {room}, {self.options.max_new_tokens} new ones among them; lower max_new_tokens or take "
+                "another suite"
+            )
+        if len(fitting) < len(items):
+            self.left_out[suite.name] = (
+                f"{len(items) - len(fitting)} of {len(items)} prompts do not fit the context of {room} tokens"
+            )
+        ids = [i for item in fitting for i in item.ids]
+        foreign = {name: draft for name, draft in self.draft_models.items() if isinstance(draft, ForeignDraft)}
+        if foreign:
+            sentences = (f"{name}: {draft.vocabulary.sentence(ids)}" for name, draft in foreign.items())
+            self.vocabularies[suite.name] = "; ".join(sentences)
+        return fitting
+
+    def _turns(self, prompts: Sequence[Prompt]) -> list[Item]:
+        """The turns of chats; the target's greedy answers stand between them, the same for every method."""
+        chats: list[list[Item]] = [[] for _ in prompts]
+        histories: list[list[Message]] = [[] for _ in prompts]
+        said = [prompt.turns or (prompt.text,) for prompt in prompts]
+        for turn in range(max(map(len, said))):
+            going = [i for i, texts in enumerate(said) if turn < len(texts)]
+            for i in going:
+                histories[i] += user_says(said[i][turn], None if turn else self.options.system)
+                chats[i].append(Item(prompts[i], chat_ids(self.tokenizer, histories[i]), said[i][turn]))
+            answered = [i for i in going if turn + 1 < len(said[i])]
+            greedy = replace(self.options.warp, temperature=0.0)
+            for i, answer in zip(answered, self.written([chats[i][-1].ids for i in answered], greedy)):
+                histories[i].append({"role": "assistant", "content": self.text(answer)})
+        return [item for chat in chats for item in chat]
+
+    def written(
+        self,
+        prompts: Sequence[list[int]],
+        warp: Warp,
+        batch_size: int = ANSWERED_AT_ONCE,
+        progress: Callable[[int], None] | None = None,
+        ends: Collection[int] | None = None,
+    ) -> list[list[int]]:
+        """What the target writes after each prompt, several at once; nothing where the prompt fills the context."""
+        longest, limit = self.options.max_new_tokens, self.runner.limit
+        return write_texts(
+            self.model,
+            prompts,
+            warp,
+            budgets=[min(longest, limit - len(ids)) for ids in prompts],
+            stop_ids=stop_ids(self.model, self.tokenizer) if ends is None else ends,
+            draws=draws_of_loop(self.options.seed),
+            batch_size=batch_size,
+            progress=progress,
+        )
+
+    def answer(self, ids: list[int], warp: Warp, seed: int = 0) -> list[int]:
+        """What the target itself writes after these ids, up to the budget."""
+        out = decode(
+            Target(self.runner),
+            build(BASELINE, MethodInputs(self.runner, warp)),
+            warp,
+            ids,
+            max_new_tokens=self.options.max_new_tokens,
+            stop_ids=stop_ids(self.model, self.tokenizer),
+            rng=TorchRng(seed, self.runner.device),
+        )
+        return out.new_ids
+
+    def measure_costs(
+        self, items: Sequence[Item], drafts: Iterable[str], *, longest: int = 0, trees: bool = False, repeats: int = 21
+    ) -> None:
+        """Fill `costs` for the target alone and for each draft, in the middle of a typical text.
+
+        Args:
+            items: prompts, whose median length counts.
+            drafts: names of the drafts in use.
+            longest: the longest draft to come.
+            trees: also measure the widths of draft trees.
+            repeats: most turns of measurements.
+        """
+        context = int(statistics.median(len(i.ids) for i in items)) + self.options.max_new_tokens // 2
+        widths = [*range(1, LONGEST + 2), *range(20, longest + 5, 4), *(WIDE if trees else ())]
+        self.meters = {}
+        pairs: dict[str | None, Runner | None] = {None: None} | {name: self.drafts[name] for name in drafts}
+        alike: dict[Any, CostMeter] = {}  # drafts of one shape cost the same, so one of them is timed
+        for name, draft in pairs.items():
+            shape = None if name is None else (_shape(self.draft_models[name]), self.drafts[name].packing)
+            if shape not in alike:
+                alike[shape] = CostMeter(self.runner, draft, widths=widths, context=context)
+                alike[shape].run(repeats)
+            self.meters[name] = alike[shape]
+        self.costs = {name: meter.cost() for name, meter in self.meters.items()}
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of generated tokens."""
+        return Detokenizer(self.tokenizer).text(ids)
+
+
+def _shape(model: DraftModel) -> str:
+    """What decides how long a forward takes: equal for models that differ in their weights alone."""
+    if not isinstance(model, PreTrainedModel):
+        return str(id(model))
+    settings = model.config.to_dict() | {"_name_or_path": "", "dtype": str(model.dtype)}
+    return json.dumps(settings, sort_keys=True, default=str)

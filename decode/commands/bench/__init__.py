@@ -1,1 +1,0 @@
-"""The command bench: its settings, check points, dry run and batch sizes."""

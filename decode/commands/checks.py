@@ -1,0 +1,153 @@
+"""Settings checked before anything is loaded, and turned into what decoding takes: warp, options, stores, suites."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.bench.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
+from decode.bench.session import BenchOptions
+from decode.bench.suites import Suite, load_suite
+from decode.commands.settings import ChatSettings, LoadSettings, MethodSettings, SamplingSettings, required
+from decode.errors import UserError, choose, read_json
+from decode.method_options import MethodOptions, split_spec
+from decode.methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS
+from decode.models.compiled_forward import check_compile
+from decode.models.loading import choose_device, choose_dtype
+from decode.models.pair import NEUTRAL, Pair, load, own_warp
+from decode.models.tokens import check_template
+from decode.sampling import Warp
+from decode.stopping import RoundCosts
+
+Settings = TypeVar("Settings", bound=LoadSettings)
+
+PLACED = {f.name for f in dataclasses.fields(LoadSettings)} - {"threads"}
+"""Settings that were decided when the models were opened."""
+STORES = {"rest": "datastore", "adaptix": "trigrams", "adaptix-best-first": "trigrams"}
+"""Methods that read a file built beforehand."""
+
+
+def needs_draft(method: str) -> bool:
+    """Whether a draft model takes part."""
+    return method in NEEDS_DRAFT or method in DRAFTED
+
+
+def check_methods(
+    settings: MethodSettings, methods: Sequence[str], *, has_draft: bool, has_corpus: bool = False
+) -> None:
+    """Refuse unknown names and missing parts, before any model is loaded."""
+    for spec in methods:
+        method, own = split_spec(spec)
+        choose("method", method, dict.fromkeys([*METHODS, *TRANSFORMERS_BASELINES]))
+        if needs_draft(method) and not has_draft:
+            raise UserError(f"{method} drafts with a model; give one with --draft (a folder or hub name)")
+        if method in PROBED and own.get("probes", settings.probes) is None:
+            raise UserError(f"{method} stops on a probe; train one with python -m probes, give --probes DIR")
+        store = STORES.get(method)
+        if store and not has_corpus and not dict(zip(("datastore", "trigrams"), store_folders(settings)))[store]:
+            raise UserError(
+                f"{method} drafts from a {store} folder; build one with python -m decode {store} build and give it "
+                f"with --{store} DIR"
+            )
+    if settings.stop_rule is not None:
+        choose("stop rule", settings.stop_rule, STOPS | PROBE_STOPS)
+    if settings.rule is not None:
+        choose("acceptance rule", settings.rule, RULES)
+
+
+def check_models(settings: LoadSettings) -> None:
+    """Refuse what can be told from the settings alone."""
+    required(settings, "target")
+    device = choose_device(settings.device)
+    choose_dtype(settings.dtype, device)
+    if settings.compile != "none":
+        check_compile(settings.compile, str(device))
+        if settings.device_map is not None:
+            raise UserError("a model that is compiled has to be on one device; give --device, or leave compile at none")
+
+
+def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether prompts are put into the chat template: as the settings say, else where the tokenizer has one.
+
+    Raises:
+        UserError: there is none, or it cannot be used like this.
+    """
+    if settings.chat is False or (settings.chat is None and not tokenizer.chat_template and settings.system is None):
+        return False
+    if not tokenizer.chat_template:
+        raise UserError(
+            "the target's tokenizer has no chat template; leave out --chat and --system, or take an instruct model"
+        )
+    check_template(tokenizer, settings.system)
+    return True
+
+
+def told_chat(settings: ChatSettings, chat: bool) -> str:
+    """A sentence for a chat template that is used though the settings leave it open; else empty."""
+    if not chat or settings.chat:
+        return ""
+    return "prompts are put into the tokenizer's chat template (--chat false continues them as plain text)"
+
+
+def make_warp(settings: SamplingSettings, target: PreTrainedModel, temperature: float = 0.0) -> Warp:
+    """The sampling settings as one object; what they leave open is as the target's generation_config says."""
+    return own_warp(target, temperature, {name: getattr(settings, name) for name in NEUTRAL})
+
+
+def method_options(settings: MethodSettings) -> MethodOptions:
+    """The options of the method alone, without those of models and sampling."""
+    return MethodOptions(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(MethodOptions)})
+
+
+def store_folders(settings: MethodSettings) -> tuple[Path | None, Path | None]:
+    """Folders of the datastore and of the tri-grams, which may be one."""
+    trigrams = settings.trigrams or settings.datastore
+    return (Path(settings.datastore) if settings.datastore else None), (Path(trigrams) if trigrams else None)
+
+
+def open_suites(specs: Sequence[str], **options: Any) -> list[Suite]:
+    """Suites by their specs (see `load_suite`), named by what precedes the path where that is unique.
+
+    Raises:
+        UserError: none was asked for, or one cannot be read.
+    """
+    if not specs:
+        raise UserError("no suite is given; --suite arithmetic needs no download")
+    short = [Path(spec).stem if "=" not in spec and "/" in spec else spec.partition("=")[0] for spec in specs]
+    return [
+        dataclasses.replace(load_suite(spec, **options), name=name if short.count(name) == 1 else spec)
+        for spec, name in zip(specs, short)
+    ]
+
+
+def open_pair(settings: LoadSettings, draft: str | None = None) -> Pair:
+    """The target of the settings, and a draft for it."""
+    names = ("device", "dtype", "device_map", "trust_remote_code", "draft_vocabulary", "compile", "pack")
+    return load(str(settings.target), draft, **{name: getattr(settings, name) for name in names})
+
+
+def api_settings(settings_class: type[Settings], pair: Pair, **options: Any) -> Settings:
+    """Settings of a command for models that are open already.
+
+    Raises:
+        UserError: an unknown option, or a value out of range.
+    """
+    known = {f.name: f for f in dataclasses.fields(settings_class) if f.name not in PLACED}
+    for name in options:
+        choose("option", name, known)
+    opened: dict[str, Any] = {"compile": pair.compile, "pack": pair.pack}
+    return settings_class(target=pair.target_name or "the given model", **opened, **options)
+
+
+def measure_options(settings: LoadSettings, **more: Any) -> BenchOptions:
+    """How to measure: the settings that `BenchOptions` has too, and what is given besides."""
+    shared = {f.name for f in dataclasses.fields(BenchOptions)} & vars(settings).keys()
+    return BenchOptions(**{name: getattr(settings, name) for name in shared} | more)
+
+
+def recorded_costs(draft: str | None) -> RoundCosts | None:
+    """What ``profile --batch-sizes`` wrote into the draft's speculation_profile.json; None where it did not."""
+    found = read_json(Path(draft) / "speculation_profile.json").get("round_costs") if draft else None
+    return RoundCosts.from_dict(found) if found else None

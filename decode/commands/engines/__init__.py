@@ -1,1 +1,0 @@
-"""Commands that start or question a serving engine, and their settings."""

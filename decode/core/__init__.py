@@ -1,1 +1,0 @@
-"""The few types that decoding is made of: proposal, sampling, acceptance, stopping, trace; imports nothing of decode."""  # noqa: E501

@@ -1,0 +1,207 @@
+"""Acceptance probes: a linear map from the exit's hidden state to the probability that the drafted token is accepted.
+
+`python -m probes` trains them. A folder holds their weights (``probes.safetensors``) and ``probes.json``: a sample of
+the weights of the model they are for, for each probe its kind, label, layer, calibration and metrics, and the settings
+that were fastest.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.errors import UserError, write_safely, write_text
+from decode.stopping import Step
+
+KINDS = ("probe", "confidence-probe")
+"""`probe` sees the hidden state alone (AdaSPEED); `confidence-probe` also the exit's `confidence_features`."""
+FEATURES = ("log_probability", "entropy", "margin")
+LEAST = -30.0  # smallest log-probability, and negative of the largest margin, that a feature can take
+SAMPLES = 4  # values kept of each weight of the model that probes belong to
+
+
+def confidence_features(logits: Tensor, tokens: Tensor) -> Tensor:
+    """What an exit's unwarped distribution says of a drafted token.
+
+    Args:
+        logits: ``[n, vocab]``.
+        tokens: ``[n]``.
+
+    Returns:
+        ``[n, 3]``: log q(x), the entropy of q in bits, and the difference of the two largest logits.
+    """
+    known = logits.float().log_softmax(-1).clamp_min(-1e30)  # excluded tokens: probability 0 times a finite number
+    top = known.topk(2, -1).values
+    log_q = known.gather(-1, tokens[:, None]).squeeze(-1)
+    entropy = -(known.exp() * known).sum(-1) / math.log(2)
+    return torch.stack([log_q.clamp_min(LEAST), entropy, (top[:, 0] - top[:, 1]).clamp_max(-LEAST)], -1)
+
+
+@dataclass
+class AcceptanceProbe:
+    """sigmoid((w·h + u·features + b) / T): the probability that the token drafted from this state is accepted."""
+
+    layer: int  # layers that ran before the state
+    kind: str  # one of `KINDS`
+    label: str  # what it was trained to predict
+    weight: Tensor  # w ``[width]``
+    extra: Tensor  # u ``[3]`` of a confidence probe, else empty
+    bias: float  # b
+    temperature: float = 1.0  # T, from calibration on held-out prompts
+    metrics: dict[str, Any] = field(default_factory=dict)  # its judgement on test prompts
+
+    @property
+    def name(self) -> str:
+        """Key in the folder."""
+        return f"{self.label}/{self.kind}/{self.layer}"
+
+    def logit(self, hidden: Tensor, features: Tensor | None = None) -> Tensor:
+        """Log-odds ``[n]`` for states ``[n, width]`` and, for a confidence probe, features ``[n, 3]``."""
+        z = hidden.float() @ self.weight.to(hidden.device)
+        if len(self.extra):
+            assert features is not None
+            z = z + features @ self.extra.to(hidden.device)
+        return (z + self.bias) / self.temperature
+
+    def __call__(self, step: Step) -> float:
+        """Confidence of a drafted token, for `decode.stopping.StopRule`."""
+        assert step.token is not None
+        z = torch.dot(step.hidden.float(), self._weight_on(step.hidden.device)).item() + self.bias
+        if len(self.extra):
+            # `confidence_features` of one row, with as few operations as possible: this runs for every drafted token
+            known = step.logits.float().log_softmax(-1).clamp_min_(-1e30)
+            first, second = known.topk(2).values.tolist()
+            entropy = -torch.dot(known.exp(), known).item() / math.log(2)
+            u = self.extra.tolist()
+            z += u[0] * max(known[step.token].item(), LEAST) + u[1] * entropy + u[2] * min(first - second, -LEAST)
+        return 1 / (1 + math.exp(-max(-50.0, min(50.0, z / self.temperature))))
+
+    def _weight_on(self, device: torch.device) -> Tensor:
+        if self.weight.device != device:
+            self.weight = self.weight.to(device)
+        return self.weight
+
+
+def weight_sample(model: PreTrainedModel) -> dict[str, Any]:
+    """What tells one model from another: a hash of its weights' names and shapes, and a few values of each."""
+    digest = hashlib.sha256()
+    values: list[float] = []
+    for name, weight in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        flat = weight.detach().flatten()
+        values += flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].tolist()
+    return {"shapes": digest.hexdigest()[:32], "values": values}
+
+
+def same_weights(one: Any, other: Any) -> bool:
+    """Whether two `weight_sample`s are of one model; float32, float16 and bfloat16 copies of it count as the same."""
+    if not (isinstance(one, dict) and isinstance(other, dict)) or one.get("shapes") != other.get("shapes"):
+        return False
+    # bfloat16 rounds by a share of up to 2^-9, float16 below its normal numbers by up to 3e-8
+    return all(
+        abs(a - b) <= 2**-8 * max(abs(a), abs(b)) + 1e-7 for a, b in zip(one["values"], other["values"], strict=True)
+    )
+
+
+def save_probes(
+    folder: Path, model: PreTrainedModel, probes: Sequence[AcceptanceProbe], best: Mapping[str, Any] | None = None
+) -> None:
+    """Write a folder of probes; the description is replaced last, so that it never describes older weights.
+
+    Args:
+        folder: where to.
+        model: the model whose states they read.
+        probes: all of them.
+        best: for ``greedy`` and ``sampled`` the fastest `decode.methods.MethodOptions` of each method.
+    """
+    tensors: dict[str, Tensor] = {}
+    for probe in probes:
+        tensors[f"{probe.name}/weight"] = probe.weight.contiguous().clone()
+        tensors[f"{probe.name}/extra"] = probe.extra.contiguous().clone()
+        tensors[f"{probe.name}/bias"] = torch.tensor([probe.bias])
+    described = [
+        {"label": p.label, "kind": p.kind, "layer": p.layer, "temperature": p.temperature, "metrics": p.metrics}
+        for p in probes
+    ]
+    note: dict[str, Any] = {"model": weight_sample(model), "class": type(model).__name__, "features": FEATURES}
+    note |= {"best": dict(best or {}), "probes": described}
+    write_safely(folder / "probes.safetensors", lambda path: save_file(tensors, path))
+    write_text(folder / "probes.json", json.dumps(note, indent=1) + "\n")
+
+
+def describe_probes(folder: str | Path) -> dict[str, Any]:
+    """The description of a folder of probes.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    path = Path(folder) / "probes.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"there are no probes in {str(folder)!r} ({type(error).__name__}); train some with python -m probes, which "
+            "writes runs/<name>/probes"
+        ) from error
+    return found
+
+
+def load_probe(
+    folder: str | Path, model: PreTrainedModel, layer: int, kind: str, labels: Sequence[str]
+) -> AcceptanceProbe:
+    """The probe of a folder for one layer of one model.
+
+    Args:
+        folder: as written by `save_probes`.
+        model: the model that will draft.
+        layer: layers that run before the exit.
+        kind: one of `KINDS`.
+        labels: acceptable labels, the preferred one first.
+
+    Raises:
+        UserError: no probes there, probes of another model, or none for this layer, kind and label.
+    """
+    note = describe_probes(folder)
+    if not same_weights(note["model"], weight_sample(model)):
+        raise UserError(
+            f"the probes in {str(folder)!r} were trained on another model (a {note['class']} with other weights); "
+            "train probes for this one with python -m probes"
+        )
+    fitting = [p for p in note["probes"] if p["kind"] == kind and p["label"] in labels]
+    at = {p["label"]: p for p in fitting if p["layer"] == layer}
+    chosen = next((at[label] for label in labels if label in at), None)
+    if chosen is None:
+        there = sorted({p["layer"] for p in fitting})
+        known = f"layers {there}" if there else "no layer"
+        raise UserError(
+            f"the folder {str(folder)!r} has a {kind} with label {' or '.join(labels)} for {known}, not for layer "
+            f"{layer}; choose another exit_layer, or train one with python -m probes"
+        )
+    probe = AcceptanceProbe(
+        layer, kind, chosen["label"], torch.empty(0), torch.empty(0), 0.0, chosen["temperature"], chosen["metrics"]
+    )
+    try:
+        tensors = load_file(Path(folder) / "probes.safetensors")
+        probe.weight, probe.extra = tensors[f"{probe.name}/weight"], tensors[f"{probe.name}/extra"]
+        probe.bias = float(tensors[f"{probe.name}/bias"])
+    except (OSError, KeyError, SafetensorError) as error:
+        raise UserError(
+            f"the weights of the probes in {str(folder)!r} are damaged or missing ({type(error).__name__}); train them "
+            "again with python -m probes"
+        ) from error
+    return probe
+
+
+def advised(folder: str | Path, method: str, *, greedy: bool) -> dict[str, Any]:
+    """The options that were fastest for a method when the probes were trained; empty if it was not measured."""
+    best: dict[str, Any] = describe_probes(folder).get("best", {}).get("greedy" if greedy else "sampled", {})
+    return dict(best.get(method, {}))

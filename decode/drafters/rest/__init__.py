@@ -1,1 +1,0 @@
-"""REST: retrieval from a suffix array of a corpus; imports models and core."""

@@ -1,0 +1,121 @@
+"""Models as GGUF files, by llama.cpp's own converter, which `make engines` brings."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from decode.engines.settings import CHECKOUT
+from decode.errors import UserError
+
+CONVERTER = Path(".engines/llama.cpp/src/convert_hf_to_gguf.py")
+TYPES = ("f32", "f16", "bf16", "q8_0")  # number formats that the converter writes
+
+
+WITH_SPLIT = """
+import pathlib, runpy, sys
+split, script = sys.argv[1:3]
+sys.path[:0] = [str(pathlib.Path(script).parent / "gguf-py"), str(pathlib.Path(script).parent)]
+from conversion.base import TextModel
+published = TextModel.get_vocab_base_pre
+def get_vocab_base_pre(self, tokenizer):
+    try:
+        return published(self, tokenizer)
+    except NotImplementedError:
+        if not split:
+            raise
+        return split
+TextModel.get_vocab_base_pre = get_vocab_base_pre
+sys.argv = sys.argv[2:]
+runpy.run_path(script, run_name="__main__")
+"""
+"""The converter, told how a tokenizer of one's own splits texts; it knows those of published models by a checksum."""
+SPLITS = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
+"""llama.cpp's names of ways to split a text, by the pre-tokenizers that do the same."""
+
+
+def split_of(folder: str | Path) -> str:
+    """llama.cpp's name of how a folder's tokenizer splits texts; empty where it has none."""
+    try:
+        core = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    steps = core.get("pre_tokenizer") or {}
+    steps = steps.get("pretokenizers", [steps])
+    plain = all(step.get("use_regex", True) and step.get("individual_digits", True) for step in steps)
+    if core.get("normalizer") or not plain or any(step.get("add_prefix_space") for step in steps):
+        return ""
+    return SPLITS.get(tuple(step.get("type", "") for step in steps), "")
+
+
+def find_converter() -> Path:
+    """The converter's script.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    for folder in (Path.cwd(), CHECKOUT):
+        if (folder / CONVERTER).is_file():
+            return folder / CONVERTER
+    raise UserError("GGUF files are written by llama.cpp's converter, which is not installed here; run `make engines`")
+
+
+def convert(
+    folder: str | Path, file: str | Path, kind: str = "f32", *, target: str | Path | None = None, seconds: float = 1800
+) -> Path:
+    """Write a model's folder as a GGUF file; a file already there is replaced once the new one is complete.
+
+    Args:
+        folder: of a model as transformers saves it, or of an EAGLE-3 head.
+        file: to write.
+        kind: one of `TYPES`.
+        target: of a head, which needs it.
+        seconds: limit.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: no converter, a number format that it does not write, or a model that it refuses.
+    """
+    folder, file = Path(folder), Path(file)
+    if kind not in TYPES:
+        raise UserError(f"the GGUF number format is {kind!r}; choose one of {', '.join(TYPES)}")
+    script = find_converter()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as partial:
+        made = Path(partial) / file.name
+        command = [sys.executable, "-c", WITH_SPLIT, split_of(target or folder), str(script), str(folder)]
+        command += ["--outfile", str(made), "--outtype", kind]
+        if target is not None:
+            command += ["--target-model-dir", str(target)]
+        paths = [str(script.parents[1] / "python"), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+        except subprocess.TimeoutExpired as error:
+            raise UserError(
+                f"the converter was not done with {folder} after {seconds:.0f} s; run the command again when the "
+                "machine is idle, or convert a smaller model"
+            ) from error
+        if done.returncode or not made.is_file():
+            raise UserError(
+                f"llama.cpp's converter refuses {folder}: {_reason(done.stderr)}; check that the folder holds "
+                "config.json and a tokenizer of a family that llama.cpp supports"
+            )
+        os.replace(made, file)
+    return file
+
+
+def _reason(errors: str) -> str:
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    if any("BPE pre-tokenizer was not recognized" in line for line in lines):
+        return (
+            "llama.cpp has no name for the way in which this tokenizer splits texts; vLLM, SGLang, transformers take "
+            "the folder as it is"
+        )
+    if lines and lines[-1].endswith("is not supported"):
+        return f"{lines[-1].rpartition(':')[2]}; vLLM or transformers may take the folder as it is"
+    return lines[-1] if lines else "it ended without a message"

@@ -1,0 +1,94 @@
+"""The one error type for mistakes that a user can correct."""
+
+import difflib
+import glob
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+Entry = TypeVar("Entry")
+
+
+class UserError(ValueError):
+    """A foreseeable mistake: says what was seen, what was wanted and what to do next.
+
+    The command-line front ends print it without a traceback and exit with status 2.
+    """
+
+
+def unknown(kind: str, name: str, known: Collection[str]) -> str:
+    """What to say of a name that is not among the known ones: the nearest of them, then all."""
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown {kind} {name!r}; {hint}choose one of {', '.join(known)}"
+
+
+def choose(kind: str, name: str, known: Mapping[str, Entry]) -> Entry:
+    """The entry of a name; a `UserError` with the nearest one where there is none."""
+    if name not in known:
+        raise UserError(unknown(kind, name, known))
+    return known[name]
+
+
+def write_safely(path: str | Path, write: Callable[[Path], object]) -> None:
+    """Have `write` fill a file beside `path`, whose folder is made where it is missing, then rename it into place.
+
+    Raises:
+        UserError: a folder or a device stands at the path.
+        OSError: the folder cannot be written to, or the disk is full; a file already there is unchanged.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise UserError(f"{str(path)!r} is not a file that can be replaced but a folder or a device; give another path")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    try:
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, content: str) -> None:
+    """Write a UTF-8 text file; a file already there is replaced whole or not. Raises as `write_safely` does."""
+    write_safely(path, lambda file: file.write_text(content, encoding="utf-8"))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file's object; empty if there is none, or none that can be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def write_section(path: Path, name: str, text: str) -> None:
+    """Put a section into a Markdown file: in place of the one of this name, else at the end."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, found, rest = path.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2] if found else ""
+    write_text(path, f"{before.rstrip()}\n\n{begin}\n{text}\n{end}\n{after.lstrip()}")
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder until the block is left; those that killed processes of this machine left are removed."""
+    prefix = f"draftsmith-{platform.node()}-"  # another machine or container may share the folder, and has other pids
+    for left in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
+        try:
+            os.kill(int(left.name.removeprefix(prefix).split("-")[0]), 0)
+        except ProcessLookupError:
+            shutil.rmtree(left, ignore_errors=True)
+        except (ValueError, OSError):  # not one of these folders, or of another user
+            continue
+    with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-") as folder:
+        yield Path(folder)

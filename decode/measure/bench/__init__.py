@@ -1,1 +1,0 @@
-"""Benchmarks: methods compared, one text or several at a time; imports costs, predictions and statistics."""

@@ -1,0 +1,263 @@
+"""From a model to its runner: which forward serves it, checked once against the model's own before it is trusted."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from transformers import PreTrainedModel
+
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.models.compiled_forward import check_compile
+from decode.models.families import FAMILIES, supports
+from decode.models.fast_runner import FastRunner, fast_runner
+from decode.models.head_runner import HeadRunner
+from decode.models.heads import FeatureHead
+from decode.models.huggingface_runner import HuggingFaceRunner, LongRopeRunner, arguments_of, longrope_boundary
+from decode.models.other_tokenizer import DraftModel, ForeignDraft, ForeignRunner
+from decode.models.runner import Runner
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""Differences of logits that rounding explains, in standard deviations."""
+SIXTEEN_BITS = 0.1
+"""The same of 16 bits, or three times what rounding to 16 bits changes in the model's own call."""
+NEAR = 64  # largest attention window whose end the check reads past
+
+
+def open_runner(
+    model: PreTrainedModel, *, fast: bool = True, compile: str = "none", pack: str = "off", draft: bool = False
+) -> Runner:
+    """The fastest runner that gives this model's own results; nothing is trusted before it has reproduced them.
+
+    A hand-written forward is used for the families it knows; everything else (other families, adapters, quantised
+    weights, models spread over devices) goes through the ordinary model call. Either reads a few tokens in pieces,
+    rolls back, reads a tree and keeps a path of it, and has to give the logits of fresh forwards; where only trees
+    fail, `Runner.supports_trees` is false. The hand-written forward may copy weights: once they have changed, open the
+    model anew.
+
+    Args:
+        model: a causal language model, or one with adapters (peft).
+        fast: use the hand-written forward where it can be.
+        compile: send it through torch.compile (a mode of `decode.models.compiled_forward.MODES`).
+        pack: lay its weights out anew for CPUs (a mode of `decode.models.weights.MODES`).
+        draft: it is a draft: its own results to the rounding of its weights to 16 bits, where that is faster.
+
+    Raises:
+        UserError: a model that cannot be rolled back (recurrent, hybrid, encoder–decoder, bidirectional), logits that
+            are not finite, or a model that cannot be compiled.
+    """
+    refuse_unserved(model)
+    if compile != "none":
+        return _open_compiled(model, compile)
+    quick = fast_if_equal(model, pack, draft=draft) if fast else None
+    if quick is not None:
+        return quick
+    runner: Runner = HuggingFaceRunner(model)
+    boundary = longrope_boundary(model.config.get_text_config())
+    if boundary is not None:
+        runner = LongRopeRunner(runner, boundary)
+    try:
+        found = compare(model, runner)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a forward raises that was not made for a cache that rolls back
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise _unserved(runner.name, f"its forward fails on a cache that rolls back ({reason})") from error
+    # a model that fails here is refused altogether, so the tolerance is three times as wide
+    if not found.chain < max(3 * found.tolerance, TOLERANCE[torch.float32]):
+        raise _unserved(
+            runner.name,
+            f"read in pieces, a text gets other logits than read at once ({found.chain:.2g} standard deviations): it "
+            "is bidirectional (BERT without is_decoder), or keeps a state that is not in its cache",
+        )
+    if runner.supports_trees and not found.tree < max(found.tolerance, TOLERANCE[torch.float32]):
+        runner.tree_refusal = found.tree_error or "a tree's branches get other logits than the texts they stand for"
+    return runner
+
+
+def fast_if_equal(model: PreTrainedModel, pack: str = "off", *, draft: bool = False) -> FastRunner | None:
+    """The hand-written forward of a model that it knows, once it has reproduced its logits; else None."""
+    if not supports(model):
+        return None
+    quick = fast_runner(model, pack=pack, draft=draft)
+    found = compare(model, quick)
+    if draft and quick.saved_bytes:
+        found.tolerance = SIXTEEN_BITS
+    gap, tolerance = max(found.chain, found.tree), found.tolerance
+    if gap >= tolerance and model.dtype not in TOLERANCE:
+        tolerance = max(tolerance, 3 * rounding(model))
+    if gap < tolerance:
+        return quick
+    warnings.warn(
+        f"the fast forward differs from {type(model).__name__} by {gap:.2g} in its logits; "
+        "using the ordinary model call",
+        stacklevel=3,
+    )
+    return None
+
+
+def refuse_unserved(model: PreTrainedModel) -> None:
+    """Refuse architectures whose state cannot be rolled back after a rejected draft."""
+    config: Any = model.config
+    text = config.get_text_config()
+    name = f"{type(model).__name__} ({config.model_type})"
+    if config.is_encoder_decoder:
+        raise _unserved(name, "it is an encoder–decoder")
+    kinds = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+    other = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    if other or getattr(model, "_is_stateful", False):
+        kept = f"layers of kind {', '.join(other)}" if other else "layers"
+        raise _unserved(name, f"its {kept} keep a recurrent state, which cannot be rolled back after a rejected draft")
+    if "past_key_values" not in arguments_of(model):
+        raise _unserved(name, "its forward takes no key-value cache (past_key_values)")
+
+
+def _unserved(name: str, reason: str) -> UserError:
+    return UserError(
+        f"{name} cannot be decoded here: {reason}. Use model.generate for it, or another target: a decoder of "
+        "attention layers alone (Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX, …)"
+    )
+
+
+def open_draft_runner(draft: DraftModel, target: PreTrainedModel, compile: str = "none", pack: str = "off") -> Runner:
+    """The runner of a draft model, of one of another vocabulary, or (never compiled) of a feature head."""
+    if isinstance(draft, FeatureHead):
+        return HeadRunner(draft, target, pack)
+    if isinstance(draft, ForeignDraft):
+        return ForeignRunner(open_runner(draft.model, compile=compile, pack=pack, draft=True), draft.vocabulary)
+    return open_runner(draft, compile=compile, pack=pack, draft=True)
+
+
+def _open_compiled(model: PreTrainedModel, mode: str) -> Runner:
+    """A runner that compiles, after it has reproduced the model's logits on a few tokens."""
+    name = f"{type(model).__name__} ({model.config.model_type})"
+    if not supports(model):
+        raise UserError(
+            f"{name} cannot be compiled here: only {', '.join(FAMILIES)} on one device, with plain weights; leave "
+            "compile at none"
+        )
+    check_compile(mode, str(model.device))
+    runner = fast_runner(model, compile=mode)
+    try:
+        found = compare(model, runner)
+    except TorchDynamoException as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"torch.compile failed for {name}: {reason}; leave compile at none") from error
+    if not max(found.chain, found.tree) < found.tolerance:
+        raise UserError(
+            f"compiled, {name} differs from itself by {max(found.chain, found.tree):.2g} in its logits; leave compile "
+            "at none"
+        )
+    return runner
+
+
+@dataclass
+class RunnerCheck:
+    """How far a runner's logits are from those of fresh forwards.
+
+    Differences are root mean squares over the vocabulary, of the worst row, in standard deviations of the logits.
+    """
+
+    tolerance: float  # differences that rounding explains
+    chain: float  # of texts read in pieces, before and after a rollback
+    # of a tree's longest branch and of the token behind it once the branch is kept; 0 where none was read
+    tree: float = 0.0
+    tree_error: str = ""  # what reading the tree raised, if it did
+
+
+@torch.inference_mode()
+def compare(model: PreTrainedModel, runner: Runner) -> RunnerCheck:
+    """Read a text in pieces, roll back and read another, then a tree of which a path is kept: against fresh forwards.
+
+    About ten forwards of a few tokens; past the end of the attention window where that is at most `NEAR`.
+
+    Raises:
+        UserError: logits that are not finite.
+    """
+    config: Any = model.config.get_text_config()
+    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size"))
+    start = 4 + min((w for w in windows if isinstance(w, int) and 0 < w <= NEAR), default=0)
+    start = max(1, min(start, runner.limit - 5))
+    ids = _text(start + 5, runner.vocab_size, runner.device)
+    other = torch.cat([ids[: start + 1], (ids[start + 1 :] + 3) % runner.vocab_size])
+    fresh = model(input_ids=torch.stack([ids, other]), use_cache=False).logits.float()
+    if not torch.isfinite(fresh).all():
+        raise UserError(
+            f"{type(model).__name__} gives logits that are not finite; check the weights, or load it in float32"
+        )
+
+    def gap(seen: list[Tensor], expected: Tensor) -> float:
+        return _difference(torch.cat(seen), expected, fresh)
+
+    pieces = [runner.read(ids[:start]), runner.read(ids[start : start + 1]), runner.read(ids[start + 1 :])]
+    runner.truncate(start + 1)
+    after = [runner.read(other[start + 1 :])]
+    found = RunnerCheck(TOLERANCE.get(model.dtype, SIXTEEN_BITS), gap(pieces, fresh[0]))
+    found.chain = max(found.chain, gap(after, fresh[1, start + 1 :]))
+    if runner.supports_trees:
+        try:
+            runner.truncate(start)
+            # below the pending token two branches; the one that is kept lies neither first nor in adjacent slots
+            a, b = ids.tolist(), other.tolist()
+            nodes = [a[start + 1], b[start + 1], a[start + 2], b[start + 2], b[start + 3]]
+            tree = Draft.tree(nodes, [-1, -1, 0, 1, 3])
+            rows = runner.read(torch.cat([ids[start : start + 1], tree.tokens.to(runner.device)]), tree)
+            found.tree = max(
+                gap([rows[[0, 1, 3]]], fresh[0, start : start + 3]),
+                gap([rows[[2, 4, 5]]], fresh[1, start + 1 : start + 4]),
+            )
+            runner.keep(start, [start, start + 2, start + 4, start + 5])
+            found.tree = max(found.tree, gap([runner.read(other[start + 4 :])], fresh[1, start + 4 :]))
+        except Exception as error:  # a family's forward may not be made for trees in many ways
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            found.tree, found.tree_error = torch.inf, f"its forward fails on trees ({reason})"
+    runner.truncate(0)
+    return found
+
+
+def _text(length: int, vocab: int, device: torch.device) -> Tensor:
+    """Ids ``[length]`` that forwards are compared on."""
+    return (torch.arange(length, device=device) * 7919 + 1) % vocab
+
+
+def _difference(seen: Tensor, expected: Tensor, all: Tensor) -> float:
+    """Root mean square of the worst row, in standard deviations of all logits."""
+    return float((seen.float() - expected).square().mean(-1).sqrt().max() / all.std().clamp_min(1e-6))
+
+
+@torch.no_grad()
+def rounding(model: PreTrainedModel) -> float:
+    """How far a 16-bit model's own logits are from those of float32 arithmetic on its weights, as in `RunnerCheck`."""
+    ids = _text(9, model.get_input_embeddings().weight.shape[0], model.device)[None]
+    own = model(input_ids=ids, use_cache=False).logits
+    with _in_float32(model):
+        exact = model(input_ids=ids, use_cache=False).logits
+    return _difference(own[0], exact[0], exact)
+
+
+@contextmanager
+def _in_float32(model: nn.Module) -> Iterator[None]:
+    """Calls compute in float32: each module's weights are widened while it runs, so one is held twice at most."""
+    narrow: dict[nn.Parameter, Tensor] = {}
+
+    def widen(module: nn.Module, _: Any) -> None:
+        for p in module.parameters(recurse=False):
+            narrow[p], p.data = p.data, p.data.float()
+
+    def restore(module: nn.Module, *_: Any) -> None:
+        for p in module.parameters(recurse=False):
+            p.data = narrow.pop(p)
+
+    holding = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+    hooks = [module.register_forward_pre_hook(widen) for module in holding]
+    hooks += [module.register_forward_hook(restore, always_call=True) for module in holding]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

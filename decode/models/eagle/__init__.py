@@ -1,1 +1,0 @@
-"""EAGLE feature heads: the module, its files, its runner; imports models and core."""

@@ -1,0 +1,612 @@
+"""Feature heads: one decoder layer that continues the target's hidden states (EAGLE 2401.15077, EAGLE-3 2503.01840).
+
+A head reads pairs (feature of token t, embedding of token t + 1), and its state at t predicts token t + 2; fed back as
+the feature of t + 1 it predicts on. EAGLE-1's feature is the target's last hidden state, and the target's own head
+turns states into logits. EAGLE-3 fuses a low, a middle and a high state, and has a norm and a head of its own over a
+reduced vocabulary. Parameters are named as in the published checkpoints, so a state dict is a file's content.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from decode.errors import UserError
+
+aten = torch.ops.aten
+
+
+def attend(q: Tensor, start: int, k: Tensor, v: Tensor, *chain: Tensor) -> Tensor:
+    """What queries find in the text up to their own position, and in their own chain.
+
+    Args:
+        q: ``[batch, heads, queries, d]``, of the positions from ``start`` on.
+        start: Position of the first query.
+        k: The text's keys, ``[batch, kv heads, start + queries, d]``.
+        v: Its values.
+        chain: Keys and values in turn, ``[batch, kv heads, queries, d]``: one of each for every query.
+
+    Returns:
+        ``[batch, heads, queries, d]``.
+    """
+    found: Tensor = _Attend.apply(q, start, k, v, *chain)
+    return found
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, start: int, k: Tensor, v: Tensor, *chain: Tensor) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        found = [_kernel(q, *part) for part in _parts(start, k, v)]
+        parts = [out for out, _ in found]
+        sums = [own for _, own in found]
+        wide = q.to(sums[0].dtype)
+        scores = [(wide * key.repeat_interleave(group, 1)).sum(-1) * q.shape[-1] ** -0.5 for key in chain[::2]]
+        every = torch.stack([*sums, *scores])
+        whole = every.logsumexp(0)
+        weights = (every - whole).exp()[..., None]
+        parts += [value.repeat_interleave(group, 1) for value in chain[1::2]]
+        out = weights[0] * parts[0]
+        for weight, part in zip(weights[1:], parts[1:], strict=True):
+            out.addcmul_(weight, part.to(out.dtype))
+        out = out.to(q.dtype)
+        ctx.start = start
+        ctx.save_for_backward(q, out, whole, weights[len(sums) :], k, v, *chain)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, out, whole, weights, k, v, *chain = ctx.saved_tensors
+        parts = _parts(ctx.start, k, v)
+        of_q, *of_text = zip(*(_kernel_backward(grad, q, out, whole, *part) for part in parts), strict=True)
+        wide, grad = q.to(whole.dtype), grad.to(whole.dtype)
+        mean, to_q = (grad * out).sum(-1, keepdim=True), sum(values.to(whole.dtype) for values in of_q)
+        to_chain: list[Tensor] = []
+        for weight, key, value in zip(weights, chain[::2], chain[1::2], strict=True):
+            key, value = (values.repeat_interleave(q.shape[1] // k.shape[1], 1) for values in (key, value))
+            score = weight * ((grad * value).sum(-1, keepdim=True) - mean) * q.shape[-1] ** -0.5
+            to_q.addcmul_(score, key.to(to_q.dtype))
+            to_chain += [_shared(score * wide, k), _shared(weight * grad, k)]
+        return to_q.to(q.dtype), None, *(torch.cat(values, 2) for values in of_text), *to_chain
+
+
+def _parts(start: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, bool]]:
+    """Keys and values of the text before the queries, which all see, and of the queries' own positions (causal)."""
+    before = [(k[:, :, :start], v[:, :, :start], False)] if start else []
+    return [*before, (k[:, :, start:], v[:, :, start:], True)]
+
+
+def _shared(values: Tensor, k: Tensor) -> Tensor:
+    """The gradients of the heads that share a key head, summed."""
+    return values.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype)
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp ``[batch, heads, queries]``."""
+    d, (q, k, v) = q.shape[-1], _as_wanted(q, k, v)
+    if q.device.type == "cuda":
+        out, sums, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=d**-0.5)
+    else:
+        out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=d**-0.5)
+    return out[..., :d], sums[..., : q.shape[2]]
+
+
+def _kernel_backward(
+    grad: Tensor, q: Tensor, out: Tensor, sums: Tensor, k: Tensor, v: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``q``, ``k`` and ``v``."""
+    d, given = q.shape[-1], _as_wanted(q, k, v)
+    grad, out = _as_wanted(grad, out)
+    if q.device.type == "cuda":
+        sums = F.pad(sums, (0, -sums.shape[-1] % 32), value=torch.inf)  # as its kernel lays them out
+        seed = torch.zeros((), dtype=torch.long)  # of dropout, which there is none
+        backward, rest = aten._scaled_dot_product_efficient_attention_backward, (seed, seed, 0.0, [True] * 3 + [False])
+        found = backward(grad, *given, None, out, sums, *rest, causal, scale=d**-0.5)
+    else:
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found = backward(grad, *given, out, sums, 0.0, causal, scale=d**-0.5)
+    to_q, to_k, to_v = (values[..., :d] for values in found[:3])
+    return to_q, _shared(to_k, k), _shared(to_v, v)
+
+
+def _as_wanted(q: Tensor, *others: Tensor) -> list[Tensor]:
+    """With a key head for every head, and a width that is a multiple of eight, which CUDA's kernel needs."""
+    group, missing = q.shape[1] // others[-1].shape[1], -q.shape[-1] % 8
+    every = [q, *(values.repeat_interleave(group, 1) if group > 1 else values for values in others)]
+    return [F.pad(values, (0, missing)) for values in every] if missing else every
+
+
+def unroll(
+    head: Any, embeds: Tensor, features: Tensor, steps: int, rows: Tensor
+) -> Generator[Tensor, Tensor | None, None]:
+    """States of ``steps`` drafting steps from the positions ``rows`` (EAGLE-3's training-time test).
+
+    Step s at position t predicts token t + 2 + s. It attends to the text's pairs up to t, and to its own chain.
+
+    Args:
+        head: a `FeatureHead`.
+        embeds: embedding of token t + 1, ``[batch, time, width]``.
+        features: of token t, ``[batch, time, feature width]``.
+        steps: 1 is teacher forcing with true features.
+        rows: which positions, bool ``[batch, time]``.
+
+    Yields:
+        ``[rows, hidden]`` for each step; what position t would need from beyond the end is garbage there. Indices that
+        are sent back, ascending, name the rows that go on: the following steps compute no others.
+    """
+    time = embeds.shape[1]
+    read = rows.flip(1).cummax(1).values.flip(1)  # positions after a text's last row are not read
+    text, wanted = (mask.flatten().nonzero()[:, 0] for mask in (read, rows))
+    factors = head.rotary(embeds, position_ids=torch.arange(time + steps, device=embeds.device)[None])
+    cos, sin = (values[0] for values in factors)
+    embeds = embeds.flatten(0, 1)
+    attend = _Attention(rows, text, wanted)
+    width = head.config.head_dim
+    hidden = head.fuse(features.flatten(0, 1).index_select(0, text))
+    for step in range(steps):
+        if step:
+            following = (wanted + step).clamp_max(len(embeds) - 1)
+            x, y = head.enter(embeds.index_select(0, following), hidden)
+        else:
+            x, y = head.enter(embeds.index_select(0, text), hidden)
+        at = (wanted if step else text) % time + step
+        self_attention = head.layer.self_attn
+        k, v = (p(y).unflatten(-1, (-1, width)) for p in (self_attention.k_proj, self_attention.v_proj))
+        k = rotate(k, cos[at], sin[at])
+        if not step:
+            place = torch.searchsorted(text, wanted)
+            x, y, at = (values.index_select(0, place) for values in (x, y, at))
+        q = rotate(self_attention.q_proj(y).unflatten(-1, (-1, width)), cos[at], sin[at])
+        hidden = head.leave(x, attend(q, k, v).flatten(1))
+        kept = yield hidden
+        if kept is not None:
+            wanted, hidden = wanted[kept], hidden[kept]
+            attend.keep(kept)
+
+
+class _Attention:
+    """Each row sees the first call's keys, the text's, up to its own position; of later calls those of its own row."""
+
+    def __init__(self, rows: Tensor, text: Tensor, wanted: Tensor) -> None:
+        batch, self.time = rows.shape
+        position = wanted % max(1, self.time)
+        self.start = int(position.min()) if len(wanted) else 0
+        self.grid = batch, self.time - self.start  # of queries: all positions from the first one that is asked for
+        self.place = wanted // max(1, self.time) * self.grid[1] + position - self.start
+        self.text = text
+        self.keys: list[Tensor] = []
+
+    def keep(self, kept: Tensor) -> None:
+        """These rows go on; the others' places in the grid are computed with zeros and not read."""
+        self.place = self.place[kept]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``q [rows, heads, d]``, ``k, v [rows or tokens, kv heads, d]`` to ``[rows, heads, d]``."""
+        if not len(q):
+            return q
+        batch, queries = self.grid
+        place, shape = (self.place, self.grid) if self.keys else (self.text, (batch, self.time))
+        self.keys += [_spread(k, place, shape), _spread(v, place, shape)]
+        found = attend(_spread(q, self.place, self.grid), self.start, *self.keys)
+        return found.transpose(1, 2).reshape(batch * queries, *q.shape[1:]).index_select(0, self.place)
+
+
+def _spread(values: Tensor, place: Tensor, grid: tuple[int, int]) -> Tensor:
+    """``[rows, heads, d]`` as ``[batch, heads, time, d]``, zeros elsewhere."""
+    batch, time = grid
+    if len(values) < batch * time:
+        values = values.new_zeros(batch * time, *values.shape[1:]).index_copy(0, place, values)
+    return values.unflatten(0, grid).transpose(1, 2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions: ``x [rows, heads, d]`` turned by the factors ``[rows, d]`` of each row."""
+    a, b = x.chunk(2, -1)
+    return (x * cos[:, None] + torch.cat([-b, a], -1) * sin[:, None]).to(x.dtype)
+
+
+VERSIONS = {"LlamaForCausalLMEagle": 1, "LlamaForCausalLMEagle3": 3}  # what config.json calls the two kinds
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean x² + ε) · w, in the input's own precision or better."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., width]``."""
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.variance_epsilon)
+
+
+class HeadLayer(nn.Module):
+    """The decoder layer. EAGLE-1's has no norm before its attention; EAGLE-3's attention reads twice the width."""
+
+    def __init__(self, config: LlamaConfig, version: int) -> None:
+        super().__init__()
+        width, inner, d = config.hidden_size, config.intermediate_size, config.head_dim
+        into, eps = width if version == 1 else 2 * width, config.rms_norm_eps
+        self.self_attn, self.mlp = nn.Module(), nn.Module()
+        self.self_attn.q_proj = nn.Linear(into, config.num_attention_heads * d, bias=False)
+        self.self_attn.k_proj = nn.Linear(into, config.num_key_value_heads * d, bias=False)
+        self.self_attn.v_proj = nn.Linear(into, config.num_key_value_heads * d, bias=False)
+        self.self_attn.o_proj = nn.Linear(config.num_attention_heads * d, width, bias=False)
+        self.mlp.gate_proj = nn.Linear(width, inner, bias=False)
+        self.mlp.up_proj = nn.Linear(width, inner, bias=False)
+        self.mlp.down_proj = nn.Linear(inner, width, bias=False)
+        if version == 3:
+            self.input_layernorm, self.hidden_norm = RMSNorm(width, eps), RMSNorm(width, eps)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+
+
+class FeatureHead(nn.Module):
+    """An EAGLE-1 or EAGLE-3 head; what it shares with the target (embedding, EAGLE-1's output head) is not in it.
+
+    Attributes:
+        captured_layers: indices into the target's hidden states whose concatenation is the feature: i is the state
+            that enters layer i, and the number of layers stands for the last one, after the final norm.
+
+    Args:
+        config: shape, `version` and `captured_layers` (see `head_config`).
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.version = VERSIONS[config.architectures[0]]  # 1 or 3
+        self.captured_layers: tuple[int, ...] = tuple(config.captured_layers)
+        self.embed_tokens: nn.Embedding | None = None  # an embedding of the head's own, where its file brought one
+        width = config.hidden_size
+        self.rotary = LlamaRotaryEmbedding(config)
+        if self.version == 1:
+            self.fc = nn.Linear(2 * width, width, bias=bool(getattr(config, "bias", True)))
+            self.layers = nn.ModuleList([HeadLayer(config, 1)])
+            if self.reduced:
+                self._add_vocabulary()
+            return
+        self.fc = nn.Linear(len(self.captured_layers) * config.target_hidden_size, width, bias=False)
+        self.midlayer = HeadLayer(config, 3)
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self._add_vocabulary()
+
+    def _add_vocabulary(self) -> None:
+        self.register_buffer("d2t", torch.zeros(self.config.draft_vocab_size, dtype=torch.long))
+        self.register_buffer("t2d", torch.arange(self.config.vocab_size) < self.config.draft_vocab_size)
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the head drafts some of the target's tokens only."""
+        size = getattr(self.config, "draft_vocab_size", None)
+        return size is not None and int(size) < int(self.config.vocab_size)
+
+    @property
+    def layer(self) -> Any:
+        """The decoder layer."""
+        return self.layers[0] if self.version == 1 else self.midlayer
+
+    @property
+    def feature_width(self) -> int:
+        """Width of the concatenated target states."""
+        return len(self.captured_layers) * int(self.config.target_hidden_size)
+
+    def draft_ids(self) -> Tensor | None:
+        """The target's ids of the head's logits, ``[draft vocab]``, or None if they are the same."""
+        if not self.reduced:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """Draft these target ids only (long, ascending, as many as the head has logits)."""
+        self.d2t.copy_(ids - torch.arange(len(ids)))
+        self.t2d.zero_()[ids] = True
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Target features ``[..., feature width]`` as the states that the layer continues, ``[..., hidden]``."""
+        return features if self.version == 1 else cast(Tensor, self.fc(features))
+
+    def enter(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the layer adds to, and what its attention reads, of pairs ``[rows, width]`` each."""
+        if self.version == 1:
+            x = self.fc(torch.cat([embeds, hidden], -1))
+            return x, x
+        layer = self.layer
+        return hidden, torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(hidden)], -1)
+
+    def leave(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The layer's states ``[rows, hidden]`` from what its attention found, ``[rows, heads · d]``."""
+        layer = self.layer
+        x = x + layer.self_attn.o_proj(attended)
+        m, z = layer.mlp, layer.post_attention_layernorm(x)
+        return x + m.down_proj(F.silu(m.gate_proj(z)) * m.up_proj(z))
+
+    def unroll(
+        self, embeds: Tensor, features: Tensor, steps: int, rows: Tensor | None = None
+    ) -> Generator[Tensor, Tensor | None, None]:
+        """See `unrolled_drafting.unroll`; without ``rows`` from every position, ``[batch, time, hidden]``."""
+        if rows is not None:
+            yield from unroll(self, embeds, features, steps, rows)
+            return
+        whole = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
+        for states in unroll(self, embeds, features, steps, whole):
+            yield states.unflatten(0, embeds.shape[:2])
+
+    def logits(self, states: Tensor, target_head: Any) -> Tensor:
+        """Logits ``[..., draft vocab]`` of states, by the target's head (EAGLE-1) or the head's own."""
+        logits: Tensor = target_head(states) if self.version == 1 else self.lm_head(self.norm(states))
+        return logits
+
+
+def output_head(model: PreTrainedModel, ids: Tensor | None = None) -> Any:
+    """The target's head, which EAGLE-1 shares, with the logits of these ids only (None: of all).
+
+    Raises:
+        UserError: a head that is more than a linear layer.
+    """
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    extra = [n for n in ("logit_scale", "logits_scaling", "final_logit_softcapping") if getattr(config, n, None)]
+    if extra or type(head) is not nn.Linear:
+        raise UserError(
+            f"{type(model).__name__} changes its logits behind the head ({', '.join(extra) or type(head).__name__}), "
+            "so an EAGLE-1 head cannot share it; use EAGLE-3"
+        )
+    return head if ids is None else some_outputs(head, ids)
+
+
+@torch.no_grad()
+def some_outputs(linear: nn.Linear, ids: Tensor) -> nn.Linear:
+    """A frozen linear layer that has copies of these outputs of another one alone."""
+    part = nn.Linear(1, 1, bias=linear.bias is not None)
+    part.in_features, part.out_features = linear.in_features, len(ids)
+    part.weight = nn.Parameter(linear.weight[ids.to(linear.weight.device)], requires_grad=False)
+    if linear.bias is not None:
+        part.bias = nn.Parameter(linear.bias[ids.to(linear.bias.device)], requires_grad=False)
+    return part
+
+
+def rows_of_states(
+    head: FeatureHead, shared: Any, vocab: int, states: Tensor, text: tuple[Sequence[int], int], depth: int
+) -> Tensor:
+    """What a head drafts at each response position of one text, from its states there.
+
+    Args:
+        head: the feature head.
+        shared: EAGLE-1's output head.
+        vocab: the target's vocabulary size.
+        states: at each token of the text, ``[time, hidden]``; state t predicts token t + 1 + depth.
+        text: token ids, and how many of them are the prompt.
+        depth: the drafted token asked about: 1 is drafted from true features, the next ones from the head's own
+            states with the text's true tokens.
+
+    Returns:
+        Logits ``[response, vocab]`` in the target's vocabulary. The first tokens of a text, which no pair precedes, get
+        an impossible row (all −inf but the first id).
+    """
+    ids, start = text
+    first = max(0, start - 1 - depth)  # rows of the text are needed from `start` on
+    found = head.logits(states[first : max(first, len(ids) - 1 - depth)], shared)
+    rows = found.new_full((len(ids) - start, vocab), -torch.inf)
+    place = head.draft_ids()
+    place = torch.arange(found.shape[-1], device=found.device) if place is None else place
+    missing = len(rows) - len(found)
+    rows[missing:] = rows[missing:].index_copy(1, place, found)
+    rows[:missing, 0] = 0.0
+    return rows
+
+
+VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Fields of config.json by which heads of other projects differ from the published EAGLE-3."""
+
+SHARED = "embed_tokens.weight"  # the target's embedding, which files may repeat
+
+
+def default_captured_layers(layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's low, middle and high states: those that enter layers 2, L/2 and L − 3, as the engines take them.
+
+    Targets in which these are not three different ones get the first, the middle and the last state between layers.
+
+    Raises:
+        UserError: a target of one layer.
+    """
+    if layers < 2:
+        raise UserError(f"EAGLE-3 reads three different hidden states, and a target of {layers} layer has only two")
+    if layers > 6:
+        return 2, layers // 2, layers - 3
+    return (1, layers // 2, layers - 1) if layers > 3 else (0, 1, 2)
+
+
+def head_config(
+    target: Any,
+    version: int,
+    *,
+    intermediate_size: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    draft_vocab: int | None = None,
+    captured_layers: tuple[int, ...] | None = None,
+) -> LlamaConfig:
+    """The configuration of a head for a target; what is None is the target's.
+
+    Raises:
+        UserError: sizes that do not fit.
+    """
+    width, layers = int(target.hidden_size), int(target.num_hidden_layers)
+    heads = heads or int(target.num_attention_heads)
+    kv_heads = kv_heads or int(getattr(target, "num_key_value_heads", None) or heads)
+    if width % heads or heads % kv_heads or (width // heads) % 2:
+        raise UserError(
+            f"a feature head of {heads} heads and {kv_heads} key-value heads does not fit the target's width {width}: "
+            "heads have to divide it into even parts, and key-value heads to divide heads"
+        )
+    captured_layers = (layers,) if version == 1 else tuple(captured_layers or default_captured_layers(layers))
+    if not all(0 <= layer <= layers for layer in captured_layers) or list(captured_layers) != sorted(captured_layers):
+        raise UserError(f"captured layers are {list(captured_layers)}; expected ascending numbers from 0 to {layers}")
+    if version == 3 and len(set(captured_layers)) != 3:
+        raise UserError(f"captured layers are {list(captured_layers)}; EAGLE-3 reads three different ones")
+    drafted = min(draft_vocab or target.vocab_size, target.vocab_size)
+    rope = getattr(target, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    name = next(name for name, number in VERSIONS.items() if number == version)
+    return LlamaConfig(
+        architectures=[name],
+        hidden_size=width,
+        target_hidden_size=width,
+        intermediate_size=intermediate_size or getattr(target, "intermediate_size", None) or 4 * width,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=width // heads,
+        vocab_size=int(target.vocab_size),
+        draft_vocab_size=drafted if version == 3 or drafted < target.vocab_size else None,
+        max_position_embeddings=int(getattr(target, "max_position_embeddings", None) or 2048),
+        rms_norm_eps=float(getattr(target, "rms_norm_eps", None) or 1e-6),
+        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10000.0},
+        tie_word_embeddings=False,
+        bos_token_id=getattr(target, "bos_token_id", None),
+        eos_token_id=getattr(target, "eos_token_id", None),
+        pad_token_id=getattr(target, "pad_token_id", None),
+        captured_layers=list(captured_layers),
+        # no key "bias": EAGLE-1's fc has one in any case, and engines would make biases of the attention for it
+    )
+
+
+def random_head(config: LlamaConfig) -> FeatureHead:
+    """A head with weights that are not trained, always the same ones; it drafts the tokens of the lowest ids."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        head = FeatureHead(config)
+    if head.reduced or head.version == 3:
+        head.set_vocabulary(torch.arange(int(getattr(config, "draft_vocab_size", None) or config.vocab_size)))
+    return head.eval()
+
+
+def head_version(folder: str | os.PathLike[str]) -> int | None:
+    """1 or 3 where a folder's config.json says that it holds an EAGLE head of this version; else None."""
+    try:
+        fields = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        return VERSIONS.get((fields.get("architectures") or [""])[0])
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def is_head(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder's config.json says that it holds a feature head."""
+    return head_version(folder) is not None
+
+
+def save_head(head: FeatureHead, folder: str | Path) -> None:
+    """config.json and model.safetensors into an existing folder.
+
+    The vocabulary's tables d2t and t2d are written only where the head drafts some of the target's tokens: vLLM makes
+    no parameter for them where the vocabularies are equal.
+    """
+    folder = Path(folder)
+    tables = () if head.draft_ids() is not None else ("d2t", "t2d")
+    state = {n: tensor.detach().cpu().contiguous() for n, tensor in head.state_dict().items() if n not in tables}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(head.config.to_dict(), indent=2, default=str) + "\n")
+
+
+def load_head(folder: str | os.PathLike[str], target: PreTrainedModel | None = None) -> FeatureHead:
+    """A head from its folder, ours or a published one in safetensors.
+
+    Args:
+        folder: with config.json and model.safetensors.
+        target: the model it drafts for, to fill in and check what the file leaves to it; the head takes its number
+            format and device.
+
+    Raises:
+        UserError: a damaged or unfit head.
+    """
+    folder = Path(folder)
+    try:
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        state = load_file(folder / "model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"no feature head can be read from {folder}: {error}") from error
+    try:
+        config = _config_of(fields, target, folder)
+        head = FeatureHead(config)
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"{folder}/config.json does not describe a feature head: {error!r}") from error
+    wrong = [
+        f"{name} {tuple(state[name].shape)} instead of {tuple(wanted.shape)}"
+        for name, wanted in head.state_dict().items()
+        if name in state and state[name].shape != wanted.shape
+    ]
+    if wrong:
+        raise UserError(f"{folder} does not hold what its config.json names: {', '.join(wrong[:4])}")
+    if SHARED in state:
+        weight = state.pop(SHARED)
+        head.embed_tokens = nn.Embedding.from_pretrained(weight)
+    missing, unknown = head.load_state_dict(state, strict=False)
+    ids = head.draft_ids()
+    if ids is not None and "d2t" in state:
+        head.set_vocabulary(ids)  # files may leave out t2d, which follows from d2t
+    missing = [name for name in missing if name not in ("t2d", SHARED) and (name != "d2t" or ids is not None)]
+    if missing or unknown:
+        raise UserError(
+            f"{folder} does not hold what its config.json names: missing {missing[:4] or 'nothing'}, unknown "
+            f"{unknown[:4] or 'nothing'}"
+        )
+    return (head if target is None else fitted(head, target)).eval()
+
+
+def fitted(head: FeatureHead, target: PreTrainedModel) -> FeatureHead:
+    """The head in the target's number format, on its device."""
+    device = target.get_input_embeddings().weight.device
+    head.to(device=device, dtype=target.dtype)
+    head.rotary = LlamaRotaryEmbedding(head.config).to(device)  # frequencies are not to be rounded
+    return head
+
+
+def _config_of(fields: dict[str, Any], target: PreTrainedModel | None, folder: Path) -> LlamaConfig:
+    version = VERSIONS.get((fields.get("architectures") or [""])[0])
+    if version is None:
+        raise UserError(f"{folder} holds no feature head: its architecture is {fields.get('architectures')}")
+    if variants := [name for name in VARIANTS if fields.get(name)]:
+        raise UserError(
+            f"{folder} has {', '.join(variants)} set in its config.json, variants of EAGLE-3 that are not supported"
+        )
+    width = int(fields["hidden_size"])
+    fields = dict(fields)
+    fields["head_dim"] = fields.get("head_dim") or width // int(fields["num_attention_heads"])
+    fields["target_hidden_size"] = fields.get("target_hidden_size") or width
+    if fields["target_hidden_size"] != width:
+        raise UserError(f"{folder} is {width} wide, its target {fields['target_hidden_size']}; they have to be equal")
+    names = ("captured_layers", "taps", "eagle_aux_hidden_state_layer_ids")  # ours, our former one, the engines'
+    fields["captured_layers"] = next((fields[name] for name in names if fields.get(name)), None)
+    if target is None:
+        if not fields["captured_layers"]:
+            raise UserError(f"{folder} does not name its feature layers; load it together with its target")
+        return LlamaConfig(**fields)
+    shape = target.config.get_text_config()
+    if (shape.hidden_size, int(shape.vocab_size)) != (width, int(fields["vocab_size"])):
+        raise UserError(
+            f"the head in {folder} is for a target of width {width} and {fields['vocab_size']} tokens; this target has "
+            f"width {shape.hidden_size} and {shape.vocab_size} tokens"
+        )
+    layers = int(shape.num_hidden_layers)
+    captured = fields["captured_layers"] or default_captured_layers(layers)
+    fields["captured_layers"] = [layers] if version == 1 else list(captured)
+    return LlamaConfig(**fields)

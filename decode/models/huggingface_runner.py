@@ -1,0 +1,378 @@
+"""Any Hugging Face causal language model through its own forward, over a cache that rolls back."""
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from decode.draft import Draft
+from decode.models.runner import Runner, WrappedRunner
+
+IMPLEMENTATIONS = ("sdpa", "eager")  # attention implementations that take any mask
+
+
+def tree_mask(tree: Draft, past: int) -> Tensor:
+    """bool ``[n + 1, past + n + 1]`` for the pending token and the tree: the past, itself, its ancestors."""
+    n = len(tree) + 1
+    mask = torch.ones(n, past + n, dtype=torch.bool)
+    mask[0, past + 1 :] = False
+    mask[1:, past + 1 :] = tree.ancestry()
+    return mask
+
+
+@contextmanager
+def masks_of_tree(tree: Draft, past: int, implementation: str, device: torch.device) -> Iterator[None]:
+    """Within it, transformers makes the masks of a forward over the pending token and the tree, behind `past` tokens.
+
+    Not for threads that call other models meanwhile.
+    """
+    allowed = tree_mask(tree, past).to(device)[None, None]
+    position = torch.cat([torch.arange(past), past + torch.tensor([0, *tree.depths()])]).to(device)
+    one = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+
+    def make(*, mask_function: Callable[..., Tensor], dtype: torch.dtype = torch.float32, **_: Any) -> Tensor:
+        seen = mask_function(one, one, position[past:].view(1, 1, -1, 1), position.view(1, 1, 1, -1)) & allowed
+        if implementation == "sdpa":
+            return seen
+        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+    ALL_MASK_ATTENTION_FUNCTIONS[implementation] = make
+    try:
+        yield
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+
+
+def tree_refusal(config: PreTrainedConfig, arguments: set[str]) -> str:
+    """Why trees cannot be read, as far as the configuration says; empty if they can."""
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation not in IMPLEMENTATIONS:
+        return f"its attention implementation {implementation} takes no tree mask; load it with sdpa or eager"
+    if "position_ids" not in arguments or getattr(config, "alibi", False):
+        return "it takes a token's position from its place in the cache (no position_ids)"
+    if getattr(config, "attn_temperature_tuning", False):
+        return "it scales attention by a token's place in the cache (attn_temperature_tuning)"
+    window = getattr(config, "window_size", None)
+    if isinstance(window, int) and "local" in str(getattr(config, "attention_layers", "")):
+        return f"its local attention (window_size {window}) counts places in the cache, not positions"
+    return ""
+
+
+class RollbackLayer(CacheLayerMixin):
+    """Keys and values of one layer, ``[batch, heads, capacity, width]``, of which the first `length` are held.
+
+    Sliding-window layers are held whole too: the mask hides what lies outside the window, so that any rollback stays
+    possible.
+    """
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.length = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate from the first states' shape, dtype and device."""
+        batch, heads, _, width = key_states.shape
+        self.keys = key_states.new_empty(batch, heads, self.capacity, width)
+        self.values = value_states.new_empty(batch, heads, self.capacity, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append, and return views of all that is held."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, end = self.length, self.length + key_states.shape[2]
+        if end > self.keys.shape[2]:
+            self._grow(end)
+        self.keys[:, :, start:end] = key_states
+        self.values[:, :, start:end] = value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def _grow(self, needed: int) -> None:
+        extra = max(needed, self.capacity, 2 * self.keys.shape[2]) - self.keys.shape[2]
+        shape = (*self.keys.shape[:2], extra)
+        self.keys = torch.cat([self.keys, self.keys.new_empty(*shape, self.keys.shape[3])], 2)
+        self.values = torch.cat([self.values, self.values.new_empty(*shape, self.values.shape[3])], 2)
+
+    def get_seq_length(self) -> int:
+        """Positions held."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(key length, offset) that the mask of the next forward needs."""
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` positions (transformers' sign convention)."""
+        assert -self.length <= tokens_to_remove <= 0, (tokens_to_remove, self.length)
+        self.length += tokens_to_remove
+
+    def reset(self) -> None:
+        """Forget everything, keep the memory."""
+        self.length = 0
+
+    def keep(self, base: int, slots: Tensor) -> None:
+        """Move positions ``slots`` (ascending, at or after `base`) to `base`, `base` + 1, … and drop the rest."""
+        end = base + len(slots)
+        if self.is_initialized:
+            for states in (self.keys, self.values):
+                states[:, :, base:end] = states.index_select(2, slots.to(states.device))
+        self.length = end
+
+
+class RollbackCache(Cache):
+    """One `RollbackLayer` a layer of the model."""
+
+    def __init__(self, layers: int, capacity: int = 256) -> None:
+        super().__init__(layers=[RollbackLayer(capacity) for _ in range(layers)])
+
+    def truncate(self, length: int) -> None:
+        """Hold the first `length` positions only."""
+        for layer in self.layers:
+            layer.crop(min(0, length - layer.length))
+
+    def keep(self, base: int, slots: Tensor) -> None:
+        """See `RollbackLayer.keep`."""
+        for layer in self.layers:
+            layer.keep(base, slots)
+
+    def reserve(self, capacity: int) -> None:
+        """Allocate for so many positions when a layer is first written or next grows."""
+        for layer in self.layers:
+            layer.capacity = max(layer.capacity, capacity)
+
+
+class HuggingFaceRunner(Runner):
+    """Calls the model as it is; `decode.models.fast_runner.FastRunner` does the same with less overhead.
+
+    The weights are the model's own, so changes to them are seen.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.config: Any = model.config.get_text_config()
+        super().__init__(**facts_of(model))
+        self._length = 0
+        self._cache = RollbackCache(self.config.num_hidden_layers)
+        self._implementation: str = getattr(self.config, "_attn_implementation", "eager")
+        arguments = arguments_of(model)
+        self._optional = arguments & {"position_ids", "logits_to_keep"}
+        self.tree_refusal = tree_refusal(self.config, arguments)
+        self._head_input = torch.empty(0)
+
+    @property
+    def length(self) -> int:
+        """See `Runner.length`."""
+        return self._length
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `Runner.weight_bytes`."""
+        return weight_bytes(self.model)
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """See `Runner.cache_bytes_per_token`; as far as the configuration says."""
+        heads = getattr(self.config, "num_attention_heads", 0)
+        groups = getattr(self.config, "num_key_value_heads", None) or heads
+        width = getattr(self.config, "head_dim", None) or self.config.hidden_size // max(1, heads)
+        return 2 * int(self.config.num_hidden_layers * groups * width) * self.dtype.itemsize
+
+    def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
+        """See `Runner.read`."""
+        n, past = len(tokens), self._length
+        extra: dict[str, Any] = {}
+        if "position_ids" in self._optional:
+            if tree is None:
+                positions = torch.arange(past, past + n, device=self.device)
+            else:
+                positions = past + torch.tensor([0, *tree.depths()], device=self.device)
+            extra["position_ids"] = positions[None]
+        if "logits_to_keep" in self._optional:
+            extra["logits_to_keep"] = 0 if head is None else max(1, head)
+        if tree is None:
+            masks: Any = nullcontext()
+        else:
+            masks = masks_of_tree(tree, past, self._implementation, self.device)
+        # the states the head reads, without asking the model to keep those of every layer
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(self._keep_head_input)
+        try:
+            with masks:
+                out = self.model(
+                    input_ids=tokens[None],
+                    past_key_values=self._cache,
+                    use_cache=True,
+                    output_hidden_states=bool(self.captured_layers),
+                    **extra,
+                )
+        finally:
+            hook.remove()
+        if self.captured_layers:
+            self.features = torch.cat([out.hidden_states[layer][0] for layer in self.captured_layers], -1)
+        self.hidden = self._head_input[0] if head is None else self._head_input[0][-max(1, head) :]
+        self._length = past + n
+        logits: Tensor = out.logits[0]
+        return logits if head is None else logits[max(0, len(logits) - head) :]
+
+    def truncate(self, length: int) -> None:
+        """See `Runner.truncate`."""
+        if length <= self._length:  # an interrupted forward may have left more in some layers
+            self._cache.truncate(length)
+            self._length = length
+
+    def fork(self, count: int) -> list[Runner]:
+        """See `Runner.fork`: with caches of their own; each text is a call of the model."""
+        forks: list[Runner] = [HuggingFaceRunner(self.model) for _ in range(count)]
+        for fork in forks:
+            fork.tree_refusal = self.tree_refusal
+        return forks
+
+    def gather(self, base: int, slots: list[int]) -> None:
+        """See `Runner.gather`."""
+        self._cache.keep(base, torch.tensor(slots, device=self.device))
+
+    def reserve(self, capacity: int) -> None:
+        """See `Runner.reserve`."""
+        self._cache.reserve(capacity)
+
+    def _keep_head_input(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._head_input = inputs[0]
+
+
+def facts_of(model: PreTrainedModel) -> dict[str, Any]:
+    """What every `Runner` of a model is constructed with."""
+    config: Any = model.config.get_text_config()
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    return {
+        "model": model,
+        "name": f"{type(model).__name__} ({model.config.model_type})",
+        "device": embedding.weight.device,
+        "dtype": model.dtype,
+        "vocab_size": int(head.weight.shape[0]),
+        "limit": int(getattr(config, "max_position_embeddings", 0) or 1 << 30),
+    }
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of weights that reading one token takes: all but the embedding, of which a row is read."""
+    weights = {id(p): p for p in model.parameters()}
+    table: Any = model.get_input_embeddings()
+    if table.weight is not model.get_output_embeddings().weight:
+        weights.pop(id(table.weight), None)
+    return sum(p.numel() * p.element_size() for p in weights.values())
+
+
+def arguments_of(model: PreTrainedModel) -> set[str]:
+    """The named arguments that a model's forward takes; of an adapted model (peft), the adapted one's."""
+    adapted: Any = model if isinstance(model, PreTrainedModel) else model.get_base_model()
+    return set(inspect.signature(adapted.forward).parameters)
+
+
+def longrope_boundary(config: PreTrainedConfig) -> int | None:
+    """Tokens up to which the short factors serve, or None for models without longrope or without longer texts."""
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if one.get("rope_type") == "longrope":
+            boundary = one.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            return int(boundary) if boundary and boundary < config.max_position_embeddings else None
+    return None
+
+
+class LongRopeRunner(WrappedRunner):
+    """A runner whose cache always holds keys of one rotation, that of the text's length."""
+
+    def __init__(self, inner: Runner, boundary: int) -> None:
+        super().__init__(inner, f"its rotation changes at {boundary} tokens (longrope)")
+        self.boundary = boundary
+        self._ids = torch.empty(0, dtype=torch.long, device=inner.device)  # with room to grow
+        self._long = False
+
+    def fork(self, count: int) -> list[Runner]:
+        """See `Runner.fork`."""
+        return [LongRopeRunner(inner, self.boundary) for inner in self.inner.fork(count)]
+
+    def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
+        """See `Runner.read`; rows on both sides of the boundary each get the logits of their own rotation."""
+        assert tree is None, self.tree_refusal
+        n, short = len(tokens), max(0, self.boundary - self.length)  # so many more tokens fit below the boundary
+        if 0 < short < n and (head is None or head > n - short):
+            first = self._read(tokens[:short], None if head is None else head - (n - short))
+            hidden, features = self.hidden, self.features
+            logits = torch.cat([first, self._read(tokens[short:], None)])
+            self.hidden = torch.cat([hidden[-len(first) :], self.hidden])
+            self.features = torch.cat([features, self.features]) if self.captured_layers else features
+            return logits
+        return self._read(tokens, head)
+
+    def _read(self, tokens: Tensor, head: int | None) -> Tensor:
+        start, n, inner = self.length, len(tokens), self.inner
+        if start + n > len(self._ids):
+            self._ids = torch.cat([self._ids[:start], self._ids.new_empty(start + 2 * n + 256)])
+        self._ids[start : start + n] = tokens
+        inner.captured_layers = self.captured_layers
+        long = start + n > self.boundary
+        if start and long != self._long:
+            inner.truncate(0)
+            logits = inner.read(self._ids[: start + n], head=n if head is None else head)
+        else:
+            logits = inner.read(tokens, head=head)
+        self._long, self.hidden = long, inner.hidden
+        self.features = inner.features[-n:] if self.captured_layers else inner.features
+        return logits
+
+
+GROWTH = 2.5  # memory that caches take for a moment while they grow, in caches
+
+
+def rows_that_fit(
+    device: torch.device, bytes_per_token: int, lengths: Sequence[int], batch_size: int | None = None
+) -> int:
+    """How many texts to have at once: as many as asked for, unless memory holds fewer, which a warning says.
+
+    Args:
+        device: that holds the caches.
+        bytes_per_token: of the caches; 0 where that is unknown.
+        lengths: tokens of the texts.
+        batch_size: texts asked for; None: all.
+    """
+    longest, wanted = max(lengths, default=1), max(1, min(batch_size or len(lengths), len(lengths)))
+    rows = wanted
+    if bytes_per_token and (room := free_memory(device)) < math.inf:
+        rows = max(1, min(wanted, int(room / (GROWTH * longest * bytes_per_token))))
+    if rows < wanted:
+        warnings.warn(
+            f"memory holds {rows} texts of {longest} tokens; writing {rows} instead of {wanted} at once", stacklevel=3
+        )
+    return rows
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be allocated; infinite where the system does not tell."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    meminfo = Path("/proc/meminfo")
+    if device.type == "cpu" and meminfo.exists():
+        for line in meminfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024.0 * int(line.split()[1])
+    return math.inf

@@ -1,1 +1,0 @@
-"""Runners: forwards over a cache that rolls back, by hand-written code or by the ordinary model call; imports core."""

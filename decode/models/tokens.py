@@ -1,0 +1,285 @@
+"""Prompts and chats to token ids, the only place that does it.
+
+Training, evaluation and decoding call the same functions, so that a prompt has the same ids wherever it is read. Where
+a tokenizer puts a start token before texts (Llama, Mistral, Gemma), prompts begin with exactly one. A chat is what its
+template writes and nothing more, as transformers and the engines read it: a start token only where the template has it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from decode.errors import UserError
+from decode.trace import Round
+
+Message = Mapping[str, Any]
+"""One turn of a chat as OpenAI and chat templates write it: ``role``, ``content``, possibly ``tool_calls``."""
+
+
+def start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before every text by itself: one start token, or nothing."""
+    whole, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    before = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+    return [int(i) for i in whole[:before]]
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of a prompt, ready to be continued: no end token.
+
+    Where the tokenizer puts a start token before texts there is exactly one, whether the text already begins with it
+    or not.
+
+    Raises:
+        UserError: nothing is left to continue.
+    """
+    (ids,) = batch_prompt_ids(tokenizer, [text])
+    if not ids:
+        raise UserError("the prompt is empty, and the tokenizer has no start token; give some text")
+    return ids
+
+
+def batch_prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """`prompt_ids` of many texts; an empty one has no ids where the tokenizer has no start token."""
+    start, found = start_ids(tokenizer), []
+    for ids in plain_ids(tokenizer, texts):
+        while start and ids[: len(start)] == start:
+            ids = ids[len(start) :]
+        found.append(start + ids)
+    return found
+
+
+def chat_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template_args: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Ids of a chat, followed by what its template writes where the assistant's turn begins.
+
+    They are those of transformers' ``apply_chat_template``.
+
+    Args:
+        tokenizer: of the target, with a chat template.
+        messages: the turns so far.
+        template_args: further variables of the template, such as ``enable_thinking``.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or the template refuses the messages.
+    """
+    return written_ids(tokenizer, render_chat(tokenizer, messages, ask=True, template_args=template_args))
+
+
+def written_ids(tokenizer: PreTrainedTokenizerBase, chat: str) -> list[int]:
+    """Ids of a chat that a template has written; nothing is added.
+
+    Raises:
+        UserError: the template wrote nothing.
+    """
+    (ids,) = plain_ids(tokenizer, [chat])
+    if not ids:
+        raise UserError("the chat template writes nothing for these messages; give another template, or plain prompts")
+    return ids
+
+
+def user_says(text: str, system: str | None = None) -> list[Message]:
+    """The messages of a chat that begins with what a user says, after a system message if there is one."""
+    opening = [{"role": "system", "content": system}] if system else []
+    return [*opening, {"role": "user", "content": text.strip()}]
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> None:
+    """Refuse a chat template that does not write the assistant's turns, or not the system message to be used.
+
+    Raises:
+        UserError: which of them it does not write or accept.
+    """
+    answer = {"role": "assistant", "content": "MARKED ANSWER"}
+    try:
+        with_answer = render_chat(tokenizer, [*user_says("MARKED QUESTION"), answer], ask=False)
+    except UserError:
+        with_answer = answer["content"]  # it accepts no chat that ends like this, and so cannot be asked
+    if answer["content"] not in with_answer:
+        raise UserError(
+            "the chat template does not write the assistant's turns, so it is none to chat with; give the tokenizer "
+            "the model's own template, or continue plain text (--chat false)"
+        )
+    if not system:
+        return
+    cure = "leave out --system, or say it in the prompts"
+    try:
+        written = render_chat(tokenizer, user_says("MARKED QUESTION", system), ask=True)
+    except UserError as error:
+        raise UserError(f"the chat template refuses a system message ({error}); {cure}") from error
+    if system.strip() not in written:
+        raise UserError(f"the chat template leaves the system message out; {cure}")
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    ask: bool,
+    template_args: Mapping[str, Any] | None = None,
+) -> str:
+    """A chat as its template writes it.
+
+    Args:
+        tokenizer: of the target, with a chat template.
+        messages: the turns.
+        ask: end with what stands before the assistant's next turn (``add_generation_prompt``).
+        template_args: further variables of the template.
+
+    Raises:
+        UserError: no chat template, or one that does not accept these messages.
+    """
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use an instruction-tuned model, or plain "
+            "prompts (--chat false, data.chat false)"
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=ask,
+            **(template_args or {}),
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"the chat template does not accept these messages: {error}") from error
+    return str(text)
+
+
+def plain_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of texts as they are, without start and end tokens."""
+    found: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    return found
+
+
+def continuation_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of texts that follow other text: no start token, and no space put before the first word.
+
+    SentencePiece tokenizers write "▁" before the first word of any text. There the texts are encoded after a line
+    break, whose ids are taken off again.
+    """
+    first = tokenizer.convert_ids_to_tokens(plain_ids(tokenizer, ["a"])[0])[0]
+    if not first.startswith("▁"):
+        return plain_ids(tokenizer, texts)
+    anchor = plain_ids(tokenizer, ["\n"])[0]
+    encoded = plain_ids(tokenizer, [f"\n{text}" for text in texts])
+    bare = plain_ids(tokenizer, texts)
+    cut = len(anchor)
+    return [long[cut:] if long[:cut] == anchor else short for long, short in zip(encoded, bare, strict=True)]
+
+
+def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Id of the end-of-text token.
+
+    Raises:
+        UserError: the tokenizer has none.
+    """
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no end-of-text token, so a model could not learn to stop: "
+            "set eos_token in its tokenizer_config.json"
+        )
+    return end
+
+
+INCOMPLETE = "\ufffd"  # what a decoder shows for bytes that are no whole character yet
+
+
+class Detokenizer:
+    """Token ids in, text out; the pieces joined are the text of all ids at once.
+
+    A piece is held back while its last bytes are no whole character. Each piece is decoded together with the one
+    before it, because many tokenizers treat the first token of a text differently (spaces). `tokenizers`' DecodeStream
+    does the same for fast tokenizers only, and does not give out what it holds back at the end.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
+        self.tokenizer = tokenizer
+        self.skip = skip_special_tokens
+        self.ids: list[int] = []
+        self._before = 0  # first id of the last piece
+        self._shown = 0  # ids whose text has been given out
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of some ids on their own."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=self.skip, clean_up_tokenization_spaces=False))
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Add ids; returns the text that is certain by now, possibly none."""
+        self.ids += ids
+        return self._new(hold=True)
+
+    def finish(self) -> str:
+        """What was held back."""
+        return self._new(hold=False)
+
+    def _new(self, hold: bool) -> str:
+        text = self.text(self.ids[self._before :])
+        known = self.text(self.ids[self._before : self._shown])
+        if len(text) <= len(known) or (hold and text.endswith(INCOMPLETE)):
+            return ""
+        self._before, self._shown = self._shown, len(self.ids)
+        return text[len(known) :]
+
+
+def marked(
+    detokenizer: Detokenizer,
+    tokens: Sequence[int],
+    written_by: Sequence[str],
+    rejected: Sequence[Sequence[int]],
+    alone: bool = False,
+) -> list[dict[str, str]]:
+    """Tokens as ``{text, who}``: accepted, corrected, bonus, target, and rejected before what replaced it.
+
+    Args:
+        detokenizer: holds what came before.
+        tokens: the next tokens.
+        written_by: as `Round.written_by` tells it.
+        rejected: for each token the drafted ones that were rejected at its place; at most three are shown.
+        alone: nobody drafts, so the target's tokens are no bonus.
+    """
+    names = {"draft": "accepted", "fix": "corrected", "target": "target" if alone else "bonus"}
+    pieces = []
+    for token, writer, instead in zip(tokens, written_by, rejected):
+        pieces += [{"text": detokenizer.text([r]), "who": "rejected"} for r in instead[:3]]
+        pieces.append({"text": detokenizer.push([token]), "who": names[writer]})
+    return pieces
+
+
+def stop_at(
+    rounds: Iterable[tuple[Round, list[int]]],
+    prompt: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    strings: Sequence[str],
+    found: Callable[[int], None] = lambda dropped: None,
+) -> Iterator[tuple[Round, list[int]]]:
+    """Cut rounds after the first token that completes one of the strings, by transformers' own criterion.
+
+    A round emits several tokens, so the text may end inside it; what follows is dropped, as if the tokens had come
+    one by one.
+
+    Args:
+        rounds: from `decode.loop.rounds`.
+        prompt: token ids before the first round.
+        tokenizer: of the target.
+        strings: the stop strings; none passes the rounds through.
+        found: told how many tokens were dropped, once a string is complete.
+    """
+    if not strings:
+        yield from rounds
+        return
+    met = StopStringCriteria(tokenizer, list(strings))
+    ids = list(prompt)
+    for result, new in rounds:
+        for i, token in enumerate(new):
+            ids.append(token)
+            if bool(met(torch.tensor([ids]), torch.empty(0))[0]):
+                found(len(new) - i - 1)
+                yield result, new[: i + 1]
+                return
+        yield result, new

@@ -1,1 +1,0 @@
-"""Prompt suites: data-set presets, the built-in arithmetic problems, scorers; imports core only."""

@@ -1,1 +1,0 @@
-"""Tables, figures and HTML pages of results; imports measure and below."""

@@ -1,1 +1,0 @@
-"""What every room uses: safe files and fingerprints, ranks of a distributed run; imports nothing of distill."""

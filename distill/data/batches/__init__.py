@@ -1,1 +1,0 @@
-"""Batches for Lightning: examples, their order, packing and padding; imports tokenization."""

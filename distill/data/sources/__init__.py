@@ -1,1 +1,0 @@
-"""Rows from wherever the settings point, in one of three plain shapes; imports tokenization."""

@@ -1,1 +1,0 @@
-"""Token ids with label masks, of texts, pairs and chats."""

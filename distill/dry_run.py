@@ -1,0 +1,153 @@
+"""``--dry-run``: any configuration, run through to its report in a minute or two, with tiny random models.
+
+Every stage takes the path that the real run will take (from scratch, fine-tuning, LoRA, as it is; the family of each
+model; the data's template; precision; selection; comparisons), so a mistake shows before the hours it would cost.
+Nothing is downloaded: models of the same families are made on the spot, and rows of data sets that are not local
+files are word problems in their place.
+"""
+
+import copy
+import math
+import shutil
+import string
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from decode.bench.datasets import PRESETS
+from decode.commands.dry_run import row_with, save_tiny, tiny_model, write_rows
+from decode.progress import output_console
+from distill.config.data import DataSettings
+from distill.config.run import HubSettings, Settings
+from distill.config.training import ModelSettings, TrainingSettings
+from distill.data.corpus import load_corpus
+
+STEPS = 4
+
+PLAIN_CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""Chat template of the tokenizer made here, where the run's own target brings one."""
+
+
+def shrink(settings: Settings, console: Console | None = None, *, untie: bool = False) -> Settings:
+    """Settings of the same run in miniature, with the models and rows it needs made under ``<name>-dry-run``.
+
+    Args:
+        settings: of the run.
+        console: told what stands for what.
+        untie: give the target a head of its own; random models with a tied one repeat the last token at every layer.
+
+    Raises:
+        UserError: The settings are refused as they are.
+    """
+    settings.validate()
+    console = console or output_console()
+    small = copy.deepcopy(settings)
+    small.name = f"{settings.name}-dry-run"
+    folder = Path(small.output_dir) / small.name
+    if folder.exists():
+        shutil.rmtree(folder)
+    console.print(f"dry run of {settings.name}, in {folder}", highlight=False)
+    largest = math.ceil(4 / min(draft.k for draft in (small.draft, *small.comparisons)))  # batch, see plan_draft
+    _shrink_data(small.data, folder / "rows", max(48, 2 * largest), console)
+    tokenizer = load_corpus(small.data, seed=small.seed).tokenizer
+    for stage, width, layers in (("target", 64, 2), ("initial", 32, 1)):
+        model: ModelSettings = getattr(small, stage)
+        model.trust_remote_code = False  # no foreign code is needed for models made here
+        own_head = untie and stage == "target"
+        name = model.package.file if model.package else model.model
+        model.package = None
+        if name is None:
+            shape = model.architecture
+            grouped = shape.kv_heads is not None and shape.kv_heads < shape.heads
+            model.architecture = replace(
+                shape, hidden_size=width, layers=layers, heads=4, kv_heads=2 if grouped else None,
+                intermediate_size=None, positions=2048, tie_embeddings=shape.tie_embeddings and not own_head,
+            )  # fmt: skip
+        else:
+            made = tiny_model(name, tokenizer, width, layers, console, tied=not own_head)
+            model.model = save_tiny(made, tokenizer, folder / "models" / stage)
+        if model.trained:
+            _shorten(model.training)
+    small.initial.layers, small.target.layerskip.exits = 1, []
+    small.eagle = replace(small.eagle, layers=[], heads=None, kv_heads=None, intermediate_size=None)
+    small.stages_at_once = 1  # another process takes longer to start than the stages do
+    if small.target.stacking is not None:
+        small.target.stacking.layers = 1
+    _shorten(small.reference.training)
+    small.reference.examples = max(16, largest)
+    responses = small.reference.responses  # short, and written here whatever server is meant to
+    responses.max_new_tokens, responses.batch_size, responses.refresh_every = 8, 8, STEPS // 2
+    if responses.server.answers:
+        others = ", ".join(responses.server.addresses) or responses.server.engine
+        console.print(f"  the target made here answers in place of {others}", highlight=False)
+        responses.server.url, responses.server.urls, responses.server.engine = None, [], None
+    for draft in (small.draft, *small.comparisons):
+        draft.epochs = None if draft.epochs is None else 1.0
+    trainer, evaluation = small.trainer, small.evaluation
+    trainer.validate_every, trainer.validation_examples = STEPS // 2, 8
+    trainer.devices, trainer.num_nodes, trainer.strategy, trainer.accumulate = 1, 1, "auto", min(2, trainer.accumulate)
+    if trainer.accelerator not in ("auto", "cpu") and not torch.cuda.is_available():
+        trainer.accelerator = "cpu"
+    if not torch.cuda.is_available():
+        trainer.attention, trainer.compile = "auto", "none"
+        for training in (small.target.training, small.initial.training, small.reference.training):
+            training.optimizer = "adamw" if training.optimizer == "adamw_8bit" else training.optimizer
+    evaluation.prompts, evaluation.accuracy_prompts, evaluation.decode_prompts = 4, 4, 2
+    evaluation.max_new_tokens, evaluation.repeats = 8, 1
+    evaluation.draft_lengths = sorted(evaluation.draft_lengths)[:2]
+    small.target.devices, small.target.sharded, small.target.quantization = [], False, None
+    for lora in (small.target.lora, small.initial.lora, small.reference.lora):
+        if lora is not None:
+            lora.quantization = None
+    small.tracker.mode, small.export.hub = "offline", HubSettings()
+    return small
+
+
+def _shorten(training: TrainingSettings) -> None:
+    training.steps, training.epochs, training.batch_size = STEPS, None, 4
+    training.warmup_steps = min(1, training.warmup_steps)
+
+
+def _shrink_data(data: DataSettings, folder: Path, count: int, console: Console) -> None:
+    """Few rows and a small tokenizer; word problems in the columns of a data set that would have to be downloaded."""
+    data.train_examples, data.validation_examples, data.test_examples = count, 8, 8
+    data.tokenizer, data.tokenizer_vocab_size, data.trust_remote_code = None, 320, False
+    data.max_length, data.overlong = 512, "cut"
+    preset = PRESETS.get(data.source)
+    if data.kind == "chat" or (preset is not None and preset.kind == "chat"):
+        data.chat_template = data.chat_template or PLAIN_CHAT  # the target's own comes with its tokenizer
+    if data.from_target:
+        console.print("  word problems stand for the prompts that the target writes", highlight=False)
+        files = write_rows(folder, data.source, lambda question, *_: {"question": question}, train=count)
+        data.prompts.file, data.prompts.file_share = str(files["train"]), 1.0
+        data.chat_template = data.chat_template or PLAIN_CHAT
+        return
+    local = data.source == "arithmetic" or Path(data.source).exists() or data.train_file is not None
+    if local:
+        return
+    console.print(f"  word problems stand for the rows of {data.source}", highlight=False)
+    files = write_rows(folder, data.source, lambda *problem: stand_in(data, *problem), train=count)
+    data.train_file, data.validation_file, data.test_file = (str(files[s]) for s in ("train", "validation", "test"))
+
+
+def stand_in(data: DataSettings, question: str, solution: str, number: int) -> dict[str, Any]:
+    """A row with the columns that the data set's template reads."""
+    preset = PRESETS.get(data.source)
+    columns = list(preset.columns) if preset else _fields(data.prompt_template) + _fields(data.response_template)
+    if data.kind == "chat" or (preset and preset.kind == "chat"):
+        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": solution}]
+        return {data.messages_column: chat, "messages": chat}
+    if data.kind == "text":
+        return {data.text_column: f"{question}\n{solution}"}
+    return row_with(columns, data.source, question, solution, number)
+
+
+def _fields(template: str | None) -> list[str]:
+    """Column names in a format string."""
+    return [name for _, name, _, _ in string.Formatter().parse(template or "") if name]

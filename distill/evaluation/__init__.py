@@ -1,1 +1,0 @@
-"""Measurements of a finished run; imports decode's measurements and everything below it."""

@@ -1,0 +1,316 @@
+"""Writes a trained draft as a plain Hugging Face folder that serving engines take as it is.
+
+The folder is built beside its destination, loaded again and compared with the source, and only then put in
+place, so a folder of that name is always complete.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from decode.engines.gap_causes import weight_fingerprints
+from decode.engines.gguf import convert, find_converter
+from decode.errors import UserError
+from decode.models.heads import is_head
+from decode.models.loading import check_tokenizers
+from distill.config.run import ExportSettings
+from distill.export.model_card import model_card, speculation_profile
+from distill.files import replaced, save_tokenizer
+
+# vLLM reads a speculative method from these parts of the draft's path, even when the method is given.
+SNIFFED_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
+# Large enough to lose against any real logit, small enough for float16.
+NEVER = -1e4
+# Texts in which pre-tokenisers and normalisers with the same vocabulary part ways.
+PROBE_TEXTS = (
+    "Tom's 12 apples cost $3.50 each;  he pays 12*3.5=<<12*3.5=42>>42 dollars.",
+    "def f(x):\n    return x ** 2\n\n\tprint(f(10_000))",
+    "Ünïcode – “quotes” … 東京 🙂 #### 1,234",
+)
+
+
+def export_draft(
+    draft_dir: str | Path,
+    target_dir: str | Path,
+    out_dir: str | Path,
+    profile: Mapping[str, Any],
+    settings: ExportSettings,
+    *,
+    trust_remote_code: bool = False,
+    trust_draft_code: bool = False,
+) -> Path:
+    """Exports the draft for use with transformers, vLLM and SGLang.
+
+    Args:
+        draft_dir: the trained draft (Hugging Face folder).
+        target_dir: its target (folder or hub name); only configuration and tokenizer are read.
+        out_dir: destination; an earlier export there is replaced once the new one is complete. It may be
+            `draft_dir` itself.
+        profile: what was measured. `best_draft_length` is required unless `settings.draft_length` is set;
+            `distill.export.model_card.speculation_profile` and `model_card` list the optional keys.
+        settings: number format, draft length, confidence threshold.
+        trust_remote_code: allow model code that comes with the folders.
+        trust_draft_code: allow that of the draft's alone.
+
+    Returns:
+        `out_dir`.
+
+    Raises:
+        UserError: a path that vLLM would read as another method, a folder that is no earlier export, different
+            tokenizers, or a missing draft length.
+    """
+    draft_dir, out_dir = Path(draft_dir), Path(out_dir)
+    check_export_path(out_dir)
+    length = draft_length(profile, settings)
+    options = {"trust_remote_code": trust_remote_code}
+    own_options = {"trust_remote_code": trust_remote_code or trust_draft_code}
+    tokenizer = AutoTokenizer.from_pretrained(target_dir, **options)
+    if any((draft_dir / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        check_same_tokenizer(tokenizer, AutoTokenizer.from_pretrained(draft_dir, **own_options))
+    target = AutoConfig.from_pretrained(target_dir, **options)
+    vocabulary = target.get_text_config().vocab_size
+
+    # The number format is set at loading: model.to() would round the rope frequencies as well.
+    dtype = "auto" if settings.dtype == "keep" else getattr(torch, settings.dtype)
+    model = AutoModelForCausalLM.from_pretrained(draft_dir, dtype=dtype, **own_options)
+    own = model.config.get_text_config()
+    longest = min(32, getattr(own, "max_position_embeddings", None) or 64)
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randint(min(vocabulary, own.vocab_size), (2, longest), generator=generator)
+    source = _logits(model, probe)
+    trained_vocabulary = fit_vocabulary(model, vocabulary)
+    notes = [fit_context(own, target.get_text_config()), engine_note(target)]
+    target_generation = _generation_config(target_dir, options)
+
+    with replaced(out_dir) as partial:
+        # No length or sampling rules: the target's generation settings govern both models.
+        model.generation_config = GenerationConfig(
+            bos_token_id=target_generation.bos_token_id,
+            eos_token_id=target_generation.eos_token_id,
+            pad_token_id=target_generation.pad_token_id,
+            num_assistant_tokens=length,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=settings.confidence_threshold,
+        )
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(model.config, key, getattr(target_generation, key))
+        model.save_pretrained(partial, max_shard_size="1TB")
+        add_legacy_fields(partial / "config.json")
+        save_tokenizer(tokenizer, partial)
+        names = str(target_dir), str(out_dir)
+        gguf_type = settings.gguf_types[0]
+        card = model_card(
+            profile, model, *names, length, notes, trained_vocabulary=trained_vocabulary, gguf_type=gguf_type
+        )
+        write_beside(partial, speculation_profile(profile, length), card)
+        _check_reload(partial, model.config, probe, source, own_options)
+    return out_dir
+
+
+def write_beside(folder: Path, profile: Mapping[str, Any], card: str) -> None:
+    """speculation_profile.json, with fingerprints of the weights that are there, and README.md."""
+    measured = {**profile, "weights": weight_fingerprints(folder)}
+    (folder / "speculation_profile.json").write_text(json.dumps(measured, indent=2) + "\n")
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def check_export_path(
+    out_dir: str | Path, sniffed: Sequence[str] = SNIFFED_NAMES, kind: str = "a plain draft model"
+) -> None:
+    """Refuses a destination that vLLM would misread, or that holds something other than a model.
+
+    Cheap: call it before training starts.
+    """
+    path = Path(out_dir).resolve()
+    for name in sniffed:
+        if name in str(path).lower():
+            raise UserError(
+                f"The export folder {path} contains '{name}', from which vLLM concludes that this is not {kind} but "
+                "another method. Give the run or the folder a name without it."
+            )
+    if path.exists() and not path.is_dir():
+        raise UserError(f"The export folder {path} is a file. Choose another folder.")
+    if path.exists() and any(path.iterdir()) and not (path / "config.json").exists():
+        raise UserError(
+            f"The export folder {path} is not empty and holds no config.json, so it is no earlier export. "
+            "Choose another folder, or remove this one."
+        )
+
+
+def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+    """Requires that ids mean the same tokens in both, and that probe texts are split alike."""
+    check_tokenizers(target, draft)
+    for text in PROBE_TEXTS:
+        a, b = target(text)["input_ids"], draft(text)["input_ids"]
+        if a != b:
+            at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+            first, second = (repr(target.convert_ids_to_tokens(x[at])) if at < len(x) else "missing" for x in (a, b))
+            raise UserError(
+                f"The draft's tokenizer has the target's tokens but splits text differently: in {text!r}, token "
+                f"{at} is {first} for the target and {second} for the draft. Use the target's tokenizer files."
+            )
+
+
+def fit_vocabulary(model: PreTrainedModel, size: int) -> int:
+    """Pads or cuts embedding and head to the target's vocabulary size, in place, and returns the old size.
+
+    Padded ids must never be drafted. A zero row would not do: its logit is 0, which wins wherever all real
+    logits are negative. A head with a bias gets a large negative one. A head without (and a tied head has none)
+    gets the mean of the real rows: its logit is then the mean of the real logits, which is never above the
+    largest of them, in whatever direction the hidden state points.
+    """
+    embedding = model.get_input_embeddings()
+    old = int(embedding.weight.shape[0])
+    if old == size:
+        return old
+    model.resize_token_embeddings(size, mean_resizing=False)
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), head):
+            weight: Tensor = layer.weight
+            if size > old:
+                weight[old:] = weight[:old].float().mean(0).to(weight.dtype)
+        if size > old and getattr(head, "bias", None) is not None:
+            head.bias[old:] = NEVER
+    return old
+
+
+def fit_context(draft: PreTrainedConfig, target: PreTrainedConfig) -> str:
+    """Lets a draft read texts as long as its target's, in place; returns a note for the card, or nothing.
+
+    SGLang refuses a draft of a shorter context. Rotary positions go on beyond those of the training; learned ones,
+    and rotary ones that are scaled by the context's length, cannot be extended.
+    """
+    own, wanted = (getattr(config, "max_position_embeddings", None) for config in (draft, target))
+    if not own or not wanted or own >= wanted:
+        return ""
+    rope = dict(getattr(draft, "rope_parameters", None) or {})
+    kinds = {rope.get("rope_type", "default")} if "rope_theta" in rope else {r.get("rope_type") for r in rope.values()}
+    if not rope or not kinds <= {"default", "linear", "llama3"}:
+        return (
+            f"The draft's context of {own:,} tokens is shorter than the target's of {wanted:,} and cannot be extended: "
+            "SGLang needs SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, and vLLM takes the shorter one for both."
+        )
+    draft.max_position_embeddings = wanted
+    return (
+        f"`max_position_embeddings` is the target's ({wanted:,}), as SGLang demands; the draft was made for texts of "
+        f"{own:,} tokens, beyond which its acceptance is not known."
+    )
+
+
+def engine_note(target: PreTrainedConfig) -> str:
+    """What to know of the engines' support for a target, or nothing."""
+    if target.model_type != "gpt_neox":
+        return ""
+    return "vLLM and SGLang run GPT-NeoX through their transformers back ends only, which are slower than their own."
+
+
+def add_legacy_fields(path: Path) -> None:
+    """Adds to config.json the fields that engines built on transformers 4 read: rope and number format."""
+    config = json.loads(path.read_text())
+    if "dtype" in config:
+        config["torch_dtype"] = config["dtype"]
+    rope = config.get("rope_parameters")
+    if rope and "rope_theta" in rope:
+        scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
+        default = scaling.get("rope_type", "default") == "default"
+        config["rope_theta"] = rope["rope_theta"]
+        config["rope_scaling"] = None if default else {**scaling, "type": scaling["rope_type"]}
+        if "partial_rotary_factor" in rope:
+            config["partial_rotary_factor"] = rope["partial_rotary_factor"]
+        if config.get("model_type") == "gpt_neox":
+            config["rotary_emb_base"] = rope["rope_theta"]
+            config["rotary_pct"] = rope.get("partial_rotary_factor", 1.0)
+    elif rope and "full_attention" in rope:  # one rope per kind of layer, as in Gemma 3
+        config["rope_theta"] = rope["full_attention"]["rope_theta"]
+        if "sliding_attention" in rope:
+            config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def draft_length(profile: Mapping[str, Any], settings: ExportSettings) -> int:
+    """The draft length set, or else the best measured one.
+
+    Raises:
+        UserError: neither is a length.
+    """
+    length = settings.draft_length if settings.draft_length is not None else profile.get("best_draft_length")
+    if not isinstance(length, int) or length < 0 or (settings.draft_length == 0):
+        raise UserError(
+            f"The draft length to export is {length!r}; a whole number of at least 1 is wanted. Measure it with "
+            "`python -m decode profile`, or set export.draft_length."
+        )
+    # A measured best of 0 means that the pair cannot win; the card says so, and the engines want at least 1.
+    return max(1, length)
+
+
+def _generation_config(target_dir: str | Path, options: dict[str, Any]) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(target_dir)
+    except OSError:
+        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(target_dir, **options))
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return model.eval()(input_ids=ids.to(model.device)).logits.float().cpu()
+
+
+def _check_reload(folder: Path, config: PreTrainedConfig, ids: Tensor, source: Tensor, options: dict[str, Any]) -> None:
+    """Loads what was written and compares it with the model it was written from."""
+    reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options)
+    logits = _logits(reloaded, ids)
+    common = min(logits.shape[-1], source.shape[-1])
+    if not torch.allclose(logits[..., :common], source[..., :common], rtol=1e-4, atol=1e-4):
+        worst = (logits[..., :common] - source[..., :common]).abs().max().item()
+        raise RuntimeError(f"The exported draft computes other logits than its source (off by up to {worst:.3g}).")
+    if logits.shape[-1] > common and int(logits.argmax(-1).max()) >= common:
+        raise RuntimeError("The exported draft prefers a padded token id.")
+    rope, again = (dict(getattr(c, "rope_parameters", None) or {}) for c in (config, reloaded.config))
+    if any(again.get(key) != value for key, value in rope.items()):
+        raise RuntimeError(f"The exported configuration changes rope_parameters from {rope} to {again}.")
+
+
+def check_gguf(settings: ExportSettings, head: int | None = None) -> None:
+    """Refuse GGUF files that cannot be written; cheap: call it before training starts.
+
+    Args:
+        settings: of the export.
+        head: 1 or 3 where the draft is an EAGLE head of that version.
+
+    Raises:
+        UserError: the converter is not installed, or takes no heads of this version.
+    """
+    if "gguf" in settings.formats:
+        find_converter()
+        if head == 1:
+            raise UserError("llama.cpp has no EAGLE-1 heads; train eagle.kind eagle3, or leave gguf out of formats")
+
+
+def export_gguf(export: Path, target: Path, settings: ExportSettings) -> list[Path]:
+    """Write ``gguf/target-<type>.gguf`` and ``gguf/draft-<type>.gguf`` into an export, if its formats ask for them.
+
+    Raises:
+        UserError: the converter refuses a model.
+    """
+    if "gguf" not in settings.formats:
+        return []
+    folder, of = export / "gguf", target if is_head(export) else None
+    return [
+        convert(source, folder / f"{name}-{kind}.gguf", kind, target=of if name == "draft" else None)
+        for kind in settings.gguf_types
+        for name, source in (("target", target), ("draft", export))
+    ]

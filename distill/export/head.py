@@ -1,0 +1,168 @@
+"""Writes a trained feature head as vLLM and SGLang read it, checks the files, and reads them again.
+
+Both take an EAGLE-3 head from ``config.json`` (architectures ``LlamaForCausalLMEagle3``, ``draft_vocab_size``) and the
+tensors named below; their loaders pass over names they do not know, so a wrong one shows as a draft that never fits.
+The embedding is left to the target. EAGLE-1 heads keep the names of the official checkpoints, which SGLang reads.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedTokenizerBase
+
+from decode.models.heads import FeatureHead, load_head, save_head
+from decode.models.loading import load_model, load_tokenizer
+from distill.config.run import ExportSettings
+from distill.export.draft import add_legacy_fields, check_export_path, draft_length, engine_note, write_beside
+from distill.export.model_card import KINDS, TOKEN_MAP, model_card, speculation_profile
+from distill.files import replaced, save_tokenizer
+
+LAYER = (
+    "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight", "post_attention_layernorm.weight",
+)  # fmt: skip
+REQUIRED: dict[int, tuple[str, ...]] = {
+    1: ("fc.weight", "fc.bias", *(f"layers.0.{name}" for name in LAYER)),
+    3: (
+        "fc.weight", "norm.weight", "lm_head.weight", "midlayer.hidden_norm.weight",
+        "midlayer.input_layernorm.weight", *(f"midlayer.{name}" for name in LAYER),
+    ),
+}  # fmt: skip
+"""Tensors that the engines look for; EAGLE-3 has `TABLES` too if it drafts only some of the target's tokens."""
+TABLES = ("d2t", "t2d")
+FIELDS = (
+    "architectures", "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "num_hidden_layers", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "hidden_act",
+    "tie_word_embeddings", "torch_dtype",
+)  # fmt: skip
+"""Fields of config.json that they read; EAGLE-3 needs ``draft_vocab_size`` too."""
+
+
+def export_head(
+    head_dir: str | Path,
+    target_dir: str | Path,
+    out_dir: str | Path,
+    profile: Mapping[str, Any],
+    settings: ExportSettings,
+    *,
+    trust_remote_code: bool = False,
+) -> Path:
+    """Export a head; an earlier export in the same place is replaced once the new one is complete.
+
+    Args:
+        head_dir: the trained head.
+        target_dir: its target.
+        out_dir: destination.
+        profile: what was measured, as for `distill.export.draft.export_draft`.
+        settings: number format and draft length.
+        trust_remote_code: run the code that the target's folder brings.
+
+    Returns:
+        `out_dir`.
+
+    Raises:
+        UserError: a destination that holds something else, or a missing draft length.
+    """
+    out_dir = Path(out_dir)
+    target = load_model(target_dir, device="cpu", dtype="float32", trust_remote_code=trust_remote_code)
+    head = load_head(head_dir, target)
+    check_head_path(out_dir, head.version)
+    length = draft_length(profile, settings)
+    tokenizer = load_tokenizer(target_dir, trust_remote_code=trust_remote_code)
+    dtype = torch.float32 if settings.dtype == "keep" else getattr(torch, settings.dtype)
+    with replaced(out_dir) as partial:
+        write_head(head, partial, tokenizer, length, dtype)
+        layers = int(target.config.get_text_config().num_hidden_layers)
+        names, note = (str(target_dir), str(out_dir)), engine_note(target.config)
+        gguf_type = settings.gguf_types[0]
+        card = model_card(profile, head, *names, length, [note], layers=layers, gguf_type=gguf_type)
+        write_beside(partial, speculation_profile(profile, length) | {"method": KINDS[head.version]}, card)
+        check_files(partial)
+        again = load_head(partial, target)
+        for (name, one), other in zip(head.state_dict().items(), again.state_dict().values()):
+            if not torch.equal(one.to(other.dtype), other):
+                raise RuntimeError(f"The exported head has another {name} than its source.")
+    return out_dir
+
+
+def write_head(
+    head: FeatureHead, folder: Path, tokenizer: PreTrainedTokenizerBase, length: int, dtype: torch.dtype
+) -> None:
+    """config.json, model.safetensors and tokenizer into an existing folder."""
+    config, version = head.config, head.version
+    config.num_assistant_tokens = length
+    config.dtype = str(dtype).removeprefix("torch.")
+    vars(config).pop("bias", None)  # heads trained by earlier versions have it
+    if version == 3:
+        captured_layers = list(head.captured_layers)
+        config.eagle_config = {"use_aux_hidden_state": True}
+        # vLLM numbers the states that enter a layer, SGLang the layers that they leave
+        config.eagle_aux_hidden_state_layer_ids = captured_layers
+        config.eagle_config["eagle_aux_hidden_state_layer_ids"] = [tap - 1 for tap in captured_layers]
+    save_head(head.to(dtype), folder)
+    ids = head.draft_ids()
+    if version == 1 and ids is not None:
+        torch.save(ids.tolist(), folder / TOKEN_MAP)
+    add_legacy_fields(folder / "config.json")
+    save_tokenizer(tokenizer, folder)
+
+
+def check_files(folder: Path) -> None:
+    """Require every field and tensor that the engines look for, in the type and shape they expect."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    version = 3 if config["architectures"] == ["LlamaForCausalLMEagle3"] else 1
+    wanted = (*FIELDS, "draft_vocab_size") if version == 3 else FIELDS
+    lacking = [field for field in wanted if config.get(field) is None]
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        d2t = file.get_tensor("d2t") if "d2t" in shapes else torch.empty(0)
+        t2d = file.get_tensor("t2d") if "t2d" in shapes else torch.empty(0)
+    lacking += [name for name in REQUIRED[version] if name not in shapes]
+    reduced = version == 3 and not lacking and config["draft_vocab_size"] < config["vocab_size"]
+    lacking += [name for name in TABLES if reduced and name not in shapes]
+    if lacking:
+        raise RuntimeError(f"The exported head lacks {', '.join(lacking)}.")
+    width, d = config["hidden_size"], config["head_dim"]
+    layer = "midlayer" if version == 3 else "layers.0"
+    expected: dict[str, tuple[int, ...]] = {
+        "fc.weight": (width, (3 if version == 3 else 2) * width),
+        f"{layer}.self_attn.q_proj.weight": (config["num_attention_heads"] * d, (2 if version == 3 else 1) * width),
+    }
+    if config.get("bias"):
+        raise RuntimeError("The exported head has bias set: engines would make biases that no tensor fills.")
+    if version == 3:
+        expected["lm_head.weight"] = (config["draft_vocab_size"], width)
+        _check_version_3(config, [] if reduced else [name for name in TABLES if name in shapes])
+    if reduced:
+        expected["t2d"] = (config["vocab_size"],)
+        ids = torch.arange(len(d2t)) + d2t
+        if d2t.dtype != torch.int64 or t2d.dtype != torch.bool or not torch.equal(t2d.nonzero()[:, 0], ids):
+            raise RuntimeError("The exported head's d2t (int64 offsets) and t2d (bool mask) name different tokens.")
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise RuntimeError(f"The exported head's {name} is {shapes[name]}; the engines want {shape}.")
+
+
+def _check_version_3(config: Mapping[str, Any], tables: list[str]) -> None:
+    """Refuses what vLLM and SGLang do not load, or read otherwise."""
+    if tables:
+        raise RuntimeError(
+            f"The exported head drafts every token of the target and holds {', '.join(tables)}, for which vLLM makes "
+            "no parameter then."
+        )
+    captured = config.get("eagle_aux_hidden_state_layer_ids") or []
+    if len(captured) != 3 or len(set(captured)) != 3:
+        raise RuntimeError(f"The exported head captures the layers {captured}; engines expect three different ones.")
+
+
+def check_head_path(out_dir: str | Path, version: int) -> None:
+    """See `export_draft.check_export_path`; below a path with ``eagle3`` vLLM takes any head for EAGLE-3.
+
+    Raises:
+        UserError: naming the offending part.
+    """
+    check_export_path(out_dir, ("eagle3",) if version == 1 else (), "an EAGLE-1 head")

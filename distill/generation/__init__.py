@@ -1,1 +1,0 @@
-"""Responses to train on: of the target, of a server, of the draft itself."""

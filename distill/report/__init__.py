@@ -1,1 +1,0 @@
-"""The report of a run: report.json, report.html, the console's table."""

@@ -1,1 +1,0 @@
-"""Training by Lightning: modules, trainer, checkpoints, distribution; imports eagle, teacher and what is below."""
