@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.drafters.base import Asked, Drafter
+from decode.drafters.base import Drafter, DraftRequest
 from decode.errors import UserError
 from decode.models.huggingface_runner import rows_that_fit
 from decode.models.runner import Runner, synchronize
-from decode.sampling import Rng, Rows, TorchRng, Warp, WarpedRows, argmax, one_hot
+from decode.sampling import LogitsWarper, Rng, Rows, TorchRng, WarpedRows, argmax, one_hot
 from decode.stopping import DraftLengths, StopRule
 from decode.trace import Round, Trace
-from decode.verify import AcceptanceRule, Exact, Measured, verify, verify_greedy
+from decode.verify import AcceptanceRule, Exact, VerifyStats, verify, verify_greedy
 
 
 @dataclass
-class System:
+class Method:
     """A decoding method: a drafter, a stop rule and an acceptance rule."""
 
     name: str
@@ -180,8 +180,8 @@ class Text:
     def __init__(
         self,
         target: Target,
-        system: System,
-        warp: Warp,
+        system: Method,
+        warp: LogitsWarper,
         prompt: list[int],
         *,
         max_new_tokens: int = 128,
@@ -195,7 +195,7 @@ class Text:
         self.rng = rng.for_greedy() if warp.greedy and isinstance(rng, TorchRng) else rng
         self.trace = Trace() if trace is None else trace
         self.stop_ids = stop_ids
-        self.compare_tokens = warp.greedy and system.rule.exact and system.rule.neutral
+        self.compare_tokens = warp.greedy and system.rule.exact and system.rule.is_exact_now
         # the last generated token is never read, so the text may be one longer than the context
         self.end = min(len(prompt) + max_new_tokens, target.runner.limit + 1)
         self.done = False  # whether the text has ended
@@ -213,26 +213,28 @@ class Text:
         runner.captured_layers = system.drafter.captured_layers
         self.target.prefill(self.ids[:-1])
         system.drafter.stop_ids = self.stop_ids
-        system.drafter.waits = system.lengths is not None and not system.lengths.chosen
+        system.drafter.defer_prefill = system.lengths is not None and not system.lengths.chosen
         system.drafter.start(self.ids)
         system.rule.start()
         synchronize(runner.device)
         self.trace.prefill_seconds += time.perf_counter() - began
 
-    def asks(self, limit: int | None = None) -> Asked:
+    def asks(self, limit: int | None = None) -> DraftRequest:
         """What the drafter is asked in the round that begins; `limit` is the longest draft of all texts."""
         system, room = self.system, self.room
         system.stop.begin()
         if system.lengths is not None:
             system.stop.threshold.price(system.lengths.token_cost)
-        return Asked(system.drafter, self.ids, system.stop, room if limit is None else min(limit, room), self.rng)
+        return DraftRequest(
+            system.drafter, self.ids, system.stop, room if limit is None else min(limit, room), self.rng
+        )
 
-    def allowed(self, result: Round, asked: Asked) -> int:
+    def allowed(self, result: Round, asked: DraftRequest) -> int:
         """The longest draft that the round could have had; one that the text's end cut could not have been longer."""
         ended = any(token in self.stop_ids for token in result.draft.ids)
         return result.drafted if ended else asked.max_depth
 
-    def verify(self, draft: Draft, logits: Tensor) -> tuple[Round, Measured]:
+    def verify(self, draft: Draft, logits: Tensor) -> tuple[Round, VerifyStats]:
         """Keep a path of the draft, and choose the token that follows it.
 
         Raises:
@@ -248,7 +250,7 @@ class Text:
         texts = [draft.text_before(ids, i) for i in range(-1, len(draft))] if warp.needs_prefix else None
         probs: Tensor | Callable[[], Tensor]
         p: Rows
-        measured: Measured
+        measured: VerifyStats
         if self.compare_tokens:
             top = top if texts is None else warp.top(logits, texts)
             path, token, agreed = verify_greedy(draft, top)
@@ -261,7 +263,7 @@ class Text:
         self.target.commit(path)
         return Round(draft, path, token, probs, logits, self.target.hidden), measured
 
-    def settle(self, result: Round, measured: Measured) -> list[int]:
+    def settle(self, result: Round, measured: VerifyStats) -> list[int]:
         """Grow by what the round emitted, and let every adaptive part learn from it."""
         system, ids, stop_ids, room = self.system, self.ids, self.stop_ids, self.room
         new = _cut(result.emitted, self.end - len(ids), stop_ids)
@@ -281,7 +283,7 @@ class Text:
         return new
 
 
-def round_of(texts: Sequence[Text]) -> list[tuple[Round, list[int]]]:
+def step(texts: Sequence[Text]) -> list[tuple[Round, list[int]]]:
     """One round of every text: a draft each, one forward of the target over all of them, and what it adds to each.
 
     Seconds that the texts spend together count in equal parts for each.
@@ -314,7 +316,7 @@ def round_of(texts: Sequence[Text]) -> list[tuple[Round, list[int]]]:
 
 @torch.inference_mode()
 def rounds(
-    target: Target, system: System, warp: Warp, prompt: list[int], **options: Any
+    target: Target, system: Method, warp: LogitsWarper, prompt: list[int], **options: Any
 ) -> Iterator[tuple[Round, list[int]]]:
     """Decode one text, yielding each round with the tokens it really added (cut at a stop id or at the budget).
 
@@ -328,7 +330,7 @@ def rounds(
     text.start()
     text.trace.total_seconds += time.perf_counter() - began
     while not text.done:
-        yield round_of([text])[0]
+        yield step([text])[0]
 
 
 def _mark(device: torch.device) -> Any:
@@ -359,8 +361,8 @@ def _cut(tokens: list[int], budget: int, stop_ids: Collection[int]) -> list[int]
 
 def decode(
     target: Target,
-    system: System,
-    warp: Warp,
+    system: Method,
+    warp: LogitsWarper,
     prompt: list[int],
     *,
     annotate: bool = False,
@@ -384,8 +386,8 @@ Place = tuple[Runner, Drafter]  # caches and drafter of one text at a time
 @torch.inference_mode()
 def decode_texts(
     target: Target,
-    system: System,
-    warp: Warp,
+    system: Method,
+    warp: LogitsWarper,
     prompts: Sequence[list[int]],
     *,
     rngs: Sequence[Rng],
@@ -398,7 +400,7 @@ def decode_texts(
 
     Every text begins with what the system has learned so far and keeps what it learns to itself, so that it depends on
     its prompt and its `Rng` alone, not on its neighbours (in exact arithmetic; rounding may decide ties otherwise).
-    With `System.lengths` all texts share what was learned of acceptances: exact rules stay exact, but a sampled text
+    With `Method.lengths` all texts share what was learned of acceptances: exact rules stay exact, but a sampled text
     then depends on its neighbours.
 
     Args:
@@ -446,7 +448,7 @@ def decode_texts(
                     part.close()
             live.sort(key=lambda one: one[2][0].row)
             going = []
-            for (i, text, place), (_, new) in zip(live, round_of([text for _, text, _ in live])):
+            for (i, text, place), (_, new) in zip(live, step([text for _, text, _ in live])):
                 outputs[i].ids += new
                 if not text.done:
                     going.append((i, text, place))
@@ -459,7 +461,7 @@ def decode_texts(
 
 
 @contextmanager
-def places(target: Target, system: System, count: int) -> Iterator[list[Place]]:
+def places(target: Target, system: Method, count: int) -> Iterator[list[Place]]:
     """Caches and drafters for `count` texts; a single one uses the caches that are there."""
     runners: Sequence[Runner] = [target.runner] if count == 1 else target.runner.fork(count)
     drafters: Sequence[Drafter] = []
@@ -472,14 +474,14 @@ def places(target: Target, system: System, count: int) -> Iterator[list[Place]]:
             part.close()
 
 
-def _rows(target: Target, system: System, lengths: Sequence[int], batch_size: int | None) -> int:
+def _rows(target: Target, system: Method, lengths: Sequence[int], batch_size: int | None) -> int:
     """How many texts of these lengths to decode at once."""
     runner = target.runner
     bytes_per_token = runner.cache_bytes_per_token + system.drafter.cache_bytes_per_token
     return rows_that_fit(runner.device, bytes_per_token, [min(n, runner.limit) for n in lengths], batch_size)
 
 
-def system_for_one_text(system: System, drafter: Drafter) -> System:
+def system_for_one_text(system: Method, drafter: Drafter) -> Method:
     """The method with parts that a text may change: copies of what they have learned."""
     stop = copy.copy(system.stop)
     stop.threshold = copy.deepcopy(stop.threshold)

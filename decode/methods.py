@@ -21,13 +21,13 @@ from decode.drafters.probe import advised, load_probe
 from decode.drafters.prompt_lookup import LookupDrafter
 from decode.drafters.rest import open_rest
 from decode.errors import UserError, choose
-from decode.loop import System, tree_error
+from decode.loop import Method, tree_error
 from decode.method_options import MethodOptions
 from decode.models.fast_forward import LayerSubset
 from decode.models.fast_runner import FastRunner, self_speculating
 from decode.models.head_runner import HeadRunner
 from decode.models.runner import Runner
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 from decode.stopping import (
     CostOptimal,
     DraftLengths,
@@ -50,7 +50,7 @@ class MethodInputs:
     """What a method is built from: the models with their tokenizer, the sampling settings, and the open options."""
 
     target: Runner  # the target's runner
-    warp: Warp  # logits to probabilities, for both sides
+    warp: LogitsWarper  # logits to probabilities, for both sides
     draft: Runner | None = None  # a draft model's runner, where there is one
     tokenizer: PreTrainedTokenizerBase | None = None  # the target's tokenizer, for methods that read text files
     datastore: Path | None = None  # folder of a REST datastore
@@ -229,7 +229,7 @@ def round_costs(inputs: MethodInputs) -> RoundCosts:
 
 
 def _unsure(inputs: MethodInputs) -> StopRule:
-    """Asked before a token is drawn, so that what an unsure head would draft is not drafted at all."""
+    """DraftRequest before a token is drawn, so that what an unsure head would draft is not drafted at all."""
     start = 0.2 if inputs.options.threshold is None else inputs.options.threshold
     return StopRule(inputs.window(8), max_probability, product=True, threshold=Fixed(start), refuse=True)
 
@@ -315,7 +315,7 @@ def is_lossless(method: str, rule: str | None = None) -> bool:
     return (rule or METHODS[method][2]) == "exact"
 
 
-def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: str | None = None) -> System:
+def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: str | None = None) -> Method:
     """Put a method together.
 
     Args:
@@ -338,7 +338,7 @@ def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: s
     if isinstance(drawing, ModelDrafter):
         drawing.keep_logits, drawing.keep_probs = acceptance.needs_raw, not acceptance.exact
     lengths = _lengths(method, drafter_name, stop or stop_name, stop_rule, inputs)
-    return System(method, drafter, stop_rule, acceptance, lengths)
+    return Method(method, drafter, stop_rule, acceptance, lengths)
 
 
 def _advised(method: str, inputs: MethodInputs) -> MethodInputs:

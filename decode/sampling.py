@@ -24,7 +24,7 @@ from decode.method_options import COLDEST
 
 
 @dataclass
-class Warp:
+class LogitsWarper:
     """Processors, then temperature, top-k, top-p and min-p: what transformers computes, in its own order.
 
     At temperature 0 the result is one-hot at the argmax, so that greedy decoding is no special case anywhere.
@@ -79,7 +79,7 @@ class Warp:
         return argmax(self.process(_wide(logits), prefixes) if self._context else logits)
 
     def __call__(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """Warp rows of logits.
+        """LogitsWarper rows of logits.
 
         Args:
             logits: ``[rows, vocab]``, any float dtype.
@@ -113,9 +113,9 @@ class Warp:
 
 
 class WarpedRows:
-    """Rows of `Warp.__call__`, each computed when it is asked for: of a tree, verification reads few."""
+    """Rows of `LogitsWarper.__call__`, each computed when it is asked for: of a tree, verification reads few."""
 
-    def __init__(self, warp: Warp, logits: Tensor, prefixes: Sequence[Sequence[int]] | None = None) -> None:
+    def __init__(self, warp: LogitsWarper, logits: Tensor, prefixes: Sequence[Sequence[int]] | None = None) -> None:
         self._warp, self._logits, self._prefixes = warp, logits, prefixes
         self._rows: dict[int, Tensor] = {}
 

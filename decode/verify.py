@@ -47,7 +47,7 @@ class AcceptanceRule:
     needs_raw: bool = False  # `accept_prob` looks at the unwarped logits
 
     @property
-    def neutral(self) -> bool:
+    def is_exact_now(self) -> bool:
         """Whether the rule decides as the exact one does, for now."""
         return False
 
@@ -80,7 +80,7 @@ class Exact(AcceptanceRule):
     exact = True
 
     @property
-    def neutral(self) -> bool:
+    def is_exact_now(self) -> bool:
         """Always; a subclass has to say so itself."""
         return type(self) is Exact
 
@@ -100,7 +100,7 @@ class Ears(AcceptanceRule):
     beta: float = 0.1
 
     @property
-    def neutral(self) -> bool:
+    def is_exact_now(self) -> bool:
         """At β = 0."""
         return self.beta == 0
 
@@ -134,7 +134,7 @@ class JensenShannon(AcceptanceRule):
         self._seen = [False, False]
 
     @property
-    def neutral(self) -> bool:
+    def is_exact_now(self) -> bool:
         """While θ is 0."""
         return self.theta <= 0
 
@@ -256,16 +256,16 @@ class Typical(_FromTarget):
         return (kept - mass * p).abs().sum(-1) / 2
 
 
-Measured = tuple[Values | None, Values | None, Values | None]
+VerifyStats = tuple[Values | None, Values | None, Values | None]
 """Overlap, total variation spent and Jensen–Shannon distance at the tested positions."""
 
 
-def verify(draft: Draft, p: Rows, logits: Tensor, rule: AcceptanceRule, rng: Rng) -> tuple[list[int], int, Measured]:
+def verify(draft: Draft, p: Rows, logits: Tensor, rule: AcceptanceRule, rng: Rng) -> tuple[list[int], int, VerifyStats]:
     """Accepted path, following token, and (overlap, tv spent, js distance) at the tested positions."""
     k = len(draft)
     if draft.probs is None:
         spent = None
-        if rule.neutral or not k:
+        if rule.is_exact_now or not k:
             path, token = verify_tree(draft, p, rng)
         else:
             path, token, spent = verify_tree_relaxed(draft, p, logits, rule, rng)

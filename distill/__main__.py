@@ -20,7 +20,6 @@ EXAMPLES = """\
   python -m distill --config configs/quickstart.yaml --show-example
   python -m distill bench                                     how fast AdaSPEC trains here; own settings: --speed.*
   python -m distill ablate --config configs/ablation.yaml     variations of AdaSPEC over several seeds
-  python -m distill design --config configs/quickstart.yaml --budget 30m    which draft to train for this target
   wandb sweep configs/sweeps/distill.yaml                     grids of settings"""
 
 BENCH = """Measures AdaSPEC's training steps and the memory of its loss against a straightforward implementation over
@@ -32,22 +31,6 @@ DistillSpec of the same seed by offline alpha on the same texts. Target, initial
 run beside it where they are the same. Finished drafts are kept; the table grows with each new one. Without --config,
 configs/ablation.yaml."""
 
-DESIGN = """Finds out which draft to train for a configuration's target on this machine: draft models by depth, width,
-MLP and head, layers cut from the target, EAGLE-1 and EAGLE-3 by draft vocabulary, beside early exits, prompt lookup and
-REST, which need no training. First every shape's cost is measured with random weights, which tells the acceptance it
-needs; those that cannot win are not trained. The others are trained by the configuration's own recipe, all of them
-briefly, then the better half twice as long, and so on, ranked by the speedup that their acceptance and cost predict for
-a full training. Results: runs/<name>/design/ with design.html, design.json, and winner.yaml for python -m distill. An
-interrupted design continues, a larger --budget continues a finished one. Without --config, configs/quickstart.yaml."""
-
-DESIGN_EXAMPLES = """\
-  python -m distill design --config configs/quickstart.yaml --budget 10m
-  python -m distill design --config configs/quickstart.yaml --costs-only      which acceptance each shape would need
-  python -m distill design --config configs/quickstart.yaml --budget 10m --verify    and compare it with decoding
-  python -m distill design --config configs/smollm2.yaml --budget 2h --batch-size 8    for eight texts at once
-  python -m distill design --design.layers 1 --design.widths 32,48,64 --design.heads [] --budget 5m
-  python -m distill --config runs/quickstart/design/winner.yaml                 train what was found"""
-
 FOREIGN = {"bench", "probes", "ablation", "design"}  # sections of a shared configuration of other commands
 TRACKER = {"tracker": "tracker.kind"}
 
@@ -55,7 +38,7 @@ TRACKER = {"tracker": "tracker.kind"}
 def main(argv: list[str] | None = None) -> None:
     """Parses the arguments and runs."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    others = {"bench": _bench, "ablate": _ablate, "design": _design}
+    others = {"bench": _bench, "ablate": _ablate}
     from distill.ranks import check_alone
 
     if argv and argv[0] in others:
@@ -105,25 +88,6 @@ def _ablate(argv: list[str]) -> None:
     argv, foreign = _with_config(argv, "configs/ablation.yaml"), FOREIGN - {"ablation"}
     prog = "python -m distill ablate"
     ablate(parse(AblateSettings, argv, prog=prog, description=ABLATE, foreign=foreign, aliases=TRACKER))
-
-
-def _design(argv: list[str]) -> None:
-    from distill.experiments.design.command import design
-    from distill.experiments.design.settings import DesignRunSettings
-
-    keys = ("budget", "batch_size", "temperature", "costs", "costs_only", "verify")
-    aliases, foreign = TRACKER | {key: f"design.{key}" for key in keys}, FOREIGN - {"design"}
-    argv, prog = _with_config(argv), "python -m distill design"
-    settings = parse(
-        DesignRunSettings,
-        argv,
-        prog=prog,
-        description=DESIGN,
-        examples=DESIGN_EXAMPLES,
-        foreign=foreign,
-        aliases=aliases,
-    )
-    design(settings)
 
 
 def _with_config(argv: list[str], default: str = "configs/quickstart.yaml") -> list[str]:

@@ -24,9 +24,9 @@ from decode.method_options import MethodOptions
 from decode.models.heads import FeatureHead
 from decode.models.loading import open_draft
 from decode.models.pair import described, own_warp
-from decode.models.teacher_forcing import Forced
+from decode.models.teacher_forcing import TeacherForcedLogits
 from decode.progress import Progress, as_current
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 from distill.config.drafts import PLAIN
 from distill.data.context import MEASUREMENT, StageContext
 from distill.data.corpus import test_suite
@@ -191,7 +191,7 @@ class Evaluation:
 
     # -- texts and acceptance --------------------------------------------------------------------------------------
 
-    def _warp(self, temperature: float) -> Warp:
+    def _warp(self, temperature: float) -> LogitsWarper:
         """Sampling at a temperature, as the target's own generation_config has it."""
         return own_warp(self.target, temperature, {})
 
@@ -209,7 +209,7 @@ class Evaluation:
         name = "acceptance, greedy" if temperature == 0 else f"acceptance, T = {temperature:g}"
         work = self.bar.add(name, sum(len(ids) > start for ids, start in texts))
 
-        def seen(forced: Forced) -> None:
+        def seen(forced: TeacherForcedLogits) -> None:
             if temperature == 1.0:
                 self.histograms.add(forced.p, {draft: forced.q[draft][0] for draft in self.shown})
             work.advance()

@@ -16,7 +16,7 @@ from decode.drafters.probe import FEATURES, confidence_features
 from decode.errors import UserError, write_safely
 from decode.models.families import check_structure, final_norm
 from decode.progress import current
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 from decode.verify import pick, ratio
 from distill import ranks
 from distill.files import fingerprint
@@ -83,7 +83,7 @@ def exit_layers(model: PreTrainedModel, layers: Sequence[int] = ()) -> list[int]
 def collect(
     target: PreTrainedModel,
     texts: Sequence[Text],
-    warp: Warp,
+    warp: LogitsWarper,
     *,
     exits: Sequence[int] = (),
     draft: PreTrainedModel | None = None,
@@ -165,7 +165,11 @@ def _states(
 
 
 def _observe(
-    heads: tuple[LMHead, LMHead], final: Tensor, states: Sequence[Tensor], warp: Warp, generator: torch.Generator
+    heads: tuple[LMHead, LMHead],
+    final: Tensor,
+    states: Sequence[Tensor],
+    warp: LogitsWarper,
+    generator: torch.Generator,
 ) -> dict[str, Tensor]:
     """Inputs, labels by name, and outcome at every exit, ``[exits, n, ...]``, on the CPU."""
     p = warp(heads[0](final)).cpu()

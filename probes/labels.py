@@ -15,7 +15,7 @@ from decode.drafters.early_exit import Text
 from decode.errors import UserError
 from decode.models.loading import stop_ids
 from decode.progress import working
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 from distill.config.drafts import ResponseSettings
 from distill.data.chat import prompt_part
 from distill.data.context import StageContext
@@ -31,7 +31,7 @@ class Mode:
     """One decoding mode."""
 
     name: str  # ``greedy`` or ``sampled``
-    warp: Warp  # its sampling settings
+    warp: LogitsWarper  # its sampling settings
     label: str  # what the probes that decoding uses in this mode predict
     labels: tuple[str, ...]  # of all probes that are trained for it
     texts: dict[str, list[Text]] = field(default_factory=dict)  # what the target wrote, by split

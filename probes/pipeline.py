@@ -18,7 +18,7 @@ from decode.models.choose_runner import open_runner
 from decode.models.fast_runner import FastRunner
 from decode.models.loading import check_tokenizers, load_model, load_tokenizer
 from decode.progress import output_console
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 from distill import ranks
 from distill.data.context import StageContext
 from distill.files import write_json
@@ -78,9 +78,9 @@ def _experiment(settings: ProbesSettings, stages: StageContext) -> dict[str, Any
     options, target, folder = settings.probes, settings.target, stages.run.folder / "probes"
     model = stages.load_target()
     context = ProbeContext(settings, stages, model, exit_layers(model, options.layers))
-    sampled = Warp(options.temperature, top_p=options.top_p)
+    sampled = LogitsWarper(options.temperature, top_p=options.top_p)
     known = [
-        Mode("greedy", Warp(), "match", ("match",)),
+        Mode("greedy", LogitsWarper(), "match", ("match",)),
         Mode("sampled", sampled, options.sampled_label, ("accept", "top-p")),
     ]
     modes = [mode for mode in known if mode.name in options.modes]

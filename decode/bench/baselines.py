@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from decode.models.runner import synchronize
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 
 TRANSFORMERS_BASELINES = {
     "generate": "model.generate",
@@ -32,7 +32,7 @@ class TransformersBaseline:
     name: str  # a key of `TRANSFORMERS_BASELINES`
     target: PreTrainedModel  # the model
     draft: PreTrainedModel | None  # the assistant, for the methods that take one
-    warp: Warp  # sampling settings; further processors are those of the model's own generation_config
+    warp: LogitsWarper  # sampling settings; further processors are those of the model's own generation_config
     stop_ids: Collection[int] = ()  # tokens that end a text; none generates to the full length
     draft_length: int | None = None  # tokens drafted a round (assistant at a fixed length) or looked up
 

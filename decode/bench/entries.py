@@ -12,7 +12,7 @@ from decode.bench.costs import round_costs, time_forwards
 from decode.bench.session import BASELINE, Session
 from decode.bench.statistics import Record, TimedText
 from decode.errors import UserError
-from decode.loop import Output, System, Target, decode
+from decode.loop import Method, Output, Target, decode
 from decode.method_options import MethodOptions, split_spec
 from decode.methods import DRAFTED, HEAD_TREES, HEADED, METHODS, SELF_SPECULATIVE, MethodInputs, build, is_lossless
 from decode.models.heads import FeatureHead
@@ -146,7 +146,7 @@ class EntryRun:
         self.draft = session.drafts[entry.draft] if entry.draft is not None else None
         self.record = Record(greedy=self.warp.greedy)  # its timed texts
         self.peer: TransformersBaseline | None = None
-        self.systems: list[System] = []
+        self.systems: list[Method] = []
         if entry.method in TRANSFORMERS_BASELINES:
             draft = session.draft_models.get(entry.draft or "")
             assert draft is None or isinstance(draft, PreTrainedModel), "plan leaves all others out"
@@ -155,7 +155,7 @@ class EntryRun:
         else:
             self.systems = [self._build() for _ in range(session.options.repeats + 1)]  # the last one warms up
 
-    def _build(self) -> System:
+    def _build(self) -> Method:
         session, entry = self.session, self.entry
         costs = session.round_costs.get(entry.draft)  # measured before the first text, and fixed from then on
         if costs is None and entry.draft is not None and entry.draft in session.costs:

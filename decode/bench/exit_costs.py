@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from decode.bench.costs import CostModel
 from decode.drafters.base import NoDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
-from decode.loop import System, Target, rounds
+from decode.loop import Method, Target, rounds
 from decode.models.families import decoder_layers
 from decode.models.fast_forward import LayerSubset
 from decode.models.fast_runner import FastRunner
-from decode.sampling import TorchRng, Warp
+from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import Confidence, Fixed, StopRule, token_probability
 from decode.trace import Trace
 
@@ -51,7 +51,7 @@ def measure(
     runner: FastRunner,
     exits: Sequence[int],
     probes: Mapping[str, Confidence],
-    warp: Warp,
+    warp: LogitsWarper,
     prompts: Sequence[list[int]],
     *,
     longest: int = LENGTHS[-1],
@@ -77,12 +77,12 @@ def measure(
     ruled = min(RULED, lengths[-1])
     confidences: dict[str, Confidence] = {"token": token_probability, **probes}
     drafters = {layer: EarlyExitDrafter(runner, warp, LayerSubset(layer)) for layer in timed}
-    systems = {(0, 0, ""): System("plain", NoDrafter(), StopRule(1))}
-    systems |= {(e, k, ""): System("length", drafters[e], StopRule(k)) for e in timed for k in lengths}
+    systems = {(0, 0, ""): Method("plain", NoDrafter(), StopRule(1))}
+    systems |= {(e, k, ""): Method("length", drafters[e], StopRule(k)) for e in timed for k in lengths}
     systems |= {
-        (timed[0], ruled, name): System(name, drafters[timed[0]], StopRule(ruled, confidence, threshold=Fixed(-1.0)))
+        (timed[0], ruled, name): Method(name, drafters[timed[0]], StopRule(ruled, confidence, threshold=Fixed(-1.0)))
         for name, confidence in confidences.items()
-    } | {(timed[0], ruled, "length"): System("length", drafters[timed[0]], StopRule(ruled))}
+    } | {(timed[0], ruled, "length"): Method("length", drafters[timed[0]], StopRule(ruled))}
     seen: dict[tuple[int, int, str], list[tuple[float, float, float]]] = {key: [] for key in systems}
     began = time.perf_counter()
     for turn in range(TURNS):
@@ -116,7 +116,7 @@ def measure(
 
 
 def _timed_rounds(
-    runner: FastRunner, system: System, length: int, warp: Warp, prompt: list[int], seed: int
+    runner: FastRunner, system: Method, length: int, warp: LogitsWarper, prompt: list[int], seed: int
 ) -> tuple[float, float, float]:
     """Mean seconds of a drafted token, of a verification, and of what a round takes besides."""
     count, trace = ROUNDS if length else 4 * ROUNDS, Trace()

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedModel
 
 from decode.models.other_tokenizer import DraftModel
-from decode.models.teacher_forcing import Forced, Text, teacher_forced
-from decode.sampling import Warp
+from decode.models.teacher_forcing import TeacherForcedLogits, Text, teacher_forced
+from decode.sampling import LogitsWarper
 from decode.trace import clustered_ratio
 from decode.verify import overlap
 
@@ -54,7 +54,9 @@ def paired(a: OfflineAlpha, b: OfflineAlpha) -> dict[str, float]:
     return {"difference": difference, "se": se, "p_value": p_value, "n": len(sums)}
 
 
-def offline_alpha(target: PreTrainedModel, draft: DraftModel, texts: Iterable[Text], warp: Warp) -> OfflineAlpha:
+def offline_alpha(
+    target: PreTrainedModel, draft: DraftModel, texts: Iterable[Text], warp: LogitsWarper
+) -> OfflineAlpha:
     """`offline_alphas` of one draft, as first drafted token."""
     return offline_alphas(target, {"": draft}, texts, warp)[""][0]
 
@@ -63,10 +65,10 @@ def offline_alphas(
     target: PreTrainedModel,
     drafts: Mapping[str, DraftModel],
     texts: Iterable[Text],
-    warp: Warp,
+    warp: LogitsWarper,
     *,
     depth: int = 1,
-    seen: Callable[[Forced], None] | None = None,
+    seen: Callable[[TeacherForcedLogits], None] | None = None,
 ) -> dict[str, list[OfflineAlpha]]:
     """Measure drafts on texts that the target generated, which it reads once for all of them.
 
@@ -99,7 +101,7 @@ def offline_alphas(
     }
 
 
-def prefixes(warp: Warp, ids: Sequence[int], prompt_length: int) -> list[Sequence[int]] | None:
+def prefixes(warp: LogitsWarper, ids: Sequence[int], prompt_length: int) -> list[Sequence[int]] | None:
     """What stands before each response token, for a warp that looks at it."""
     return [ids[:i] for i in range(prompt_length, len(ids))] if warp.needs_prefix else None
 

@@ -15,7 +15,7 @@ from decode.errors import UserError
 from decode.loop import Target, decode_texts
 from decode.method_options import MethodOptions
 from decode.progress import current
-from decode.sampling import TorchRng, Warp
+from decode.sampling import LogitsWarper, TorchRng
 
 OVERHEAD_PROMPTS = 4  # texts that bookkeeping is measured on, one after another
 OVERHEAD_TOKENS = 24  # most new tokens of each of them where several are decoded at once
@@ -57,7 +57,7 @@ def profile_pair(
     session: Session,
     draft: str,
     items: Sequence[Item],
-    warp: Warp,
+    warp: LogitsWarper,
     *,
     longest: int = LONGEST,
     batch_sizes: Sequence[int] = (),
@@ -98,7 +98,7 @@ def batch_costs(
     session: Session,
     draft: str,
     items: Sequence[Item],
-    warp: Warp,
+    warp: LogitsWarper,
     sizes: Iterable[int],
     *,
     longest: int,
@@ -115,7 +115,7 @@ def batch_costs(
     return found
 
 
-def add_overhead(session: Session, draft: str, items: Sequence[Item], warp: Warp, cost: CostModel) -> None:
+def add_overhead(session: Session, draft: str, items: Sequence[Item], warp: LogitsWarper, cost: CostModel) -> None:
     """Measure bookkeeping at the batch size of the costs.
 
     It is that of a plain step, of a speculative round beyond a plain one, and of a drafted token of every text.

@@ -22,7 +22,7 @@ from decode.models.other_tokenizer import DraftModel, ForeignDraft
 from decode.models.runner import Runner
 from decode.models.tokens import Detokenizer, Message, chat_ids, prompt_ids, user_says
 from decode.models.writing import draws_of_loop, write_texts
-from decode.sampling import TorchRng, Warp
+from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import RoundCosts
 
 BASELINE = "autoregressive"  # the loop without a drafter, which `speedup` is measured against
@@ -41,7 +41,7 @@ class BenchOptions:
     # put prompts into the chat template; later turns of a prompt follow the target's own greedy answers
     chat: bool = False
     system: str | None = None  # system message of the chats
-    warp: Warp = field(default_factory=Warp)  # sampling settings but for the temperature
+    warp: LogitsWarper = field(default_factory=LogitsWarper)  # sampling settings but for the temperature
     threads: int | None = None  # of torch; None measures one against all
     datastore: Path | None = None  # folder of a REST datastore
     trigrams: Path | None = None  # folder of an Adaptix table
@@ -152,7 +152,7 @@ class Session:
     def written(
         self,
         prompts: Sequence[list[int]],
-        warp: Warp,
+        warp: LogitsWarper,
         batch_size: int = ANSWERED_AT_ONCE,
         progress: Callable[[int], None] | None = None,
         ends: Collection[int] | None = None,
@@ -170,7 +170,7 @@ class Session:
             progress=progress,
         )
 
-    def answer(self, ids: list[int], warp: Warp, seed: int = 0) -> list[int]:
+    def answer(self, ids: list[int], warp: LogitsWarper, seed: int = 0) -> list[int]:
         """What the target itself writes after these ids, up to the budget."""
         out = decode(
             Target(self.runner),

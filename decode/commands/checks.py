@@ -18,7 +18,7 @@ from decode.models.compiled_forward import check_compile
 from decode.models.loading import choose_device, choose_dtype
 from decode.models.pair import NEUTRAL, Pair, load, own_warp
 from decode.models.tokens import check_template
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 from decode.stopping import RoundCosts
 
 Settings = TypeVar("Settings", bound=LoadSettings)
@@ -91,7 +91,7 @@ def told_chat(settings: ChatSettings, chat: bool) -> str:
     return "prompts are put into the tokenizer's chat template (--chat false continues them as plain text)"
 
 
-def make_warp(settings: SamplingSettings, target: PreTrainedModel, temperature: float = 0.0) -> Warp:
+def make_warp(settings: SamplingSettings, target: PreTrainedModel, temperature: float = 0.0) -> LogitsWarper:
     """The sampling settings as one object; what they leave open is as the target's generation_config says."""
     return own_warp(target, temperature, {name: getattr(settings, name) for name in NEUTRAL})
 

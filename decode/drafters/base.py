@@ -15,7 +15,7 @@ from decode.trace import Round
 
 
 @dataclass
-class Asked:
+class DraftRequest:
     """What the drafter of one text is asked for; see `Drafter.propose`."""
 
     drafter: Any
@@ -32,7 +32,9 @@ class Drafter:
     # enters layer i, the number of layers the last one, after the final norm
     captured_layers: tuple[int, ...] = ()
     stop_ids: Collection[int] = ()  # tokens that end the text; the loop sets them before `start`
-    waits = False  # the text begins with rounds without a draft: its prompt may be read later; set before `start`
+    defer_prefill = (
+        False  # the text begins with rounds without a draft: its prompt may be read later; set before `start`
+    )
 
     def start(self, ids: list[int]) -> None:
         """A new text begins with these tokens; what was learned may persist, what belongs to the old text may not."""
@@ -48,7 +50,7 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def propose_together(self, asked: Sequence[Asked]) -> list[Draft]:
+    def propose_together(self, asked: Sequence[DraftRequest]) -> list[Draft]:
         """A draft for each of several texts, every one by its own drafter of this kind (see `fork`)."""
         return [one.drafter.propose(one.ids, one.stop, one.max_depth, one.rng) for one in asked]
 

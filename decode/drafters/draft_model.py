@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.drafters.base import Asked, Drafter
+from decode.drafters.base import Drafter, DraftRequest
 from decode.models.runner import Runner
-from decode.sampling import Rng, Warp, argmax, one_hot
+from decode.sampling import LogitsWarper, Rng, argmax, one_hot
 from decode.stopping import Step, StopRule
 
 Drafting = Generator[Any, Any, Draft]
@@ -31,7 +31,7 @@ class ModelDrafter(Drafter):
     A drafted token of `stop_ids` is kept and ends the draft.
     """
 
-    def __init__(self, runner: Runner, warp: Warp, vocab: int, *, keep_logits: bool = False) -> None:
+    def __init__(self, runner: Runner, warp: LogitsWarper, vocab: int, *, keep_logits: bool = False) -> None:
         self.runner = runner  # the draft model over its own cache
         self.warp = warp  # the same object that warps the target
         self.vocab = vocab
@@ -42,7 +42,7 @@ class ModelDrafter(Drafter):
     def start(self, ids: list[int]) -> None:
         """Read the prompt but for its pending token, unless the draft's context cannot hold it."""
         self.runner.truncate(0)
-        if not self.waits and len(ids) > 1 and self.runner.room(ids) >= 0:
+        if not self.defer_prefill and len(ids) > 1 and self.runner.room(ids) >= 0:
             self.runner.read(self._known(ids[:-1]), head=0)
 
     def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
@@ -55,7 +55,7 @@ class ModelDrafter(Drafter):
         except StopIteration as end:
             return cast(Draft, end.value)
 
-    def propose_together(self, asked: Sequence[Asked]) -> list[Draft]:
+    def propose_together(self, asked: Sequence[DraftRequest]) -> list[Draft]:
         """See `Drafter.propose_together`: the draft model reads the next token of all texts in one forward."""
         if len(asked) == 1:
             return super().propose_together(asked)

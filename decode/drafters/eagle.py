@@ -15,7 +15,7 @@ from decode.drafters.draft_model import Drafting, ModelDrafter
 from decode.errors import UserError
 from decode.models.head_runner import HeadRunner
 from decode.models.runner import Runner
-from decode.sampling import Rng, Warp
+from decode.sampling import LogitsWarper, Rng
 from decode.stopping import RoundCosts, StopRule
 from decode.trace import Round
 
@@ -45,7 +45,7 @@ class FeatureDrafter(ModelDrafter):
     runner: HeadRunner
     full = False  # the text is longer than the head's context
 
-    def __init__(self, runner: HeadRunner, target: Runner, warp: Warp) -> None:
+    def __init__(self, runner: HeadRunner, target: Runner, warp: LogitsWarper) -> None:
         super().__init__(runner, warp, target.vocab_size)
         self.target = target  # the target's runner, whose `features` are read
 
@@ -59,7 +59,7 @@ class FeatureDrafter(ModelDrafter):
         self.runner.truncate(0)
         if self._fits(ids) and len(ids) > 1:
             self.runner.settle(self.target.features)
-            if not self.waits:
+            if not self.defer_prefill:
                 self.runner.read(self._known(ids[:-1]), head=0)
 
     def _fits(self, ids: list[int]) -> bool:
@@ -111,7 +111,7 @@ class FeatureTreeDrafter(FeatureDrafter):
         self,
         runner: HeadRunner,
         target: Runner,
-        warp: Warp,
+        warp: LogitsWarper,
         *,
         width: int = 10,
         nodes: int = 60,

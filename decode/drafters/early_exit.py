@@ -15,7 +15,7 @@ from decode.drafters.draft_model import ModelDrafter
 from decode.models.fast_forward import LayerSubset
 from decode.models.fast_runner import FastRunner, self_speculating
 from decode.models.runner import Runner
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 from decode.verify import overlap
 
 
@@ -74,7 +74,7 @@ class EarlyExitDrafter(ModelDrafter):
     and the target's own rollback is the draft's. Stop rules see the hidden state that the head saw at the exit.
     """
 
-    def __init__(self, runner: FastRunner, warp: Warp, subset: LayerSubset) -> None:
+    def __init__(self, runner: FastRunner, warp: LogitsWarper, subset: LayerSubset) -> None:
         super().__init__(LayerSubsetRunner(runner, subset), warp, runner.vocab_size)
         self.subset = subset  # the sub-layers that run; `LayerSubset(E)` exits after layer E
 
@@ -114,7 +114,7 @@ class Subset:
 
 
 @torch.inference_mode()
-def target_rows(runner: FastRunner, texts: Sequence[Text], warp: Warp) -> list[Tensor]:
+def target_rows(runner: FastRunner, texts: Sequence[Text], warp: LogitsWarper) -> list[Tensor]:
     """The target's probabilities ``[response, vocab]`` at every response position of each text."""
     rows = []
     for ids, start in texts:
@@ -127,7 +127,7 @@ def target_rows(runner: FastRunner, texts: Sequence[Text], warp: Warp) -> list[T
 
 @torch.inference_mode()
 def acceptance(
-    runner: FastRunner, subset: LayerSubset, texts: Sequence[Text], rows: Sequence[Tensor], warp: Warp
+    runner: FastRunner, subset: LayerSubset, texts: Sequence[Text], rows: Sequence[Tensor], warp: LogitsWarper
 ) -> list[list[float]]:
     """Σ min(p, q) at every response position of each text, for a draft that runs `subset`.
 
@@ -147,7 +147,7 @@ def acceptance(
 def search(
     runner: FastRunner,
     texts: Sequence[Text],
-    warp: Warp,
+    warp: LogitsWarper,
     *,
     speedup: Speedup,
     verify_cost: Callable[[int], float],

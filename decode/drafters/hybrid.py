@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from decode.draft import Draft
-from decode.drafters.base import Asked, Drafter
+from decode.drafters.base import Drafter, DraftRequest
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
 from decode.drafters.rest import Datastore
@@ -53,15 +53,15 @@ class HybridDrafter(Drafter):
 
     def start(self, ids: list[int]) -> None:
         """Index the text, and let the head read it."""
-        self.head.stop_ids, self.head.waits = self.stop_ids, self.waits
+        self.head.stop_ids, self.head.defer_prefill = self.stop_ids, self.defer_prefill
         self.text.start(ids)
         self.head.start(ids)
 
     def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
         """A copy or the head's draft; the stop rule's window is the head's."""
-        return self.propose_together([Asked(self, ids, stop, max_depth, rng)])[0]
+        return self.propose_together([DraftRequest(self, ids, stop, max_depth, rng)])[0]
 
-    def propose_together(self, asked: Sequence[Asked]) -> list[Draft]:
+    def propose_together(self, asked: Sequence[DraftRequest]) -> list[Draft]:
         """See `Drafter.propose_together`: the heads that are asked draft together."""
         drafts = [Draft.empty() for _ in asked]
         matches = [one.drafter._match(one.ids) for one in asked]

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from decode.bench.offline_acceptance import prefixes
 from decode.models.other_tokenizer import DraftModel
 from decode.models.teacher_forcing import teacher_forced
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 from decode.trace import clustered_ratio
 
 
@@ -166,7 +166,7 @@ def acceptance(
     target: PreTrainedModel,
     draft: DraftModel,
     texts: Sequence[tuple[Sequence[int], Sequence[int]]],
-    warp: Warp,
+    warp: LogitsWarper,
     *,
     tail: int,
     depth: int = 1,

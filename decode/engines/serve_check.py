@@ -43,7 +43,7 @@ from decode.engines.transformers_engine import AssistedGeneration
 from decode.errors import read_json
 from decode.models.heads import FeatureHead
 from decode.models.other_tokenizer import DraftModel
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 from decode.stopping import RoundCosts
 
 FILLED = 2
@@ -238,7 +238,7 @@ def serve_check(
         return [(item.ids, text.ids) for item, text in zip(items, out.texts)]
 
     def reading(temperature: float, greedy: bool) -> Acceptance:
-        warp, tail = Warp(temperature), longest if rounds.past_end else 0
+        warp, tail = LogitsWarper(temperature), longest if rounds.past_end else 0
         texts = pairs(plain[temperature])
         how: dict[str, Any] = {"greedy_draft": greedy or not temperature, "p_min": settings.draft_p_min}
         return acceptance(target, draft, texts, warp, tail=tail, depth=longest, **how)

@@ -19,7 +19,7 @@ from decode.models.choose_runner import open_draft_runner, open_runner
 from decode.models.loading import load_model, load_tokenizer, open_draft
 from decode.models.other_tokenizer import DraftModel
 from decode.models.runner import Runner
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 
 
 @dataclass
@@ -119,7 +119,7 @@ def own_processors(model: PreTrainedModel) -> list[LogitsProcessor]:
     return processors
 
 
-def own_warp(model: PreTrainedModel, temperature: float, given: Mapping[str, Any]) -> Warp:
+def own_warp(model: PreTrainedModel, temperature: float, given: Mapping[str, Any]) -> LogitsWarper:
     """The sampling of a target: what is given, else what its ``generation_config`` says, else nothing.
 
     Args:
@@ -128,10 +128,10 @@ def own_warp(model: PreTrainedModel, temperature: float, given: Mapping[str, Any
         given: of `NEUTRAL`'s settings those that a user has set; None leaves one to the model.
     """
     settings = NEUTRAL | own_sampling(model) | {name: value for name, value in given.items() if value is not None}
-    return Warp(temperature, **settings, processors=own_processors(model))
+    return LogitsWarper(temperature, **settings, processors=own_processors(model))
 
 
-def described(model: PreTrainedModel, warp: Warp) -> str:
+def described(model: PreTrainedModel, warp: LogitsWarper) -> str:
     """How decoding follows or leaves the model's ``generation_config``; empty where it asks for nothing."""
     config, parts = model.generation_config, []
     names = [name for name in own_sampling(model) if name == "repetition_penalty" or not warp.greedy]

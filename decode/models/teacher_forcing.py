@@ -18,7 +18,7 @@ TOKENS, LOGITS = 4096, 1 << 25  # most tokens and most logits of a forward, unle
 
 
 @dataclass
-class Forced:
+class TeacherForcedLogits:
     """What is predicted at the response tokens of a text."""
 
     number: int  # of the text
@@ -31,7 +31,7 @@ class Forced:
 @torch.no_grad()
 def teacher_forced(
     target: PreTrainedModel, drafts: Mapping[str, DraftModel], texts: Sequence[Text], *, depth: int = 1
-) -> Iterator[Forced]:
+) -> Iterator[TeacherForcedLogits]:
     """Read all texts that have a response with the target and with every draft, those of similar length together.
 
     Args:
@@ -67,7 +67,9 @@ def teacher_forced(
             else:
                 q[name] = [_logits(draft, tokens, group)[0]]
         for i, number in enumerate(numbers):
-            yield Forced(number, p[i], {name: [rows[i] for rows in by_depth] for name, by_depth in q.items()})
+            yield TeacherForcedLogits(
+                number, p[i], {name: [rows[i] for rows in by_depth] for name, by_depth in q.items()}
+            )
 
 
 def _groups(texts: Sequence[Text], most: int) -> Iterator[list[int]]:

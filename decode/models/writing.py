@@ -19,7 +19,7 @@ from decode.models.families import is_small
 from decode.models.fast_runner import FastRunner
 from decode.models.huggingface_runner import rows_that_fit
 from decode.models.weights import FEW
-from decode.sampling import TorchRng, Warp, inverse
+from decode.sampling import LogitsWarper, TorchRng, inverse
 
 GROUP = 4
 """Batches that are asked for together where bits have to repeat: a finished text's place is taken by a waiting one of
@@ -50,7 +50,7 @@ def uniform_draws(*name: int, count: int) -> list[float]:
 def write_texts(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
-    warp: Warp,
+    warp: LogitsWarper,
     *,
     budgets: int | Sequence[int],
     stop_ids: Collection[int],
@@ -126,7 +126,7 @@ class _Text:
 
 @torch.inference_mode()
 def _write_continuously(
-    runner: FastRunner, texts: Iterable[_Text], rows: int, warp: Warp, stop_ids: set[int]
+    runner: FastRunner, texts: Iterable[_Text], rows: int, warp: LogitsWarper, stop_ids: set[int]
 ) -> Iterator[_Text]:
     """Write all texts, at most `rows` at once, yielding each that is finished."""
     waiting = deque(texts)
@@ -173,7 +173,7 @@ def _write(
     prompts: Sequence[Sequence[int]],
     budgets: Sequence[int],
     uniforms: Sequence[Sequence[float]],
-    warp: Warp,
+    warp: LogitsWarper,
     stop_ids: set[int],
 ) -> list[list[int]]:
     device = model.get_input_embeddings().weight.device
@@ -216,7 +216,7 @@ def _write(
 
 
 def next_tokens(
-    logits: Tensor, warp: Warp, prefixes: Sequence[Sequence[int]] | None, uniforms: Sequence[float]
+    logits: Tensor, warp: LogitsWarper, prefixes: Sequence[Sequence[int]] | None, uniforms: Sequence[float]
 ) -> list[int]:
     """One token for each row of logits, by its own uniform number."""
     if warp.greedy:

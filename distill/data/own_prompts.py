@@ -16,7 +16,7 @@ from decode.errors import UserError
 from decode.models.tokens import plain_ids, written_ids
 from decode.models.writing import GROUP, uniform_draws, write_texts
 from decode.progress import current
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 from distill import ranks
 from distill.config.data import DataSettings, PromptSettings
 from distill.data.chat import ChatFormat, UnusableRow
@@ -351,7 +351,7 @@ class PromptSampler:
         texts = write_texts(
             model,
             [written_ids(self.tokenizer, self.turn.text + words) if words else self.turn.before for words in openings],
-            Warp(self.settings.temperature, top_p=self.settings.top_p),
+            LogitsWarper(self.settings.temperature, top_p=self.settings.top_p),
             budgets=self.settings.max_tokens + 1,
             stop_ids=self.turn.ends,
             draws=lambda i, count: uniform_draws(self.seed, 5, chosen[i], count=count),

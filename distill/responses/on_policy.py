@@ -22,7 +22,7 @@ from decode.models.choose_runner import open_runner
 from decode.models.head_runner import HeadRunner
 from decode.models.heads import FeatureHead
 from decode.models.writing import Draws, uniform_draws
-from decode.sampling import TorchRng, Warp
+from decode.sampling import LogitsWarper, TorchRng
 from decode.verify import AcceptanceRule
 from distill import ranks
 from distill.config.drafts import ResponseSettings
@@ -37,7 +37,7 @@ class Writer(Protocol):
     def __call__(
         self,
         prompts: Sequence[Sequence[int]],
-        warp: Warp,
+        warp: LogitsWarper,
         *,
         budgets: int | Sequence[int],
         stop_ids: Collection[int],
@@ -126,7 +126,7 @@ class OnPolicy:
         own = places[ranks.rank()]
         prompts = [self.prompts.prompt(example) for example in self._chosen(own)]
         budgets = [min(self.settings.max_new_tokens, self.limit - len(prompt)) for prompt in prompts]
-        warp = Warp(self.settings.temperature, top_p=self.settings.top_p)
+        warp = LogitsWarper(self.settings.temperature, top_p=self.settings.top_p)
         with torch.random.fork_rng(devices=[]):
             texts = self.write(
                 prompts,
@@ -173,7 +173,7 @@ class HeadTexts:
     def __call__(
         self,
         prompts: Sequence[Sequence[int]],
-        warp: Warp,
+        warp: LogitsWarper,
         *,
         budgets: int | Sequence[int],
         stop_ids: Collection[int],

@@ -14,7 +14,7 @@ from decode.engines.settings import EngineSettings
 from decode.models.tokens import continuation_ids, end_token
 from decode.models.writing import GROUP, uniform_draws, write_texts
 from decode.progress import current
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 from distill import ranks
 from distill.config.drafts import ResponseSettings, ServerSettings
 from distill.data.chat import IGNORE
@@ -65,7 +65,7 @@ def answered_here(model: PreTrainedModel, settings: ResponseSettings, seed: int,
         seed: With the example's number it decides the response.
         stop_ids: End-of-text tokens.
     """
-    warp = Warp(settings.temperature, top_p=settings.top_p)
+    warp = LogitsWarper(settings.temperature, top_p=settings.top_p)
 
     def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
         for batch in batches(jobs, GROUP * settings.batch_size):

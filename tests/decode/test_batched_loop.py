@@ -17,7 +17,7 @@ from decode.drafters.base import Drafter, NoDrafter
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.errors import UserError
-from decode.loop import System, Target, decode, decode_texts
+from decode.loop import Method, Target, decode, decode_texts
 from decode.method_options import MethodOptions
 from decode.methods import RULES, STOPS, MethodInputs
 from decode.models import huggingface_runner as free_memory
@@ -26,12 +26,12 @@ from decode.models.fast_forward import LayerSubset
 from decode.models.fast_runner import FastRunner, fast_runner
 from decode.models.huggingface_runner import HuggingFaceRunner
 from decode.models.runner import Runner
-from decode.sampling import TorchRng, Warp
+from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import DraftLengths, RoundCosts, StopRule
 from decode.verify import AcceptanceRule
 
 TOLERANCE = 1e-12
-SAMPLE = Warp(temperature=0.7)
+SAMPLE = LogitsWarper(temperature=0.7)
 PAIR = [[0, 2, 1, 0, 2], [1, 0]]
 """Two prompts of different lengths for tables of three tokens."""
 
@@ -44,7 +44,7 @@ def tables(vocab: int = 3) -> tuple[ScriptedRunner, ScriptedRunner]:
 def test_two_texts_are_lossless_together_with_every_stop_rule(name: str) -> None:
     target, draft = tables(2)
     stop = STOPS[name](MethodInputs(target, SAMPLE, draft))
-    system = System(name, ModelDrafter(draft, SAMPLE, 2), stop)
+    system = Method(name, ModelDrafter(draft, SAMPLE, 2), stop)
     before = stop.threshold.value
     assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 3) < TOLERANCE
     assert stop.threshold.value == before  # what a text learns stays with it
@@ -61,7 +61,7 @@ def test_two_texts_whose_draft_lengths_are_chosen_together_are_lossless(stop: st
     target, draft = tables(2)
     costs = RoundCosts({1: 1.0}, {1: 0.55, 2: 0.6}, {1: {1: 1.0, 4: 1.1}})
     rule = STOPS[stop](MethodInputs(target, SAMPLE, draft, options=MethodOptions(draft_length=3)))
-    system = System("", ModelDrafter(draft, SAMPLE, 2), rule, lengths=Watched(costs, 3))
+    system = Method("", ModelDrafter(draft, SAMPLE, 2), rule, lengths=Watched(costs, 3))
     assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 3) < TOLERANCE
     assert len(limits) > 1  # what was accepted of either text decides for both
     assert 0 in limits
@@ -71,13 +71,13 @@ def test_two_texts_whose_draft_lengths_are_chosen_together_are_lossless(stop: st
 def test_two_texts_are_lossless_together_with_every_drafter(name: str, tmp_path) -> None:
     target, _ = tables()
     drafter = corpus_drafters(tmp_path, 3, [PAIR[0] * 3])[name]()
-    assert joint_bias(target, System(name, drafter, StopRule()), SAMPLE, PAIR, 3) < TOLERANCE
+    assert joint_bias(target, Method(name, drafter, StopRule()), SAMPLE, PAIR, 3) < TOLERANCE
 
 
 @pytest.mark.parametrize("stop_ids", [(), (1,)])
 def test_texts_that_end_at_different_times_and_wait_for_one_another_are_lossless(stop_ids: tuple[int, ...]) -> None:
     target, draft = tables(2)
-    system = System("model", ModelDrafter(draft, SAMPLE, 2), StopRule(2))
+    system = Method("model", ModelDrafter(draft, SAMPLE, 2), StopRule(2))
     prompts = [[0, 1, 1], [1], [0, 0]]
     assert joint_bias(target, system, SAMPLE, prompts, 2, batch_size=2, stop_ids=stop_ids) < TOLERANCE
 
@@ -85,11 +85,11 @@ def test_texts_that_end_at_different_times_and_wait_for_one_another_are_lossless
 def test_a_relaxed_rule_is_seen_to_be_relaxed_in_texts_together() -> None:
     target, draft = tables(2)
     relaxed: AcceptanceRule = RULES["ears"](MethodInputs(target, SAMPLE, draft))
-    system = System("ears", ModelDrafter(draft, SAMPLE, 2), StopRule(2), relaxed)
+    system = Method("ears", ModelDrafter(draft, SAMPLE, 2), StopRule(2), relaxed)
     assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 3) > 1e-3
 
 
-WARP = Warp(temperature=1.3, top_k=2)
+WARP = LogitsWarper(temperature=1.3, top_k=2)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_two_texts_are_lossless_together_through_real_caches(
         drafters.append((EarlyExitDrafter(target, WARP, LayerSubset(1)), 2))
     with torch.inference_mode():
         for drafter, count in drafters:
-            assert joint_bias(target, System("", drafter, StopRule(3)), WARP, prompts, count) < TOLERANCE
+            assert joint_bias(target, Method("", drafter, StopRule(3)), WARP, prompts, count) < TOLERANCE
 
 
 PROMPTS = [[3, 7, 1, 9], [1, 2, 3, 1, 2, 3, 1, 2], [5], [9, 9, 4] * 6, [40, 2], [8] * (CONTEXT - 6), [11, 30, 7]]
@@ -121,7 +121,7 @@ SUBSETS = {"early-exit": LayerSubset(1), "layer-subset": LayerSubset.skipping(2,
 def methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, PreTrainedModel, Runner], Drafter]:
     known = corpus_drafters(tmp_path_factory.mktemp("corpus"), VOCAB, PROMPTS)
 
-    def get(name: str, model: PreTrainedModel, runner: Runner, warp: Warp = GREEDY) -> Drafter:
+    def get(name: str, model: PreTrainedModel, runner: Runner, warp: LogitsWarper = GREEDY) -> Drafter:
         if name == "model":
             return ModelDrafter(open_runner(resembling(model, 0.15), fast=isinstance(runner, FastRunner)), warp, VOCAB)
         if name in SUBSETS:
@@ -142,7 +142,7 @@ def test_every_text_is_what_generate_writes(name: str, methods, tiny) -> None:
     end = generate(model, PROMPTS[0], 20)[12]
     wanted = [generate(model, p, min(20, CONTEXT + 1 - len(p)), eos_token_id=end) for p in PROMPTS]
     assert len({len(text) - len(prompt) for text, prompt in zip(wanted, PROMPTS)}) > 2  # they end at different times
-    system = System(name, methods(name, model, runner), StopRule(4))
+    system = Method(name, methods(name, model, runner), StopRule(4))
     for batch_size in (1, 2, 7, 16):
         done: list[int] = []
         texts = decode_texts(
@@ -160,7 +160,7 @@ def test_every_text_is_what_generate_writes(name: str, methods, tiny) -> None:
 def test_texts_that_draft_alike_take_the_forwards_of_one(name: str, methods, tiny, count_forwards) -> None:
     model = tiny("llama")
     runner = open_runner(model)
-    system = System(name, methods(name, model, runner), StopRule(4))
+    system = Method(name, methods(name, model, runner), StopRule(4))
 
     def forwards(count: int) -> int:
         count_forwards.clear()
@@ -180,7 +180,7 @@ def test_texts_whose_drafting_is_switched_off_and_on_are_what_generate_writes(me
     for name in ("model", "early-exit"):
         # dear drafts: after the first rounds only a probe now and then, whose draft has to read what it missed
         lengths = DraftLengths(RoundCosts({1: 1.0}, {1: 0.9}, {1: {1: 1.0, 2: 1.0}}), 4)
-        system = System(name, methods(name, model, runner), StopRule(4), lengths=lengths)
+        system = Method(name, methods(name, model, runner), StopRule(4), lengths=lengths)
         for _ in range(4):
             rngs = [TorchRng(0) for _ in PROMPTS]
             texts = decode_texts(Target(runner), system, GREEDY, PROMPTS, rngs=rngs, batch_size=3, max_new_tokens=20)
@@ -199,7 +199,7 @@ def test_a_draft_that_is_not_asked_does_not_read_the_prompts(methods, tiny, coun
     counts = []
     for name in ("none", "model"):
         lengths = Never(RoundCosts.of_ratios(0.1), 4)
-        system = System(name, methods(name, model, runner), StopRule(4), lengths=lengths)
+        system = Method(name, methods(name, model, runner), StopRule(4), lengths=lengths)
         count_forwards.clear()
         decode_texts(Target(runner), system, GREEDY, PROMPTS[:3], rngs=[TorchRng(0)] * 3, max_new_tokens=8)
         counts.append(len(count_forwards))
@@ -212,7 +212,7 @@ def test_the_ordinary_model_call_decodes_texts_together(family: str, methods, ti
     runner = open_runner(model, fast=False)
     wanted = [generate(model, p, min(12, CONTEXT + 1 - len(p))) for p in PROMPTS]
     for name in ("model", "lookahead"):
-        system = System(name, methods(name, model, runner), StopRule(4))
+        system = Method(name, methods(name, model, runner), StopRule(4))
         rngs = [TorchRng(0) for _ in PROMPTS]
         texts = decode_texts(Target(runner), system, GREEDY, PROMPTS, rngs=rngs, batch_size=4, max_new_tokens=12)
         assert [text.ids for text in texts] == wanted
@@ -220,11 +220,11 @@ def test_the_ordinary_model_call_decodes_texts_together(family: str, methods, ti
 
 @pytest.mark.parametrize("name", ["model", "layer-subset", "adaptix", "lookahead"])
 def test_a_sampled_text_does_not_depend_on_its_neighbours(name: str, methods, tiny) -> None:
-    model, warp = tiny("llama"), Warp(1.0)
+    model, warp = tiny("llama"), LogitsWarper(1.0)
     runner = open_runner(model)
     drafter = methods(name, model, runner, warp)
     stop = STOPS["entropy"](MethodInputs(runner, warp, None))
-    system = System(name, drafter, stop)
+    system = Method(name, drafter, stop)
 
     def texts(numbers: list[int], batch_size: int | None) -> list[list[int]]:
         rngs = [TorchRng(i) for i in numbers]
@@ -245,7 +245,7 @@ def test_prompts_that_cannot_be_decoded_do_not_keep_the_others_from_it(tiny) -> 
     model = tiny("llama")
     runner = open_runner(model)
     prompts = [[3, 7, 1, 9], [], [1] * (CONTEXT + 1), [5], [VOCAB]]
-    system = System("none", NoDrafter(), StopRule())
+    system = Method("none", NoDrafter(), StopRule())
     rngs = [TorchRng(0) for _ in prompts]
     texts = decode_texts(Target(runner), system, GREEDY, prompts, rngs=rngs, batch_size=2, max_new_tokens=8)
     assert [bool(text.error) for text in texts] == [False, True, True, False, True]
@@ -261,7 +261,7 @@ def test_fewer_texts_are_decoded_at_once_where_memory_does_not_hold_them(
 ) -> None:
     model = tiny("llama")
     runner = open_runner(model, fast=fast)
-    system = System("model", methods("model", model, runner), StopRule(3))
+    system = Method("model", methods("model", model, runner), StopRule(3))
     prompts, forked = [[3, 7, 1, 9], [5], [], [40, 2, 7]], []
     both = 2 * (2 * 2 * 2 * 8 * 4)  # target and draft: layers, keys and values, their heads, width, float32
     monkeypatch.setattr(free_memory, "free_memory", lambda _: 2.5 * both * 2.2 * 12)
@@ -278,10 +278,10 @@ def test_every_round_knows_the_drafts_of_the_texts_decoded_with_it(methods, tiny
     rngs = [TorchRng(0) for _ in range(3)]
     model = tiny("llama")
     runner = open_runner(model)
-    plain = System("plain", NoDrafter(), StopRule())
+    plain = Method("plain", NoDrafter(), StopRule())
     texts = decode_texts(Target(runner), plain, GREEDY, PROMPTS[:3], rngs=rngs, batch_size=2, max_new_tokens=4)
     assert [text.trace.together for text in texts] == [[(0, 0)] * 4, [(0, 0)] * 4, [(0,)] * 4]
-    drafted = System("model", methods("model", model, runner), StopRule(4))
+    drafted = Method("model", methods("model", model, runner), StopRule(4))
     one, other = decode_texts(Target(runner), drafted, GREEDY, PROMPTS[:2], rngs=rngs[:2], max_new_tokens=20)
     pairs = [sorted(pair) for pair in zip(one.trace.drafted, other.trace.drafted)]
     assert any(a != b for a, b in pairs)
@@ -294,7 +294,7 @@ def test_a_runner_that_serves_one_text_says_so() -> None:
         fork = Runner.fork
 
     target = Single(random_table(1, 3), 3)
-    system = System("none", NoDrafter(), StopRule())
+    system = Method("none", NoDrafter(), StopRule())
     rngs = [TorchRng(0), TorchRng(1)]
     with pytest.raises(UserError, match="one text at a time; give a batch size of 1"):
         decode_texts(Target(target), system, SAMPLE, PAIR, rngs=rngs, max_new_tokens=3)

@@ -15,19 +15,19 @@ from transformers import PreTrainedModel
 
 from decode.drafters.base import Drafter
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import System
+from decode.loop import Method
 from decode.models import weights as choose_linear
 from decode.models.fast_runner import fast_runner
 from decode.models.huggingface_runner import HuggingFaceRunner
 from decode.models.runner import Runner
 from decode.models.weights import HalfLinear, Linear, PackedLinear, half_scale
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 from decode.stopping import Fixed, MeanOfRejected, StopRule, negative_entropy, token_probability
 
 TOLERANCE = 1e-12
 VOCAB = 8
 PROMPT = [3, 1, 4, 1, 5, 1, 4]
-WARP = Warp(temperature=1.3, top_k=2)  # two tokens a position: many rounds at little cost
+WARP = LogitsWarper(temperature=1.3, top_k=2)  # two tokens a position: many rounds at little cost
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def double(tiny) -> Callable[..., PreTrainedModel]:
     return get
 
 
-def experiment(model: PreTrainedModel, runner: Runner, *, tokens: int = 4, warp: Warp = WARP) -> Experiment:
+def experiment(model: PreTrainedModel, runner: Runner, *, tokens: int = 4, warp: LogitsWarper = WARP) -> Experiment:
     @torch.inference_mode()
     def forward(text: list[int]) -> Tensor:
         return model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
@@ -70,7 +70,7 @@ def test_a_draft_model_is_lossless_through_real_caches(family: str, runner: type
     draft = resembling(target, 0.2)
     there = experiment(target, runner(target), tokens=3)
     drafter = ModelDrafter(runner(draft), WARP, VOCAB)
-    assert there.bias(System("model", drafter, StopRule(5))) < tolerance(family)
+    assert there.bias(Method("model", drafter, StopRule(5))) < tolerance(family)
     assert {m for trace in there.traces for m in trace.accepted} == {0, 1, 2}
 
 
@@ -90,10 +90,10 @@ def test_packed_weights_and_those_in_float16_are_lossless(kind: type[Linear], ti
     for made in (runner, drafter.runner):
         assert isinstance(made.forward.weights.head, kind)  # type: ignore[attr-defined]
     there = experiment(target, runner, tokens=3)
-    assert there.bias(System("model", drafter, StopRule(5))) < 1e-5
+    assert there.bias(Method("model", drafter, StopRule(5))) < 1e-5
     assert {m for trace in there.traces for m in trace.accepted} >= {0, 1}
     trees = experiment(target, runner, tokens=5)
-    assert trees.bias(System("tree", RandomTree(VOCAB, 0), StopRule())) < 1e-5
+    assert trees.bias(Method("tree", RandomTree(VOCAB, 0), StopRule())) < 1e-5
 
 
 @pytest.mark.parametrize(("family", "runner"), CASES, ids=IDS)
@@ -102,7 +102,7 @@ def test_trees_are_lossless_through_real_caches(family: str, runner: type[Runner
     there = experiment(target, runner(target), tokens=5)
     accepted = set()
     for seed in range(2):
-        assert there.bias(System("tree", RandomTree(VOCAB, nodes=60, seed=seed), StopRule())) < tolerance(family)
+        assert there.bias(Method("tree", RandomTree(VOCAB, nodes=60, seed=seed), StopRule())) < tolerance(family)
         accepted |= {m for trace in there.traces for m in trace.accepted}
     assert accepted >= {0, 1}  # the cache was gathered along paths
 
@@ -113,11 +113,11 @@ def test_adaptive_stop_rules_are_lossless_through_real_caches(family: str, doubl
     draft = resembling(target, 0.2)
     there = experiment(target, fast_runner(target), tokens=4)
     stop = StopRule(20, negative_entropy, threshold=MeanOfRejected())
-    assert there.bias(System("entropy", ModelDrafter(fast_runner(draft), WARP, VOCAB), stop)) < TOLERANCE
-    warp = Warp(temperature=0.8, top_p=0.7, repetition_penalty=1.6)
+    assert there.bias(Method("entropy", ModelDrafter(fast_runner(draft), WARP, VOCAB), stop)) < TOLERANCE
+    warp = LogitsWarper(temperature=0.8, top_p=0.7, repetition_penalty=1.6)
     there = experiment(target, fast_runner(target), tokens=3, warp=warp)
     stop = StopRule(5, token_probability, product=True, threshold=Fixed(0.3))
-    assert there.bias(System("product", ModelDrafter(fast_runner(draft), warp, VOCAB), stop)) < TOLERANCE
+    assert there.bias(Method("product", ModelDrafter(fast_runner(draft), warp, VOCAB), stop)) < TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -130,5 +130,5 @@ def test_drafts_from_texts_are_lossless_through_real_caches(name: str, drafters,
     for family, runner in (("llama", fast_runner), ("gpt2", HuggingFaceRunner)):
         target = double(family)
         there = experiment(target, runner(target), tokens=5)
-        assert there.bias(System(name, drafters[name](), StopRule())) < TOLERANCE
+        assert there.bias(Method(name, drafters[name](), StopRule())) < TOLERANCE
         assert max(there.drafted) > 0

@@ -16,16 +16,16 @@ from decode.draft import Draft
 from decode.drafters.base import NoDrafter
 from decode.drafters.draft_model import ModelDrafter
 from decode.errors import UserError
-from decode.loop import System, Target, decode, rounds
+from decode.loop import Method, Target, decode, rounds
 from decode.models.choose_runner import open_runner
 from decode.models.families import supports
 from decode.models.huggingface_runner import HuggingFaceRunner
 from decode.models.runner import Runner
-from decode.sampling import TorchRng, Warp
+from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import StopRule
 
 PROMPT = [3, 7, 1, 9, 3, 7]
-SAMPLE = Warp(temperature=1.0)
+SAMPLE = LogitsWarper(temperature=1.0)
 
 
 @torch.inference_mode()
@@ -50,12 +50,12 @@ def test_after_every_round_the_cache_holds_the_text_but_its_last_token(family: s
     for fast in {supports(model), False}:
         runner, draft = open_runner(model, fast=fast), open_runner(other, fast=fast)
         chain = drafter == "model"
-        warp = Warp(temperature=2.0) if chain else Warp()
+        warp = LogitsWarper(temperature=2.0) if chain else LogitsWarper()
         part = ModelDrafter(draft, warp, VOCAB) if chain else Oracle(text, "tree", VOCAB)
         ids = list(PROMPT)
         accepted = 0
         for result, new in rounds(
-            Target(runner), System("", part, StopRule()), warp, PROMPT, max_new_tokens=16, rng=TorchRng(5)
+            Target(runner), Method("", part, StopRule()), warp, PROMPT, max_new_tokens=16, rng=TorchRng(5)
         ):
             ids += new
             accepted += result.accepted
@@ -74,27 +74,27 @@ def test_a_cut_text_leaves_the_cache_at_the_cut(tiny) -> None:
     eos = text[len(PROMPT) + 3]
     assert eos not in text[: len(PROMPT) + 3]
     runner = open_runner(model)
-    system = System("", Oracle(text, "perfect", VOCAB), StopRule())
-    for result, new in rounds(Target(runner), system, Warp(), PROMPT, max_new_tokens=24, stop_ids={eos}):
+    system = Method("", Oracle(text, "perfect", VOCAB), StopRule())
+    for result, new in rounds(Target(runner), system, LogitsWarper(), PROMPT, max_new_tokens=24, stop_ids={eos}):
         assert len(result.emitted) > len(new)
     assert runner.length == len(PROMPT) + len(new) - 1
 
 
 WARPS = [
-    Warp(),
-    Warp(temperature=1.0),
-    Warp(temperature=0.7, top_k=5),
-    Warp(temperature=1.2, top_p=0.8, min_p=0.05),
-    Warp(temperature=1.0, repetition_penalty=1.6),
-    Warp(repetition_penalty=1.6),
+    LogitsWarper(),
+    LogitsWarper(temperature=1.0),
+    LogitsWarper(temperature=0.7, top_k=5),
+    LogitsWarper(temperature=1.2, top_p=0.8, min_p=0.05),
+    LogitsWarper(temperature=1.0, repetition_penalty=1.6),
+    LogitsWarper(repetition_penalty=1.6),
 ]
 
 
 @pytest.mark.parametrize("warp", WARPS, ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_model_that_drafts_for_itself_is_always_accepted(family: str, warp: Warp, tiny) -> None:
+def test_a_model_that_drafts_for_itself_is_always_accepted(family: str, warp: LogitsWarper, tiny) -> None:
     target, draft = open_runner(tiny(family)), open_runner(tiny(family))
-    system = System("", ModelDrafter(draft, warp, VOCAB), StopRule(4))
+    system = Method("", ModelDrafter(draft, warp, VOCAB), StopRule(4))
     out = decode(Target(target), system, warp, PROMPT, max_new_tokens=40, rng=TorchRng(0))
     metrics = out.trace.metrics()
     assert metrics["alpha"] == pytest.approx(1, abs=1e-5)
@@ -102,10 +102,10 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(family: str, warp: Wa
     assert metrics["block_efficiency"] == 5
 
 
-def scripted_system(vocab: int = 6, warp: Warp = SAMPLE, **options) -> tuple[Target, System]:  # type: ignore[no-untyped-def]
+def scripted_system(vocab: int = 6, warp: LogitsWarper = SAMPLE, **options) -> tuple[Target, Method]:  # type: ignore[no-untyped-def]
     target = ScriptedRunner(random_table(1, vocab), vocab, **options)
     draft = ScriptedRunner(random_table(2, vocab), vocab)
-    return Target(target), System("model", ModelDrafter(draft, warp, vocab), StopRule(4))
+    return Target(target), Method("model", ModelDrafter(draft, warp, vocab), StopRule(4))
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another() -> None:
@@ -117,10 +117,13 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another() -> None:
 def test_one_target_serves_text_after_text(tiny) -> None:
     """Nothing of a text stays in the caches when the next one begins."""
     model, draft = tiny("llama"), tiny("llama", seed=2)
-    target, system = Target(open_runner(model)), System("", ModelDrafter(open_runner(draft), Warp(), VOCAB), StopRule())
+    target, system = (
+        Target(open_runner(model)),
+        Method("", ModelDrafter(open_runner(draft), LogitsWarper(), VOCAB), StopRule()),
+    )
     for prompt in (PROMPT, [8], PROMPT[::-1], PROMPT):
         wanted = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, pad_token_id=0)[0].tolist()
-        assert decode(target, system, Warp(), prompt, max_new_tokens=12).ids == wanted
+        assert decode(target, system, LogitsWarper(), prompt, max_new_tokens=12).ids == wanted
 
 
 def test_a_context_that_is_too_short_ends_the_text() -> None:
@@ -147,7 +150,7 @@ def test_bad_prompts_are_refused_before_any_work(
 ) -> None:
     runner = open_runner(tiny("llama"))
     with pytest.raises(UserError, match=message):
-        decode(Target(runner), System("", NoDrafter(), StopRule()), Warp(), prompt, **options)
+        decode(Target(runner), Method("", NoDrafter(), StopRule()), LogitsWarper(), prompt, **options)
     assert runner.length == 0
 
 
@@ -163,26 +166,26 @@ def runner_with(value: float, dtype: torch.dtype = torch.float64) -> ScriptedRun
     return ScriptedRunner(logits, 5)
 
 
-@pytest.mark.parametrize("warp", [Warp(), SAMPLE], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("warp", [LogitsWarper(), SAMPLE], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_logits_that_are_nan_or_infinite_are_an_error(value: float, warp: Warp) -> None:
+def test_logits_that_are_nan_or_infinite_are_an_error(value: float, warp: LogitsWarper) -> None:
     with pytest.raises(UserError, match="after 2 tokens"):
-        decode(Target(runner_with(value)), System("", NoDrafter(), StopRule()), warp, [3, 2])
+        decode(Target(runner_with(value)), Method("", NoDrafter(), StopRule()), warp, [3, 2])
 
 
 def test_a_target_that_rules_out_every_token_is_an_error() -> None:
     runner = ScriptedRunner(lambda context: torch.full((5,), -math.inf), 5)
     with pytest.raises(UserError, match="after 2 tokens"):
-        decode(Target(runner), System("", NoDrafter(), StopRule()), SAMPLE, [3, 2])
+        decode(Target(runner), Method("", NoDrafter(), StopRule()), SAMPLE, [3, 2])
 
 
-@pytest.mark.parametrize("warp", [Warp(), SAMPLE], ids=["greedy", "sampled"])
-def test_tokens_that_the_target_rules_out_and_large_half_precision_logits_are_legal(warp: Warp) -> None:
-    system = System("", NoDrafter(), StopRule())
+@pytest.mark.parametrize("warp", [LogitsWarper(), SAMPLE], ids=["greedy", "sampled"])
+def test_tokens_that_the_target_rules_out_and_large_half_precision_logits_are_legal(warp: LogitsWarper) -> None:
+    system = Method("", NoDrafter(), StopRule())
     out = decode(Target(runner_with(-math.inf)), system, warp, [3, 2], max_new_tokens=1, rng=TorchRng(0))
     assert out.ids[2] != 1
     runner = ScriptedRunner(lambda context: torch.full((5,), 60000.0, dtype=torch.float16), 5)
-    assert len(decode(Target(runner), System("", RandomTree(5), StopRule()), warp, [3, 2], rng=TorchRng(0)).ids) == 130
+    assert len(decode(Target(runner), Method("", RandomTree(5), StopRule()), warp, [3, 2], rng=TorchRng(0)).ids) == 130
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -191,7 +194,7 @@ def test_a_model_with_a_weight_that_is_not_a_number_is_an_error(family: str, tin
     with torch.no_grad():
         model.get_input_embeddings().weight[4] = math.nan
     with pytest.raises(UserError, match="after 2 tokens"):
-        decode(Target(HuggingFaceRunner(model)), System("", NoDrafter(), StopRule()), Warp(), [1, 4])
+        decode(Target(HuggingFaceRunner(model)), Method("", NoDrafter(), StopRule()), LogitsWarper(), [1, 4])
 
 
 def test_every_token_knows_its_author_and_what_was_rejected_in_its_place() -> None:
@@ -212,10 +215,12 @@ def test_every_token_knows_its_author_and_what_was_rejected_in_its_place() -> No
             return self.left.pop(0) if self.left else Draft.empty()
 
     target = Target(ScriptedRunner(successor, 12))
-    out = decode(target, System("", Plan(), StopRule()), Warp(), [0], max_new_tokens=9, annotate=True)
+    out = decode(target, Method("", Plan(), StopRule()), LogitsWarper(), [0], max_new_tokens=9, annotate=True)
     assert out.ids == text
     assert out.written_by == ["draft", "draft", "fix", "target", "draft", "draft", "draft", "target", "target"]
     assert out.rejected == [[], [], [9], [], [], [], [], [], []]
     assert (out.trace.drafted, out.trace.accepted, out.trace.tested) == ([3, 0, 4, 0], [2, 0, 3, 0], [3, 0, 3, 0])
-    cut = decode(target, System("", Plan(), StopRule()), Warp(), [0], max_new_tokens=9, stop_ids={2}, annotate=True)
+    cut = decode(
+        target, Method("", Plan(), StopRule()), LogitsWarper(), [0], max_new_tokens=9, stop_ids={2}, annotate=True
+    )
     assert (cut.new_ids, cut.written_by, cut.rejected) == ([1, 2], ["draft", "draft"], [[], []])

@@ -15,9 +15,9 @@ from decode.draft import Draft
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
-from decode.loop import System
+from decode.loop import Method
 from decode.methods import STOPS, MethodInputs
-from decode.sampling import Rng, TorchRng, Warp
+from decode.sampling import LogitsWarper, Rng, TorchRng
 from decode.stopping import (
     DraftLengths,
     Fixed,
@@ -32,11 +32,16 @@ from decode.verify import Ears, Exact, Fuzzy, JensenShannon, Typical
 
 TOLERANCE = 1e-12
 PROMPT = [0, 2, 1, 0, 2]
-SAMPLE = Warp(temperature=0.7)
+SAMPLE = LogitsWarper(temperature=0.7)
 
 
 def scripted_pair(
-    vocab: int = 3, *, tokens: int = 4, draft_vocab: int | None = None, warp: Warp = SAMPLE, **options: tuple[int, ...]
+    vocab: int = 3,
+    *,
+    tokens: int = 4,
+    draft_vocab: int | None = None,
+    warp: LogitsWarper = SAMPLE,
+    **options: tuple[int, ...],
 ) -> tuple[Experiment, ScriptedRunner]:
     clock = Clock()
     target = ScriptedRunner(random_table(1, vocab), vocab, clock=clock)
@@ -59,7 +64,7 @@ def parts(experiment: Experiment, draft: ScriptedRunner) -> MethodInputs:
     return MethodInputs(experiment.target, experiment.warp, draft)
 
 
-def warm_up(experiment: Experiment, system: System, texts: int = 4) -> None:
+def warm_up(experiment: Experiment, system: Method, texts: int = 4) -> None:
     """Let the adaptive parts adapt, so that the enumeration starts in the middle of their life."""
     for seed in range(5, 5 + texts):
         list(
@@ -81,7 +86,7 @@ def test_every_stop_rule_is_lossless_with_a_draft_model(name: str, warm: bool, s
     scripted_clock(experiment)
     stop = STOPS[name](parts(experiment, draft))
     start = stop.threshold.value, stop.cap()
-    system = System(name, ModelDrafter(draft, SAMPLE, 3), stop)
+    system = Method(name, ModelDrafter(draft, SAMPLE, 3), stop)
     if warm:
         warm_up(experiment, system)
         adaptive = name not in ("length", "unsure", "copy", "hf-constant")
@@ -99,7 +104,7 @@ def test_thresholds_that_adapt_within_the_text_are_lossless(scripted_clock) -> N
     for name in ("entropy", "product", "hf-heuristic", "cost-optimal"):
         stop = STOPS[name](parts(experiment, draft))
         stop.threshold = _Eager(stop.threshold) if name == "product" else stop.threshold
-        assert experiment.bias(System(name, ModelDrafter(draft, SAMPLE, 2), stop)) < TOLERANCE
+        assert experiment.bias(Method(name, ModelDrafter(draft, SAMPLE, 2), stop)) < TOLERANCE
 
 
 @pytest.mark.parametrize("cost", [0.1, 0.4, 0.9])
@@ -110,7 +115,7 @@ def test_draft_lengths_that_what_was_accepted_decides_are_lossless(name: str, co
     experiment.prompt = [0, 1, 1]
     scripted_clock(experiment)
     lengths = DraftLengths(RoundCosts.of_ratios(cost, 0.02), 3)
-    system = System(name, ModelDrafter(draft, SAMPLE, 2), STOPS[name](parts(experiment, draft)), lengths=lengths)
+    system = Method(name, ModelDrafter(draft, SAMPLE, 2), STOPS[name](parts(experiment, draft)), lengths=lengths)
     assert experiment.bias(system) < TOLERANCE
     warm_up(experiment, system)
     assert experiment.bias(system) < TOLERANCE
@@ -138,28 +143,28 @@ def test_refusing_to_draw_is_lossless_where_the_rule_reads_only_the_distribution
 ) -> None:
     experiment, draft = scripted_pair(4, tokens=3)
     stop = StopRule(5, confidence, product=product, threshold=Fixed(value), refuse=True)
-    assert experiment.bias(System("refuse", ModelDrafter(draft, SAMPLE, 4), stop)) < TOLERANCE
+    assert experiment.bias(Method("refuse", ModelDrafter(draft, SAMPLE, 4), stop)) < TOLERANCE
     assert {trace.drafted[0] for trace in experiment.traces} >= {1, 2}
 
 
 WARPS = {
-    "plain": Warp(temperature=1.0),
-    "hot-top-k": Warp(temperature=1.5, top_k=3),
-    "top-p": Warp(temperature=0.8, top_p=0.8),
-    "min-p": Warp(temperature=1.2, min_p=0.2),
-    "repetition": Warp(temperature=1.0, repetition_penalty=1.7),
-    "repetition-top-p": Warp(temperature=0.7, repetition_penalty=0.6, top_p=0.9),
-    "greedy": Warp(),
-    "greedy-repetition": Warp(repetition_penalty=1.9),
+    "plain": LogitsWarper(temperature=1.0),
+    "hot-top-k": LogitsWarper(temperature=1.5, top_k=3),
+    "top-p": LogitsWarper(temperature=0.8, top_p=0.8),
+    "min-p": LogitsWarper(temperature=1.2, min_p=0.2),
+    "repetition": LogitsWarper(temperature=1.0, repetition_penalty=1.7),
+    "repetition-top-p": LogitsWarper(temperature=0.7, repetition_penalty=0.6, top_p=0.9),
+    "greedy": LogitsWarper(),
+    "greedy-repetition": LogitsWarper(repetition_penalty=1.9),
 }
 
 
 @pytest.mark.parametrize("warp", WARPS.values(), ids=WARPS)
-def test_every_warp_is_lossless(warp: Warp) -> None:
+def test_every_warp_is_lossless(warp: LogitsWarper) -> None:
     experiment, draft = scripted_pair(4, tokens=3, warp=warp)
     stop = StopRule(5, token_probability, threshold=Fixed(0.2))
-    assert experiment.bias(System("model", ModelDrafter(draft, warp, 4), stop)) < TOLERANCE
-    assert experiment.bias(System("tree", RandomTree(4), stop)) < TOLERANCE
+    assert experiment.bias(Method("model", ModelDrafter(draft, warp, 4), stop)) < TOLERANCE
+    assert experiment.bias(Method("tree", RandomTree(4), stop)) < TOLERANCE
 
 
 @pytest.mark.parametrize("draft_vocab", [2, 3, 5, 7])
@@ -167,14 +172,14 @@ def test_every_warp_is_lossless(warp: Warp) -> None:
 def test_padded_vocabularies_are_lossless(draft_vocab: int, warp: str) -> None:
     experiment, draft = scripted_pair(4, tokens=3, draft_vocab=draft_vocab, warp=WARPS[warp])
     experiment.prompt = [0, 1, 1, 0]
-    assert experiment.bias(System("padded", ModelDrafter(draft, WARPS[warp], 4), StopRule(5))) < TOLERANCE
+    assert experiment.bias(Method("padded", ModelDrafter(draft, WARPS[warp], 4), StopRule(5))) < TOLERANCE
 
 
 @pytest.mark.parametrize("stop_ids", [(0,), (1, 2)])
 def test_texts_that_end_early_are_lossless(stop_ids: tuple[int, ...]) -> None:
     experiment, draft = scripted_pair(4, tokens=3, stop_ids=stop_ids)
     for drafter in (ModelDrafter(draft, SAMPLE, 4), RandomTree(4), LookupDrafter()):
-        assert experiment.bias(System("eos", drafter, StopRule(5))) < TOLERANCE
+        assert experiment.bias(Method("eos", drafter, StopRule(5))) < TOLERANCE
 
 
 def test_short_contexts_are_lossless() -> None:
@@ -182,12 +187,12 @@ def test_short_contexts_are_lossless() -> None:
     experiment, draft = scripted_pair(4, tokens=4)
     experiment.target.limit = len(PROMPT) + 2
     draft.limit = len(PROMPT) + 1
-    distribution = experiment.distribution(System("short", ModelDrafter(draft, SAMPLE, 4), StopRule(5)))
+    distribution = experiment.distribution(Method("short", ModelDrafter(draft, SAMPLE, 4), StopRule(5)))
     assert {len(text) for text in distribution} == {3}
     experiment.tokens = 3
-    assert experiment.bias(System("short", ModelDrafter(draft, SAMPLE, 4), StopRule(5))) < TOLERANCE
+    assert experiment.bias(Method("short", ModelDrafter(draft, SAMPLE, 4), StopRule(5))) < TOLERANCE
     draft.limit = 2  # the prompt does not even fit
-    assert experiment.bias(System("short", ModelDrafter(draft, SAMPLE, 4), StopRule(5))) < TOLERANCE
+    assert experiment.bias(Method("short", ModelDrafter(draft, SAMPLE, 4), StopRule(5))) < TOLERANCE
     assert experiment.drafted == {0}
 
 
@@ -202,7 +207,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory):
 def test_every_deterministic_drafter_is_lossless_with_every_stop_rule(name: str, drafters, scripted_clock) -> None:
     experiment, draft = scripted_pair(4, tokens=3)
     scripted_clock(experiment)
-    system = System(name, drafters[name](), StopRule())
+    system = Method(name, drafters[name](), StopRule())
     warm_up(experiment, system, texts=2)
     for make in STOPS.values():
         system.stop = make(parts(experiment, draft))
@@ -216,7 +221,7 @@ def test_a_hybrid_of_copies_and_a_draft_model_is_lossless(match: int, drafters, 
     scripted_clock(experiment)
     for store in (None, drafters["rest"]().store):
         head = ModelDrafter(draft, SAMPLE, 4)
-        system = System("hybrid", HybridDrafter(head, store, match=match, length=3), StopRule())
+        system = Method("hybrid", HybridDrafter(head, store, match=match, length=3), StopRule())
         for name in ("length", "unsure", "product", "entropy"):
             system.stop = STOPS[name](parts(experiment, draft))
             assert experiment.bias(system) < TOLERANCE
@@ -226,14 +231,14 @@ def test_a_hybrid_of_copies_and_a_draft_model_is_lossless(match: int, drafters, 
 @pytest.mark.parametrize("seed", range(6))
 def test_trees_of_any_shape_are_lossless(seed: int) -> None:
     experiment, _ = scripted_pair(3, tokens=4)
-    assert experiment.bias(System("tree", RandomTree(3, nodes=12, seed=seed), StopRule())) < TOLERANCE
+    assert experiment.bias(Method("tree", RandomTree(3, nodes=12, seed=seed), StopRule())) < TOLERANCE
 
 
 def test_trying_the_children_in_turn_is_lossless_with_the_exact_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Exact, "neutral", False)
     experiment, _ = scripted_pair(4, tokens=3)
     for seed in range(3):
-        assert experiment.bias(System("tree", RandomTree(4, nodes=8, seed=seed), StopRule())) < TOLERANCE
+        assert experiment.bias(Method("tree", RandomTree(4, nodes=8, seed=seed), StopRule())) < TOLERANCE
 
 
 # -- rules that are not exact ------------------------------------------------------------------------------------------
@@ -291,12 +296,12 @@ def test_biased_rules_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     experiment, draft = scripted_pair(3, tokens=3)
     model = ModelDrafter(draft, SAMPLE, 3)
     stop = StopRule(5, token_probability, threshold=Fixed(0.4))
-    assert experiment.bias(System("fine", model, stop)) < TOLERANCE
-    assert experiment.bias(System("drops", _DropsTheToken(draft, SAMPLE, 3), stop)) > 0.01
-    assert experiment.bias(System("from p", model, StopRule(), _CorrectsFromP())) > 0.01
+    assert experiment.bias(Method("fine", model, stop)) < TOLERANCE
+    assert experiment.bias(Method("drops", _DropsTheToken(draft, SAMPLE, 3), stop)) > 0.01
+    assert experiment.bias(Method("from p", model, StopRule(), _CorrectsFromP())) > 0.01
 
-    tree = System("tree", RandomTree(3, nodes=8, seed=3), StopRule())
-    copy = System("copy", LookupDrafter(), StopRule())
+    tree = Method("tree", RandomTree(3, nodes=8, seed=3), StopRule())
+    copy = Method("copy", LookupDrafter(), StopRule())
     for system, biased in ((tree, _draw_per_path), (copy, _redraw_from_p)):
         assert experiment.bias(system) < TOLERANCE
         with monkeypatch.context() as patch:
@@ -307,5 +312,5 @@ def test_biased_rules_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rule", [Ears(0.2), JensenShannon(threshold=0.4), Fuzzy(0.2), Typical()])
 def test_relaxed_rules_are_seen_to_be_relaxed(rule) -> None:
     experiment, draft = scripted_pair(3, tokens=3)
-    assert experiment.bias(System("relaxed", ModelDrafter(draft, SAMPLE, 3), StopRule(), rule)) > 0.01
-    assert experiment.bias(System("tree", RandomTree(3, nodes=8, seed=3), StopRule(), rule)) > 0.001
+    assert experiment.bias(Method("relaxed", ModelDrafter(draft, SAMPLE, 3), StopRule(), rule)) > 0.01
+    assert experiment.bias(Method("tree", RandomTree(3, nodes=8, seed=3), StopRule(), rule)) > 0.001

@@ -12,9 +12,9 @@ from scipy.stats import chi2
 from scripted import RandomTree
 
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import System, Target, decode
+from decode.loop import Method, Target, decode
 from decode.models.choose_runner import open_runner
-from decode.sampling import TorchRng, Warp
+from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import Fixed, StopRule, token_probability
 from decode.verify import Ears
 
@@ -38,7 +38,7 @@ def p_value(counts: Counter, distribution: Distribution) -> float:
     return float(chi2.sf(statistic, len(merged) - 1))
 
 
-def sample(experiment: Experiment, system: System, texts: int) -> tuple[Counter, int]:
+def sample(experiment: Experiment, system: Method, texts: int) -> tuple[Counter, int]:
     """How often each text came out, and the rounds it took."""
     rng, target = TorchRng(0), Target(experiment.target)
     counts: Counter = Counter()
@@ -51,24 +51,24 @@ def sample(experiment: Experiment, system: System, texts: int) -> tuple[Counter,
 
 
 def test_twenty_thousand_rounds_have_the_targets_distribution() -> None:
-    warp = Warp(temperature=0.8)
+    warp = LogitsWarper(temperature=0.8)
     target = ScriptedRunner(random_table(1, 4), 4)
     draft = ScriptedRunner(random_table(3, 4), 4)
     experiment = Experiment(target, warp, [0, 2, 1], 3)
     distribution = autoregressive_distribution(experiment.next_distribution, experiment.prompt, 3)
-    model = System("model", ModelDrafter(draft, warp, 4), StopRule(3, token_probability, threshold=Fixed(0.3)))
+    model = Method("model", ModelDrafter(draft, warp, 4), StopRule(3, token_probability, threshold=Fixed(0.3)))
     counts, rounds = sample(experiment, model, 11_800)
     assert rounds >= 20_000
     assert p_value(counts, distribution) > 1e-4
-    assert p_value(sample(experiment, System("tree", RandomTree(4), StopRule()), 2000)[0], distribution) > 1e-4
-    relaxed = System("ears", ModelDrafter(draft, warp, 4), StopRule(3), Ears(0.3))
+    assert p_value(sample(experiment, Method("tree", RandomTree(4), StopRule()), 2000)[0], distribution) > 1e-4
+    relaxed = Method("ears", ModelDrafter(draft, warp, 4), StopRule(3), Ears(0.3))
     assert p_value(sample(experiment, relaxed, 2000)[0], distribution) < 1e-4  # the test has the power to see a bias
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_tiny_pair_has_the_targets_distribution(family: str) -> None:
     target, draft = build_tiny(family, vocab_size=6), build_tiny(family, vocab_size=6, seed=4)
-    warp = Warp(temperature=1.5)
+    warp = LogitsWarper(temperature=1.5)
 
     @torch.inference_mode()
     def forward(text: list[int]) -> torch.Tensor:
@@ -76,7 +76,7 @@ def test_a_tiny_pair_has_the_targets_distribution(family: str) -> None:
 
     experiment = Experiment(open_runner(target), warp, [3, 1, 4], 3, forward=forward)
     distribution = autoregressive_distribution(experiment.next_distribution, experiment.prompt, 3)
-    system = System("model", ModelDrafter(open_runner(draft), warp, 6), StopRule(2))
+    system = Method("model", ModelDrafter(open_runner(draft), warp, 6), StopRule(2))
     assert p_value(sample(experiment, system, 500)[0], distribution) > 1e-4
 
 

@@ -22,7 +22,7 @@ from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_draft_runner, open_runner
 from decode.models.loading import load_model
-from decode.sampling import TorchRng, Warp
+from decode.sampling import LogitsWarper, TorchRng
 from distill.config.drafts import EagleSettings
 from distill.config.run import Settings
 from distill.pipeline import run_pipeline
@@ -62,7 +62,7 @@ def decoded(
 ) -> Any:
     """The output of our loop on the device."""
     runner = open_runner(model, compile=compile) if compile != "none" else open_runner(model, fast=fast)
-    warp = Warp(temperature)
+    warp = LogitsWarper(temperature)
     drafter = None if draft is None else open_draft_runner(draft, model, compile)
     system = build(method, MethodInputs(runner, warp, drafter, options=MethodOptions(**options)))
     return decode(

@@ -23,12 +23,12 @@ from decode.drafters.probe import (
     weight_sample,
 )
 from decode.errors import UserError
-from decode.loop import System, Target, decode, rounds
+from decode.loop import Method, Target, decode, rounds
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
 from decode.models.writing import draws_named, write_texts
-from decode.sampling import TorchRng, Warp
+from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import Step
 from distill import ranks
 from probes.features import Features, collect, collect_together, exit_layers
@@ -47,7 +47,7 @@ from probes.settings import ProbeSettings
 
 DEPTH = 4
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7]]
-SAMPLED = Warp(0.9, top_p=0.8)
+SAMPLED = LogitsWarper(0.9, top_p=0.8)
 
 
 def synthetic(n: int, *, seed: int, exits: int = 3, width: int = 12, noise: float = 1.0) -> Features:
@@ -70,17 +70,17 @@ def model_of(tiny, **options):
 # -- texts and features ------------------------------------------------------------------------------------------------
 
 
-def texts_of(model, prompts, warp: Warp, length: int):
+def texts_of(model, prompts, warp: LogitsWarper, length: int):
     written = write_texts(model, prompts, warp, budgets=length, stop_ids=(), draws=draws_named(0))
     return [([*ids, *text], len(ids)) for ids, text in zip(prompts, written)]
 
 
 def test_training_texts_are_sampled_and_judged_in_blocks_of_whole_texts(tiny, monkeypatch) -> None:
     model = model_of(tiny)
-    texts = texts_of(model, PROMPTS, Warp(), 9)
-    whole = collect(model, texts, Warp(), exits=[1, 3], batch_size=3)
+    texts = texts_of(model, PROMPTS, LogitsWarper(), 9)
+    whole = collect(model, texts, LogitsWarper(), exits=[1, 3], batch_size=3)
     monkeypatch.setattr("probes.features.BLOCK", 7 * model.config.vocab_size)
-    blocks = collect(model, texts, Warp(), exits=[1, 3], batch_size=3)
+    blocks = collect(model, texts, LogitsWarper(), exits=[1, 3], batch_size=3)
     assert blocks.text.tolist() == whole.text.tolist() == [i for i in range(4) for _ in range(9)]
     torch.testing.assert_close(blocks.inputs, whole.inputs)
     assert torch.equal(blocks.outcome, whole.outcome)
@@ -91,7 +91,7 @@ def test_one_pass_sees_what_each_exit_would_draft(tiny, family: str) -> None:
     model = tiny(family)
     exits = exit_layers(model)
     texts = [([3, 1, 4, 1, 5, 9, 2], 3), ([2, 7, 1, 8], 2)]
-    found = collect(model, texts, Warp(), exits=exits, batch_size=2)
+    found = collect(model, texts, LogitsWarper(), exits=exits, batch_size=2)
     assert found.exits == [1]
     assert found.text.tolist() == [0] * 4 + [1] * 2
     with torch.no_grad():
@@ -104,17 +104,19 @@ def test_one_pass_sees_what_each_exit_would_draft(tiny, family: str) -> None:
 def test_features_are_those_that_decoding_shows_to_the_stop_rule(tiny) -> None:
     model = model_of(tiny)
     runner = open_runner(model)
-    text = texts_of(model, PROMPTS[:1], Warp(), 6)
-    found = collect(model, text, Warp(), exits=[2])
+    text = texts_of(model, PROMPTS[:1], LogitsWarper(), 6)
+    found = collect(model, text, LogitsWarper(), exits=[2])
     seen = []
 
     def watch(step) -> float:
         seen.append(torch.cat([step.hidden[None], confidence_features(step.logits[None], step.token.view(1))], -1)[0])
         return 1.0
 
-    system = build("layerskip", MethodInputs(runner, Warp(), options=MethodOptions(exit_layer=2, draft_length=1)))
+    system = build(
+        "layerskip", MethodInputs(runner, LogitsWarper(), options=MethodOptions(exit_layer=2, draft_length=1))
+    )
     system.stop.confidence = watch
-    for _ in rounds(Target(runner), system, Warp(), PROMPTS[0], max_new_tokens=6):
+    for _ in rounds(Target(runner), system, LogitsWarper(), PROMPTS[0], max_new_tokens=6):
         pass
     torch.testing.assert_close(seen[0], found.inputs[0, 0], atol=1e-3, rtol=1e-3)
 
@@ -135,10 +137,10 @@ def test_sampled_labels_are_the_acceptance_probability_and_the_top_p_set(tiny) -
 
 def test_a_draft_model_is_the_only_exit_of_its_features(tiny) -> None:
     target, draft = model_of(tiny), tiny("llama", seed=5, hidden_size=16)
-    texts = texts_of(target, PROMPTS, Warp(), 10)
-    found = collect(target, texts, Warp(), draft=draft)
+    texts = texts_of(target, PROMPTS, LogitsWarper(), 10)
+    found = collect(target, texts, LogitsWarper(), draft=draft)
     assert (found.exits, found.width) == ([2], 16)
-    itself = collect(target, texts, Warp(), draft=target)
+    itself = collect(target, texts, LogitsWarper(), draft=target)
     assert itself.outcome.min() == 1
 
 
@@ -309,7 +311,7 @@ def test_probes_of_another_model_layer_or_nothing_are_refused(tiny, folder: Path
     with pytest.raises(UserError, match="damaged"):
         load_probe(folder, model, 1, "probe", ["match"])
     with pytest.raises(UserError, match="give --probes"):
-        build("adaspeed-probe", MethodInputs(open_runner(model), Warp()))
+        build("adaspeed-probe", MethodInputs(open_runner(model), LogitsWarper()))
 
 
 @pytest.mark.parametrize("dtypes", list(itertools.permutations((torch.float32, torch.float16, torch.bfloat16), 2)))
@@ -333,8 +335,8 @@ def test_probe_methods_decode_greedily_as_generate_does_and_take_advice(tiny, fo
     runner = open_runner(model)
     expected = model.generate(torch.tensor([PROMPTS[1]]), max_new_tokens=20, do_sample=False)[0].tolist()
     given = MethodOptions(probes=str(folder), exit_layer=None if method == "adaspeed-probe" else 1)
-    system: System = build(method, MethodInputs(runner, Warp(), options=given))
-    assert decode(Target(runner), system, Warp(), PROMPTS[1], max_new_tokens=20).ids == expected
+    system: Method = build(method, MethodInputs(runner, LogitsWarper(), options=given))
+    assert decode(Target(runner), system, LogitsWarper(), PROMPTS[1], max_new_tokens=20).ids == expected
     if method == "adaspeed-probe":
         assert (system.drafter.subset.shared, system.stop.window, system.stop.threshold.start) == (3, 4, 0.2)
 
@@ -344,9 +346,11 @@ def test_a_draft_models_probe_stops_its_drafts(tiny, tmp_path: Path) -> None:
     probe = probe_for(draft, 2)
     probe.bias = -8.0  # sure of rejection: one token a round
     save_probes(tmp_path, draft, [probe])
-    parts = MethodInputs(open_runner(target), Warp(), open_runner(draft), options=MethodOptions(probes=str(tmp_path)))
+    parts = MethodInputs(
+        open_runner(target), LogitsWarper(), open_runner(draft), options=MethodOptions(probes=str(tmp_path))
+    )
     out = decode(
-        Target(parts.target), build("draft-probe", parts), Warp(), PROMPTS[0], max_new_tokens=8, rng=TorchRng(0)
+        Target(parts.target), build("draft-probe", parts), LogitsWarper(), PROMPTS[0], max_new_tokens=8, rng=TorchRng(0)
     )
     assert set(out.trace.drafted) <= {0, 1}
     assert 1 in out.trace.drafted

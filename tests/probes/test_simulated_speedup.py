@@ -12,7 +12,7 @@ from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.families import decoder_layers
 from decode.models.fast_runner import fast_runner
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 from probes.exit_search import HINDSIGHT, METHODS, Choice, best_of, entry_of, predict, simulate, split_texts
 from probes.features import collect
 from probes.report import TITLES
@@ -40,9 +40,9 @@ def test_simulated_rounds_are_those_of_greedy_decoding(tiny) -> None:
     model = tiny("llama", num_hidden_layers=DEPTH)
     runner = fast_runner(model)
     prompt = [3, 1, 4]
-    parts = MethodInputs(runner, Warp(), options=MethodOptions(exit_layer=3, draft_length=3))
-    out = decode(Target(runner), build("layerskip", parts), Warp(), prompt, max_new_tokens=30)
-    found = collect(model, [(out.ids, 3)], Warp(), exits=[3])
+    parts = MethodInputs(runner, LogitsWarper(), options=MethodOptions(exit_layer=3, draft_length=3))
+    out = decode(Target(runner), build("layerskip", parts), LogitsWarper(), prompt, max_new_tokens=30)
+    found = collect(model, [(out.ids, 3)], LogitsWarper(), exits=[3])
     drafted, accepted = simulate(found.outcome[0].tolist(), None, 3)
     assert drafted == out.trace.drafted
     assert accepted[:-1] == out.trace.accepted[:-1]
@@ -77,7 +77,7 @@ def test_a_choice_becomes_options_of_the_method_table() -> None:
 
 def test_costs_are_in_steps_of_plain_decoding_and_deeper_exits_draft_dearer(tiny) -> None:
     runner = fast_runner(tiny("llama", num_hidden_layers=8, hidden_size=128))
-    costs = measure(runner, [1, 7], {}, Warp(), [[3, 1, 4]], seconds=2.0)
+    costs = measure(runner, [1, 7], {}, LogitsWarper(), [[3, 1, 4]], seconds=2.0)
     shallow, deep = costs.exits[1], costs.exits[7]
     assert 0 < shallow.cost_ratio < deep.cost_ratio < 1.5
     assert shallow.verify_cost[1] < 1.5

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.loop import System, Target, decode, decode_texts
+from decode.loop import Method, Target, decode, decode_texts
 from decode.models.runner import Runner
-from decode.sampling import Rng, Warp
+from decode.sampling import LogitsWarper, Rng
 from decode.trace import Trace
 
 Distribution = dict[tuple[int, ...], float]
@@ -216,7 +216,7 @@ class Experiment:
     """
 
     target: Runner
-    warp: Warp
+    warp: LogitsWarper
     prompt: list[int]
     tokens: int
     stop_ids: tuple[int, ...] = ()
@@ -224,7 +224,7 @@ class Experiment:
     clock: Clock = field(default_factory=Clock)
     traces: list[Trace] = field(default_factory=list)
 
-    def run(self, system: System, rng: Rng, tokens: int | None = None) -> tuple[int, ...]:
+    def run(self, system: Method, rng: Rng, tokens: int | None = None) -> tuple[int, ...]:
         """Decode once from the system's present state, leaving that state as it is."""
         self.clock.now = 0.0
         # models and corpora stay, everything learned is copied
@@ -242,12 +242,12 @@ class Experiment:
         self.traces.append(out.trace)
         return tuple(out.new_ids)
 
-    def distribution(self, system: System) -> Distribution:
+    def distribution(self, system: Method) -> Distribution:
         """The exact distribution of the first tokens under this system."""
         self.traces.clear()
         return enumerate_runs(lambda rng: self.run(system, rng))
 
-    def bias(self, system: System) -> float:
+    def bias(self, system: Method) -> float:
         """Total variation between the system's distribution and the target's own."""
         found = self.distribution(system)
         assert abs(sum(found.values()) - 1) < 1e-12
@@ -267,7 +267,9 @@ class Experiment:
         return set(itertools.chain.from_iterable(t.drafted for t in self.traces))
 
 
-def joint_bias(target: Runner, system: System, warp: Warp, prompts: list[list[int]], tokens: int, **options) -> float:  # type: ignore[no-untyped-def]
+def joint_bias(
+    target: Runner, system: Method, warp: LogitsWarper, prompts: list[list[int]], tokens: int, **options
+) -> float:  # type: ignore[no-untyped-def]
     """Total variation between the joint distribution of texts decoded together and the product of their own."""
 
     def run(rng: Rng) -> tuple[int, ...]:

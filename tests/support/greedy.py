@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from decode.loop import System, Target, decode
+from decode.loop import Method, Target, decode
 from decode.models.runner import Runner
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 
-GREEDY = Warp()
+GREEDY = LogitsWarper()
 PROMPTS = [[3, 7, 1, 9], [1, 2, 3, 1, 2, 3, 1, 2]]
 NEW = 28
 
@@ -22,7 +22,7 @@ def generate(model: PreTrainedModel, prompt: list[int], new: int = NEW, **option
     return out[0].tolist()
 
 
-def assert_decodes(runner: Runner, system: System, wanted: list[int], prompt: list[int], new: int = NEW, **options):  # type: ignore[no-untyped-def]
+def assert_decodes(runner: Runner, system: Method, wanted: list[int], prompt: list[int], new: int = NEW, **options):  # type: ignore[no-untyped-def]
     out = decode(Target(runner), system, GREEDY, prompt, max_new_tokens=new, **options)
     assert out.ids == wanted
     assert out.trace.tokens == len(wanted) - len(prompt)

@@ -14,7 +14,7 @@ from decode.bench.session import BenchOptions, Session
 from decode.commands.profile import run
 from decode.commands.settings import ProfileSettings
 from decode.errors import UserError
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def bench_of(models):
 def test_alpha_is_measured_on_the_targets_own_texts(models):
     bench = bench_of(models)
     items = bench.items(make_suite())
-    warp = Warp(temperature=1.0)
+    warp = LogitsWarper(temperature=1.0)
     found = profile_pair(bench, "small", items, warp, longest=4)
     texts = [(i.ids + bench.answer(i.ids, warp, seed), len(i.ids)) for seed, i in enumerate(items)]
     assert found.alpha.mean == pytest.approx(offline_alpha(*models, texts, warp).mean)
@@ -39,7 +39,7 @@ def test_alpha_is_measured_on_the_targets_own_texts(models):
 
 def test_a_model_drafting_for_itself_is_always_accepted(models):
     bench = bench_of(models)
-    found = profile_pair(bench, "self", bench.items(make_suite()), Warp(), longest=3)
+    found = profile_pair(bench, "self", bench.items(make_suite()), LogitsWarper(), longest=3)
     assert found.alpha.mean == 1
     for row in found.lengths:
         assert row["predicted_speedup"] == pytest.approx((row["draft_length"] + 1) / row["round_cost"])
@@ -47,7 +47,7 @@ def test_a_model_drafting_for_itself_is_always_accepted(models):
 
 def test_predictions_follow_from_the_measured_costs(models):
     bench = bench_of(models)
-    found = profile_pair(bench, "small", bench.items(make_suite()), Warp(), longest=15)
+    found = profile_pair(bench, "small", bench.items(make_suite()), LogitsWarper(), longest=15)
     cost = found.cost
     assert [row["draft_length"] for row in found.lengths] == list(range(1, 16))
     for row in found.lengths:

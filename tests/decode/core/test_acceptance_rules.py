@@ -15,8 +15,8 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import System, Target, decode
-from decode.sampling import Rng, TorchRng, Warp
+from decode.loop import Method, Target, decode
+from decode.sampling import LogitsWarper, Rng, TorchRng
 from decode.stopping import StopRule
 from decode.trace import Round
 from decode.verify import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical, entropy, js_distance
@@ -130,11 +130,11 @@ def test_the_loop_reports_what_a_rule_spends(name: str, deterministic: bool) -> 
     rule = loose.get(name, RULES[name][0])
     target = ScriptedRunner(random_table(1, 4, zeros=0), 4)
     draft = ScriptedRunner(random_table(2, 4), 4)
-    warp = Warp(temperature=0.8)
+    warp = LogitsWarper(temperature=0.8)
     experiment = Experiment(target, warp, [0, 1, 2], 2)
     likely = int(experiment.next_distribution([0, 1, 2]).argmax())
     drafter = _OneToken(likely) if deterministic else ModelDrafter(draft, warp, 4, keep_logits=True)
-    system = System(name, drafter, StopRule(1), rule)
+    system = Method(name, drafter, StopRule(1), rule)
 
     def run(rng: Rng) -> tuple[int, ...]:
         token = experiment.run(system, rng)[0]
@@ -153,17 +153,19 @@ class _OneToken(RandomTree):
         return Draft.tree([self.vocab], [-1]) if max_depth else Draft.empty()
 
 
-@pytest.mark.parametrize("warp", [Warp(temperature=0.8), Warp()], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("warp", [LogitsWarper(temperature=0.8), LogitsWarper()], ids=["sampled", "greedy"])
 @pytest.mark.parametrize("drafter", ["model", "tree"])
 @pytest.mark.parametrize("rule", [Ears(0.0), JensenShannon(threshold=0.0)], ids=["ears", "js"])
-def test_neutral_rules_are_bit_identical_with_the_exact_one(rule: AcceptanceRule, drafter: str, warp: Warp) -> None:
+def test_neutral_rules_are_bit_identical_with_the_exact_one(
+    rule: AcceptanceRule, drafter: str, warp: LogitsWarper
+) -> None:
     target, draft = (ScriptedRunner(random_table(seed, 5), 5) for seed in (1, 2))
     make = {"model": lambda: ModelDrafter(draft, warp, 5, keep_logits=True), "tree": lambda: RandomTree(5)}[drafter]
     runs = []
     for kept in (Exact(), rule):
         runs += [
             [
-                decode(Target(target), System("", make(), StopRule(), kept), warp, [0], max_new_tokens=40, rng=rng)
+                decode(Target(target), Method("", make(), StopRule(), kept), warp, [0], max_new_tokens=40, rng=rng)
                 for rng in map(TorchRng, range(3))
             ]
         ]
@@ -178,14 +180,14 @@ def test_adasd_is_the_exact_rule_until_it_has_seen_both_outcomes() -> None:
     p = torch.rand(6, 5, dtype=torch.float64).softmax(-1)
     q = torch.rand(6, 5, dtype=torch.float64).softmax(-1)
     x = torch.arange(6) % 5
-    assert rule.neutral
+    assert rule.is_exact_now
     assert torch.equal(rule.accept_prob(p, q, x), Exact().accept_prob(p, q, x))
     rule.rejected = [1.2, 2.0]
-    assert rule.neutral
+    assert rule.is_exact_now
     rule.accepted = [0.1, 1.0]
-    assert not rule.neutral
+    assert not rule.is_exact_now
     rule.reset()
-    assert rule.neutral
+    assert rule.is_exact_now
     assert rule.theta == 0
 
 
@@ -203,7 +205,7 @@ def test_adasd_thresholds_follow_from_the_mean_distances(variant: str, theta: fl
     assert rule.theta == pytest.approx(theta, abs=1e-15)
 
 
-def round_of(draft: Draft, path: list[int], probs: Tensor, logits: Tensor | None = None, token: int = 0) -> Round:
+def step(draft: Draft, path: list[int], probs: Tensor, logits: Tensor | None = None, token: int = 0) -> Round:
     return Round(draft, path, token, probs, probs.log() if logits is None else logits)
 
 
@@ -215,17 +217,17 @@ def test_adasd_records_the_accepted_distances_and_the_first_rejected_one() -> No
     rule = JensenShannon()
     rule.start()
     rule.accept_prob(p[:3], q, draft.tokens)
-    rule.observe(round_of(draft, [0], p))
+    rule.observe(step(draft, [0], p))
     assert rule.accepted == pytest.approx([distance[0], 1])
     assert rule.rejected == pytest.approx([distance[1], 1])  # the third was never tested
     rule.accept_prob(p[:3], q, draft.tokens)
-    rule.observe(round_of(draft, [0, 1, 2], p))
+    rule.observe(step(draft, [0, 1, 2], p))
     assert rule.accepted == pytest.approx([distance[0] * 2 + sum(distance[1:]), 4])
     assert rule.rejected == pytest.approx([distance[1], 1])
     assert rule.sequences == [1, 1]
     rule.start()
     rule.accept_prob(p[:3], q, draft.tokens)
-    rule.observe(round_of(draft, [0, 1, 2], p))
+    rule.observe(step(draft, [0, 1, 2], p))
     assert rule.sequences == [2, 1]
 
 
@@ -234,15 +236,15 @@ def test_adasd_learns_from_trees_by_their_tested_nodes() -> None:
     draft = Draft.tree([0, 1, 2], [-1, -1, 1])
     eye = torch.eye(3, dtype=torch.float64)
     rule = JensenShannon()
-    rule.observe(round_of(draft, [1], p))  # took the second child, then refused the grandchild
+    rule.observe(step(draft, [1], p))  # took the second child, then refused the grandchild
     assert rule.accepted == pytest.approx([js_distance(p[0], eye[1]).item(), 1])
     assert rule.rejected == pytest.approx([js_distance(p[2], eye[2]).item(), 1])
-    rule.observe(round_of(draft, [1, 2], p))
+    rule.observe(step(draft, [1, 2], p))
     assert rule.accepted[1] == 3
     assert rule.rejected[1] == 1
     greedy = torch.zeros_like(p).scatter_(-1, p.argmax(-1, keepdim=True), 1.0)
     rule = JensenShannon(unwarped=True)
-    rule.observe(round_of(draft, [0], greedy, p.log()))
+    rule.observe(step(draft, [0], greedy, p.log()))
     assert rule.accepted == pytest.approx([js_distance(p[0], eye[0]).item(), 1])
     assert rule.rejected[1] == 0
 

@@ -19,10 +19,10 @@ from transformers import (
 
 from decode.drafters.draft_model import ModelDrafter
 from decode.errors import UserError
-from decode.loop import System, Target, rounds
+from decode.loop import Method, Target, rounds
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
-from decode.sampling import TopP, TorchRng, Warp, WarpedRows, argmax, one_hot
+from decode.sampling import LogitsWarper, TopP, TorchRng, WarpedRows, argmax, one_hot
 from decode.stopping import StopRule
 from decode.trace import Trace
 
@@ -62,7 +62,7 @@ def test_probabilities_are_those_of_generate(settings: dict, tiny) -> None:
     text, wanted = generated(model, settings, 12)
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([text])).logits[0, len(PROMPT) - 1 : -1]
-    warp = Warp(**{"temperature": 1.0} | settings)
+    warp = LogitsWarper(**{"temperature": 1.0} | settings)
     p = warp(logits, [text[:i] for i in range(len(PROMPT), len(text))])
     assert torch.equal(p > 0, wanted > 0)
     assert torch.allclose(p, wanted, atol=1e-5)
@@ -74,12 +74,12 @@ def test_probabilities_are_those_of_generate(settings: dict, tiny) -> None:
 def test_drafted_prefixes_are_warped_as_generate_would_warp_them(settings: dict, way: str, tiny) -> None:
     """Every row that verification looks at is what generate would compute after that node's own text."""
     model = tiny("llama")
-    warp = Warp(**{"temperature": 1.0} | settings)
+    warp = LogitsWarper(**{"temperature": 1.0} | settings)
     text, _ = generated(model, settings, 16)
     drafter = ModelDrafter(open_runner(model), warp, VOCAB) if way == "model" else Oracle(text, way, VOCAB)
     ids = list(PROMPT)
     drafted = 0
-    system = System("", drafter, StopRule(4))
+    system = Method("", drafter, StopRule(4))
     for result, new in rounds(Target(open_runner(model)), system, warp, PROMPT, max_new_tokens=16, rng=TorchRng(2)):
         drafted += result.drafted
         for node in range(-1, result.drafted):
@@ -100,30 +100,30 @@ def next_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
 
 def test_temperature_zero_is_one_hot_at_the_argmax() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0], [-1.0, -3.0, -0.5]])
-    assert Warp().greedy
-    assert Warp()(logits).tolist() == [[0, 1, 0], [0, 0, 1]]
-    assert Warp(top_k=2, top_p=0.5)(logits).tolist() == [[0, 1, 0], [0, 0, 1]]
-    assert Warp(repetition_penalty=4.0)(logits, [[1], [2, 0]]).tolist() == [[0, 0, 1], [0, 0, 1]]
+    assert LogitsWarper().greedy
+    assert LogitsWarper()(logits).tolist() == [[0, 1, 0], [0, 0, 1]]
+    assert LogitsWarper(top_k=2, top_p=0.5)(logits).tolist() == [[0, 1, 0], [0, 0, 1]]
+    assert LogitsWarper(repetition_penalty=4.0)(logits, [[1], [2, 0]]).tolist() == [[0, 0, 1], [0, 0, 1]]
 
 
 def test_low_precision_logits_are_warped_in_float32_and_double_stays_double() -> None:
     logits = torch.randn(3, 8)
     for dtype in (torch.bfloat16, torch.float16):
-        assert Warp(temperature=0.7)(logits.to(dtype)).dtype == torch.float32
-    assert Warp(temperature=0.7)(logits.double()).dtype == torch.float64
-    assert Warp()(logits.bfloat16()).dtype == torch.float32
+        assert LogitsWarper(temperature=0.7)(logits.to(dtype)).dtype == torch.float32
+    assert LogitsWarper(temperature=0.7)(logits.double()).dtype == torch.float64
+    assert LogitsWarper()(logits.bfloat16()).dtype == torch.float32
 
 
 def test_a_warp_leaves_the_logits_it_was_given_alone() -> None:
     logits = torch.randn(2, 8)
     before = logits.clone()
-    Warp(temperature=0.5, top_k=3, top_p=0.8, min_p=0.1, repetition_penalty=2.0)(logits, [[1, 2], [3]])
-    Warp(repetition_penalty=2.0)(logits, [[1, 2], [3]])
+    LogitsWarper(temperature=0.5, top_k=3, top_p=0.8, min_p=0.1, repetition_penalty=2.0)(logits, [[1, 2], [3]])
+    LogitsWarper(repetition_penalty=2.0)(logits, [[1, 2], [3]])
     assert torch.equal(logits, before)
 
 
 def test_further_processors_run_before_temperature_with_the_prefix() -> None:
-    warp = Warp(temperature=1.0, processors=[NoRepeatNGramLogitsProcessor(2)])
+    warp = LogitsWarper(temperature=1.0, processors=[NoRepeatNGramLogitsProcessor(2)])
     assert warp.needs_prefix
     logits = torch.randn(2, 5)
     p = warp(logits, [[1, 2, 3, 1], [1, 2, 3, 2]])
@@ -133,17 +133,17 @@ def test_further_processors_run_before_temperature_with_the_prefix() -> None:
 
 
 def test_a_warp_that_needs_the_prefix_asks_for_it() -> None:
-    warp = Warp(temperature=1.0, repetition_penalty=1.1)
+    warp = LogitsWarper(temperature=1.0, repetition_penalty=1.1)
     for prefixes in (None, [[1]]):
         with pytest.raises(ValueError, match="prefix"):
             warp(torch.zeros(2, 4), prefixes)
-    assert not Warp(temperature=0.5, top_k=3).needs_prefix
+    assert not LogitsWarper(temperature=0.5, top_k=3).needs_prefix
 
 
 def test_ties_at_the_edge_of_top_k_are_cut_as_in_transformers() -> None:
     logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
     wanted = TopKLogitsWarper(2)(None, TemperatureLogitsWarper(0.5)(None, logits)).softmax(-1)
-    assert torch.equal(Warp(temperature=0.5, top_k=2)(logits), wanted)
+    assert torch.equal(LogitsWarper(temperature=0.5, top_k=2)(logits), wanted)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_ties_at_the_edge_of_top_k_are_cut_as_in_transformers() -> None:
 def test_settings_out_of_range_are_refused_by_name(settings: dict) -> None:
     (name,) = settings
     with pytest.raises(UserError, match=name):
-        Warp(**settings)
+        LogitsWarper(**settings)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -176,12 +176,12 @@ def test_of_equally_probable_tokens_the_first_is_taken_in_every_precision(dtype:
     assert argmax(rows[0]).item() == 7
     distributions = one_hot(argmax(rows), rows)
     assert distributions.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert torch.equal(distributions, Warp()(rows))
+    assert torch.equal(distributions, LogitsWarper()(rows))
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.8])
 def test_greedy_rounds_have_the_distributions_that_they_were_decided_without(penalty: float, tiny) -> None:
-    model, warp = tiny("llama"), Warp(repetition_penalty=penalty)
+    model, warp = tiny("llama"), LogitsWarper(repetition_penalty=penalty)
     parts = MethodInputs(open_runner(model), warp, open_runner(tiny("llama", seed=2)))
     for rule, exact in (("exact", True), ("ears", False)):
         ids, overlaps = list(PROMPT), []
@@ -203,7 +203,7 @@ def test_greedy_rounds_have_the_distributions_that_they_were_decided_without(pen
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_row_warped_alone_is_that_of_all_rows(settings: dict) -> None:
     warp, logits = (
-        Warp(**{"temperature": 1.0, **settings}),
+        LogitsWarper(**{"temperature": 1.0, **settings}),
         torch.randn(4, 40, generator=torch.Generator().manual_seed(0)),
     )
     prefixes = [[1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 5]]
@@ -213,7 +213,7 @@ def test_a_row_warped_alone_is_that_of_all_rows(settings: dict) -> None:
         assert torch.equal(rows[row], warp(logits, prefixes)[row])
 
 
-class Counting(Warp):
+class Counting(LogitsWarper):
     """Counts the rows it is asked for."""
 
     rows = 0
@@ -263,4 +263,4 @@ def test_the_nucleus_is_that_of_transformers_without_sorting_the_vocabulary(rows
 
 def test_the_smallest_nucleus_is_the_most_probable_token() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]])
-    assert Warp(1.0, top_p=1e-9)(logits).tolist() == [[0, 1, 0]]
+    assert LogitsWarper(1.0, top_p=1e-9)(logits).tolist() == [[0, 1, 0]]

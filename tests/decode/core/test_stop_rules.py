@@ -18,7 +18,7 @@ from decode.errors import UserError
 from decode.loop import Target, decode
 from decode.method_options import MethodOptions
 from decode.methods import METHODS, STOPS, MethodInputs, build
-from decode.sampling import TorchRng, Warp
+from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import (
     CostOptimal,
     Fixed,
@@ -41,9 +41,9 @@ def chain_round(drafted: int, accepted: int, seconds: tuple[float, float] = (0.0
     return Round(draft, list(range(accepted)), 0, torch.empty(0), torch.empty(0), None, seconds)
 
 
-def step(*logits: float, token: int = 0, warp: Warp | None = None) -> Step:
+def step(*logits: float, token: int = 0, warp: LogitsWarper | None = None) -> Step:
     row = torch.tensor(logits)
-    warp = warp or Warp(temperature=1.0)
+    warp = warp or LogitsWarper(temperature=1.0)
     return Step(warp(row[None])[0], torch.tensor(token), row, torch.empty(0), warp.greedy)
 
 
@@ -61,19 +61,19 @@ def test_confidences_read_what_their_papers_say() -> None:
     assert max_probability(sampled) == pytest.approx(0.5)
     assert negative_entropy(sampled) == pytest.approx(-1.5)
 
-    cut = step(*log(0.5, 0.25, 0.25), token=0, warp=Warp(temperature=0.5))
+    cut = step(*log(0.5, 0.25, 0.25), token=0, warp=LogitsWarper(temperature=0.5))
     assert token_probability(cut) == pytest.approx(0.5)  # Draft & Verify: before warping
     assert warped_token_probability(cut) == pytest.approx(2 / 3)  # Hugging Face: after it
     assert negative_entropy(cut) == pytest.approx(-(2 / 3 * math.log2(1.5) + 1 / 3 * math.log2(6)))
 
-    greedy = step(*log(0.5, 0.25, 0.25), token=0, warp=Warp())
+    greedy = step(*log(0.5, 0.25, 0.25), token=0, warp=LogitsWarper())
     assert warped_token_probability(greedy) == pytest.approx(0.5)
     assert negative_entropy(greedy) == pytest.approx(-1.5)
 
 
 def test_a_surer_token_never_reads_as_less_confident_when_top_p_leaves_one_token() -> None:
     """A nucleus of one token has the warped probability 1 and entropy 0, above every nucleus of two."""
-    nucleus = Warp(temperature=1.0, top_p=0.8)
+    nucleus = LogitsWarper(temperature=1.0, top_p=0.8)
     one, two = step(*log(0.81, 0.1, 0.09), warp=nucleus), step(*log(0.79, 0.11, 0.1), warp=nucleus)
     assert warped_token_probability(one) == 1.0 > warped_token_probability(two) > 0.85
     assert negative_entropy(one) == 0.0 > negative_entropy(two) > -0.6
@@ -272,7 +272,7 @@ def test_cost_optimal_confidence_is_calibrated_by_counting() -> None:
 
 def parts(**options) -> MethodInputs:  # type: ignore[no-untyped-def]
     runners = [ScriptedRunner(random_table(seed, 6), 6) for seed in (1, 2)]
-    return MethodInputs(runners[0], Warp(temperature=1.0), runners[1], options=MethodOptions(**options))
+    return MethodInputs(runners[0], LogitsWarper(temperature=1.0), runners[1], options=MethodOptions(**options))
 
 
 PAPERS = {  # window, start of the threshold

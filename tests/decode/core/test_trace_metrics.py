@@ -10,9 +10,9 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import System, Target, decode
+from decode.loop import Method, Target, decode
 from decode.models.choose_runner import open_runner
-from decode.sampling import TorchRng, Warp
+from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import StopRule
 from decode.trace import FORMULAS, Round, Trace
 
@@ -111,8 +111,8 @@ def test_acceptance_by_position_counts_the_drafts_that_nothing_cut() -> None:
 
 
 def test_budget_and_stop_ids_mark_the_drafts_that_they_cut(tiny) -> None:
-    model, warp = tiny("llama"), Warp()
-    system = System("", ModelDrafter(open_runner(tiny("llama")), warp, 64), StopRule(4))
+    model, warp = tiny("llama"), LogitsWarper()
+    system = Method("", ModelDrafter(open_runner(tiny("llama")), warp, 64), StopRule(4))
     out = decode(Target(open_runner(model)), system, warp, [5, 9, 2, 7], max_new_tokens=13)
     assert (out.trace.drafted, out.trace.cut) == ([4, 4, 2], [False, False, True])
     rows = out.trace.acceptance_by_position()
@@ -183,8 +183,8 @@ def test_alpha_of_a_deterministic_draft_is_the_targets_mass_on_it() -> None:
 
     out = decode(
         Target(ScriptedRunner(logits, 4)),
-        System("", Pair(4), StopRule()),
-        Warp(temperature=1.0),
+        Method("", Pair(4), StopRule()),
+        LogitsWarper(temperature=1.0),
         [0],
         max_new_tokens=30,
         rng=TorchRng(1),

@@ -8,7 +8,7 @@ from stores import build_trigram_table
 
 from decode.drafters.adaptix import C1, C2, NgramTable, TrigramDrafter, most_visited, search
 from decode.errors import UserError
-from decode.loop import System
+from decode.loop import Method
 from decode.sampling import TorchRng
 from decode.stopping import StopRule
 
@@ -124,7 +124,7 @@ def test_what_a_long_session_learns_is_bounded(tmp_path):
 
 def test_resetting_a_system_forgets_what_its_drafter_learned(tmp_path):
     drafter = TrigramDrafter(opened(tmp_path, [[1, 2, 3], [1, 2, 4]]))
-    system = System("adaptix", drafter, StopRule())
+    system = Method("adaptix", drafter, StopRule())
     context = drafter.table.context([1, 2])
     fresh = drafter.successors(context)
     drafter.propose([1, 2, 4, 1, 2], STOP, 5, RNG)

@@ -9,14 +9,14 @@ from enumeration import Experiment
 from decode.draft import Draft
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.errors import UserError
-from decode.loop import System, Target, decode, rounds
+from decode.loop import Method, Target, decode, rounds
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
 from decode.models.families import FAMILIES
 from decode.models.fast_forward import FastForward, LayerSubset
 from decode.models.fast_runner import FastRunner, fast_runner, self_speculating
-from decode.sampling import TorchRng, Warp
+from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import Fixed, StopRule, max_probability, token_probability
 
 WALKED = ["llama", "llama-mha", "llama-tied", "mistral", "qwen2", "qwen3", "phi", "gpt_neox", "gpt_neox-sequential"]
@@ -41,8 +41,8 @@ def open_deep(tiny, family: str, **options) -> FastRunner:
     return fast_runner(tiny(family, num_hidden_layers=DEPTH, **options))
 
 
-def system_of(runner: FastRunner, part: LayerSubset, stop: StopRule, warp: Warp) -> System:
-    return System("self", EarlyExitDrafter(runner, warp, part), stop)
+def system_of(runner: FastRunner, part: LayerSubset, stop: StopRule, warp: LogitsWarper) -> Method:
+    return Method("self", EarlyExitDrafter(runner, warp, part), stop)
 
 
 @pytest.mark.parametrize("family", WALKED)
@@ -53,7 +53,13 @@ def test_greedy_text_is_that_of_generate_for_every_exit_and_subset(tiny, family:
     parts = [LayerSubset(e) for e in range(1, DEPTH)] + [LayerSubset.skipping(DEPTH, *s) for s in SUBSETS.values()]
     for part in parts:
         for stop in STOPS.values() if family == "llama" else [STOPS["product"]]:
-            out = decode(Target(runner), system_of(runner, part, stop(), Warp()), Warp(), PROMPT, max_new_tokens=24)
+            out = decode(
+                Target(runner),
+                system_of(runner, part, stop(), LogitsWarper()),
+                LogitsWarper(),
+                PROMPT,
+                max_new_tokens=24,
+            )
             assert out.ids == wanted, (family, part)
 
 
@@ -61,7 +67,7 @@ def test_greedy_text_is_that_of_generate_for_every_exit_and_subset(tiny, family:
 @pytest.mark.parametrize("exit_layer", [1, 2, 3])
 @torch.inference_mode()
 def test_the_output_has_the_targets_distribution_for_every_exit_and_stop_rule(tiny, exit_layer: int, stop: str) -> None:
-    warp = Warp(temperature=1.3)
+    warp = LogitsWarper(temperature=1.3)
     runner = open_deep(tiny, "llama", vocab_size=3, dtype=torch.float64)
     experiment = Experiment(runner, warp, [0, 2, 1], tokens=3)
     assert experiment.bias(system_of(runner, LayerSubset(exit_layer), STOPS[stop](), warp)) < 1e-12
@@ -71,7 +77,7 @@ def test_the_output_has_the_targets_distribution_for_every_exit_and_stop_rule(ti
 @pytest.mark.parametrize("subset", SUBSETS)
 @torch.inference_mode()
 def test_the_output_has_the_targets_distribution_for_layer_subsets(tiny, subset: str) -> None:
-    warp = Warp(temperature=1.3)
+    warp = LogitsWarper(temperature=1.3)
     runner = open_deep(tiny, "gpt_neox", vocab_size=3, dtype=torch.float64)
     experiment = Experiment(runner, warp, [0, 2, 1], tokens=3)
     part = LayerSubset.skipping(DEPTH, *SUBSETS[subset])
@@ -87,7 +93,7 @@ def test_the_cache_is_the_texts_after_every_round_and_gives_the_same_logits(
 ) -> None:
     runner = open_deep(tiny, family)
     fresh = open_deep(tiny, family)
-    warp = Warp(temperature=1.5)
+    warp = LogitsWarper(temperature=1.5)
     ids, lengths = list(PROMPT), set()
     system = system_of(runner, part, StopRule(4, token_probability, threshold=Fixed(0.2)), warp)
     for result, new in rounds(Target(runner), system, warp, PROMPT, max_new_tokens=30, rng=TorchRng(0)):
@@ -113,7 +119,13 @@ def test_verification_runs_the_early_layers_for_one_token_only(tiny, monkeypatch
         return run(self, x, first, last, *rest)
 
     monkeypatch.setattr(FastForward, "run_layers", spy)
-    next(iter(rounds(Target(runner), system_of(runner, LayerSubset(2), StopRule(3), Warp()), Warp(), PROMPT)))
+    next(
+        iter(
+            rounds(
+                Target(runner), system_of(runner, LayerSubset(2), StopRule(3), LogitsWarper()), LogitsWarper(), PROMPT
+            )
+        )
+    )
     assert seen == [(7, 0, 4), (1, 0, 2), (1, 0, 2), (1, 0, 2), (1, 0, 2), (4, 2, 4)]
 
 
@@ -128,7 +140,7 @@ def test_the_stop_rule_sees_the_state_that_the_exits_head_saw(tiny) -> None:
 
     draft = []
     for result, _ in rounds(
-        Target(runner), system_of(runner, LayerSubset(2), StopRule(3, watch), Warp()), Warp(), PROMPT
+        Target(runner), system_of(runner, LayerSubset(2), StopRule(3, watch), LogitsWarper()), LogitsWarper(), PROMPT
     ):
         draft = result.draft.tokens.tolist()
         break
@@ -142,7 +154,7 @@ def test_a_separate_cache_drafts_the_same_and_costs_memory(tiny) -> None:
     runner = open_deep(tiny, "qwen2")
     texts = []
     for method in ("layerskip", "layerskip-separate"):
-        parts = MethodInputs(runner, Warp(temperature=1.0), options=MethodOptions(exit_layer=2, draft_length=3))
+        parts = MethodInputs(runner, LogitsWarper(temperature=1.0), options=MethodOptions(exit_layer=2, draft_length=3))
         out = decode(Target(runner), build(method, parts), parts.warp, PROMPT, max_new_tokens=20, rng=TorchRng(5))
         texts.append((out.ids, out.trace.accepted))
     assert texts[0] == texts[1]
@@ -158,8 +170,8 @@ def test_methods_are_greedy_identical_through_the_table(tiny, method: str) -> No
     if method == "draft-verify":
         skips.append(MethodOptions(skip_attention=[2], skip_mlp=[1, 2]))
     for options in skips:
-        system = build(method, MethodInputs(runner, Warp(), options=options))
-        assert decode(Target(runner), system, Warp(), PROMPT, max_new_tokens=20).ids == wanted
+        system = build(method, MethodInputs(runner, LogitsWarper(), options=options))
+        assert decode(Target(runner), system, LogitsWarper(), PROMPT, max_new_tokens=20).ids == wanted
 
 
 @pytest.mark.parametrize("layer", [-1, 0, DEPTH, 99])
@@ -174,7 +186,7 @@ def test_an_exit_outside_the_model_is_refused_with_the_layers_there_are(tiny, la
 @pytest.mark.parametrize("family", ["gpt2", "codegen", "opt", "gemma2"])
 def test_families_whose_layers_cannot_be_walked_are_named(tiny, family: str) -> None:
     with pytest.raises(UserError, match=rf"\({family}\) cannot draft with its own layers.*{FAMILIES[0]}"):
-        build("layerskip", MethodInputs(open_runner(tiny(family)), Warp()))
+        build("layerskip", MethodInputs(open_runner(tiny(family)), LogitsWarper()))
     assert self_speculating(open_runner(tiny("llama", num_hidden_layers=DEPTH))).depth == DEPTH
 
 
@@ -194,11 +206,15 @@ def test_a_text_that_follows_an_abandoned_draft_is_read_afresh(tiny) -> None:
 def test_a_drafted_end_of_text_is_kept_and_ends_the_draft(tiny) -> None:
     runner = open_deep(tiny, "llama")
     plain = decode(
-        Target(runner), build("autoregressive", MethodInputs(runner, Warp())), Warp(), PROMPT, max_new_tokens=24
+        Target(runner),
+        build("autoregressive", MethodInputs(runner, LogitsWarper())),
+        LogitsWarper(),
+        PROMPT,
+        max_new_tokens=24,
     )
     end = plain.new_ids[10]
-    system = system_of(runner, LayerSubset(3), StopRule(12), Warp())
-    out = decode(Target(runner), system, Warp(), PROMPT, max_new_tokens=24, stop_ids={end})
+    system = system_of(runner, LayerSubset(3), StopRule(12), LogitsWarper())
+    out = decode(Target(runner), system, LogitsWarper(), PROMPT, max_new_tokens=24, stop_ids={end})
     assert out.new_ids == plain.new_ids[: plain.new_ids.index(end) + 1]
-    for result, _ in rounds(Target(runner), system, Warp(), PROMPT, max_new_tokens=24, stop_ids={end}):
+    for result, _ in rounds(Target(runner), system, LogitsWarper(), PROMPT, max_new_tokens=24, stop_ids={end}):
         assert end not in result.draft.tokens.tolist()[:-1]

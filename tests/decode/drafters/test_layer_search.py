@@ -9,10 +9,10 @@ from decode.bench.prediction import replayed_speedup
 from decode.drafters.early_exit import acceptance, search, target_rows
 from decode.models.fast_forward import LayerSubset
 from decode.models.fast_runner import FastRunner, fast_runner
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 
 DEPTH = 4
-GREEDY = Warp()
+GREEDY = LogitsWarper()
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from decode.loop import Target, decode
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_draft_runner, open_runner
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 
 PROMPTS = [[5, 9, 17], [40, 41, 42, 43], [7], [100, 3, 55, 8, 9]]
 
@@ -72,7 +72,7 @@ def test_the_prediction_is_what_assisted_generation_does(tiny, temperature: floa
     items = [(prompt, seed) for prompt in PROMPTS for seed in range(count)]
     options = {"temperature": temperature, "max_new_tokens": 24, "stop_ids": [0]}
     texts = [(prompt, plain.write(prompt, seed=seed, **options).ids) for prompt, seed in items]
-    told = acceptance(target, draft, texts, Warp(temperature), tail=0, greedy_draft=temperature == 0)
+    told = acceptance(target, draft, texts, LogitsWarper(temperature), tail=0, greedy_draft=temperature == 0)
     expected = [predicted_drafts(a, n, 24, 4, ROUNDS["transformers"]) for a, n in zip(told.texts, told.lengths)]
     writer = AssistedGeneration(target, draft, 4)
     out = [writer.write(prompt, seed=seed, **options) for prompt, seed in items]
@@ -95,9 +95,9 @@ def test_greedy_drafting_is_accepted_with_the_targets_probability_of_the_drafts_
         p = target(torch.tensor([[5, 9, 17]])).logits[0, -1].softmax(-1)
         best = int(draft(torch.tensor([[5, 9, 17]])).logits[0, -1].argmax())
     texts = [([5, 9, 17], [token]) for token in range(280)]
-    told = acceptance(target, draft, texts, Warp(1.0), tail=0, greedy_draft=True)
+    told = acceptance(target, draft, texts, LogitsWarper(1.0), tail=0, greedy_draft=True)
     assert [i for i, text in enumerate(told.texts) if text[0][0] > 0] == [best]
-    both = acceptance(target, draft, texts, Warp(1.0), tail=0, greedy_draft=False)
+    both = acceptance(target, draft, texts, LogitsWarper(1.0), tail=0, greedy_draft=False)
     with torch.inference_mode():
         q = draft(torch.tensor([[5, 9, 17]])).logits[0, -1].softmax(-1)
     mean = sum(float(p[i]) * text[0][0] for i, text in enumerate(both.texts))
@@ -106,7 +106,7 @@ def test_greedy_drafting_is_accepted_with_the_targets_probability_of_the_drafts_
 
 def test_tokens_behind_the_end_are_the_targets_own(tiny) -> None:
     target, draft = make_pair(tiny)
-    told = acceptance(target, draft, [([5, 9], [17, 0])], Warp(0.0), tail=5)
+    told = acceptance(target, draft, [([5, 9], [17, 0])], LogitsWarper(0.0), tail=5)
     assert (told.lengths, len(told.texts[0][0])) == ([2], 7)
 
 
@@ -120,7 +120,7 @@ def test_a_heads_prediction_is_what_our_own_loop_accepts(tiny) -> None:
     target, _ = make_pair(tiny)
     prompts = [[5, 9, 17, 4, 6], [40, 41, 42, 43, 44], [100, 3, 55, 8, 9]]
     head = learned_head(target, prompts[:2], captured_layers=(0, 1, 2))
-    runner, warp = open_runner(target), Warp(0.0)
+    runner, warp = open_runner(target), LogitsWarper(0.0)
     inputs = MethodInputs(runner, warp, open_draft_runner(head, target), options=MethodOptions(draft_length=3))
     system = build("eagle", inputs)
     counted, texts = Drafts(accepted=[0, 0, 0]), []

@@ -15,7 +15,7 @@ from decode.bench.prediction import forecast, replayed_speedup
 from decode.bench.session import BenchOptions, Session
 from decode.commands.profile import run
 from decode.commands.settings import ProfileSettings
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 
 ALPHA = OfflineAlpha([[0.8] * 60, [1.0, 0.2] * 30])
 
@@ -74,7 +74,7 @@ def test_a_pair_that_gains_everywhere_and_one_that_gains_nowhere():
 def test_costs_of_several_texts_are_measured(tiny):
     target, draft = make_pair(tiny)
     session = Session(target, {"small": draft}, make_tokenizer(), BenchOptions(8, 1, threads=1, pack="off"))
-    made = profile_pair(session, "small", session.items(make_suite()), Warp(), longest=3, batch_sizes=[3, 1, 3])
+    made = profile_pair(session, "small", session.items(make_suite()), LogitsWarper(), longest=3, batch_sizes=[3, 1, 3])
     assert made.batches.sizes == [1, 3]
     one, three = made.batches.costs
     assert one is made.cost

@@ -27,7 +27,7 @@ from decode.loop import Target, decode
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 
 
 def flat(n: float) -> float:
@@ -88,7 +88,7 @@ def test_replay_is_the_expectation_over_all_outcomes():
 @pytest.mark.parametrize("length", [1, 3, 6])
 def test_replay_of_greedy_acceptances_counts_the_rounds_that_decoding_takes(tiny, length):
     target, draft = make_pair(tiny)
-    runner, warp = open_runner(target), Warp()
+    runner, warp = open_runner(target), LogitsWarper()
     prompt = make_tokenizer()("Tom has 3 apples").input_ids
     parts = MethodInputs(runner, warp, open_runner(draft), options=MethodOptions(draft_length=length))
     out = decode(Target(runner), build("vanilla", parts), warp, prompt, max_new_tokens=40)

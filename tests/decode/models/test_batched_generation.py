@@ -14,20 +14,22 @@ from decode.methods import MethodInputs, build
 from decode.models import writing as batched_generation
 from decode.models.choose_runner import open_runner
 from decode.models.writing import draws_named, draws_of_loop, uniform_draws, write_texts
-from decode.sampling import TorchRng, Warp
+from decode.sampling import LogitsWarper, TorchRng
 
 Tiny = Callable[..., PreTrainedModel]
 PROMPTS = [[5, 9, 3], [7], [2, 11, 13, 17, 19, 23, 4, 8], [30, 31]]
 
 
-def written(model: PreTrainedModel, warp: Warp, *, budget: int = 12, stops: Collection[int] = ()) -> list[list[int]]:
+def written(
+    model: PreTrainedModel, warp: LogitsWarper, *, budget: int = 12, stops: Collection[int] = ()
+) -> list[list[int]]:
     return write_texts(model, PROMPTS, warp, budgets=budget, stop_ids=stops, draws=draws_named(0))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "codegen", "gpt2", "opt", "mistral", "phi"])
 def test_a_batch_of_prompts_is_answered_as_generate_answers_each_alone(tiny: Tiny, family: str) -> None:
     model = tiny(family)
-    for prompt, got in zip(PROMPTS, written(model, Warp(0.0))):
+    for prompt, got in zip(PROMPTS, written(model, LogitsWarper(0.0))):
         ids = torch.tensor([prompt])
         wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
         assert got == wanted[0, len(prompt) :].tolist()
@@ -35,27 +37,27 @@ def test_a_batch_of_prompts_is_answered_as_generate_answers_each_alone(tiny: Tin
 
 def test_a_text_ends_at_its_stop_token_or_budget_and_the_others_go_on(tiny: Tiny) -> None:
     model = tiny("llama")
-    free = written(model, Warp(0.0))
+    free = written(model, LogitsWarper(0.0))
     stop = free[0][4]
-    cut = written(model, Warp(0.0), stops={stop})
+    cut = written(model, LogitsWarper(0.0), stops={stop})
     for whole, part in zip(free, cut):
         end = whole.index(stop) + 1 if stop in whole else len(whole)
         assert part == whole[:end]
-    short = write_texts(model, PROMPTS, Warp(0.0), budgets=[3, 0, 12, 1], stop_ids=(), draws=draws_named(0))
+    short = write_texts(model, PROMPTS, LogitsWarper(0.0), budgets=[3, 0, 12, 1], stop_ids=(), draws=draws_named(0))
     assert short == [free[0][:3], [], free[2], free[3][:1]]
 
 
 def test_packed_weights_write_the_same_texts(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
-    plain = [written(model, warp) for warp in (Warp(0.0), Warp(1.0))]
+    plain = [written(model, warp) for warp in (LogitsWarper(0.0), LogitsWarper(1.0))]
     monkeypatch.setattr(batched_generation, "PACKED", 0)
     assert batched_generation._packing(model, 3) == "off"
     assert batched_generation._packing(model, 4) == "on"
-    assert [written(model, warp) for warp in (Warp(0.0), Warp(1.0))] == plain
+    assert [written(model, warp) for warp in (LogitsWarper(0.0), LogitsWarper(1.0))] == plain
 
 
 def test_samples_follow_the_warped_distribution(tiny: Tiny) -> None:
-    model, warp = tiny("llama"), Warp(0.8, top_p=0.9)
+    model, warp = tiny("llama"), LogitsWarper(0.8, top_p=0.9)
     ids = torch.tensor([PROMPTS[0]])
     p = warp(model(ids).logits[0, -1:].detach())[0]
     texts = write_texts(model, [PROMPTS[0]] * 4000, warp, budgets=1, stop_ids=(), draws=draws_named(1))
@@ -68,19 +70,23 @@ def test_a_text_has_its_own_draws_and_the_model_is_left_as_it_was(tiny: Tiny) ->
     model = tiny("llama")
     model.train()
     try:
-        together = written(model, Warp(1.0))
+        together = written(model, LogitsWarper(1.0))
         assert model.training
         for i, prompt in enumerate(PROMPTS):
             draws = lambda _, count, i=i: uniform_draws(0, i, count=count)  # noqa: E731
-            assert write_texts(model, [prompt], Warp(1.0), budgets=12, stop_ids=(), draws=draws) == [together[i]]
+            assert write_texts(model, [prompt], LogitsWarper(1.0), budgets=12, stop_ids=(), draws=draws) == [
+                together[i]
+            ]
     finally:
         model.eval()
     assert len({tuple(text) for text in together}) == 4
 
 
-@pytest.mark.parametrize("warp", [Warp(0.0), Warp(1.0), Warp(0.7, top_p=0.9, repetition_penalty=1.3)], ids=str)
+@pytest.mark.parametrize(
+    "warp", [LogitsWarper(0.0), LogitsWarper(1.0), LogitsWarper(0.7, top_p=0.9, repetition_penalty=1.3)], ids=str
+)
 @pytest.mark.parametrize("batch_size", [None, 2])
-def test_texts_are_those_of_the_loop_without_a_drafter(tiny: Tiny, warp: Warp, batch_size: int | None) -> None:
+def test_texts_are_those_of_the_loop_without_a_drafter(tiny: Tiny, warp: LogitsWarper, batch_size: int | None) -> None:
     model = tiny("llama")
     runner = open_runner(model)
     system = build("autoregressive", MethodInputs(runner, warp))

@@ -25,7 +25,7 @@ from decode.models.choose_runner import open_runner
 from decode.models.compiled_forward import check_compile
 from decode.models.fast_forward import LayerSubset
 from decode.models.fast_runner import FastRunner, fast_runner
-from decode.sampling import TorchRng, Warp
+from decode.sampling import LogitsWarper, TorchRng
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
 PROMPT = TEXT[:6]
@@ -100,7 +100,9 @@ def test_texts_are_those_of_the_plain_path(method: str, temperature: float, tiny
     texts = []
     for mode in ("none", "default"):
         target, draft = (open_runner(model, compile=mode) for model in models)
-        parts = MethodInputs(target, Warp(temperature), draft, options=MethodOptions(draft_length=4, exit_layer=2))
+        parts = MethodInputs(
+            target, LogitsWarper(temperature), draft, options=MethodOptions(draft_length=4, exit_layer=2)
+        )
         system = build(method, parts)
         out = decode(Target(target), system, parts.warp, PROMPT, max_new_tokens=24, rng=TorchRng(3))
         texts.append((out.ids, out.trace.accepted))
@@ -138,7 +140,7 @@ def test_a_compiled_pair_writes_the_text_of_the_plain_one(tiny, monkeypatch: pyt
     texts = []
     for mode in ("none", "default"):
         target, draft = (open_runner(model, compile=mode) for model in models)
-        parts = MethodInputs(target, Warp(), draft, options=MethodOptions(draft_length=3))
+        parts = MethodInputs(target, LogitsWarper(), draft, options=MethodOptions(draft_length=3))
         out = decode(Target(target), build("vanilla", parts), parts.warp, PROMPT, max_new_tokens=20)
         texts.append(out.ids)
     assert isinstance(target, FastRunner)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from decode.drafters.base import NoDrafter
 from decode.errors import UserError
-from decode.loop import System, Target, decode
+from decode.loop import Method, Target, decode
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models import families as fast_architectures
@@ -65,10 +65,10 @@ def test_greedy_texts_are_those_of_generate(name: str) -> None:
     for runner in runners:
         for prompt, text in zip(PROMPTS, texts_of(name)):
             for way in ways:
-                trace = assert_decodes(runner, System(way, Oracle(text, way, VOCAB), StopRule()), text, prompt, NEW)
+                trace = assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), text, prompt, NEW)
                 assert (sum(trace.accepted) > 3) == (way not in ("empty", "wrong"))
             if name not in NO_TREES:
-                system = System("random", RandomTree(VOCAB, nodes=20), StopRule())
+                system = Method("random", RandomTree(VOCAB, nodes=20), StopRule())
                 assert_decodes(runner, system, text, prompt, NEW)
 
 
@@ -104,7 +104,7 @@ def test_methods_that_draft_trees_refuse_targets_that_read_none(name: str) -> No
     with pytest.raises(UserError, match="cannot verify token trees: it"):
         build("lookahead", MethodInputs(runner, GREEDY))
     with pytest.raises(UserError, match="token trees"):
-        decode(Target(runner), System("", RandomTree(VOCAB), StopRule()), GREEDY, PROMPTS[0])
+        decode(Target(runner), Method("", RandomTree(VOCAB), StopRule()), GREEDY, PROMPTS[0])
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Phi-3", "Gemma 3", "Llama 4"])
@@ -145,10 +145,10 @@ def test_adapters_decode_as_they_generate_and_leave_the_base_alone() -> None:
         runner = open_runner(model)
         assert not supports(model)  # an adapter may be too small for the check at opening to notice
         for way in ("alternating", "tree"):
-            assert_decodes(runner, System(way, Oracle(text, way, VOCAB), StopRule()), text, PROMPTS[0], NEW)
+            assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), text, PROMPTS[0], NEW)
     merged = adapted.merge_and_unload()
     assert isinstance(open_runner(merged), FastRunner)
-    assert_decodes(open_runner(merged), System("", NoDrafter(), StopRule()), text, PROMPTS[0], NEW)
+    assert_decodes(open_runner(merged), Method("", NoDrafter(), StopRule()), text, PROMPTS[0], NEW)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi"])
@@ -191,7 +191,7 @@ def test_hooks_are_not_left_out_by_the_fast_forward() -> None:
     assert text != texts_of("Llama")[0]
     runner = open_runner(model)
     assert type(runner) is HuggingFaceRunner
-    assert_decodes(runner, System("", Oracle(text, "tree", VOCAB), StopRule()), text, PROMPTS[0], NEW)
+    assert_decodes(runner, Method("", Oracle(text, "tree", VOCAB), StopRule()), text, PROMPTS[0], NEW)
 
 
 @pytest.mark.parametrize("compile", ["none", "default"])
@@ -226,7 +226,7 @@ def test_longrope_texts_are_those_of_fresh_forwards_on_both_sides_of_the_boundar
             fresh = model(input_ids=torch.tensor([text[:end]]), use_cache=False).logits[0, -1]
             assert torch.allclose(rows[end - 1], fresh, atol=1e-3)
     for way in ("empty", "alternating", "overlong"):
-        assert_decodes(runner, System(way, Oracle(text, way, VOCAB), StopRule()), text, PROMPTS[0], NEW)
+        assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), text, PROMPTS[0], NEW)
 
 
 def test_the_documented_table_is_what_opening_the_models_says() -> None:

@@ -25,7 +25,7 @@ from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter, _Candidate
 from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.rest import Datastore, save_datastore
 from decode.errors import UserError
-from decode.loop import Output, System, Target, decode, decode_texts
+from decode.loop import Method, Output, Target, decode, decode_texts
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
@@ -34,7 +34,7 @@ from decode.models.head_runner import HeadRunner
 from decode.models.heads import default_captured_layers, is_head, load_head, save_head
 from decode.models.huggingface_runner import HuggingFaceRunner
 from decode.models.runner import Runner
-from decode.sampling import TorchRng, Warp
+from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import DraftLengths, MeanOfRejected, RoundCosts, StopRule, negative_entropy
 
 FAMILIES = ["llama", "qwen3", "gpt_neox", "gpt2"]
@@ -112,7 +112,7 @@ def test_a_level_of_a_tree_gives_each_path_what_its_chain_would(version: int, pa
     torch.testing.assert_close(runner.expand(levels), torch.stack(chains), rtol=1e-4, atol=1e-4)
 
 
-def trees(version: int) -> list[tuple[str, Callable[[HeadRunner, Runner, Warp], Drafter]]]:
+def trees(version: int) -> list[tuple[str, Callable[[HeadRunner, Runner, LogitsWarper], Drafter]]]:
     return [
         ("chain", FeatureDrafter),
         ("tree", lambda head, target, warp: FeatureTreeDrafter(head, target, warp, width=3, nodes=8)),
@@ -134,7 +134,7 @@ def test_feature_heads_do_not_change_the_greedy_text(family: str, fast: bool, ve
     for prompt in [*PROMPTS, [5]]:
         wanted = generate(target, prompt)
         for name, make in trees(version):
-            trace = assert_decodes(runner, System(name, make(head, runner, GREEDY), StopRule(4)), wanted, prompt)
+            trace = assert_decodes(runner, Method(name, make(head, runner, GREEDY), StopRule(4)), wanted, prompt)
             drafted += sum(trace.drafted)
             assert trace.drafted[-2] > 0
     assert drafted > 100
@@ -148,12 +148,12 @@ def test_feature_heads_draft_for_texts_together(fast: bool, version: int, tiny, 
     end = generate(target, prompts[0], 16)[9]
     wanted = [generate(target, p, min(16, CONTEXT + 1 - len(p)), eos_token_id=end) for p in prompts]
     assert len({len(text) - len(prompt) for text, prompt in zip(wanted, prompts)}) > 2  # they end at different times
-    for (name, make), warp in product(trees(version), (GREEDY, Warp(1.0))):
+    for (name, make), warp in product(trees(version), (GREEDY, LogitsWarper(1.0))):
         if name == "wide":
             continue
-        system = System(name, make(head, runner, warp), StopRule(4))
+        system = Method(name, make(head, runner, warp), StopRule(4))
 
-        def texts(*numbers: int, size: int, system: System = system, warp: Warp = warp) -> list[Output]:
+        def texts(*numbers: int, size: int, system: Method = system, warp: LogitsWarper = warp) -> list[Output]:
             rngs, some = [TorchRng(i) for i in numbers], [prompts[i] for i in numbers]
             count_forwards.clear()
             options = {"batch_size": size, "max_new_tokens": 16, "stop_ids": {end}}
@@ -177,14 +177,14 @@ def test_feature_heads_draft_for_texts_together(fast: bool, version: int, tiny, 
 
 def test_feature_heads_are_lossless_for_two_texts(tiny) -> None:
     target = in_double(tiny("llama", vocab_size=SMALL, dtype=torch.float64))
-    warp = Warp(temperature=1.3, top_k=2)
+    warp = LogitsWarper(temperature=1.3, top_k=2)
     runner, head = fast_runner(target), as_runner(target, 3)
     chain, tree = FeatureDrafter(head, runner, warp), FeatureTreeDrafter(head, runner, warp, width=2, nodes=5)
     with torch.inference_mode():
         hybrids = [HybridDrafter(drafter, match=2, length=3) for drafter in (chain, tree)]
         paying = FeatureTreeDrafter(head, runner, warp, width=2, nodes=5, costs=RoundCosts.of_ratios(0.05, 0.1))
         for drafter in (chain, tree, paying, *hybrids, HybridDrafter(tree, match=3, branch=2)):
-            assert joint_bias(runner, System("", drafter, StopRule(3)), warp, [PROMPT, [2, 7]], 2) < 1e-12
+            assert joint_bias(runner, Method("", drafter, StopRule(3)), warp, [PROMPT, [2, 7]], 2) < 1e-12
 
 
 def test_a_tree_has_the_nodes_that_pay(tiny) -> None:
@@ -275,7 +275,7 @@ def test_accepted_tokens_leave_the_head_with_the_targets_features(tiny) -> None:
             accepted.add(round.accepted)
             super().observe(round)
 
-    assert_decodes(runner, System("half", Half(head, runner, GREEDY), StopRule(4)), text, PROMPTS[0])
+    assert_decodes(runner, Method("half", Half(head, runner, GREEDY), StopRule(4)), text, PROMPTS[0])
     assert accepted >= {0, 1, 3}
 
 
@@ -296,14 +296,14 @@ def test_a_head_that_was_passed_over_for_copies_drafts_what_a_fresh_one_does(tin
     prompt = PROMPTS[0] + generate(target, PROMPTS[0])  # so that parts of what follows stood there before
     wanted = generate(target, prompt)
     hybrid = HybridDrafter(Checked(head, runner, GREEDY), match=2, length=4)
-    trace = assert_decodes(runner, System("hybrid", hybrid, StopRule(4)), wanted, prompt)
+    trace = assert_decodes(runner, Method("hybrid", hybrid, StopRule(4)), wanted, prompt)
     assert 2 < len(asked) < trace.rounds - 2
 
     # dear drafts: the prompt is not read at first, and what rounds without a draft passed over is read at the next one
     lengths = DraftLengths(RoundCosts({1: 1.0}, {1: 0.9}, {1: {1: 1.0, 2: 1.0}}), 4)
     asked.clear()
     for _ in range(3):
-        dear = System("dear", Checked(head, runner, GREEDY), StopRule(4), lengths=lengths)
+        dear = Method("dear", Checked(head, runner, GREEDY), StopRule(4), lengths=lengths)
         trace = assert_decodes(runner, dear, wanted, prompt)
     assert asked
     assert len(asked) < trace.rounds
@@ -315,7 +315,7 @@ def test_a_head_that_was_passed_over_for_copies_drafts_what_a_fresh_one_does(tin
 )
 def test_feature_heads_are_lossless(family: str, make: Callable[..., Runner], version: int, tiny) -> None:
     target = in_double(tiny(family, vocab_size=SMALL, dtype=torch.float64))
-    warp = Warp(temperature=1.3, top_k=2)
+    warp = LogitsWarper(temperature=1.3, top_k=2)
 
     @torch.inference_mode()
     def forward(text: list[int]) -> torch.Tensor:
@@ -326,10 +326,10 @@ def test_feature_heads_are_lossless(family: str, make: Callable[..., Runner], ve
     chain, tree = FeatureDrafter(head, runner, warp), FeatureTreeDrafter(head, runner, warp, width=2, nodes=5)
     pruned = FeatureTreeDrafter(head, runner, warp, width=3, threshold=0.03)
     for drafter in (chain, tree, pruned, *(HybridDrafter(drafter, match=2, length=3) for drafter in (chain, tree))):
-        assert there.bias(System("", drafter, StopRule(3))) < 1e-12
+        assert there.bias(Method("", drafter, StopRule(3))) < 1e-12
         assert {m for trace in there.traces for m in trace.accepted} >= {0, 1}
     entropy = StopRule(20, negative_entropy, threshold=MeanOfRejected())
-    assert there.bias(System("", FeatureDrafter(head, runner, warp), entropy)) < 1e-12
+    assert there.bias(Method("", FeatureDrafter(head, runner, warp), entropy)) < 1e-12
 
 
 def test_a_tree_is_the_most_probable_nodes_and_holds_the_chain(tiny) -> None:
@@ -363,7 +363,7 @@ def test_temperature_and_cuts_leave_a_tree_as_it_is_and_penalties_do_not(tiny) -
     target = tiny("llama")
     runner, head = open_runner(target), as_runner(target, 3)
 
-    def tree(warp: Warp) -> list[tuple[int, ...]]:
+    def tree(warp: LogitsWarper) -> list[tuple[int, ...]]:
         drafter = FeatureTreeDrafter(head, runner, warp, width=3, nodes=8, threshold=0.001)
         runner.truncate(0)
         runner.captured_layers = drafter.captured_layers
@@ -374,10 +374,10 @@ def test_temperature_and_cuts_leave_a_tree_as_it_is_and_penalties_do_not(tiny) -
 
     greedy = tree(GREEDY)
     assert len(greedy) == 8
-    assert tree(Warp(0.5, top_p=0.6, top_k=2)) == greedy
+    assert tree(LogitsWarper(0.5, top_p=0.6, top_k=2)) == greedy
     likely = greedy[0][0]
     for temperature in (0.0, 0.7):
-        avoided = tree(Warp(temperature, processors=[SuppressTokensLogitsProcessor([likely])]))
+        avoided = tree(LogitsWarper(temperature, processors=[SuppressTokensLogitsProcessor([likely])]))
         assert avoided
         assert all(likely not in path for path in avoided)
 
@@ -427,7 +427,7 @@ def test_offline_alpha_of_a_head_counts_what_decoding_would_test(tiny) -> None:
     target = tiny("llama")
     head = make_head(target, 3)
     ids, start = PROMPTS[1] + [5, 6, 2, 7], len(PROMPTS[1])
-    alpha = offline_alpha(target, head, [(ids, start)], Warp(1.0))
+    alpha = offline_alpha(target, head, [(ids, start)], LogitsWarper(1.0))
     p, q = response_logits(target, ids, start).softmax(-1), head_logits(head, target, ids, start).softmax(-1)
     assert alpha.counts == [4]
     assert alpha.mean == pytest.approx(torch.minimum(p, q).sum(-1).mean().item(), rel=1e-4)
@@ -446,7 +446,7 @@ def test_a_saved_head_decodes_identically(version: int, tiny, tmp_path) -> None:
         texts = []
         for one in (head, again):
             options = MethodOptions(draft_length=3, tree_width=3, tree_nodes=9)
-            parts = MethodInputs(runner, Warp(1.0), HeadRunner(one, target), options=options)
+            parts = MethodInputs(runner, LogitsWarper(1.0), HeadRunner(one, target), options=options)
             system = build(method, parts)
             out = decode(Target(runner), system, parts.warp, PROMPTS[0], max_new_tokens=NEW, rng=TorchRng(1))
             texts.append((out.ids, out.trace.drafted))
@@ -530,7 +530,7 @@ def test_a_head_keeps_no_features_of_a_text_that_outgrew_its_context(tiny) -> No
     head = make_head(target, 3)
     head.config.max_position_embeddings = len(PROMPT) + 2
     runner, drafts = open_runner(target), HeadRunner(head, target)
-    system = System("eagle", FeatureDrafter(drafts, runner, GREEDY), StopRule(2))
+    system = Method("eagle", FeatureDrafter(drafts, runner, GREEDY), StopRule(2))
     wanted = generate(target, PROMPT)
     assert_decodes(runner, system, wanted, PROMPT)
     assert len(drafts.unread) == 0

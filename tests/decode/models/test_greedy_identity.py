@@ -12,12 +12,12 @@ from scripted import WAYS, Oracle, corpus_drafters
 from decode.drafters.base import Drafter
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.hybrid import HybridDrafter
-from decode.loop import System, Target, decode
+from decode.loop import Method, Target, decode
 from decode.methods import STOPS, MethodInputs
 from decode.models.choose_runner import open_runner
 from decode.models.fast_runner import FastRunner
 from decode.models.runner import Runner
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 from decode.stopping import StopRule
 
 
@@ -59,10 +59,10 @@ def test_a_draft_model_does_not_change_the_text(family: str, fast: bool, runners
     draft = open_runner(resembling(tiny(family), 0.15), fast=fast)
     itself = open_runner(tiny(family), fast=fast)
     for prompt, wanted in zip(PROMPTS, texts(family)):
-        trace = assert_decodes(runner, System("draft", ModelDrafter(draft, GREEDY, VOCAB), StopRule(4)), wanted, prompt)
+        trace = assert_decodes(runner, Method("draft", ModelDrafter(draft, GREEDY, VOCAB), StopRule(4)), wanted, prompt)
         assert 0 < sum(trace.accepted) < sum(trace.drafted)
         trace = assert_decodes(
-            runner, System("itself", ModelDrafter(itself, GREEDY, VOCAB), StopRule(4)), wanted, prompt
+            runner, Method("itself", ModelDrafter(itself, GREEDY, VOCAB), StopRule(4)), wanted, prompt
         )
         assert trace.accepted == trace.drafted
 
@@ -80,7 +80,7 @@ def test_drafts_from_texts_do_not_change_the_text(name: str, drafters, runners, 
         for prompt, wanted in zip(PROMPTS, texts(family)):
             accepted += sum(
                 assert_decodes(
-                    runners(family, fast), System(name, drafters[name](), StopRule()), wanted, prompt
+                    runners(family, fast), Method(name, drafters[name](), StopRule()), wanted, prompt
                 ).accepted
             )
     assert accepted > 10
@@ -97,7 +97,7 @@ def test_a_hybrid_does_not_change_the_text(match: int, drafters, runners, texts,
             asked = _count(hybrid.head)
             for name in ("length", "unsure"):
                 stop = STOPS[name](MethodInputs(runner, GREEDY, draft))
-                trace = assert_decodes(runner, System("hybrid", hybrid, stop), wanted, prompt)
+                trace = assert_decodes(runner, Method("hybrid", hybrid, stop), wanted, prompt)
                 drawn += asked[0]
                 copied += trace.rounds - asked[0]
                 asked[0] = 0
@@ -122,14 +122,14 @@ def test_no_stop_rule_changes_the_text(name: str, runners, texts, tiny) -> None:
     runner, draft = runners("llama", True), open_runner(resembling(tiny("llama"), 0.15))
     stop = STOPS[name](MethodInputs(runner, GREEDY, draft))
     for prompt, wanted in zip(PROMPTS * 2, texts("llama") * 2):
-        assert_decodes(runner, System(name, ModelDrafter(draft, GREEDY, VOCAB), stop), wanted, prompt)
+        assert_decodes(runner, Method(name, ModelDrafter(draft, GREEDY, VOCAB), stop), wanted, prompt)
 
 
 @pytest.mark.parametrize("processor", [{"repetition_penalty": 1.5}, {"repetition_penalty": 0.7}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt"])
 def test_repetition_penalties_act_as_in_generate(family: str, processor: dict[str, float], tiny) -> None:
     model = tiny(family)
-    warp = Warp(**processor)
+    warp = LogitsWarper(**processor)
     for prompt in PROMPTS:
         wanted = generate(model, prompt, **processor)
         assert wanted != generate(model, prompt)
@@ -139,7 +139,7 @@ def test_repetition_penalties_act_as_in_generate(family: str, processor: dict[st
             Oracle(wanted, "tree", VOCAB),
             Oracle(wanted, "perfect", VOCAB),
         ):
-            out = decode(Target(runner), System("", drafter, StopRule()), warp, prompt, max_new_tokens=NEW)
+            out = decode(Target(runner), Method("", drafter, StopRule()), warp, prompt, max_new_tokens=NEW)
             assert out.ids == wanted
             assert sum(out.trace.accepted) > 3
 
@@ -155,7 +155,7 @@ def test_the_text_ends_with_the_first_stop_token_wherever_it_stands_in_a_draft(
             eos = text[end]
             first = text.index(eos, len(prompt))
             wanted = text[: first + 1]
-            assert_decodes(runner, System(way, Oracle(text, way, VOCAB), StopRule()), wanted, prompt, stop_ids={eos})
+            assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), wanted, prompt, stop_ids={eos})
 
 
 def test_stop_tokens_act_as_in_generate(tiny, runners) -> None:
@@ -167,7 +167,7 @@ def test_stop_tokens_act_as_in_generate(tiny, runners) -> None:
     assert len(wanted) < len(text)
     assert_decodes(
         runners("llama", True),
-        System("", Oracle(text, "perfect", VOCAB), StopRule()),
+        Method("", Oracle(text, "perfect", VOCAB), StopRule()),
         wanted,
         PROMPTS[0],
         stop_ids=[eos],
@@ -179,7 +179,7 @@ def test_every_budget_is_met_exactly(new: int, runners, texts) -> None:
     wanted = texts("llama")[0][: len(PROMPTS[0]) + new]
     for way in WAYS:
         assert_decodes(
-            runners("llama", True), System(way, Oracle(wanted, way, VOCAB), StopRule()), wanted, PROMPTS[0], new
+            runners("llama", True), Method(way, Oracle(wanted, way, VOCAB), StopRule()), wanted, PROMPTS[0], new
         )
 
 
@@ -188,12 +188,12 @@ def test_prompts_of_one_token_and_of_the_whole_context_are_served(family: str, f
     model, runner = tiny(family), runners(family, fast)
     draft = ModelDrafter(open_runner(resembling(model, 0.15), fast=fast), GREEDY, VOCAB)
     one = generate(model, [5], 10)
-    assert_decodes(runner, System("", draft, StopRule()), one, [5], 10)
-    assert_decodes(runner, System("", Oracle(one, "tree", VOCAB), StopRule()), one, [5], 10)
+    assert_decodes(runner, Method("", draft, StopRule()), one, [5], 10)
+    assert_decodes(runner, Method("", Oracle(one, "tree", VOCAB), StopRule()), one, [5], 10)
 
     full = [(7 * i * i + 3) % VOCAB for i in range(CONTEXT)]
     for free in (0, 3):  # tokens that still fit; the last one written is never read, so it may stand past the end
         prompt = full[: CONTEXT - free]
         wanted = generate(model, prompt, free + 1)
         for drafter in (draft, Oracle(wanted, "tree", VOCAB), Oracle(wanted, "perfect", VOCAB)):
-            assert_decodes(runner, System("", drafter, StopRule()), wanted, prompt, 20)
+            assert_decodes(runner, Method("", drafter, StopRule()), wanted, prompt, 20)

@@ -22,17 +22,17 @@ from decode.commands import generate, profile
 from decode.commands.settings import GenerateSettings, ProfileSettings
 from decode.drafters.draft_model import ModelDrafter
 from decode.errors import UserError
-from decode.loop import System, Target, decode
+from decode.loop import Method, Target, decode
 from decode.methods import STOPS, MethodInputs
 from decode.models import other_tokenizer as vocabulary
 from decode.models.choose_runner import open_draft_runner, open_runner
 from decode.models.loading import open_draft
 from decode.models.other_tokenizer import ForeignDraft, ForeignRunner, Intersection, Vocabulary
-from decode.sampling import TorchRng, Warp
+from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import Fixed, StopRule, token_probability
 
 TOLERANCE = 1e-12
-SAMPLE = Warp(temperature=0.7)
+SAMPLE = LogitsWarper(temperature=0.7)
 
 
 # -- the distribution, enumerated ------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Intersection:
 
 
 def scripted(
-    both: Intersection, *, tokens: int = 3, warp: Warp = SAMPLE, limit: int = 1 << 30
+    both: Intersection, *, tokens: int = 3, warp: LogitsWarper = SAMPLE, limit: int = 1 << 30
 ) -> tuple[Experiment, ForeignRunner]:
     clock = Clock()
     target = ScriptedRunner(random_table(1, 4), 4, clock=clock)
@@ -81,7 +81,7 @@ def test_every_stop_rule_is_lossless(name: str, small: Intersection, monkeypatch
     experiment, draft = scripted(small)
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=experiment.clock.perf_counter))
     stop = STOPS[name](MethodInputs(experiment.target, SAMPLE, draft))
-    system = System(name, Checked(draft, SAMPLE, 4), stop)
+    system = Method(name, Checked(draft, SAMPLE, 4), stop)
     assert experiment.bias(system) < TOLERANCE
     assert max(experiment.drafted) > 0
     assert any(sum(trace.accepted) for trace in experiment.traces)
@@ -89,18 +89,24 @@ def test_every_stop_rule_is_lossless(name: str, small: Intersection, monkeypatch
 
 @pytest.mark.parametrize(
     "warp",
-    [Warp(1.0, top_k=2), Warp(0.8, top_p=0.8), Warp(1.0, repetition_penalty=1.7), Warp(), Warp(repetition_penalty=1.9)],
+    [
+        LogitsWarper(1.0, top_k=2),
+        LogitsWarper(0.8, top_p=0.8),
+        LogitsWarper(1.0, repetition_penalty=1.7),
+        LogitsWarper(),
+        LogitsWarper(repetition_penalty=1.9),
+    ],
     ids=["top-k", "top-p", "repetition", "greedy", "greedy-repetition"],
 )
-def test_every_warp_is_lossless(warp: Warp, small: Intersection) -> None:
+def test_every_warp_is_lossless(warp: LogitsWarper, small: Intersection) -> None:
     experiment, draft = scripted(small, warp=warp)
     stop = StopRule(5, token_probability, threshold=Fixed(0.2))
-    assert experiment.bias(System("foreign", Checked(draft, warp, 4), stop)) < TOLERANCE
+    assert experiment.bias(Method("foreign", Checked(draft, warp, 4), stop)) < TOLERANCE
 
 
 def test_what_only_the_target_has_is_still_written(small: Intersection) -> None:
     experiment, draft = scripted(small)
-    distribution = experiment.distribution(System("foreign", ModelDrafter(draft, SAMPLE, 4), StopRule(3)))
+    distribution = experiment.distribution(Method("foreign", ModelDrafter(draft, SAMPLE, 4), StopRule(3)))
     assert sum(weight for text, weight in distribution.items() if {1, 3} & set(text)) > 0.3
 
 
@@ -109,7 +115,7 @@ def test_a_draft_whose_context_ends_in_the_text_stops_drafting(limit: int, small
     """The prompt's five tokens are seven for the draft; the scripted runner refuses to read past its limit."""
     experiment, draft = scripted(small, tokens=4, limit=limit)
     experiment.prompt = [0, 3, 1, 0, 2]
-    assert experiment.bias(System("short", ModelDrafter(draft, SAMPLE, 4), StopRule(5))) < TOLERANCE
+    assert experiment.bias(Method("short", ModelDrafter(draft, SAMPLE, 4), StopRule(5))) < TOLERANCE
     assert (experiment.drafted == {0}) == (limit <= 7)
 
 
@@ -124,7 +130,7 @@ def test_a_q_that_is_not_renormalised_is_caught(small: Intersection, monkeypatch
                 found.probs = found.probs * 0.6
             return found
 
-    assert experiment.bias(System("whole", Whole(draft, SAMPLE, 4), StopRule(3))) > 0.01
+    assert experiment.bias(Method("whole", Whole(draft, SAMPLE, 4), StopRule(3))) > 0.01
 
 
 # -- real models and tokenizers ----------------------------------------------------------------------------------------
@@ -173,14 +179,14 @@ def draft(request, target) -> ForeignDraft:
 
 def test_greedy_texts_are_those_of_generate(target, draft) -> None:
     runner = open_runner(target)
-    drafter = Checked(open_draft_runner(draft, target), Warp(), runner.vocab_size)
+    drafter = Checked(open_draft_runner(draft, target), LogitsWarper(), runner.vocab_size)
     for prompt in ("Tom has 3 apples", "Das Maß ist voll, 日本語", "How many?"):
         ids = make_tokenizer()(prompt).input_ids
         given = torch.tensor([ids])
         wanted = target.generate(given, do_sample=False, max_new_tokens=40, pad_token_id=0, eos_token_id=None)
         for name in ("length", "hf-dynamic", "entropy"):
-            system = System(name, drafter, STOPS[name](MethodInputs(runner, Warp(), drafter.runner)))
-            out = decode(Target(runner), system, Warp(), ids, max_new_tokens=40)
+            system = Method(name, drafter, STOPS[name](MethodInputs(runner, LogitsWarper(), drafter.runner)))
+            out = decode(Target(runner), system, LogitsWarper(), ids, max_new_tokens=40)
             assert out.ids == wanted[0].tolist()
             assert sum(out.trace.accepted) > 0
 
@@ -201,8 +207,8 @@ def test_the_same_pieces_under_other_ids_draft_as_the_target_itself(target) -> N
     assert len(draft.vocabulary.shared) == len(tokenizer)
     runner = open_runner(target)
     ids = tokenizer(TEXT).input_ids
-    for warp in (Warp(), Warp(1.0)):
-        system = System("itself", ModelDrafter(open_draft_runner(draft, target), warp, 280), StopRule(4))
+    for warp in (LogitsWarper(), LogitsWarper(1.0)):
+        system = Method("itself", ModelDrafter(open_draft_runner(draft, target), warp, 280), StopRule(4))
         trace = decode(Target(runner), system, warp, ids, max_new_tokens=40, rng=TorchRng(0)).trace
         assert trace.metrics()["alpha"] == pytest.approx(1, abs=1e-5)
         assert trace.accepted == trace.drafted

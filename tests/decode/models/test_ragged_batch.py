@@ -17,7 +17,7 @@ from decode.models import ragged_batch as texts_together
 from decode.models import writing as batched_generation
 from decode.models.fast_runner import FastRunner, fast_runner
 from decode.models.writing import draws_named, write_texts
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 
 FAST = [family for family, fast in RUNNER_PATHS if fast]
 
@@ -122,10 +122,10 @@ def test_the_cache_grows_with_the_longest_text(tiny) -> None:
         assert close(torch.cat([a, b]), logits_of(model, text))
 
 
-@pytest.mark.parametrize("warp", [Warp(0.0), Warp(1.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("warp", [LogitsWarper(0.0), LogitsWarper(1.0)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 16])
 def test_a_text_depends_neither_on_its_neighbours_nor_on_when_it_is_begun(
-    tiny, warp: Warp, batch_size: int, monkeypatch: pytest.MonkeyPatch
+    tiny, warp: LogitsWarper, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama")
     monkeypatch.setattr(batched_generation, "PROMPT_TOKENS", 30)
@@ -145,7 +145,7 @@ def test_a_text_depends_neither_on_its_neighbours_nor_on_when_it_is_begun(
 
 
 def test_fewer_texts_are_written_at_once_where_memory_does_not_hold_them(tiny, monkeypatch) -> None:
-    model, warp = tiny("llama"), Warp(0.0)
+    model, warp = tiny("llama"), LogitsWarper(0.0)
     prompts = texts_of([4, 9, 6])
     wanted = write_texts(model, prompts, warp, budgets=8, stop_ids=(), draws=draws_named(0))
     bytes_of_a_token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, their heads, width, float32

@@ -27,7 +27,7 @@ from decode.models.choose_runner import open_runner
 from decode.models.head_runner import HeadRunner
 from decode.models.heads import FeatureHead, head_config, load_head
 from decode.models.loading import load_model
-from decode.sampling import TorchRng, Warp
+from decode.sampling import LogitsWarper, TorchRng
 from distill.__main__ import FOREIGN
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings, EagleSettings
 from distill.config.run import ExportSettings, Settings
@@ -187,7 +187,7 @@ def test_the_ablation_measures_heads_seed_by_seed(run) -> None:
         Meter(bench(settings)[0], 32).texts["sampled"],
     )
     heads = [load_head(RunDir(folder).path(f"eagle-seed{seed}"), target) for seed in (3, 4)]
-    alphas = [offline_alpha(target, head, texts, Warp(1.0)).mean for head in heads]
+    alphas = [offline_alpha(target, head, texts, LogitsWarper(1.0)).mean for head in heads]
     assert content["variants"][0]["offline_alpha"] == pytest.approx(sum(alphas) / 2)
     assert any(not torch.equal(a, b) for a, b in zip(*(head.parameters() for head in heads), strict=True))
 
@@ -252,8 +252,8 @@ def test_the_exported_head_decodes_like_the_trained_one(run, tmp_path: Path) -> 
         head = HeadRunner(load_head(path, target), target)
         for method in ("eagle", "eagle-tree"):
             options = MethodOptions(draft_length=3, tree_width=3, tree_nodes=8)
-            system = build(method, MethodInputs(runner, Warp(1.0), head, options=options))
-            made = decode(Target(runner), system, Warp(1.0), [5, 9, 3, 7], max_new_tokens=24, rng=TorchRng(3))
+            system = build(method, MethodInputs(runner, LogitsWarper(1.0), head, options=options))
+            made = decode(Target(runner), system, LogitsWarper(1.0), [5, 9, 3, 7], max_new_tokens=24, rng=TorchRng(3))
             texts.append((method, made.ids, made.trace.drafted, made.trace.accepted))
     assert texts[:2] == texts[2:]
     config = json.loads((out / "config.json").read_text())
@@ -461,7 +461,7 @@ def test_a_head_of_some_tokens_starts_from_its_target_and_is_lossless(kind: str,
     if kind == "eagle":
         assert torch.load(out / "token_map.pt", weights_only=True) == head.draft_ids().tolist()
         assert "--speculative-token-map" in (out / "README.md").read_text()
-    runner, warp = open_runner(target), Warp(0.0)
+    runner, warp = open_runner(target), LogitsWarper(0.0)
     texts = []
     for path in (made.run.path("initial"), out):  # a draft of some tokens alone leaves the output the target's
         inputs = MethodInputs(

@@ -14,7 +14,7 @@ from tiny_run import begun, bench, run_tiny, tiny_settings
 from decode.bench.costs import CostModel
 from decode.bench.offline_acceptance import offline_alpha
 from decode.progress import Progress
-from decode.sampling import Warp
+from decode.sampling import LogitsWarper
 from decode.verify import overlap
 from distill.config.run import EvaluationSettings, Settings
 from distill.evaluate import Evaluation, HeadEvaluation, Histograms, lifts
@@ -64,7 +64,7 @@ def test_acceptance_on_texts_read_together_is_that_of_each_text(temperature: flo
     evaluation.timed = lambda name, count: nullcontext()
     with Progress() as evaluation.bar:
         found = evaluation._alphas(texts, temperature)
-    warp = Warp(temperature)
+    warp = LogitsWarper(temperature)
     assert {name: len(by_depth) for name, by_depth in found.items()} == {"model": 1, "head": 5}
     for name, draft in drafts.items():
         alone = offline_alpha(target, draft, texts, warp)
