@@ -48,7 +48,6 @@ class BenchOptions:
     samples: int = 1  # prompts of each suite whose texts are kept with their marks
     costs: bool = True  # measure c and v(n), which `predicted_speedup` needs
     cost_turns: int = 24  # measurements of the costs, spread over a block's prompts (a few of them come first)
-    compile: str = "none"  # see `decode.models.choose_runner.open_runner`
     pack: str = "auto"  # see `decode.models.choose_runner.open_runner`
 
 
@@ -83,7 +82,7 @@ class Session:
         self.draft_models: dict[str, DraftModel] = dict(drafts or {})
         if self.options.threads:  # the layout of weights is chosen by measurement
             torch.set_num_threads(self.options.threads)
-        how: dict[str, Any] = {"compile": self.options.compile, "pack": self.options.pack}
+        how: dict[str, Any] = {"pack": self.options.pack}
         self.runner = open_runner(model, **how)  # the target's
         self.drafts = {name: open_draft_runner(draft, model, **how) for name, draft in self.draft_models.items()}
         opened = {"target": self.runner} | self.drafts

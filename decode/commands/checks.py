@@ -14,7 +14,6 @@ from decode.commands.settings import ChatSettings, LoadSettings, MethodSettings,
 from decode.errors import UserError, choose, read_json
 from decode.method_options import MethodOptions, split_spec
 from decode.methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS
-from decode.models.compiled_forward import check_compile
 from decode.models.loading import choose_device, choose_dtype
 from decode.models.pair import NEUTRAL, Pair, load, own_warp
 from decode.models.tokens import check_template
@@ -62,10 +61,6 @@ def check_models(settings: LoadSettings) -> None:
     required(settings, "target")
     device = choose_device(settings.device)
     choose_dtype(settings.dtype, device)
-    if settings.compile != "none":
-        check_compile(settings.compile, str(device))
-        if settings.device_map is not None:
-            raise UserError("a model that is compiled has to be on one device; give --device, or leave compile at none")
 
 
 def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -124,7 +119,7 @@ def open_suites(specs: Sequence[str], **options: Any) -> list[Suite]:
 
 def open_pair(settings: LoadSettings, draft: str | None = None) -> Pair:
     """The target of the settings, and a draft for it."""
-    names = ("device", "dtype", "device_map", "trust_remote_code", "draft_vocabulary", "compile", "pack")
+    names = ("device", "dtype", "device_map", "trust_remote_code", "draft_vocabulary", "pack")
     return load(str(settings.target), draft, **{name: getattr(settings, name) for name in names})
 
 
@@ -137,7 +132,7 @@ def api_settings(settings_class: type[Settings], pair: Pair, **options: Any) -> 
     known = {f.name: f for f in dataclasses.fields(settings_class) if f.name not in PLACED}
     for name in options:
         choose("option", name, known)
-    opened: dict[str, Any] = {"compile": pair.compile, "pack": pair.pack}
+    opened: dict[str, Any] = {"pack": pair.pack}
     return settings_class(target=pair.target_name or "the given model", **opened, **options)
 
 

@@ -122,7 +122,7 @@ def run(settings: DemoSettings) -> None:
     if settings.draft is None and METHODS.get(settings.method or "vanilla", ("model",))[0] == "model":
         raise UserError("demo compares decoding without and with a draft; give --draft D, or --method prompt-lookup")
     drafted = open_pair(settings, settings.draft)
-    same = {"target_name": drafted.target_name, "pack": settings.pack, "compile": settings.compile}
+    same = {"target_name": drafted.target_name, "pack": settings.pack}
     plain = Pair(drafted.target, drafted.tokenizer, **same)
     method = settings.method or ("eagle" if isinstance(drafted.draft, FeatureHead) else "vanilla")
     common = {name: value for name, value in vars(settings).items() if name != "method"}

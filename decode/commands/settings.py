@@ -32,10 +32,6 @@ class LoadSettings(Checked):
     draft_vocabulary: Literal["same", "intersection"] = "same"
     """same refuses a draft whose tokenizer is not the target's; intersection lets it draft the tokens that both
     vocabularies have, which stays lossless (arXiv 2502.05202)."""
-    compile: Literal["none", "default", "reduce-overhead"] = "none"
-    """torch.compile for target and draft, with a cache of fixed size: none, default, or reduce-overhead, which replays
-    CUDA graphs. For GPUs; on CPUs the plain forward is faster. Each length of input is compiled when it first occurs,
-    which takes seconds to minutes; drafts by the target's own layers and feature heads stay as they are."""
     pack: Literal["off", "on", "auto"] = "auto"
     """On CPUs, weights in the order that the kernels read them, copied at loading: off, on, or auto, which measures
     each shape and packs where that is faster (models up to 1 GiB). Checking several tokens then costs little more than

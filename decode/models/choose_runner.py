@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.models.compiled_forward import check_compile
-from decode.models.families import FAMILIES, supports
+from decode.models.families import supports
 from decode.models.fast_runner import FastRunner, fast_runner
 from decode.models.head_runner import HeadRunner
 from decode.models.heads import FeatureHead
@@ -29,9 +27,7 @@ SIXTEEN_BITS = 0.1
 NEAR = 64  # largest attention window whose end the check reads past
 
 
-def open_runner(
-    model: PreTrainedModel, *, fast: bool = True, compile: str = "none", pack: str = "off", draft: bool = False
-) -> Runner:
+def open_runner(model: PreTrainedModel, *, fast: bool = True, pack: str = "off", draft: bool = False) -> Runner:
     """The fastest runner that gives this model's own results; nothing is trusted before it has reproduced them.
 
     A hand-written forward is used for the families it knows; everything else (other families, adapters, quantised
@@ -43,17 +39,14 @@ def open_runner(
     Args:
         model: a causal language model, or one with adapters (peft).
         fast: use the hand-written forward where it can be.
-        compile: send it through torch.compile (a mode of `decode.models.compiled_forward.MODES`).
         pack: lay its weights out anew for CPUs (a mode of `decode.models.weights.MODES`).
         draft: it is a draft: its own results to the rounding of its weights to 16 bits, where that is faster.
 
     Raises:
-        UserError: a model that cannot be rolled back (recurrent, hybrid, encoder–decoder, bidirectional), logits that
-            are not finite, or a model that cannot be compiled.
+        UserError: a model that cannot be rolled back (recurrent, hybrid, encoder–decoder, bidirectional), or
+            logits that are not finite.
     """
     refuse_unserved(model)
-    if compile != "none":
-        return _open_compiled(model, compile)
     quick = fast_if_equal(model, pack, draft=draft) if fast else None
     if quick is not None:
         return quick
@@ -124,36 +117,13 @@ def _unserved(name: str, reason: str) -> UserError:
     )
 
 
-def open_draft_runner(draft: DraftModel, target: PreTrainedModel, compile: str = "none", pack: str = "off") -> Runner:
-    """The runner of a draft model, of one of another vocabulary, or (never compiled) of a feature head."""
+def open_draft_runner(draft: DraftModel, target: PreTrainedModel, pack: str = "off") -> Runner:
+    """The runner of a draft model, of one of another vocabulary, or of a feature head."""
     if isinstance(draft, FeatureHead):
         return HeadRunner(draft, target, pack)
     if isinstance(draft, ForeignDraft):
-        return ForeignRunner(open_runner(draft.model, compile=compile, pack=pack, draft=True), draft.vocabulary)
-    return open_runner(draft, compile=compile, pack=pack, draft=True)
-
-
-def _open_compiled(model: PreTrainedModel, mode: str) -> Runner:
-    """A runner that compiles, after it has reproduced the model's logits on a few tokens."""
-    name = f"{type(model).__name__} ({model.config.model_type})"
-    if not supports(model):
-        raise UserError(
-            f"{name} cannot be compiled here: only {', '.join(FAMILIES)} on one device, with plain weights; leave "
-            "compile at none"
-        )
-    check_compile(mode, str(model.device))
-    runner = fast_runner(model, compile=mode)
-    try:
-        found = compare(model, runner)
-    except TorchDynamoException as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"torch.compile failed for {name}: {reason}; leave compile at none") from error
-    if not max(found.chain, found.tree) < found.tolerance:
-        raise UserError(
-            f"compiled, {name} differs from itself by {max(found.chain, found.tree):.2g} in its logits; leave compile "
-            "at none"
-        )
-    return runner
+        return ForeignRunner(open_runner(draft.model, pack=pack, draft=True), draft.vocabulary)
+    return open_runner(draft, pack=pack, draft=True)
 
 
 @dataclass

@@ -45,14 +45,13 @@ class FastForward:
     Args:
         weights: of the model.
         rotary: the model's own module that gives cos and sin of positions.
-        powers_of_two: let the cache grow to powers of two only.
     """
 
-    def __init__(self, weights: Weights, rotary: Any, *, powers_of_two: bool = False) -> None:
+    def __init__(self, weights: Weights, rotary: Any) -> None:
         self.weights, self.shape, self.layers = weights, weights.shape, weights.layers
         self.gated, self.parallel, self.activation = weights.gated, weights.parallel, weights.activation
         self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
-        self.rotary, self.powers_of_two = rotary, powers_of_two
+        self.rotary = rotary
         self._new_cache()
 
     def first_layers(self, count: int) -> FastForward:
@@ -98,8 +97,6 @@ class FastForward:
             return
         # one text's cache doubles; that of many grows in smaller steps, since memory is what bounds their number
         capacity = max(capacity, 2 * self.capacity if self.rows == 1 else self.capacity + self.capacity // 4)
-        if self.powers_of_two:
-            capacity = 1 << (capacity - 1).bit_length()
         self._allocate(self.rows, capacity)
         self.rotary_factors = self._rotary_factors(capacity)
 

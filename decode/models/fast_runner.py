@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.models.compiled_forward import CompiledChain
 from decode.models.families import FAMILIES, is_small, model_weights, published_in_half, tunable
 from decode.models.fast_forward import FastForward, LayerSubset, Mask, cos_and_sin
 from decode.models.huggingface_runner import facts_of, free_memory, weight_bytes
@@ -78,21 +77,18 @@ def hand_out(texts: Sequence[Runner], hidden: Tensor, counts: Sequence[int]) -> 
 ROOM = 1.5  # memory that has to be free before a large model's weights are copied, in their sizes
 
 
-def fast_runner(model: PreTrainedModel, *, compile: str = "none", pack: str = "off", draft: bool = False) -> FastRunner:
+def fast_runner(model: PreTrainedModel, *, pack: str = "off", draft: bool = False) -> FastRunner:
     """A runner of a model that `supports` knows.
 
     Args:
         model: the model.
-        compile: mode of torch.compile for chains, or ``none``.
         pack: of `decode.models.weights.MODES`; ``auto`` packs large models (`COPIED`) only where float16
             holds their weights and memory has room for a second copy.
         draft: it is a draft, whose weights may be rounded to 16 bits.
     """
     facts, rotary = facts_of(model), model.base_model.rotary_emb
     rotated = cos_and_sin(rotary, 1, facts["dtype"], facts["device"])[0].shape[-1]
-    # a compiler has no complex numbers, and lays weights out itself
-    tuned = compile == "none" and tunable(model)
-    pack, large = pack if compile == "none" else "off", not is_small(model)
+    tuned, large = tunable(model), not is_small(model)
     if pack == "auto" and large and free_memory(model.device) <= ROOM * weight_bytes(model):
         pack = "off"
     kept = pack != "off" and not draft and published_in_half(model)
@@ -100,10 +96,8 @@ def fast_runner(model: PreTrainedModel, *, compile: str = "none", pack: str = "o
         pack = "on" if kept else "off"
     half = kept or (draft and pack == "auto")
     make = Linears(pack, model.config.get_text_config().num_hidden_layers, copies=tuned, half=half)
-    forward = FastForward(
-        model_weights(model, rotated, make, tuned=tuned, folded=not kept), rotary, powers_of_two=compile != "none"
-    )
-    runner = FastRunner(forward, facts["name"], facts["limit"], model=model, compile=compile)
+    forward = FastForward(model_weights(model, rotated, make, tuned=tuned, folded=not kept), rotary)
+    runner = FastRunner(forward, facts["name"], facts["limit"], model=model)
     runner.packing, runner.saved_bytes = make.sentence(), make.bytes["float16"]
     return runner
 
@@ -119,16 +113,12 @@ class FastRunner(RowRunner):
         name: of the model, for messages.
         limit: positions of its context.
         model: see `Runner`.
-        compile: mode of torch.compile for chains, or ``none``.
     """
 
-    def __init__(
-        self, forward: FastForward, name: str, limit: int, *, model: Any = None, compile: str = "none"
-    ) -> None:
+    def __init__(self, forward: FastForward, name: str, limit: int, *, model: Any = None) -> None:
         vocab = forward.weights.head.rows
         super().__init__(name, device=forward.device, dtype=forward.dtype, vocab_size=vocab, limit=limit, model=model)
-        self.forward, self.compile = forward, compile
-        self._chain = None if compile == "none" else CompiledChain(forward, compile, limit)
+        self.forward = forward
         self._length = self.saved_bytes = 0  # by which what is read is smaller than the model's weights
         self._texts = []
         self._ahead: list[Tensor] = []  # states behind the shared layers of the tokens read ahead
@@ -166,15 +156,11 @@ class FastRunner(RowRunner):
             UserError: an exit outside the model.
         """
         count = LayerSubset.early_exit(self.depth, exit_layer).shared
-        return FastRunner(self.forward.first_layers(count), self.name, self.limit, compile=self.compile)
+        return FastRunner(self.forward.first_layers(count), self.name, self.limit)
 
     def fork(self, count: int) -> list[FastRunner]:  # type: ignore[override]
-        """See `Runner.fork`: in rows of the same cache; compiled forwards have a cache each."""
-        facts: dict[str, Any] = {"model": self.model, "compile": self.compile}
-        if self._chain is not None:
-            whole = self.forward.first_layers
-            return [FastRunner(whole(self.depth), self.name, self.limit, **facts) for _ in range(count)]
-        forks = [FastRunner(self.forward, self.name, self.limit, **facts) for _ in range(count)]
+        """See `Runner.fork`: in rows of the same cache."""
+        forks = [FastRunner(self.forward, self.name, self.limit, model=self.model) for _ in range(count)]
         self.share(forks)
         return forks
 
@@ -195,20 +181,16 @@ class FastRunner(RowRunner):
     def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
         """See `Runner.read`."""
         n, start, forward = tokens.shape[0], self._length, self.forward
-        chain = tree is None and not self._ahead and not self.captured_layers and head != 0
-        if chain and self._chain is not None and n <= self._chain.widest:
-            logits, self.hidden = self._chain(tokens, start, head)
+        if self._ahead:
+            assert tree is None, "what was read ahead is a chain"
+            x = self._behind_ahead(tokens, start)
         else:
-            if self._ahead:
-                assert tree is None, "what was read ahead is a chain"
-                x = self._behind_ahead(tokens, start)
+            placed = forward.place(n, tree, start, self._row)
+            if self.captured_layers:
+                x = self._capturing(forward.embed(tokens), start, *placed)
             else:
-                placed = forward.place(n, tree, start, self._row)
-                if self.captured_layers:
-                    x = self._capturing(forward.embed(tokens), start, *placed)
-                else:
-                    x = forward.run_tokens(tokens, start, *placed)
-            logits, self.hidden = forward.project(x if head is None or head >= n else x[n - head :])
+                x = forward.run_tokens(tokens, start, *placed)
+        logits, self.hidden = forward.project(x if head is None or head >= n else x[n - head :])
         self._length = start + n
         return logits
 
@@ -222,8 +204,6 @@ class FastRunner(RowRunner):
         last_only: bool = False,
     ) -> Tensor:
         """See `Runner.read_texts`: in one forward; texts in the order of their rows attend in the fewest calls."""
-        if self._chain is not None:
-            return super().read_texts(texts, tokens, counts, trees, last_only=last_only)
         trees, forward = trees or [None] * len(texts), self.forward
         new = [NewTokens.of(text._row, text._length, n, tree) for text, n, tree in zip(texts, counts, trees)]
         rotary, together = forward.place_texts(new)
@@ -289,9 +269,6 @@ class FastRunner(RowRunner):
         self, texts: Sequence[FastRunner], tokens: Tensor, counts: Sequence[int], subset: LayerSubset
     ) -> Tensor:
         """`read_subset` of several texts in one forward; logits of each text's last token, ``[texts, vocab]``."""
-        if self._chain is not None:
-            parts = zip(texts, tokens.split(list(counts)))
-            return torch.cat([text.read_subset(part, subset)[-1:] for text, part in parts])
         forward, new = self.forward, [NewTokens(text._row, text.slots_used, n) for text, n in zip(texts, counts)]
         rotary, together = forward.place_texts(new)
         x, shared = self._run_subset(forward.embed(tokens), subset, 0, rotary, together)

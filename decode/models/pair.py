@@ -31,18 +31,17 @@ class Pair:
     draft: DraftModel | None = None  # the draft
     target_name: str = ""  # the folder or Hub name that the target was loaded from
     draft_name: str | None = None  # the draft's
-    compile: str = "none"  # see `decode.models.choose_runner.open_runner`
     pack: str = "auto"  # see `decode.models.choose_runner.open_runner`
 
     @cached_property
     def runner(self) -> Runner:
         """The target's forward with its cache."""
-        return open_runner(self.target, compile=self.compile, pack=self.pack)
+        return open_runner(self.target, pack=self.pack)
 
     @cached_property
     def draft_runner(self) -> Runner | None:
         """The draft's."""
-        return None if self.draft is None else open_draft_runner(self.draft, self.target, self.compile, self.pack)
+        return None if self.draft is None else open_draft_runner(self.draft, self.target, self.pack)
 
 
 def load(
@@ -54,7 +53,6 @@ def load(
     device_map: str | None = None,
     trust_remote_code: bool = False,
     draft_vocabulary: str = "same",
-    compile: str = "none",
     pack: str = "auto",
 ) -> Pair:
     """Open a target and, if given, a draft for it.
@@ -67,7 +65,6 @@ def load(
         device_map: passed to transformers, to spread the target over several devices.
         trust_remote_code: run the Python code that a Hub repository brings.
         draft_vocabulary: ``intersection`` takes a draft whose tokenizer differs from the target's; ``same`` refuses it.
-        compile: see `decode.models.choose_runner.open_runner`.
         pack: see `decode.models.choose_runner.open_runner`.
 
     Raises:
@@ -75,7 +72,7 @@ def load(
     """
     tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
     model = load_model(target, device=device, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
-    pair = Pair(model, tokenizer, target_name=str(target), compile=compile, pack=pack)
+    pair = Pair(model, tokenizer, target_name=str(target), pack=pack)
     if draft is not None:
         pair.draft_name = str(draft)
         pair.draft = open_draft(
