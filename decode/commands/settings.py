@@ -396,22 +396,15 @@ class PaperSettings(Checked):
     """Settings of python -m decode paper."""
 
     paper: str | None = None
-    """adasd, adaptix, ears, adaspeed or adaspec; may stand without --paper. Required."""
+    """adaptix, adasd, adaspec, adaspeed or ears; may stand without --paper. Required."""
     scale: str = "quickstart"
-    """quickstart, gpu-small or full."""
-    run: str | None = None
-    """Folder of the target, draft and probes; null: runs/quickstart, or runs/gpu-small. Not for full."""
+    """Configuration to measure: the name of a file in configs/papers/PAPER, without .yaml."""
     configs: str = "configs/papers"
-    """Where the papers' configurations lie."""
-    only: list[str] = field(default_factory=list)
-    """At full scale: these configurations alone, by their files' names without .yaml."""
-    limit: PositiveInt | None = None
-    """Prompts of each suite; null: as in the configuration."""
-    repeats: PositiveInt | None = None
-    """Times each prompt is given to each method; null: as in the configuration."""
-    again: bool = False
-    """Measure anew what was measured with the same settings and weights."""
+    """Folder of the papers' configurations."""
+    setting: str = ""
+    """Part of the name of the published setting to compare with, such as "7B"; empty: the paper's first one."""
+    run: str | None = None
+    """Folder with a report.json to print instead of measuring; for adaspec that of a training, default
+    runs/quickstart."""
     output: str | None = None
-    """Folder of report.json and table.md; null: runs/papers/<paper>-<scale>."""
-    dry_run: bool = False
-    """Everything in miniature: tiny random models of the same families, few prompts, no network."""
+    """Folder of the benchmark's report.json; null: runs/papers/<paper>-<scale>."""
