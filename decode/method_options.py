@@ -154,10 +154,8 @@ class MethodOptions(Checked):
     """EAGLE-2: nodes expanded at each level of the tree, and children tried of each."""
     tree_nodes: PositiveInt = 60
     """EAGLE-2: nodes of the drafted tree, the most probable ones; its depth is the draft length."""
-    tree_threshold: ClosedUnitInterval | None = 0.0
-    """EAGLE-2: nodes whose cumulative probability (temperature 1) is below this are not drafted. null: choose the
-    number of nodes, most probable first and at most tree_nodes, by expected tokens per second, with
-    never_slower's costs."""
+    tree_threshold: ClosedUnitInterval = 0.0
+    """EAGLE-2: nodes whose cumulative probability (temperature 1) is below this are not drafted."""
     probes: str | None = None
     """Folder of acceptance probes, made by `python -m probes`: runs/<name>/probes, or its draft/ for draft-probe.
     Options left at null (such as exit_layer and threshold) take the values that were fastest when the probes

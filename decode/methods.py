@@ -73,10 +73,9 @@ def _model(inputs: MethodInputs) -> Drafter:
 
 def _feature_tree(inputs: MethodInputs) -> Drafter:
     options = inputs.options
-    costs = round_costs(inputs) if options.tree_threshold is None else None
     return FeatureTreeDrafter(
         head_of(inputs.draft), inputs.target, inputs.warp,
-        width=options.tree_width, nodes=options.tree_nodes, threshold=options.tree_threshold or 0.0, costs=costs,
+        width=options.tree_width, nodes=options.tree_nodes, threshold=options.tree_threshold,
     )  # fmt: skip
 
 
@@ -301,9 +300,7 @@ METHODS: dict[str, tuple[str, str, str]] = {
 
 DRAFTED = {name for name, (drafter, _, _) in METHODS.items() if drafter in MODEL_DRAFTERS}
 """Methods that a draft model or a feature head takes part in."""
-HEAD_TREES = {name for name, (drafter, _, _) in METHODS.items() if drafter in ("feature-tree", "hybrid-tree")}
-"""Methods that draft trees of a feature head."""
-HEADED = HEAD_TREES | {name for name, (drafter, _, _) in METHODS.items() if drafter == "feature"}
+HEADED = {name for name, (drafter, _, _) in METHODS.items() if drafter in ("feature", "feature-tree", "hybrid-tree")}
 """Methods that only a feature head can draft for."""
 SELF_SPECULATIVE = {name for name, (drafter, _, _) in METHODS.items() if drafter in SELF_DRAFTERS}
 """Methods that draft with the target's own layers."""

@@ -190,7 +190,7 @@ class CostOptimal(Threshold):
 
 
 @dataclass
-class Step:
+class DraftedToken:
     """One drafted token as a stop rule sees it."""
 
     probs: Tensor  # the warped probabilities ``[vocab]`` that the token is drawn from
@@ -200,27 +200,27 @@ class Step:
     greedy: bool = False  # decoding is greedy, so that `probs` is one-hot and says nothing of confidence
 
 
-Confidence = Callable[[Step], float]
+Confidence = Callable[[DraftedToken], float]
 
 
-def token_probability(step: Step) -> float:
+def token_probability(step: DraftedToken) -> float:
     """q(x) of the drafted token, unwarped (Draft & Verify, AdaSPEED)."""
     assert step.token is not None
     return step.logits.float().softmax(-1)[step.token].item()
 
 
-def warped_token_probability(step: Step) -> float:
+def warped_token_probability(step: DraftedToken) -> float:
     """q(x) after warping; greedy decoding has nothing to warp and uses the unwarped one (Hugging Face)."""
     assert step.token is not None
     return token_probability(step) if step.greedy else step.probs[step.token].item()
 
 
-def max_probability(step: Step) -> float:
+def max_probability(step: DraftedToken) -> float:
     """max q, unwarped; reads the distribution only."""
     return step.logits.float().softmax(-1).amax().item()
 
 
-def negative_entropy(step: Step) -> float:
+def negative_entropy(step: DraftedToken) -> float:
     """−H(q) in bits (AdaSD stops where H exceeds its threshold); reads the distribution only.
 
     Greedy decoding takes the unwarped distribution, since a one-hot one has no entropy.
@@ -252,7 +252,7 @@ class StopRule:
         """The most tokens to draft this round."""
         return self._window
 
-    def _below(self, step: Step) -> bool:
+    def _below(self, step: DraftedToken) -> bool:
         assert self.confidence is not None
         value = self.confidence(step)
         if math.isnan(value):
@@ -262,7 +262,7 @@ class StopRule:
         self._aggregate = self._aggregate * score if self.product else score
         return self._aggregate < self.threshold.value
 
-    def before(self, step: Step) -> bool:
+    def before(self, step: DraftedToken) -> bool:
         """Whether to stop before drawing from ``step.probs``."""
         if self.confidence is None or not self.refuse:
             return False
@@ -271,7 +271,7 @@ class StopRule:
             self.seen.pop()
         return stop
 
-    def after(self, step: Step) -> bool:
+    def after(self, step: DraftedToken) -> bool:
         """Whether to stop after ``step.token``, which stays in the draft."""
         return self.confidence is not None and not self.refuse and self._below(step)
 

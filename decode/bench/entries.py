@@ -14,7 +14,7 @@ from decode.bench.statistics import Record, TimedText
 from decode.errors import UserError
 from decode.loop import Method, Output, Target, decode
 from decode.method_options import MethodOptions, split_spec
-from decode.methods import DRAFTED, HEAD_TREES, HEADED, METHODS, SELF_SPECULATIVE, MethodInputs, build, is_lossless
+from decode.methods import DRAFTED, HEADED, METHODS, SELF_SPECULATIVE, MethodInputs, build, is_lossless
 from decode.models.heads import FeatureHead
 from decode.models.other_tokenizer import DraftModel
 from decode.sampling import TorchRng
@@ -48,9 +48,8 @@ class BenchEntry:
 
     @property
     def adapts_to_costs(self) -> bool:
-        """Whether the lengths of its drafts, or their nodes, depend on what they cost."""
-        by_costs = self.method in HEAD_TREES and self.options.tree_threshold is None
-        return by_costs or self.options.never_slower or _stop_of(self.method, self.stop) == "cost-optimal"
+        """Whether the lengths of its drafts depend on what they cost."""
+        return self.options.never_slower or _stop_of(self.method, self.stop) == "cost-optimal"
 
     @property
     def lossless(self) -> bool:

@@ -13,7 +13,7 @@ from decode.draft import Draft
 from decode.drafters.base import Drafter, DraftRequest
 from decode.models.runner import Runner
 from decode.sampling import LogitsWarper, Rng, argmax, one_hot
-from decode.stopping import Step, StopRule
+from decode.stopping import DraftedToken, StopRule
 
 Drafting = Generator[Any, Any, Draft]
 """Yields what the draft model has to read next, is sent the logits behind it, and returns the draft."""
@@ -119,7 +119,7 @@ class ModelDrafter(Drafter):
                 feed = argmax(row)
             else:
                 q = self.warp(row, [ids + [int(t) for t in tokens]] if prefixed else None)
-                if watch and stop.before(Step(q[0], None, row[0], runner.hidden[-1], greedy)):
+                if watch and stop.before(DraftedToken(q[0], None, row[0], runner.hidden[-1], greedy)):
                     break
                 feed = rng.draw(q[0]).view(1)
                 probs.append(q)
@@ -128,7 +128,7 @@ class ModelDrafter(Drafter):
                 logits.append(row)
             if watch:
                 hidden.append(runner.hidden[-1:])
-                if stop.after(Step(q[0], feed[0], row[0], runner.hidden[-1], greedy)):
+                if stop.after(DraftedToken(q[0], feed[0], row[0], runner.hidden[-1], greedy)):
                     break
             if reads_tokens and int(feed) in self.stop_ids:
                 break

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from decode.errors import UserError
 from decode.models.head_runner import HeadRunner
 from decode.models.runner import Runner
 from decode.sampling import LogitsWarper, Rng
-from decode.stopping import RoundCosts, StopRule
+from decode.stopping import StopRule
 from decode.trace import Round
 
 
@@ -96,15 +95,12 @@ class FeatureDrafter(ModelDrafter):
 class FeatureTreeDrafter(FeatureDrafter):
     """EAGLE-2: a level keeps the `width` nodes of the largest cumulative probability, the tree the best `nodes` of all.
 
-    With costs, a tree has as many of those nodes as should give most tokens a second, by the head's probabilities, and
-    no level that cannot pay for its forward. The tree is a function of the text, so it is verified as a deterministic
-    draft.
+    The tree is a function of the text, so it is verified as a deterministic draft.
 
     Attributes:
         width: nodes expanded a level, and children tried of each (the paper's top k, 10).
         nodes: most nodes of the finished tree (the paper: 60).
         threshold: least cumulative probability of a node (the paper: 0).
-        costs: of rounds; those of a single text count.
     """
 
     def __init__(
@@ -116,13 +112,9 @@ class FeatureTreeDrafter(FeatureDrafter):
         width: int = 10,
         nodes: int = 60,
         threshold: float = 0.0,
-        costs: RoundCosts | None = None,
     ) -> None:
         super().__init__(runner, target, warp)
-        self.width, self.nodes, self.threshold, self.costs = width, nodes, threshold, costs
-        if costs is not None:
-            self._level = costs.drafting(1)  # a level was measured at 1.1 times a chain's forward
-            self._checking = [costs.verifying(1, n) for n in range(1, nodes + 2)]  # by nodes, from 0 on
+        self.width, self.nodes, self.threshold = width, nodes, threshold
 
     def _drafting(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Drafting:
         """The tree, as deep as the stop rule's window; its few numbers are kept on the host, where they cost least."""
@@ -143,28 +135,14 @@ class FeatureTreeDrafter(FeatureDrafter):
             if level + 1 == depth:
                 break
             expanded = found.likeliest(self.width, first)
-            if not expanded or not self._pays([found.scores[node] for node in expanded], found.scores, level + 1):
+            if not expanded:
                 break
             rows = torch.tensor([(node - first) // width for node in expanded], device=runner.device)
             picked = torch.tensor([found.tokens[node] for node in expanded], device=runner.device)
             seen = found.read(expanded).to(runner.device)
             logits = yield picked, states.index_select(0, rows), seen, level
             states = runner.hidden
-        return found.tree(self.nodes if self.costs is None else self._worthwhile(found.scores, level + 1)[0])
-
-    def _worthwhile(self, scores: list[float], levels: int) -> tuple[int, float]:
-        """How many of the most probable candidates give most tokens a second, and those tokens a second.
-
-        Each adds the chance that it is accepted to the round's tokens, and a token to be checked to its time.
-        """
-        tokens = accumulate(map(math.exp, sorted(scores, reverse=True)[: self.nodes]), initial=1.0)
-        rates = [n / (levels * self._level + seconds) for n, seconds in zip(tokens, self._checking)]
-        count = max(range(len(rates)), key=rates.__getitem__)
-        return count, rates[count]
-
-    def _pays(self, expanded: list[float], scores: list[float], levels: int) -> bool:
-        """Whether a level below these nodes can bring more tokens than its forward's time does elsewhere."""
-        return self.costs is None or sum(map(math.exp, expanded)) > self._worthwhile(scores, levels)[1] * self._level
+        return found.tree(self.nodes)
 
     def _read(self, feed: Any) -> Tensor:
         """Logits over the head's vocabulary, behind the text's tokens or behind those of a level."""

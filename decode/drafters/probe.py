@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError, write_safely, write_text
-from decode.stopping import Step
+from decode.stopping import DraftedToken
 
 KINDS = ("probe", "confidence-probe")
 """`probe` sees the hidden state alone (AdaSPEED); `confidence-probe` also the exit's `confidence_features`."""
@@ -72,7 +72,7 @@ class AcceptanceProbe:
             z = z + features @ self.extra.to(hidden.device)
         return (z + self.bias) / self.temperature
 
-    def __call__(self, step: Step) -> float:
+    def __call__(self, step: DraftedToken) -> float:
         """Confidence of a drafted token, for `decode.stopping.StopRule`."""
         assert step.token is not None
         z = torch.dot(step.hidden.float(), self._weight_on(step.hidden.device)).item() + self.bias

@@ -29,7 +29,7 @@ from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
 from decode.models.writing import draws_named, write_texts
 from decode.sampling import LogitsWarper, TorchRng
-from decode.stopping import Step
+from decode.stopping import DraftedToken
 from distill import ranks
 from probes.features import Features, collect, collect_together, exit_layers
 from probes.fit import (
@@ -296,7 +296,7 @@ def test_one_step_gets_the_probability_that_a_batch_gets(tiny, kind: str) -> Non
         x = torch.tensor(5 + seed)
         features = confidence_features(logits[None], x.view(1))
         expected = probe.logit(hidden[None], features).sigmoid().item()
-        assert probe(Step(logits.softmax(-1), x, logits, hidden)) == pytest.approx(expected, rel=1e-4)
+        assert probe(DraftedToken(logits.softmax(-1), x, logits, hidden)) == pytest.approx(expected, rel=1e-4)
 
 
 def test_probes_of_another_model_layer_or_nothing_are_refused(tiny, folder: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from decode.stopping import (
     Fixed,
     MeanOfRejected,
     Roc,
-    Step,
+    DraftedToken,
     StopRule,
     TargetAcceptance,
     Threshold,
@@ -41,10 +41,10 @@ def chain_round(drafted: int, accepted: int, seconds: tuple[float, float] = (0.0
     return Round(draft, list(range(accepted)), 0, torch.empty(0), torch.empty(0), None, seconds)
 
 
-def step(*logits: float, token: int = 0, warp: LogitsWarper | None = None) -> Step:
+def step(*logits: float, token: int = 0, warp: LogitsWarper | None = None) -> DraftedToken:
     row = torch.tensor(logits)
     warp = warp or LogitsWarper(temperature=1.0)
-    return Step(warp(row[None])[0], torch.tensor(token), row, torch.empty(0), warp.greedy)
+    return DraftedToken(warp(row[None])[0], torch.tensor(token), row, torch.empty(0), warp.greedy)
 
 
 def log(*probabilities: float) -> list[float]:

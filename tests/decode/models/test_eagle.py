@@ -119,7 +119,6 @@ def trees(version: int) -> list[tuple[str, Callable[[HeadRunner, Runner, LogitsW
         ("wide", lambda head, target, warp: FeatureTreeDrafter(head, target, warp)),
         ("hybrid", lambda head, target, warp: HybridDrafter(FeatureDrafter(head, target, warp), match=2, length=4)),
         ("hybrid-tree", lambda *made: HybridDrafter(FeatureTreeDrafter(*made, width=3, nodes=6), match=2, length=4)),
-        ("paying", lambda *made: FeatureTreeDrafter(*made, width=3, nodes=9, costs=RoundCosts.of_ratios(0.01, 0.04))),
         ("branch", lambda *made: HybridDrafter(FeatureTreeDrafter(*made, width=2, nodes=4), match=6, branch=3)),
     ]
 
@@ -182,35 +181,8 @@ def test_feature_heads_are_lossless_for_two_texts(tiny) -> None:
     chain, tree = FeatureDrafter(head, runner, warp), FeatureTreeDrafter(head, runner, warp, width=2, nodes=5)
     with torch.inference_mode():
         hybrids = [HybridDrafter(drafter, match=2, length=3) for drafter in (chain, tree)]
-        paying = FeatureTreeDrafter(head, runner, warp, width=2, nodes=5, costs=RoundCosts.of_ratios(0.05, 0.1))
-        for drafter in (chain, tree, paying, *hybrids, HybridDrafter(tree, match=3, branch=2)):
+        for drafter in (chain, tree, *hybrids, HybridDrafter(tree, match=3, branch=2)):
             assert joint_bias(runner, Method("", drafter, StopRule(3)), warp, [PROMPT, [2, 7]], 2) < 1e-12
-
-
-def test_a_tree_has_the_nodes_that_pay(tiny) -> None:
-    target = tiny("llama")
-    runner, head = open_runner(target), as_runner(target, 3)
-    prompt, sizes = PROMPTS[0], []
-    for cost, growth in ((0.0, 0.0), (0.0, 0.02), (0.02, 0.05), (0.02, 0.2), (0.02, 5.0)):
-        costs = RoundCosts.of_ratios(cost, growth)
-        drafter = FeatureTreeDrafter(head, runner, GREEDY, width=3, nodes=12, costs=costs)
-        runner.truncate(0)
-        runner.captured_layers = drafter.captured_layers
-        with torch.inference_mode():
-            runner.read(torch.tensor(prompt[:-1]), head=0)
-            drafter.start(prompt)
-            sizes.append(len(drafter.propose(prompt, StopRule(3), 5, TorchRng(0))))
-    assert sizes[0] == 12
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] == 0
-    assert len(set(sizes)) > 2
-
-    drafter = FeatureTreeDrafter(head, runner, GREEDY, costs=RoundCosts.of_ratios(0.1, 0.2))
-    scores = [math.log(p) for p in (0.05, 0.6, 0.3, 0.2)]
-    count, rate = drafter._worthwhile(scores, 1)  # 1/1.1, 1.6/1.3, 1.9/1.5, 2.1/1.7, 2.15/1.9
-    assert (count, rate) == (2, pytest.approx(1.9 / 1.5))
-    assert drafter._pays([math.log(0.1), math.log(0.03)], scores, 1)  # 0.13 tokens for the time of 0.127
-    assert not drafter._pays([math.log(0.1), math.log(0.02)], scores, 1)
 
 
 def test_candidates_see_all_their_ancestors_and_nothing_else() -> None:
