@@ -21,10 +21,10 @@ from decode.methods import METHODS, STOPS, MethodInputs, build
 from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import (
     CostOptimal,
+    DraftedToken,
     Fixed,
     MeanOfRejected,
     Roc,
-    DraftedToken,
     StopRule,
     TargetAcceptance,
     Threshold,
