@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ from distill.data.batches import OptimizerStep
 from distill.data.datasets import Batch, example_of_rows, label_mask
 from distill.losses.chunked import LossRequest, LossRows, can_fuse, fused_loss, plain_loss
 from distill.losses.next_token import next_token_hits, next_token_loss
-from distill.losses.objective import BlockWeights, Drafted, Objective
+from distill.losses.objective import Drafted, Objective
 from distill.losses.selection import Selection, delta_loss, top_share
 from distill.models.layers import LayerSkip, ProgressiveStacking
 from distill.models.lm_head import LMHead, last_hidden
@@ -316,12 +316,7 @@ class DistillModule(TrainingModule):
     ) -> list[tuple[Drafted, LossRows]]:
         """The losses of a batch's label rows, in each drafting step."""
         found, step = [], batch.get("step")
-        steps: Iterable[Drafted] = self.drafted(batch, training=training)
-        weights: list[Tensor] = []
-        if objective.weigh is not None:
-            steps = list(steps)
-            weights = self._position_weights(batch, steps, objective.weigh)
-        for number, drafted in enumerate(steps):
+        for number, drafted in enumerate(self.drafted(batch, training=training)):
             request = objective.request(
                 self.global_step,
                 drafted,
@@ -330,9 +325,6 @@ class DistillModule(TrainingModule):
             )
             if step is not None and request.choose is not None and step.parts > 1:
                 request = self._choose_in_step(request, objective, drafted, step, number)
-            if weights:
-                own = weights[number]
-                request = replace(request, weights=own if request.weights is None else request.weights * own)
             found.append((drafted, rows := self._loss(drafted, request)))
             if not training:
                 break
@@ -347,7 +339,7 @@ class DistillModule(TrainingModule):
         Gradients are averaged over the parts of a step, so each part's loss is its share times their number.
         """
         found = self(batch, self.objective, metrics=self.logs_this_step)
-        step, selection = batch.get("step"), self.objective.selection_at(self.global_step)
+        step, selection = batch.get("step"), self.objective.selection
         loss = torch.zeros((), device=self.device)
         for number, (drafted, rows) in enumerate(found):
             loss = loss + self.weight(number) * self._step_loss(drafted, rows, step, selection)
@@ -388,27 +380,11 @@ class DistillModule(TrainingModule):
         compiled = self.compile_loss == "on" or (self.compile_loss == "auto" and drafted.hidden.is_cuda)
         return fused_loss(drafted.hidden, drafted.head, drafted.target, request, compiled=compiled)
 
-    @torch.no_grad()
-    def _position_weights(self, batch: Batch, steps: list[Drafted], weigh: BlockWeights) -> list[Tensor]:
-        """Weights of the rows of each drafting step, from the acceptances of the draft as it is.
-
-        A row that a step does not draft, as where a head has no id for the target's token, counts as rejected.
-        """
-        sequence = example_of_rows(batch, label_mask(batch["labels"]))
-        alpha = torch.zeros(len(sequence), len(steps), device=self.device)
-        rows = [slice(None) if drafted.rows is None else drafted.rows for drafted in steps]
-        for number, (drafted, place) in enumerate(zip(steps, rows)):
-            now = self._loss(drafted, LossRequest(self.objective.divergence, mass=drafted.mass)).alpha
-            assert now is not None
-            alpha[place, number] = now.to(alpha.dtype)
-        weights = weigh(alpha, sequence)
-        return [weights[place, number] for number, place in enumerate(rows)]
-
     def _choose_in_step(
         self, request: LossRequest, objective: Objective, drafted: Drafted, step: OptimizerStep, number: int
     ) -> LossRequest:
         """With scope ``global`` the choice among all parts of the step; other scopes look at one part only."""
-        selection = objective.selection_at(self.global_step)
+        selection = objective.selection
         assert selection is not None
         if selection.scope != "global":
             return request
@@ -433,7 +409,7 @@ class DistillModule(TrainingModule):
         """ΔL of a batch's rows, and the examples they belong to, for every drafting step."""
         deltas: list[tuple[Tensor, Tensor]] = []
         for drafted in self.drafted(batch, training=True):
-            found = self._loss(drafted, LossRequest(objective.ranking, metrics=False))
+            found = self._loss(drafted, LossRequest(objective.divergence, metrics=False))
             deltas.append((delta_loss(found.losses, drafted.reference), drafted.sequence))
         return deltas
 
@@ -474,9 +450,8 @@ class HeadModule(DistillModule):
         )
 
     def weight(self, number: int) -> float:
-        """decayⁱ; 1 where acceptances tell how much each drafting step counts."""
-        by_acceptance = self.objective.accepted_only or self.objective.weigh is not None
-        return 1.0 if by_acceptance else self.settings.decay**number
+        """decayⁱ; 1 where the rows that are reached decide how much each drafting step counts."""
+        return 1.0 if self.objective.accepted_only else self.settings.decay**number
 
     def _step_loss(
         self, drafted: Drafted, found: LossRows, step: OptimizerStep | None, selection: Selection | None

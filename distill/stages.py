@@ -374,10 +374,9 @@ def _draft_key(draft: AdaSpecSettings, settings: Settings) -> dict[str, Any]:
         key["responses"] = decisive(settings.reference.responses)
     trainer, compared = settings.trainer, isinstance(draft, ComparisonSettings) and draft.method == "distillspec"
     parts = [trainer.accumulate, ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)]
-    selects = draft.scope == "microbatch" and (draft.k < 1 or draft.k_start is not None)
-    weighs = draft.weigh_by in ("tested", "rounds")
-    if ((selects and not compared) or weighs) and parts != [1, 1]:
-        key["batches_of_a_step"] = parts  # each selects its own tokens, and its weights have a mean of 1
+    selects = draft.scope == "microbatch" and draft.k < 1
+    if selects and not compared and parts != [1, 1]:
+        key["batches_of_a_step"] = parts  # each selects its own tokens
     return key
 
 

@@ -230,10 +230,9 @@ class DistillSettings:
 
 
 Iso = Literal["steps", "epochs", "teacher_tokens"]
-Scope = Literal["microbatch", "sequence", "global"]
+Scope = Literal["microbatch", "global"]
 Normalisation = Literal["paper", "response", "official"]
-SelectBy = Literal["delta", "acceptance_gain"]
-WeighBy = Literal["none", "tested", "rounds", "accepted"]
+WeighBy = Literal["none", "accepted"]
 
 PLAIN = "adaspec"  # the name of AdaSPEC as published; a variation has to bear another one
 
@@ -253,15 +252,15 @@ class AdaSpecSettings:
     """AdaSPEC: distillation on the share k of tokens where the draft can still learn most; and variations of it."""
 
     name: str = PLAIN
-    """What reports call the draft. With any of select_by, divergence, kl_first, k_start, on_policy and weigh_by it is
-    not AdaSPEC as published any more and needs a name of its own."""
+    """What reports call the draft. With any of divergence, kl_first, on_policy and weigh_by set it is not AdaSPEC as
+    published any more and needs a name of its own."""
     k: Share = 0.4
     """Share of response tokens selected by the largest loss difference to the reference; the paper's best is 0.2
     to 0.4. 1.0 selects all, which is DistillSpec."""
     scope: Scope = "microbatch"
-    """Where the top k are chosen. microbatch: among all tokens of a device's batch (official code). sequence: within
-    each example. global: among all tokens of the optimiser step, over all devices and trainer.accumulate batches, so
-    that the result does not depend on how many there are; with accumulate the draft reads every batch twice."""
+    """Where the top k are chosen. microbatch: among all tokens of a device's batch (official code). global: among
+    all tokens of the optimiser step, over all devices and trainer.accumulate batches, so that the result does not
+    depend on how many there are; with accumulate the draft reads every batch twice."""
     normalisation: Normalisation = "official"
     """What the sum over selected tokens is divided by. paper: the number of tokens selected in the step (their mean).
     response: k times each response's length, and the mean over the step's responses is taken: 1/(k*|y|) as in the
@@ -276,18 +275,11 @@ class AdaSpecSettings:
     """Length in epochs of the reference's batches, before iso is applied; null: as long as the reference."""
     lr: PositiveFloat | None = None
     """Peak learning rate; null: the reference's."""
-    select_by: SelectBy = "delta"
-    """Score by which tokens are ranked. delta: AdaSPEC's dL, the draft's loss minus the reference's. acceptance_gain:
-    alpha of the reference minus alpha of the draft, whatever the loss is."""
     divergence: DivergenceName | None = None
     """Loss per token, as in reference.divergence; null: that one. dL is measured in it."""
     kl_first: ShareBelowOne = 0.0
     """Share of the steps, from the first, that use forward KL before divergence takes over: tv, neg_log_alpha and other
     acceptance losses have small gradients while p and q hardly overlap."""
-    k_start: Share | None = None
-    """Share of tokens selected at the first step, from where it goes linearly to k; null: k throughout."""
-    k_ramp: Share = 1.0
-    """Of k_start: share of the steps after which k is reached."""
     on_policy: ClosedUnitInterval | None = None
     """Chance of each training example to be one whose response the draft writes itself, by the sampling and at the
     intervals of reference.responses; null: as there. The reference's training stays as it is."""
@@ -295,27 +287,20 @@ class AdaSpecSettings:
     """Seed of the order of examples; null: the run's. The weights that training starts from do not depend on it."""
 
     weigh_by: WeighBy = "none"
-    """Weight of each token's loss, computed at every step from the draft's current acceptance rates. none: 1. tested:
-    the probability that decoding tests a drafted token at this position. rounds: the expected number of rounds
-    that accepting the token saves; with divergence tv, the gradient is then that of the expected number of
-    rounds, so the block efficiency itself is optimised. Weights of tested and rounds are normalised to mean 1
-    per device batch. In feature heads each drafting step has its own weights, which replace eagle.decay.
-    accepted (feature heads only): a chain of drafting steps continues after a token with the probability that
-    the token is accepted, as in decoding; rejected chains cost nothing more, so a head far from its target
-    trains about twice as fast."""
-    block: PositiveInt = 7
-    """Of weigh_by tested and rounds: drafted tokens in a round."""
+    """none: every label token of every drafting step counts alike. accepted (feature heads only): a chain of drafting
+    steps continues after a token with the probability that the token is accepted, as in decoding, in place of
+    eagle.decay. Rejected chains cost nothing more, so a head far from its target trains about twice as fast."""
 
     @property
     def variations(self) -> list[str]:
         """The settings by which this is not AdaSPEC as published."""
-        own = ("select_by", "divergence", "kl_first", "k_start", "on_policy", "weigh_by")
+        own = ("divergence", "kl_first", "on_policy", "weigh_by")
         return [name for name in own if getattr(self, name) != DEFAULTS[name]]
 
     @property
     def selects_all(self) -> bool:
         """Whether every token counts, so that no reference is asked."""
-        return self.k == 1 and self.k_start is None and self.normalisation != "response"
+        return self.k == 1 and self.normalisation != "response"
 
     def key(self) -> dict[str, Any]:
         """What decides the draft, beside the reference."""
@@ -333,7 +318,7 @@ class AdaSpecSettings:
         if self.weigh_by == "accepted" and not self.selects_all:
             raise UserError(
                 f"{where}.weigh_by is accepted and {where}.k is {self.k}: acceptance decides which tokens count, not a "
-                f"selection; set {where}.k to 1 and {where}.normalisation to paper, or weigh_by to tested"
+                f"selection; set {where}.k to 1 and {where}.normalisation to paper, or weigh_by to none"
             )
 
 
@@ -353,13 +338,6 @@ class ComparisonSettings(AdaSpecSettings):
     def selects_all(self) -> bool:
         """Whether every token counts."""
         return self.method == "distillspec" or super().selects_all
-
-    def validate(self, where: str) -> None:
-        """Check as for `AdaSpecSettings`, and that what is set of the selection is used."""
-        super().validate(where)
-        unused = [name for name in ("select_by", "k_start") if name in self.variations]
-        if self.method == "distillspec" and unused:
-            raise UserError(f"{where}.{unused[0]} is set, but method distillspec selects no tokens: remove one of them")
 
 
 def check_names(draft: AdaSpecSettings, comparisons: Sequence[ComparisonSettings]) -> None:

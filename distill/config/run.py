@@ -174,7 +174,7 @@ class Settings:
             raise UserError(
                 f"weigh_by of {', '.join(names)} is accepted, which decides where a feature head's further drafting "
                 f"steps go on, with eagle.kind {self.eagle.kind} and eagle.unroll {self.eagle.unroll}: train a head of "
-                "at least two drafting steps, or set weigh_by to none or tested"
+                "at least two drafting steps, or set weigh_by to none"
             )
 
     def _check_own_prompts(self) -> None:

@@ -218,14 +218,21 @@ def prepare_head(
                 told = f"the target's hidden states and signal ({signal.kind}), {name}"
                 with working(context.console, told), context.timed(f"{SIGNAL} {name}", len(rows.ids)):
                     source.keep(model, rows, folder, name, key)
-    reference, about = None, (settings.eagle.steps, objective.ranking, settings.trainer.precision)
+    reference, about = None, (settings.eagle.steps, objective.divergence, settings.trainer.precision)
     if objective.selection is not None:
         record = run.record("reference")
         assert record is not None
         reference = load_head(run.path("reference")).to(context.device)
         if "train" in fixed:
-            made_from: Any = [key, record.fingerprint, source.signal.key, about[0], vars(objective.ranking), about[2]]
-            path = folder / f"reference_{objective.ranking.name}.npy"
+            made_from: Any = [
+                key,
+                record.fingerprint,
+                source.signal.key,
+                about[0],
+                vars(objective.divergence),
+                about[2],
+            ]
+            path = folder / f"reference_{objective.divergence.name}.npy"
             with working(context.console, "the reference's losses"), context.timed(f"{LOSSES} train", len(train.ids)):
                 made = reference_loss(reference, source, train, *about, path, fingerprint(*made_from))
                 train.signals["reference_loss"] = made

@@ -226,7 +226,7 @@ def prepare(
                 highlight=False,
             )
     target = TargetSource(model, signal, stays=context.settings.target.placed)
-    reference, ranking, precision = None, objective.ranking, context.settings.trainer.precision
+    reference, ranking, precision = None, objective.divergence, context.settings.trainer.precision
     if objective.selection is not None:
         record = context.run.record("reference")
         assert record is not None

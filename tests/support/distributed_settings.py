@@ -26,13 +26,13 @@ class Way:
 
 
 WAYS = {
-    "ddp": Way(scopes=("microbatch", "sequence", "global"), accumulate=2),
+    "ddp": Way(scopes=("microbatch", "global"), accumulate=2),
     "fsdp": Way("fsdp", background=True),
     "on-policy": Way(responses=ResponseSettings(source="mixed", max_new_tokens=6, refresh_every=2), signal="online"),
     "sharded": Way(signal="hidden", sharded=True),
 }
 SLOW = {
-    "packed": Way(scopes=("global", "sequence"), packing=400),
+    "packed": Way(packing=400),
     "sharded-online": Way(signal="online", sharded=True),
     "heads": Way(head=True, signal="online"),
     "hsdp": Way("hsdp"),

@@ -31,9 +31,9 @@ def settings_of(way: str, folder: Path) -> Settings:
     if way == "hidden":
         reference.signal, settings.draft.scope, settings.trainer.accumulate = "hidden", "global", 2
     elif way == "topk":
-        reference.signal, settings.draft.scope, settings.draft.normalisation = "topk", "sequence", "response"
+        reference.signal, settings.draft.normalisation = "topk", "response"
     elif way == "packed":
-        reference.signal, settings.trainer.packing, settings.draft.weigh_by = "log_probs", 300, "rounds"
+        reference.signal, settings.trainer.packing = "log_probs", 300
     elif way == "own":
         responses, reference.signal = reference.responses, "online"
         responses.source, responses.max_new_tokens, responses.batch_size, responses.refresh_every = "mixed", 6, 4, 2

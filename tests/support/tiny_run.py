@@ -50,7 +50,7 @@ def tiny_settings(folder: Path, **changes: Any) -> Settings:
         ),
         reference=DistillSettings(examples=20, training=copy.copy(training)),
         draft=AdaSpecSettings(k=0.4),
-        comparisons=[ComparisonSettings(name="equal-tokens", iso="teacher_tokens", scope="sequence")],
+        comparisons=[ComparisonSettings(name="equal-tokens", iso="teacher_tokens")],
         trainer=TrainerSettings(accelerator="cpu", validate_every=5, validation_examples=8, log_every=3),
         tracker=TrackerSettings(kind="none"),
     )

@@ -54,7 +54,7 @@ def head_settings(folder: Path, kind: str, **changes):  # type: ignore[no-untype
     settings = tiny_settings(folder, **changes)
     settings.target.architecture.layers = 4
     settings.eagle = EagleSettings(kind=kind, unroll=2, draft_vocab=64 if kind == "eagle3" else None)  # type: ignore[arg-type]
-    settings.comparisons = [ComparisonSettings(name="equal-tokens", iso="teacher_tokens", scope="sequence")]
+    settings.comparisons = [ComparisonSettings(name="equal-tokens", iso="teacher_tokens")]
     return settings
 
 
@@ -414,8 +414,8 @@ def test_an_adapter_and_sharding_are_refused(tmp_path: Path) -> None:
 
 
 def test_heads_are_trained_with_everything_that_drafts_are(tmp_path: Path) -> None:
-    """Top-k and bfloat16 signals, another divergence, Muon, a weighted selection over accumulated batches, prompts."""
-    wide = AdaSpecSettings(name="wide", scope="global", divergence="kl_tv", weigh_by="rounds", block=4)
+    """Top-k and bfloat16 signals, another divergence, Muon, a selection over accumulated batches, prompts."""
+    wide = AdaSpecSettings(name="wide", scope="global", divergence="kl_tv")
     settings = head_settings(tmp_path, "eagle3", draft=wide)
     reference = settings.reference
     reference.signal, reference.signal_dtype, reference.signal_k = "topk", "bfloat16", 16

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from rich.console import Console
 from tiny_run import begun, run_tiny, tiny_settings
 
@@ -20,8 +19,9 @@ from decode.errors import UserError
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings, DistillSettings
 from distill.experiments.ablation import AblateSettings, Measured, ablate, verdict
 from distill.files import RunDir
-from distill.losses.divergences import Divergence, TokenDistributions
+from distill.losses.divergences import Divergence
 from distill.losses.objective import objective_of
+from distill.losses.selection import Selection
 from distill.pipeline import run_of
 from distill.stages import stage_fingerprints
 
@@ -35,14 +35,13 @@ def objective(**settings: Any) -> Any:
 def test_a_selection_of_all_tokens_asks_for_no_reference() -> None:
     assert objective(k=1.0).selection is None
     assert objective(k=1.0, normalisation="response").selection is not None
-    assert objective(k=1.0, k_start=0.5).selection is not None
     assert objective(k=0.9).selection is not None
 
 
 def test_plain_adaspec_is_the_objective_it_was() -> None:
     plain = objective_of(AdaSpecSettings(), DistillSettings(divergence="jsd"), STEPS)
-    assert plain.divergence == plain.ranking == Divergence("jsd")
-    assert [plain.selection_at(step).k for step in range(STEPS)] == [0.4] * STEPS  # type: ignore[union-attr]
+    assert plain.divergence == Divergence("jsd")
+    assert plain.selection == Selection(0.4)
     assert {plain.divergence_at(step).name for step in range(STEPS)} == {"jsd"}
 
 
@@ -50,25 +49,10 @@ def test_the_loss_switches_after_the_share_of_forward_kl_and_the_ranking_does_no
     switched = objective(divergence="tv", kl_first=0.3)
     names = [switched.divergence_at(step).name for step in range(STEPS)]
     assert names == ["forward_kl"] * 3 + ["tv"] * 7
-    assert switched.ranking.name == "tv"
+    assert switched.divergence.name == "tv"
     without = objective(method="distillspec", k=1.0, divergence="tv", kl_first=0.3)
     assert without.selection is None
     assert without.divergence_at(2).name == "forward_kl"
-
-
-def test_k_goes_from_its_start_to_its_end_and_stays_there() -> None:
-    ramp = objective(k=0.2, k_start=1.0, k_ramp=0.5)
-    shares = [ramp.selection_at(step).k for step in range(STEPS)]
-    assert shares == pytest.approx([1.0, 0.8, 0.6, 0.4, *[0.2] * 6])
-
-
-def test_acceptance_gain_ranks_by_what_the_reference_accepts_more_than_the_draft() -> None:
-    gain = objective(select_by="acceptance_gain")
-    assert gain.divergence.name == "forward_kl"
-    p, q, r = (torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)).log_softmax(-1) for seed in range(3))
-    draft, reference = TokenDistributions(p, q), TokenDistributions(p, r)
-    wanted = reference.alpha - draft.alpha
-    assert torch.allclose(gain.ranking.loss(draft) - gain.ranking.loss(reference), wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -76,12 +60,10 @@ def test_acceptance_gain_ranks_by_what_the_reference_accepts_more_than_the_draft
     [
         (AdaSpecSettings(kl_first=0.3, divergence="tv"), "with divergence, kl_first set this is not AdaSPEC"),
         (AdaSpecSettings(name="a", kl_first=1.0), "draft.kl_first is 1.0"),
-        (AdaSpecSettings(name="a", k_start=0.0), "draft.k_start is 0.0"),
         (AdaSpecSettings(name="a", divergence="kl"), "draft.divergence is 'kl', expected forward_kl"),  # type: ignore[arg-type]
         (AdaSpecSettings(name="a", on_policy=1.5), "draft.on_policy is 1.5"),
         (AdaSpecSettings(seed=-1), "draft.seed is -1"),
         (AdaSpecSettings(name="reference"), "draft.name is 'reference', which is taken"),
-        (ComparisonSettings(name="b", method="distillspec", k_start=1.0), "method distillspec selects no tokens"),
         (ComparisonSettings(name="signals"), "the name of a file under work/"),
         (ComparisonSettings(name="adaspec"), "names a standard draft"),
     ],
@@ -107,7 +89,7 @@ def test_settings_left_alone_keep_the_fingerprint_and_others_change_it(tmp_path:
     settings = tiny_settings(tmp_path)
     before, parts = stage_fingerprints(settings)["draft"]
     assert set(parts["adaspec"]) == {"k", "scope", "normalisation", "iso", "epochs", "lr"}
-    for change in ({"seed": 1}, {"k_start": 1.0}, {"on_policy": 0.5}, {"select_by": "acceptance_gain"}):
+    for change in ({"seed": 1}, {"on_policy": 0.5}, {"weigh_by": "accepted"}):
         other = replace(settings, draft=replace(settings.draft, **change))
         assert stage_fingerprints(other)["draft"][0] != before
         assert stage_fingerprints(other)["reference"] == stage_fingerprints(settings)["reference"]
@@ -211,12 +193,3 @@ def test_texts_of_one_prompt_are_one_observation() -> None:
     assert [a.se for a in twice] == pytest.approx([a.se for a in once])
     assert paired(*twice)["se"] == pytest.approx(paired(*once)["se"])
     assert prompt_numbers([([1, 2, 3], 2), ([1, 3, 3], 2), ([1, 2, 4], 2)]) == [0, 1, 0]
-
-
-def test_weights_by_rounds_train_another_draft(tmp_path: Path) -> None:
-    plain = ComparisonSettings(name="plain", method="distillspec", k=1.0, iso="epochs", divergence="kl_tv")
-    settings = tiny_settings(tmp_path, comparisons=[plain, replace(plain, name="rounds", weigh_by="rounds")])
-    assert "weigh_by" not in plain.key()
-    _, run, _ = run_tiny(begun(settings))
-    weights = {name: (run.path(name) / "model.safetensors").read_bytes() for name in ("plain", "rounds")}
-    assert weights["plain"] != weights["rounds"]

@@ -24,16 +24,7 @@ def test_among_equals_the_lowest_place_wins_and_the_count_stays_exact() -> None:
 
 
 def test_nothing_to_choose_from_gives_nothing() -> None:
-    for scope in ("microbatch", "sequence"):
-        chosen = Selection(0.4, scope).choose(torch.empty(0), torch.empty(0, dtype=torch.long))  # type: ignore[arg-type]
-        assert chosen.tolist() == []
-
-
-def test_scope_sequence_takes_the_share_of_every_example() -> None:
-    delta = torch.tensor([5.0, 6.0, 7.0, 8.0, 0.1, 0.3, 0.2])
-    sequence = torch.tensor([0, 0, 0, 0, 2, 2, 2])
-    assert Selection(0.5, "microbatch").choose(delta, sequence).tolist() == [0, 1, 2, 3]
-    assert Selection(0.5, "sequence").choose(delta, sequence).tolist() == [2, 3, 5, 6]
+    assert Selection(0.4).choose(torch.empty(0)).tolist() == []
 
 
 def test_normalisations_divide_by_selected_or_by_all_tokens() -> None:
@@ -48,7 +39,7 @@ def test_an_empty_selection_is_divided_by_one() -> None:
 def test_selecting_everything_is_the_plain_mean_in_both_normalisations() -> None:
     for normalisation in ("paper", "official"):
         selection = Selection(1.0, normalisation=normalisation)  # type: ignore[arg-type]
-        chosen = selection.choose(torch.randn(9), torch.zeros(9, dtype=torch.long))
+        chosen = selection.choose(torch.randn(9))
         assert chosen.tolist() == list(range(9))
         assert selection.divisor(len(chosen), 9) == 9
 
@@ -58,8 +49,8 @@ def test_normalisations_by_hand() -> None:
     delta = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 1.0])
 
     def loss(normalisation: str) -> float:
-        selection = Selection(0.5, "sequence", normalisation)  # type: ignore[arg-type]
-        chosen, weights = selection.choose(delta, sequence), selection.weights(sequence)
+        selection = Selection(0.5, normalisation=normalisation)  # type: ignore[arg-type]
+        chosen, weights = selection.choose(delta), selection.weights(sequence)
         weighted = losses if weights is None else losses * weights
         return float(weighted[chosen].sum() / selection.divisor(len(chosen), len(losses)))
 

@@ -10,7 +10,6 @@ from tiny_run import tiny_settings
 from decode.commands.parsing import parse
 from distill import files, ranks
 from distill import stages as keys
-from distill.config.drafts import ComparisonSettings
 from distill.config.run import Settings
 
 
@@ -132,14 +131,3 @@ def test_a_draft_that_learns_the_targets_texts_before_it_is_distilled_depends_on
     before = keys.stage_fingerprints(settings)["initial"]
     settings.reference.responses.temperature = 0.7
     assert keys.stage_fingerprints(settings)["initial"] != before
-
-
-def test_the_parts_of_a_step_decide_weights_that_have_a_mean_of_one_in_each(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.draft.k = 1.0
-    other = ComparisonSettings(name="own", method="distillspec", k=1.0, weigh_by="rounds", divergence="tv")
-    settings.comparisons = [other]
-    assert stages_changed(settings, trainer__accumulate=2) == {"own"}
-    settings.comparisons, settings.trainer.accumulate = [], 1
-    settings.draft.name, settings.draft.weigh_by = "own", "rounds"
-    assert stages_changed(settings, trainer__accumulate=2) == {"draft"}

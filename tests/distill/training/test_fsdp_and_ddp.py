@@ -229,7 +229,7 @@ def test_the_choice_among_micro_batches_is_the_one_among_the_whole_step() -> Non
 
 
 @pytest.mark.parametrize("normalisation", ["paper", "response", "official"])
-@pytest.mark.parametrize("scope", [None, "sequence", "global"])
+@pytest.mark.parametrize("scope", [None, "global"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_parts_gradients_average_to_the_whole_step_s(scope: Any, normalisation: Any, fused: bool) -> None:
     made = rows()
@@ -272,7 +272,7 @@ def test_parts_of_next_token_training_average_to_the_whole_step(world: int) -> N
         assert sum(found) / len(found) == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.parametrize(("scope", "wanted"), [("global", 5), ("microbatch", 6), ("sequence", 7)])
+@pytest.mark.parametrize(("scope", "wanted"), [("global", 5), ("microbatch", 6)])
 def test_the_number_selected_in_a_step_is_known_from_its_counts(scope: str, wanted: int) -> None:
     assert Selection(0.4, scope).count(np.array([[3, 3], [4, 2]])) == wanted  # type: ignore[arg-type]
 

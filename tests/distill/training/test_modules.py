@@ -180,7 +180,7 @@ def test_adaspec_takes_gradient_from_the_selected_tokens_only(tiny: Tiny) -> Non
     assert {token for token, _ in token_counts(module.selected)} == set(labels.tolist())
 
 
-@pytest.mark.parametrize("selection", [None, Selection(0.4), Selection(0.4, "sequence", "paper")])
+@pytest.mark.parametrize("selection", [None, Selection(0.4), Selection(0.4, "microbatch", "paper")])
 def test_a_batch_without_labels_gives_zero_loss_connected_to_every_parameter(
     tiny: Tiny, selection: Selection | None
 ) -> None:
