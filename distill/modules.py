@@ -342,7 +342,7 @@ class DistillModule(TrainingModule):
         step, selection = batch.get("step"), self.objective.selection
         loss = torch.zeros((), device=self.device)
         for number, (drafted, rows) in enumerate(found):
-            loss = loss + self.weight(number) * self._step_loss(drafted, rows, step, selection)
+            loss = loss + self.weight(number) * self._step_loss(number, drafted, rows, step, selection)
         if selection is not None:
             assert self.selected is not None
             drafted, rows = found[0]
@@ -352,16 +352,27 @@ class DistillModule(TrainingModule):
         return self.log_step(loss, **values)
 
     def _step_loss(
-        self, drafted: Drafted, found: LossRows, step: OptimizerStep | None, selection: Selection | None
+        self,
+        number: int,
+        drafted: Drafted,
+        found: LossRows,
+        step: OptimizerStep | None,
+        selection: Selection | None,
     ) -> Tensor:
-        """The loss of one drafting step."""
-        parts, rows = 1, len(found.losses)
-        chosen = rows if found.chosen is None else len(found.chosen)
-        if step is not None:
-            parts, rows = step.parts, step.tokens
-            chosen = rows if selection is None else selection.count(step.counts)
-        divisor = max(1, rows) if selection is None else selection.divisor(chosen, rows)
-        return found.total / (divisor / parts)
+        """Returns the loss of one drafting step, normalised by the tokens of the whole optimiser step."""
+        parts, rows = (1, len(found.losses)) if step is None else (step.parts, step.tokens)
+        if selection is None:
+            return found.total / (max(1, rows) / parts)
+        assert found.chosen is not None
+        chosen: float = len(found.chosen)
+        if step is not None and drafted.rows is None:
+            chosen = selection.count(step.counts)
+        elif step is not None and parts > 1 and selection.scope == "global":
+            own = sum(map(len, self._chosen[number])) if step.micros > 1 else len(found.chosen)
+            chosen = own if step.world == 1 else int(self.all_gather(torch.tensor(own, device=self.device)).sum())
+        elif step is not None and parts > 1:  # which rows other parts leave out is not known here
+            chosen *= parts / (step.weight or 1.0)
+        return found.total / (selection.divisor(chosen, rows) / parts)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds up divergence, alpha and top-1 agreement over all label tokens, whatever the selection."""
@@ -454,9 +465,14 @@ class HeadModule(DistillModule):
         return 1.0 if self.objective.accepted_only else self.settings.decay**number
 
     def _step_loss(
-        self, drafted: Drafted, found: LossRows, step: OptimizerStep | None, selection: Selection | None
+        self,
+        number: int,
+        drafted: Drafted,
+        found: LossRows,
+        step: OptimizerStep | None,
+        selection: Selection | None,
     ) -> Tensor:
-        loss = super()._step_loss(drafted, found, step, selection)
+        loss = super()._step_loss(number, drafted, found, step, selection)
         if drafted.regression is None:
             return loss
         share = 1.0 if step is None else step.weight

@@ -41,7 +41,7 @@ class Selection:
         ranked = [counts.sum()] if self.scope == "global" else counts.sum(1)
         return sum(share(self.k, int(n)) for n in ranked)
 
-    def divisor(self, selected: int, rows: int) -> int:
+    def divisor(self, selected: float, rows: int) -> float:
         """Returns the divisor of the summed loss, from the step's number of selected and of all label tokens."""
         return 1 if self.normalisation == "response" else max(1, selected if self.normalisation == "paper" else rows)
 

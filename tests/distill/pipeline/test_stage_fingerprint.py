@@ -57,9 +57,9 @@ def test_a_target_that_is_taken_as_it_is_stays_whatever_is_trained_for_it(tmp_pa
 
 
 def test_the_parts_of_a_step_decide_a_selection_within_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stages_changed(tiny_settings(tmp_path), trainer__accumulate=2) == {"draft"}  # the other selects by sequence
-    assert stages_changed(tiny_settings(tmp_path), trainer__devices=2) == {"draft"}
-    everything = tiny_settings(tmp_path)
+    assert stages_changed(tiny_settings(tmp_path), trainer__accumulate=2) == {"draft", "equal-tokens"}
+    assert stages_changed(tiny_settings(tmp_path), trainer__devices=2) == {"draft", "equal-tokens"}
+    everything = tiny_settings(tmp_path, comparisons=[])
     everything.draft.k = 1.0
     assert stages_changed(everything, trainer__accumulate=2) == set()
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -1,0 +1,52 @@
+"""What an optimiser step of a feature head is divided by: the tokens that it really selects."""
+
+import numpy as np
+import pytest
+import torch
+from families import build_tiny, in_double
+
+from decode.models.heads import FeatureHead, head_config
+from distill.config.drafts import EagleSettings, Scope
+from distill.config.training import TrainingSettings
+from distill.data.batches import Schedule, TrainLoader
+from distill.data.datasets import TokenDataset
+from distill.losses.objective import Objective
+from distill.losses.selection import Selection
+from distill.modules import HeadModule
+from distill.teacher.features import FeatureSource
+from distill.teacher.target_distribution import TargetSignal
+
+STEPS = 2
+
+
+@pytest.mark.parametrize(("scope", "micros"), [("microbatch", 1), ("global", 1), ("global", 2)])
+def test_the_paper_s_normalisation_divides_by_the_selected_rows_and_by_none_that_were_left_out(
+    scope: Scope, micros: int
+) -> None:
+    """A head of 16 of 48 ids leaves out the rows whose most probable token it cannot draft."""
+    target = in_double(build_tiny("llama", num_hidden_layers=4, vocab_size=48, seed=4, dtype=torch.float64)).eval()
+    torch.manual_seed(0)
+    head = FeatureHead(head_config(target.config, 3, draft_vocab=16)).double()
+    head.set_vocabulary(torch.arange(16))
+    generator = np.random.default_rng(0)
+    texts = [generator.integers(0, 48, n) for n in (12, 7, 15, 9)]
+    rows = TokenDataset.from_lists(texts, [np.where(np.arange(len(text)) < 3, -100, text) for text in texts])
+    rows.signals["reference_loss"] = generator.random((rows.label_count, STEPS)).astype(np.float32)
+    module = HeadModule(
+        head,
+        TrainingSettings(),
+        1,
+        settings=EagleSettings(kind="eagle3", unroll=STEPS),
+        target=FeatureSource(target, head, TargetSignal("online")),
+        objective=Objective(selection=Selection(0.5, scope, "paper")),
+    )
+    totals, chosen, found = torch.zeros(STEPS, dtype=torch.float64), [0] * STEPS, 0.0
+    loader = TrainLoader(rows, Schedule(rows.lengths, 4, seed=1), 1, 0, micros=micros, look_ahead=micros > 1)
+    for batch in loader:
+        found += module.training_step(batch, 0).item() / micros
+        for number, (drafted, losses) in enumerate(module(batch, module.objective, metrics=False)):
+            assert losses.chosen is not None
+            totals[number] += losses.total.item()
+            chosen[number] += len(losses.chosen)
+            assert len(drafted.hidden) < int((batch["labels"][:, 1:] != -100).sum())  # some are left out
+    assert found == pytest.approx(sum(0.8**i * totals[i].item() / chosen[i] for i in range(STEPS)), rel=1e-6)
