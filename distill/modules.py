@@ -369,7 +369,8 @@ class DistillModule(TrainingModule):
             chosen = selection.count(step.counts)
         elif step is not None and parts > 1 and selection.scope == "global":
             own = sum(map(len, self._chosen[number])) if step.micros > 1 else len(found.chosen)
-            chosen = own if step.world == 1 else int(self.all_gather(torch.tensor(own, device=self.device)).sum())
+            counts = torch.tensor(own, device=self.device)
+            chosen = own if step.world == 1 else int(cast(Tensor, self.all_gather(counts)).sum())
         elif step is not None and parts > 1:  # which rows other parts leave out is not known here
             chosen *= parts / (step.weight or 1.0)
         return found.total / (selection.divisor(chosen, rows) / parts)
