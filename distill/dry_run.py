@@ -128,7 +128,8 @@ def _shrink_data(data: DataSettings, folder: Path, count: int, console: Console)
         data.prompts.file, data.prompts.file_share = str(files["train"]), 1.0
         data.chat_template = data.chat_template or PLAIN_CHAT
         return
-    local = data.source == "arithmetic" or Path(data.source).exists() or data.train_file is not None
+    path_exists = data.source not in PRESETS and Path(data.source).exists()  # the name of a preset wins over a path
+    local = data.source == "arithmetic" or path_exists or data.train_file is not None
     if local:
         return
     console.print(f"  word problems stand for the rows of {data.source}", highlight=False)

@@ -1,8 +1,8 @@
 """Built-in word problems in GSM8K's format, generated from a seed, without network or files.
 
-A problem has a question, a solution whose calculations carry GSM8K's marks (``12+5 = <<12+5=17>>17``) and a
-last line ``#### answer``. Names, things and numbers of the question come back in the solution: a draft model
-finds easy words and hard digits in the same text. The wordings are in ``arithmetic_problems.yaml``.
+A problem has a question, a solution whose calculations carry GSM8K's marks (``12+5 = <<12+5=17>>17``) and a last line
+``#### answer``. Names, things and numbers of the question occur again in the solution, so that one text has tokens
+that are easy for a draft model (words) and hard ones (digits). ``arithmetic.yaml`` holds the wordings.
 
 The split of a problem is a hash of its question's text, so no question is in two splits, whatever the seed.
 """
@@ -28,27 +28,22 @@ CALCULATION = re.compile(r"\[(\w+)([-+*/])(\w+)=(\w)\]")
 CHOICE = re.compile(r"\(([^()]+\|[^()]+)\)")
 DERIVED = re.compile(r"(\w)=(\w+)([-+*/])(\w+)")
 
-
 T = TypeVar("T")
-Sum = tuple[str, str, str, str]  # name of the result, left operand, operator, right operand
-
-
-Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Size:
-    """Numbers of one difficulty: ranges (inclusive), largest result, largest factor and quotient, steps asked."""
+    """Numbers of one difficulty: ranges (inclusive), largest result, largest factor and quotient, steps to choose."""
 
-    tiny: Range
-    small: Range
-    big: Range
+    tiny: tuple[int, int]
+    small: tuple[int, int]
+    big: tuple[int, int]
     limit: int
     factor: int
     steps: tuple[int, ...]
 
     def result(self, op: str, left: int, right: int) -> int | None:
-        """``left op right`` where it fits this difficulty (and is a plural), otherwise None."""
+        """``left op right`` if it is in this difficulty's range and at least 2 (a plural), otherwise None."""
         result = apply(op, left, right)
         if result is None or not 2 <= result <= self.limit:
             return None
@@ -75,17 +70,17 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Scene:
-    """A scene ready for filling: the wordings of its question, its draws and sums taken apart."""
+    """A whole problem: wordings of its question, its draws (name, range) and calculations (name, left, op, right)."""
 
     questions: list[str]
     solution: str
     draws: list[tuple[str, str]]
-    sums: list[Sum]
+    sums: list[tuple[str, str, str, str]]
 
 
 @dataclass(frozen=True)
 class _Event:
-    """One step of a story, from the running total ``t`` by ``n`` to ``u``; ``by``: the values of ``n``, if few."""
+    """One step of a story, from the total ``t`` by ``n`` to ``u``; ``by`` lists the values of ``n`` if restricted."""
 
     op: str
     question: str
@@ -95,7 +90,7 @@ class _Event:
 
 @dataclass(frozen=True)
 class _Words:
-    """The tables of ``arithmetic_problems.yaml``, read once."""
+    """The parsed tables of ``arithmetic.yaml``."""
 
     people: list[tuple[str, dict[str, str]]]
     items: list[str]
@@ -109,17 +104,11 @@ class _Words:
 
 
 def apply(op: str, left: int, right: int) -> int | None:
-    """``left op right`` for ``+ - * /``; None where the result is not a positive whole number."""
-    if op == "+":
-        result = left + right
-    elif op == "-":
-        result = left - right
-    elif op == "*":
-        result = left * right
-    elif right == 0 or left % right:
-        return None
+    """``left op right`` for ``+ - * /``; None if the result is not a positive whole number."""
+    if op == "/":
+        result = left // right if right and left % right == 0 else 0
     else:
-        result = left // right
+        result = {"+": left + right, "-": left - right, "*": left * right}[op]
     return result if result > 0 else None
 
 
@@ -157,7 +146,7 @@ def problems(seed: int, split: str, count: int, difficulty: int = 1) -> Iterator
 
 
 def split_of(question: str) -> str:
-    """The only split in which this question may stand."""
+    """The split of a question."""
     return SPLITS[hashlib.blake2b(question.encode(), digest_size=1).digest()[0] % len(SPLITS)]
 
 
@@ -165,12 +154,12 @@ def _choice(rng: Random, items: Sequence[T]) -> T:
     return items[int(rng.random() * len(items))]
 
 
-def _between(rng: Random, bounds: Range) -> int:
+def _between(rng: Random, bounds: tuple[int, int]) -> int:
     return bounds[0] + int(rng.random() * (bounds[1] - bounds[0] + 1))
 
 
 def _cast(rng: Random) -> dict[str, str]:
-    """Who and what a problem is about: every word that a template may ask for."""
+    """Values of all words that a template may contain."""
     words = _words()
     (a, pronouns), (b, _), (c, _) = rng.sample(words.people, 3)
     one, other = rng.sample(words.items, 2)
@@ -181,13 +170,13 @@ def _cast(rng: Random) -> dict[str, str]:
 
 
 def _fill_scene(rng: Random, size: Size, steps: int) -> tuple[str, str, int] | None:
-    """Question, solution and answer of a whole scene; None where a number does not fit the difficulty."""
-    scene = _choice(rng, _words().scenes[steps])
-    values: dict[str, int] = {}
+    """Question, solution and answer of a whole scene; None if a number does not fit the difficulty."""
+    scene, values = _choice(rng, _words().scenes[steps]), dict[str, int]()
     for name, kind in scene.draws:
         values[name] = _between(rng, {"tiny": size.tiny, "big": size.big}.get(kind, size.small))
     for name, left, op, right in scene.sums:
-        result = size.result(op, _value(left, values), _value(right, values))
+        a, b = (int(operand) if operand.isdigit() else values[operand] for operand in (left, right))
+        result = size.result(op, a, b)
         if result is None:
             return None
         values[name] = result
@@ -196,7 +185,7 @@ def _fill_scene(rng: Random, size: Size, steps: int) -> tuple[str, str, int] | N
 
 
 def _fill_story(rng: Random, size: Size, steps: int) -> tuple[str, str, int] | None:
-    """Question, solution and answer of an opening, ``steps`` events and a closing; None as above."""
+    """Question, solution and answer of an opening, ``steps`` events and a closing; None as in `_fill_scene`."""
     words = _words()
     fill: dict[str, str | int] = {**_cast(rng)}
     total = _between(rng, size.big)
@@ -214,59 +203,41 @@ def _fill_story(rng: Random, size: Size, steps: int) -> tuple[str, str, int] | N
     return " ".join(text for text, _ in texts), "\n".join(text for _, text in texts), total
 
 
-def _value(name: str, values: dict[str, int]) -> int:
-    return int(name) if name.isdigit() else values[name]
-
-
 @cache
 def _words() -> _Words:
-    """Reads the tables; each wording that a choice allows is a row of its own."""
+    """Parse the tables; every text that the choices ``(one|two)`` of a wording allow becomes a text of its own."""
     tables = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+
+    def wordings(text: str) -> list[str]:
+        pieces = [piece.split("|") if place % 2 else [piece] for place, piece in enumerate(CHOICE.split(text))]
+        return ["".join(chosen) for chosen in itertools.product(*pieces)]
+
+    def rows(table: str) -> list[list[str]]:
+        return [row.split(" | ") for line in tables[table].strip().splitlines() for row in wordings(line)]
+
     scenes: dict[int, list[_Scene]] = {}
     for block in tables["scenes"].strip().split("\n\n"):
-        steps, scene = _read_scene(*block.split("\n", 2))
-        scenes.setdefault(steps, []).append(scene)
+        numbers, question, solution = block.split("\n", 2)
+        sums = [found.groups() for item in numbers.split() if (found := DERIVED.fullmatch(item))]
+        draws = [item.partition(":")[::2] for item in numbers.split() if not DERIVED.fullmatch(item)]
+        asked = [(result, left, op, right) for left, op, right, result in CALCULATION.findall(solution)]
+        scene = _Scene(wordings(question), _marked(solution), draws, sums + asked)
+        scenes.setdefault(len(asked), []).append(scene)
     return _Words(
         people=[(name, tables[who]) for who in ("she", "he") for name in tables[f"names_{who}"].split()],
-        openings=_rows(tables["openings"]),
-        events=[_read_event(*row) for row in _rows(tables["events"])],
-        closings=_rows(tables["closings"]),
+        openings=rows("openings"),
+        events=[
+            _Event(CALCULATION.findall(text)[0][1], question, _marked(text), [int(n) for n in "".join(by).split()])
+            for question, text, *by in rows("events")
+        ],
+        closings=rows("closings"),
         scenes=scenes,
         **{key: tables[key].split() for key in ("items", "containers", "places", "days")},
     )
 
 
-def _rows(table: str) -> list[list[str]]:
-    return [row.split(" | ") for line in table.strip().splitlines() for row in _wordings(line)]
-
-
-def _read_event(question: str, solution: str, by: str = "") -> _Event:
-    op = CALCULATION.findall(solution)[0][1]
-    return _Event(op, question, _marked(solution), [int(n) for n in by.split()])
-
-
-def _read_scene(draw: str, question: str, solution: str) -> tuple[int, _Scene]:
-    """The number of calculations that are asked for, and the scene."""
-    draws, sums = [], []
-    for item in draw.split():
-        if derived := DERIVED.fullmatch(item):
-            name, left, op, right = derived.groups()
-            sums.append((name, left, op, right))
-        else:
-            name, _, kind = item.partition(":")
-            draws.append((name, kind))
-    asked = [(result, left, op, right) for left, op, right, result in CALCULATION.findall(solution)]
-    return len(asked), _Scene(_wordings(question), _marked(solution), draws, sums + asked)
-
-
-def _wordings(text: str) -> list[str]:
-    """Every text that the choices ``(one|two)`` allow."""
-    pieces = [piece.split("|") if place % 2 else [piece] for place, piece in enumerate(CHOICE.split(text))]
-    return ["".join(chosen) for chosen in itertools.product(*pieces)]
-
-
 def _marked(solution: str) -> str:
-    """``[n+m=r]`` as a format string for ``12+5 = <<12+5=17>>17``."""
+    """Turn ``[n+m=r]`` into a format string for ``12+5 = <<12+5=17>>17``."""
 
     def mark(match: re.Match[str]) -> str:
         left, op, right, result = (v if v.isdigit() or v in "+-*/" else f"{{{v}}}" for v in match.groups())

@@ -1,6 +1,5 @@
-"""Rows from local files and from the Hugging Face Hub, with errors that say what to do next."""
+"""Rows of local files and of the Hugging Face Hub, and the templates that turn them into prompts and responses."""
 
-import contextlib
 import csv
 import hashlib
 import json
@@ -17,111 +16,6 @@ from jinja2 import Environment, StrictUndefined, Template, TemplateError
 from decode.errors import UserError
 
 Row = dict[str, Any]
-
-
-def read_rows(path: str | Path) -> list[Row]:
-    """Every row of a local file, see `iter_rows`."""
-    return list(iter_rows(path))
-
-
-def iter_rows(path: str | Path) -> Iterator[Row]:
-    """The rows of a local file: json, jsonl, csv, parquet, or txt (a row ``{"text": line}`` a line, none empty).
-
-    All but json and txt are read as they are asked for.
-
-    JSON is read with the standard library, so rows need not agree in their columns' types. A .json file is a list
-    of rows, or an object with one list of them.
-
-    Raises:
-        UserError: no such file, an unknown ending, unreadable or without rows.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"there is no file {str(path)!r}: check the path (it is relative to {Path.cwd()})")
-    reader = READERS.get(path.suffix.lower())
-    if reader is None:
-        raise UserError(f"{path} ends in {path.suffix!r}: rows are read from {', '.join(sorted(READERS))}")
-    row = None
-    try:
-        for row in reader(path):
-            if not isinstance(row, dict):
-                raise UserError(
-                    f"{path}: every row must be an object with named columns, such as {{'question': '...'}}"
-                )
-            yield row
-    except UserError:
-        raise
-    except (ValueError, OSError, csv.Error) as error:
-        raise UserError(f"{path} cannot be read as {path.suffix}: {error}") from error
-    if row is None:
-        raise UserError(f"{path} has no rows: give a file with at least one")
-
-
-def load_hub(
-    name: str,
-    config: str | None = None,
-    split: str | None = None,
-    *,
-    revision: str | None = None,
-    streaming: bool = False,
-) -> Any:
-    """A data set from the Hugging Face Hub or its local cache: a ``DatasetDict``, or one split's ``Dataset``.
-
-    With ``streaming`` their iterable kinds, which download what is asked for; from the cache, where the Hub is off.
-
-    Whether the Hub answers is asked first, with a short limit: without a network this fails in seconds unless the
-    data set is in the cache.
-
-    Raises:
-        UserError: not reachable and not cached, no such data set, configuration or split.
-    """
-    import datasets
-
-    quiet_datasets()
-    with _offline_unless_reachable(name) as offline:
-        try:
-            online = streaming and not offline
-            return datasets.load_dataset(name, config, split=split, revision=revision, streaming=online)
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = str(error).strip().split("\n")[0]
-            if offline:
-                reason = "it is not in the local cache, and the Hub is switched off (HF_HUB_OFFLINE) or does not answer"
-            raise UserError(
-                f"the data set {name!r} (configuration {config!r}, split {split!r}) cannot be loaded from the Hugging "
-                f"Face Hub: {reason}. Check the name and the network, or give a local file"
-            ) from error
-
-
-def quiet_datasets() -> None:
-    """Keeps the progress bars and messages of ``datasets`` out of the terminal."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    for noisy in ("datasets", "huggingface_hub", "httpx", "fsspec"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-
-
-@contextlib.contextmanager
-def _offline_unless_reachable(name: str) -> Iterator[bool]:
-    """Inside, the Hub's libraries look in the cache only (True), if the Hub does not answer within seconds."""
-    import datasets
-    import huggingface_hub
-    from huggingface_hub import constants
-
-    offline = constants.HF_HUB_OFFLINE
-    if not offline:
-        try:
-            huggingface_hub.HfApi().dataset_info(name, timeout=5)
-        except huggingface_hub.errors.HfHubHTTPError:
-            pass
-        except Exception:  # whatever the network layer calls it: no answer
-            offline = True
-    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
-    try:
-        yield offline
-    finally:
-        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def _read_json(path: Path) -> list[Row]:
@@ -148,19 +42,14 @@ def _read_csv(path: Path) -> Iterator[Row]:
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
-    import pyarrow
     import pyarrow.parquet
 
-    try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
-        raise ValueError(str(error)) from error
+    for batch in pyarrow.parquet.ParquetFile(path).iter_batches():  # ArrowInvalid is a ValueError
+        yield from batch.to_pylist()
 
 
 def _read_txt(path: Path) -> Iterator[Row]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return ({"text": line} for line in lines if line.strip())
+    return ({"text": line} for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -170,18 +59,110 @@ READERS: dict[str, Callable[[Path], Any]] = {
     ".parquet": _read_parquet,
     ".txt": _read_txt,
 }
+"""Readers by file name suffix. JSON and CSV are not read by ``datasets``, which changes values: in version 5 the JSON
+text "2020-01-01" becomes a datetime, and the CSV text "1.50" becomes 1.5."""
 
 
-Row_data_presets = Mapping[str, Any]
+def read_rows(path: str | Path) -> list[Row]:
+    """All rows of a local file, see `iter_rows`."""
+    return list(iter_rows(path))
+
+
+def iter_rows(path: str | Path) -> Iterator[Row]:
+    """The rows of a local file: json (a list of rows, or an object with one such list), jsonl, csv, parquet, or txt.
+
+    A txt file gives a row ``{"text": line}`` for each line that is not empty. All formats but json and txt are read
+    lazily.
+
+    Raises:
+        UserError: no such file, an unknown suffix, a file that is unreadable or has no rows.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"there is no file {str(path)!r}: check the path (it is relative to {Path.cwd()})")
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise UserError(f"{path} ends in {path.suffix!r}: rows are read from {', '.join(sorted(READERS))}")
+    row = None
+    try:
+        for row in reader(path):
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"{path}: every row must be an object with named columns, such as {{'question': '...'}}"
+                )
+            yield row
+    except (ValueError, OSError, csv.Error) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} cannot be read as {path.suffix}: {error}") from error
+    if row is None:
+        raise UserError(f"{path} has no rows: give a file with at least one")
+
+
+def load_hub(
+    name: str,
+    config: str | None = None,
+    split: str | None = None,
+    *,
+    revision: str | None = None,
+    streaming: bool = False,
+) -> Any:
+    """Load a data set from the Hugging Face Hub or its local cache.
+
+    Whether the Hub answers is checked first with a timeout of 5 seconds; without a network only the cache is used,
+    instead of the long retries of ``datasets``.
+
+    Returns:
+        A ``DatasetDict``, or the ``Dataset`` of one split; with ``streaming`` their iterable kinds.
+
+    Raises:
+        UserError: not reachable and not cached, no such data set, configuration or split.
+    """
+    import datasets
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    quiet_datasets()
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    offline = constants.HF_HUB_OFFLINE
+    if not offline:
+        try:
+            huggingface_hub.HfApi().dataset_info(name, timeout=5)
+        except huggingface_hub.errors.HfHubHTTPError:
+            pass
+        except Exception:  # the network layer has many exceptions; all mean that the Hub does not answer
+            offline = True
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
+    try:
+        online = streaming and not offline
+        return datasets.load_dataset(name, config, split=split, revision=revision, streaming=online)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        if offline:
+            reason = "it is not in the local cache, and the Hub is switched off (HF_HUB_OFFLINE) or does not answer"
+        raise UserError(
+            f"the data set {name!r} (configuration {config!r}, split {split!r}) cannot be loaded from the Hugging "
+            f"Face Hub: {reason}. Check the name and the network, or give a local file"
+        ) from error
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
+def quiet_datasets() -> None:
+    """Switch off the progress bars and messages of ``datasets``."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    for noisy in ("datasets", "huggingface_hub", "httpx", "fsspec"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)
 class Preset:
-    """One data set's templates, and where it lives; ``data_presets.yaml`` says what each of its keys means."""
+    """Templates of one data set and its place on the Hub; ``datasets.yaml`` documents each key."""
 
     columns: Sequence[str]
-    templates: Mapping[str, str]
-    """Jinja templates of ``prompt``, ``response`` and ``said``, as far as there are any."""
+    templates: Mapping[str, str]  # Jinja templates; keys among ``prompt``, ``response`` and ``said``
     hub: str | None = None
     config: str | None = None
     splits: Mapping[str, str] = field(default_factory=lambda: {"train": "train", "test": "test"})
@@ -193,8 +174,8 @@ class Preset:
     several_turns: bool = False
     last_keys: Mapping[str, int] = field(default_factory=dict)
 
-    def prompt(self, row: Row_data_presets) -> str:
-        """What a model continues.
+    def prompt(self, row: Mapping[str, Any]) -> str:
+        """The text that a model continues.
 
         Raises:
             UserError: a row without its turns.
@@ -202,17 +183,17 @@ class Preset:
         """
         return self._filled("prompt", row) if "prompt" in self.templates else self.turns(row)[0]
 
-    def response(self, row: Row_data_presets) -> str:
-        """What the model should answer, as text to train on; raises as `prompt` does."""
+    def response(self, row: Mapping[str, Any]) -> str:
+        """The expected answer, as text to train on; raises as `prompt` does."""
         return self._filled("response", row)
 
     @property
-    def said(self) -> Callable[[Row_data_presets], str] | None:
-        """What a user says to a chat model; None: the prompt."""
+    def said(self) -> Callable[[Mapping[str, Any]], str] | None:
+        """A function from a row to the user's turn for a chat model; None: the prompt is the turn."""
         return (lambda row: self._filled("said", row)) if "said" in self.templates else None
 
-    def turns(self, row: Row_data_presets) -> tuple[str, ...]:
-        """What the user says, turn by turn, where a row has several; empty where it has one."""
+    def turns(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """The user's turns of a row with several turns; empty for data sets of one turn."""
         if not self.several_turns:
             return ()
         if self.kind == "chat":
@@ -224,11 +205,11 @@ class Preset:
             )
         return tuple(turns)
 
-    def split_of(self, row: Row_data_presets) -> str | None:
-        """The official split of a row of a file that holds all splits; None where a file is one split."""
+    def split_of(self, row: Mapping[str, Any]) -> str | None:
+        """The official split of a row, for files that hold all splits; None where a file is one split."""
         return next((split for split, last in self.last_keys.items() if row[self.key] <= last), None)
 
-    def _filled(self, name: str, row: Row_data_presets) -> str:
+    def _filled(self, name: str, row: Mapping[str, Any]) -> str:
         try:
             return _template(self.templates[name]).render(row)
         except TemplateError as error:
@@ -236,9 +217,9 @@ class Preset:
 
 
 def held_out(prompt: str, fraction: float = 0.05) -> str:
-    """The split (train, validation, test) of a row whose source has no such splits, by a hash of its prompt.
+    """The split of a row whose source has no validation and test splits, by a hash of its prompt.
 
-    ``fraction`` of all prompts validate, as many test, the rest train. Equal prompts are in one split.
+    ``fraction`` of all prompts go to validation, as many to test, the rest to train; equal prompts share a split.
     """
     place = int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=6).digest(), "big") / 2**48
     return "validation" if place < fraction else "test" if place < 2 * fraction else "train"
@@ -246,16 +227,14 @@ def held_out(prompt: str, fraction: float = 0.05) -> str:
 
 @cache
 def _template(source: str) -> Template:
+    def innermost(value: Any) -> str:  # the first text of a list that a data set nests to any depth
+        while isinstance(value, list):
+            value = value[0] if value else ""
+        return str(value or "")
+
     environment = Environment(keep_trailing_newline=True, undefined=StrictUndefined)
-    environment.filters["innermost"] = _innermost
+    environment.filters["innermost"] = innermost
     return environment.from_string(source)
-
-
-def _innermost(value: Any) -> str:
-    """The first text of a list, however deep a data set nests it; empty where there is none."""
-    while isinstance(value, list):
-        value = value[0] if value else ""
-    return str(value or "")
 
 
 def _presets() -> dict[str, Preset]:
@@ -267,4 +246,5 @@ def _presets() -> dict[str, Preset]:
     return found
 
 
-PRESETS = _presets()  # every known data set by its name in ``data.source`` and ``--suite``
+PRESETS = _presets()
+"""All known data sets by their names in ``data.source`` and ``--suite``."""

@@ -224,8 +224,7 @@ def bench(
 def _suites(settings: BenchSettings) -> list[Suite]:
     if settings.batch_sizes:
         return enough_prompts(settings)
-    names = ("limit", "seed", "split", "allow_code_execution")
-    return open_suites(settings.suite, **{name: getattr(settings, name) for name in names})
+    return open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
 
 
 def run(settings: BenchSettings) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat, PositiveInt
 
+from decode.bench.datasets import PRESETS
 from decode.commands.parsing import config_paths, parse, read_config
 from decode.errors import UserError
 from decode.method_options import Checked, MethodOptions, NgramOrder, Seed, Share, Temperature
@@ -241,8 +242,6 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
     """Measurements of c and v(n), spread over the prompts of each suite."""
     samples: NonNegativeInt = 1
     """Prompts of each suite whose texts are kept in the report, with marks on who wrote each token."""
-    allow_code_execution: bool = False
-    """Run generated programs to score humaneval and mbpp, each in a limited process."""
     output: str | None = None
     """Folder of report.json and the HTML page; null: runs/bench, with a configuration runs/<name>."""
 
@@ -279,7 +278,7 @@ def bench_settings(argv: Sequence[str], description: str = "", examples: str = "
 
 
 def default_suites(data: Any) -> list[str]:
-    """The suite that belongs to a configuration's ``data`` section."""
+    """The suite of a configuration's ``data`` section; as in training, the name of a preset wins over a path."""
     if not isinstance(data, dict):
         return ["arithmetic"]
     source = str(data.get("source", "arithmetic"))
@@ -289,7 +288,7 @@ def default_suites(data: Any) -> list[str]:
         return [f"arithmetic:{data.get('difficulty', 1)}"]
     if data.get("test_file"):
         return [f"{source}={data['test_file']}"]
-    return [f"prompts={source}"] if Path(source).exists() else [source]
+    return [source] if source in PRESETS or not Path(source).exists() else [f"prompts={source}"]
 
 
 @dataclass

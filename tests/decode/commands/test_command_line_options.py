@@ -132,6 +132,13 @@ def test_the_suite_follows_the_training_data(tmp_path):
     assert default_suites({"source": str(own)}) == [f"prompts={own}"]
 
 
+def test_the_name_of_a_preset_wins_over_a_path_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gsm8k").mkdir()
+    assert default_suites({"source": "gsm8k"}) == ["gsm8k"]
+    assert default_suites({"source": "./gsm8k"}) == ["prompts=./gsm8k"]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -57,9 +57,10 @@ def test_a_text_file_gives_a_prompt_a_line(tmp_path):
         assert suite.note
 
 
-def test_a_json_object_with_one_list_is_read_as_its_rows(tmp_path):
-    (tmp_path / "r.json").write_text(json.dumps({"version": 1, "data": ROWS}), encoding="utf-8")
-    assert read_rows(tmp_path / "r.json") == ROWS
+@pytest.mark.parametrize("ending", ["json", "jsonl", "csv", "parquet"])
+def test_texts_that_look_like_dates_and_numbers_stay_texts(tmp_path, ending):
+    rows = [{"question": "2020-01-01", "answer": "1.50"}, {"question": "007", "answer": "NA"}]
+    assert read_rows(write(tmp_path / f"r.{ending}", rows)) == rows
 
 
 def test_arithmetic_follows_option_seed_split_and_limit():
@@ -71,13 +72,6 @@ def test_arithmetic_follows_option_seed_split_and_limit():
     assert easy.prompts == load_suite("arithmetic:1", limit=12).prompts
     assert all(easy.score(p, p.reference) == 1.0 for p in easy.prompts)
     assert easy.score(easy.prompts[0], easy.prompts[1].reference + "9") == 0.0
-
-
-def test_open_questions_have_no_score_and_say_why():
-    suite = load_suite("open")
-    assert len({p.text for p in suite.prompts}) == 20
-    assert suite.score is None
-    assert "no right answer" in suite.note
 
 
 def test_a_limit_takes_a_seeded_sample_in_order(tmp_path):
@@ -126,8 +120,6 @@ def test_the_chat_suite_has_sixteen_prompts_in_each_of_six_categories():
 @pytest.mark.parametrize("limit", [4, 6, 12, 20])
 def test_a_limited_suite_takes_evenly_from_its_categories(limit):
     chosen = load_suite("chat", limit=limit).prompts
-    assert chosen == load_suite("chat", limit=limit).prompts
-    assert chosen != load_suite("chat", limit=limit, seed=1).prompts
     counts = Counter(p.category for p in chosen)
     assert sum(counts.values()) == limit
     assert max(counts.values()) - min(counts.get(name, 0) for name in CATEGORIES) <= 1
@@ -171,17 +163,13 @@ def test_mmlu_asks_for_a_letter(tmp_path):
     assert suite.score(suite.prompts[0], " B. 4") == 1.0
 
 
-def test_mbpp_rows_go_to_their_official_split_and_run_only_when_allowed(tmp_path):
+def test_mbpp_rows_go_to_their_official_split_and_have_no_scorer(tmp_path):
     row = {"text": "Add.", "code": "def add(a, b):\r\n    return a + b", "test_list": ["assert add(1, 2) == 3"]}
     path = write(tmp_path / "mbpp.jsonl", [row | {"task_id": n} for n in (5, 11, 510, 511, 601)])
     suite = load_suite(f"mbpp={path}")
     assert [p.id for p in suite.prompts] == ["mbpp/11", "mbpp/510"]
     assert suite.score is None
-    assert "--allow-code-execution" in suite.note
     assert [p.id for p in load_suite(f"mbpp={path}", split="train").prompts] == ["mbpp/601"]
-    running = load_suite(f"mbpp={path}", allow_code_execution=True)
-    assert running.score(running.prompts[0], running.prompts[0].reference) == 1.0
-    assert running.score(running.prompts[0], "def add(a, b):\n    return a - b\n") == 0.0
 
 
 def test_rows_with_the_same_key_stay_apart(tmp_path):
@@ -268,33 +256,6 @@ def test_without_the_hub_the_error_names_the_local_alternative(offline):
         load_suite("gsm8k")
 
 
-def test_a_hub_that_does_not_answer_counts_as_offline(monkeypatch):
-    asked = []
-
-    def silent(self, name, timeout):
-        asked.append(timeout)
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", silent)
-    with pytest.raises(UserError, match="--suite mbpp=PATH"):
-        load_suite("mbpp")
-    assert asked == [5]
-
-
-@pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_below_one_is_refused(limit):
-    with pytest.raises(UserError, match="at least 1"):
-        load_suite("open", limit=limit)
-
-
-def test_the_gsm8k_template_is_adaspecs():
-    row = {"question": "How many?", "answer": "1+1=2\n#### 2"}
-    preset = PRESETS["gsm8k"]
-    instruction = "Answer the above question. First think step by step and then answer the final number."
-    assert preset.prompt(row) == f"How many?\n{instruction}\n"
-    assert preset.response(row) == "1+1=2\nThe final answer is:  2"
-
-
 def test_held_out_prompts_are_a_fixed_share():
     splits = [held_out(f"prompt {n}", 0.1) for n in range(4000)]
     assert 300 < splits.count("validation") < 500
@@ -314,13 +275,3 @@ def test_a_row_that_is_not_as_its_data_sets_is_a_mistake_that_is_told(tmp_path, 
     path = write(tmp_path / "mine.jsonl", [row])
     with pytest.raises(UserError, match=rf"the suite '{spec}=.* has rows that are not as those of {spec}"):
         load_suite(f"{spec}={path}")
-
-
-def test_chats_without_answers_are_prompts_without_references(tmp_path):
-    path = write(tmp_path / "mine.jsonl", [{"messages": [{"role": "user", "content": "Hi"}]}])
-    assert [(p.text, p.reference) for p in load_suite(path).prompts] == [("Hi", None)]
-
-
-def test_a_file_of_ones_own_under_the_name_open_is_read(tmp_path):
-    path = write(tmp_path / "mine.jsonl", [{"prompt": "Why?"}])
-    assert [p.text for p in load_suite(f"open={path}").prompts] == ["Why?"]

@@ -1,0 +1,58 @@
+import hashlib
+import re
+
+import pytest
+from solutions import check_solution
+
+from decode.bench.arithmetic import SIZES, problem, problems, split_of
+from decode.errors import UserError
+
+SPLITS = ("train", "validation", "test")
+
+
+@pytest.mark.parametrize("difficulty", [1, 2, 3])
+def test_problems_are_right_complete_and_of_their_difficulty(difficulty):
+    size = SIZES[difficulty]
+    for split in SPLITS:
+        made = list(problems(7, split, 700, difficulty))
+        for one in made:
+            assert check_solution(one.solution) == one.answer
+            assert one.solution.count("<<") == one.steps
+            assert one.solution.endswith(f"\n#### {one.answer}")
+            assert split_of(one.question) == split
+            assert one.question.endswith("?")
+            assert not re.search(r"[{}\[\]|()]|  ", one.question + one.solution)
+        results = [int(r) for one in made for r in re.findall(r"=(\d+)>>", one.solution)]
+        assert min(results) >= 2
+        assert max(results) <= size.limit
+        assert {one.steps for one in made} == set(size.steps)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "Tom has 2+2 = <<2+2=5>>5 pens.\n#### 5",
+        "Tom has 2+2 = <<2+2=4>>5 pens.\n#### 4",
+        "Tom has 2+2 = <<2+2=4>>4 pens.\n#### 5",
+        "Tom has 7/2 = <<7/2=3>>3 pens.\n#### 3",
+        "Tom has 2+2 = <<2+2=4>>4 and <<x>>4 pens.\n#### 4",
+    ],
+)
+def test_the_check_of_solutions_refuses_wrong_ones(wrong):
+    with pytest.raises(ValueError, match="in 'Tom has"):
+        check_solution(wrong)
+
+
+def test_the_problems_of_a_seed_never_change():
+    again = [problem(3, "test", index, 2) for index in (5, 0, 9)]
+    assert [list(problems(3, "test", 10, 2))[index] for index in (5, 0, 9)] == again
+    digest = hashlib.sha256()
+    for seed, split, difficulty in ((0, "train", 1), (7, "validation", 2), (7, "test", 3)):
+        digest.update("".join(repr(vars(one)) for one in problems(seed, split, 200, difficulty)).encode())
+    assert digest.hexdigest() == "842d6c5558d6199c2e9a081078a0b411e4f5560c0bcf2eb30790b72661fd61db"
+
+
+@pytest.mark.parametrize(("split", "difficulty", "said"), [("dev", 1, "'dev'"), ("train", 4, "difficulty 4")])
+def test_an_unknown_split_or_difficulty_is_named(split, difficulty, said):
+    with pytest.raises(UserError, match=said):
+        problem(0, split, 0, difficulty)
