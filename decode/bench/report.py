@@ -84,7 +84,7 @@ def drafting(rows: Iterable[Row], lossless: bool | None = None) -> list[Row]:
 
 def shown(row: Row) -> dict[str, Any]:
     """A row with what tables show besides the numbers."""
-    kind = Badge("peer") if row["peer"] else LOSSLESS if row["lossless"] else RELAXED
+    kind = Badge("peer") if row.get("peer") else LOSSLESS if row.get("lossless") else RELAXED
     same = Badge("no", "bad") if row.get("identical_to_target") is False else row.get("identical_to_target")
     return {**row, "kind": kind, "identical_to_target": same}
 

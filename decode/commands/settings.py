@@ -184,8 +184,6 @@ class ReportSettings:
 
     runs: list[str] = field(default_factory=list)
     """Folders of runs, given without an option: python -m decode report runs/*. Null: runs."""
-    output: str | None = None
-    """The page; null: index.html in the folder that holds the runs."""
 
 
 def required(settings: Any, *names: str) -> None:
