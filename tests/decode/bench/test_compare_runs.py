@@ -19,5 +19,5 @@ def test_rows_of_all_runs_stand_in_one_table(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["b", "a"]
     (tmp_path / "c").mkdir()
-    with pytest.raises(UserError, match="no report.json with measured methods"):
+    with pytest.raises(UserError, match=r"no report\.json with measured methods"):
         find_rows([str(tmp_path / "c")])
