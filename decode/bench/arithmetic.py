@@ -218,7 +218,7 @@ def _words() -> _Words:
     scenes: dict[int, list[_Scene]] = {}
     for block in tables["scenes"].strip().split("\n\n"):
         numbers, question, solution = block.split("\n", 2)
-        sums = [found.groups() for item in numbers.split() if (found := DERIVED.fullmatch(item))]
+        sums = DERIVED.findall(numbers)
         draws = [item.partition(":")[::2] for item in numbers.split() if not DERIVED.fullmatch(item)]
         asked = [(result, left, op, right) for left, op, right, result in CALCULATION.findall(solution)]
         scene = _Scene(wordings(question), _marked(solution), draws, sums + asked)

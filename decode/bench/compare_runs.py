@@ -1,6 +1,6 @@
 """``python -m decode report RUNS``: one table of the methods that several runs measured."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def find_rows(paths: Sequence[str]) -> list[dict[str, Any]]:
                 {"run": report.parent.name, "mode": mode(row["temperature"])} | row
                 for part in lists
                 for row in part
-                if isinstance(row, Mapping) and row.keys() >= {"name", "suite", "temperature"} and row.get("speedup")
+                if isinstance(row, dict) and row.keys() >= {"name", "suite", "temperature"} and row.get("speedup")
             ]
     if not rows:
         raise UserError(
