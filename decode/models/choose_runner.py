@@ -1,8 +1,6 @@
 """From a model to its runner: which forward serves it, checked once against the model's own before it is trusted."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +19,11 @@ from decode.models.other_tokenizer import DraftModel, ForeignDraft, ForeignRunne
 from decode.models.runner import Runner
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""Differences of logits that rounding explains, in standard deviations."""
-SIXTEEN_BITS = 0.1
-"""The same of 16 bits, or three times what rounding to 16 bits changes in the model's own call."""
+"""Differences of logits, in standard deviations, that rounding explains on every processor."""
+ROUNDINGS = 3.0
+"""Larger differences pass up to this many times the model's own rounding, measured here (`rounding`)."""
+UNMEASURED = 0.1
+"""Tolerated where rounding says nothing: drafts whose weights are rounded, quantised weights, adapters, offloading."""
 NEAR = 64  # largest attention window whose end the check reads past
 
 
@@ -61,14 +61,13 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, pack: str = "off",
     except Exception as error:  # whatever a forward raises that was not made for a cache that rolls back
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise _unserved(runner.name, f"its forward fails on a cache that rolls back ({reason})") from error
-    # a model that fails here is refused altogether, so the tolerance is three times as wide
-    if not found.chain < max(3 * found.tolerance, TOLERANCE[torch.float32]):
+    if not found.chain < found.tolerance:
         raise _unserved(
             runner.name,
             f"read in pieces, a text gets other logits than read at once ({found.chain:.2g} standard deviations): it "
             "is bidirectional (BERT without is_decoder), or keeps a state that is not in its cache",
         )
-    if runner.supports_trees and not found.tree < max(found.tolerance, TOLERANCE[torch.float32]):
+    if runner.supports_trees and not found.tree < found.tolerance:
         runner.tree_refusal = found.tree_error or "a tree's branches get other logits than the texts they stand for"
     return runner
 
@@ -79,12 +78,8 @@ def fast_if_equal(model: PreTrainedModel, pack: str = "off", *, draft: bool = Fa
         return None
     quick = fast_runner(model, pack=pack, draft=draft)
     found = compare(model, quick)
-    if draft and quick.saved_bytes:
-        found.tolerance = SIXTEEN_BITS
-    gap, tolerance = max(found.chain, found.tree), found.tolerance
-    if gap >= tolerance and model.dtype not in TOLERANCE:
-        tolerance = max(tolerance, 3 * rounding(model))
-    if gap < tolerance:
+    gap = max(found.chain, found.tree)
+    if gap < (UNMEASURED if draft and quick.saved_bytes else found.tolerance):
         return quick
     warnings.warn(
         f"the fast forward differs from {type(model).__name__} by {gap:.2g} in its logits; "
@@ -133,11 +128,11 @@ class RunnerCheck:
     Differences are root mean squares over the vocabulary, of the worst row, in standard deviations of the logits.
     """
 
-    tolerance: float  # differences that rounding explains
     chain: float  # of texts read in pieces, before and after a rollback
     # of a tree's longest branch and of the token behind it once the branch is kept; 0 where none was read
     tree: float = 0.0
     tree_error: str = ""  # what reading the tree raised, if it did
+    tolerance: float = 0.0  # differences that rounding explains
 
 
 @torch.inference_mode()
@@ -153,7 +148,7 @@ def compare(model: PreTrainedModel, runner: Runner) -> RunnerCheck:
     windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size"))
     start = 4 + min((w for w in windows if isinstance(w, int) and 0 < w <= NEAR), default=0)
     start = max(1, min(start, runner.limit - 5))
-    ids = _text(start + 5, runner.vocab_size, runner.device)
+    ids = (torch.arange(start + 5, device=runner.device) * 7919 + 1) % runner.vocab_size
     other = torch.cat([ids[: start + 1], (ids[start + 1 :] + 3) % runner.vocab_size])
     fresh = model(input_ids=torch.stack([ids, other]), use_cache=False).logits.float()
     if not torch.isfinite(fresh).all():
@@ -167,8 +162,7 @@ def compare(model: PreTrainedModel, runner: Runner) -> RunnerCheck:
     pieces = [runner.read(ids[:start]), runner.read(ids[start : start + 1]), runner.read(ids[start + 1 :])]
     runner.truncate(start + 1)
     after = [runner.read(other[start + 1 :])]
-    found = RunnerCheck(TOLERANCE.get(model.dtype, SIXTEEN_BITS), gap(pieces, fresh[0]))
-    found.chain = max(found.chain, gap(after, fresh[1, start + 1 :]))
+    found = RunnerCheck(max(gap(pieces, fresh[0]), gap(after, fresh[1, start + 1 :])))
     if runner.supports_trees:
         try:
             runner.truncate(start)
@@ -187,12 +181,22 @@ def compare(model: PreTrainedModel, runner: Runner) -> RunnerCheck:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             found.tree, found.tree_error = torch.inf, f"its forward fails on trees ({reason})"
     runner.truncate(0)
+    found.tolerance = TOLERANCE.get(model.dtype, 0.0)
+    if max(found.chain, found.tree) >= found.tolerance:
+        measured = ROUNDINGS * rounding(model, torch.stack([ids, other])) if _can_be_widened(model) else UNMEASURED
+        found.tolerance = max(found.tolerance, measured)
     return found
 
 
-def _text(length: int, vocab: int, device: torch.device) -> Tensor:
-    """Ids ``[length]`` that forwards are compared on."""
-    return (torch.arange(length, device=device) * 7919 + 1) % vocab
+def _can_be_widened(model: PreTrainedModel) -> bool:
+    """Whether `rounding` can widen the weights: they are the model's own, neither quantised nor offloaded."""
+    return (
+        isinstance(model, PreTrainedModel)
+        and getattr(model, "hf_quantizer", None) is None
+        and not getattr(model, "_hf_peft_config_loaded", False)
+        and all(p.is_floating_point() and p.device == model.device for p in model.parameters())
+        and model.device.type != "meta"
+    )
 
 
 def _difference(seen: Tensor, expected: Tensor, all: Tensor) -> float:
@@ -201,33 +205,31 @@ def _difference(seen: Tensor, expected: Tensor, all: Tensor) -> float:
 
 
 @torch.no_grad()
-def rounding(model: PreTrainedModel) -> float:
-    """How far a 16-bit model's own logits are from those of float32 arithmetic on its weights, as in `RunnerCheck`."""
-    ids = _text(9, model.get_input_embeddings().weight.shape[0], model.device)[None]
+def rounding(model: PreTrainedModel, ids: Tensor) -> float:
+    """How much the rounding of a model's own forward changes its logits on texts ``[batch, n]``.
+
+    The reference is the forward of the same weights in a wider format: float32 for 16 bits, else float64. The
+    difference is measured as in `RunnerCheck`.
+    """
     own = model(input_ids=ids, use_cache=False).logits
-    with _in_float32(model):
-        exact = model(input_ids=ids, use_cache=False).logits
-    return _difference(own[0], exact[0], exact)
-
-
-@contextmanager
-def _in_float32(model: nn.Module) -> Iterator[None]:
-    """Calls compute in float32: each module's weights are widened while it runs, so one is held twice at most."""
     narrow: dict[nn.Parameter, Tensor] = {}
+    wider = torch.float64 if model.dtype in TOLERANCE else torch.float32
 
     def widen(module: nn.Module, _: Any) -> None:
         for p in module.parameters(recurse=False):
-            narrow[p], p.data = p.data, p.data.float()
+            narrow[p], p.data = p.data, p.data.to(wider)
 
     def restore(module: nn.Module, *_: Any) -> None:
         for p in module.parameters(recurse=False):
             p.data = narrow.pop(p)
 
+    # each module's weights are widened while it runs, so that memory holds one of them twice at most
     holding = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
     hooks = [module.register_forward_pre_hook(widen) for module in holding]
     hooks += [module.register_forward_hook(restore, always_call=True) for module in holding]
     try:
-        yield
+        exact = model(input_ids=ids, use_cache=False).logits
     finally:
         for hook in hooks:
             hook.remove()
+    return _difference(own, exact, exact)

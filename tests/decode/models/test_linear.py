@@ -256,7 +256,7 @@ def test_a_draft_is_rounded_to_sixteen_bits(tiny, half_is_fastest, monkeypatch: 
     gap = (rounded.read(ids) - expected).square().mean(-1).sqrt().max() / expected.std()
     assert 1e-5 < gap < 0.01
     with monkeypatch.context() as patch:
-        patch.setattr(choose_runner, "SIXTEEN_BITS", 1e-6)
+        patch.setattr(choose_runner, "UNMEASURED", 1e-6)
         with pytest.warns(UserWarning, match="using the ordinary model call"):
             assert isinstance(open_draft_runner(draft, draft, pack="auto"), HuggingFaceRunner)
 

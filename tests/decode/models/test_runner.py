@@ -146,29 +146,30 @@ def test_the_fast_forward_is_given_up_where_it_does_not_reproduce_the_model(
         assert type(open_runner(model)) is HuggingFaceRunner
 
 
-def test_in_sixteen_bits_the_models_own_rounding_decides_what_the_fast_forward_may_differ_by(
-    tiny, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_sixteen_bits_the_models_own_rounding_decides_what_its_forward_may_differ_by(
+    dtype: torch.dtype, tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
-    monkeypatch.setattr(choose_runner, "SIXTEEN_BITS", 1e-6)  # less than the fast forward differs by
-    assert isinstance(open_runner(model), fast_module.FastRunner)
+    model = copy.deepcopy(tiny("llama")).to(dtype)
+    wide = copy.deepcopy(model).float()
+    ids = torch.arange(9) * 7919 + 1
+    ids = torch.stack([ids, torch.cat([ids[:5], ids[5:] + 3])]) % VOCAB
+    with torch.no_grad():
+        own, exact = (m(input_ids=ids, use_cache=False).logits.float() for m in (model, wide))
+    expected = float((own - exact).square().mean(-1).sqrt().max() / exact.std())
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    assert choose_runner.rounding(model, ids) == pytest.approx(expected, rel=1e-4)
+    assert expected > 0
+    assert all(v.dtype == dtype and torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+    assert fast_architectures.supports(model)  # no hook stays
+
+    assert type(open_runner(model)) is fast_module.FastRunner
+    assert type(open_runner(model, fast=False)) is HuggingFaceRunner
+    found = choose_runner.compare(model, open_runner(model))
+    assert found.tolerance == pytest.approx(choose_runner.ROUNDINGS * expected, rel=1e-4)
     monkeypatch.setattr(fast_architectures, "norm", lambda module: torch.tanh)
     with pytest.warns(UserWarning, match="differs from LlamaForCausalLM"):
         assert type(open_runner(model)) is HuggingFaceRunner
-
-
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "phi", "gpt_neox"])
-def test_rounding_is_told_by_the_same_weights_in_float32_arithmetic(family: str, tiny) -> None:
-    narrow = copy.deepcopy(tiny(family)).to(torch.bfloat16)
-    weights = {k: v.clone() for k, v in narrow.state_dict().items()}
-    wide = copy.deepcopy(narrow).float()
-    ids = (torch.arange(9) * 7919 + 1) % wide.config.vocab_size
-    own, exact = (logits_of(model, ids.tolist()) for model in (narrow, wide))
-    expected = (own.float() - exact).square().mean(-1).sqrt().max() / exact.std()
-    assert choose_runner.rounding(narrow) == pytest.approx(float(expected), rel=1e-4)
-    assert expected > 0
-    assert all(v.dtype == torch.bfloat16 and torch.equal(v, weights[k]) for k, v in narrow.state_dict().items())
-    assert fast_architectures.supports(narrow)  # no hook stays
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-tied", "phi", "gpt_neox", "gpt2"])
