@@ -217,11 +217,12 @@ def rounding(model: PreTrainedModel, ids: Tensor) -> float:
 
     def widen(module: nn.Module, _: Any) -> None:
         for p in module.parameters(recurse=False):
-            narrow[p], p.data = p.data, p.data.to(wider)
+            if p not in narrow:  # a module may run inside another one that holds the same parameter
+                narrow[p], p.data = p.data, p.data.to(wider)
 
     def restore(module: nn.Module, *_: Any) -> None:
         for p in module.parameters(recurse=False):
-            p.data = narrow.pop(p)
+            p.data = narrow.pop(p, p.data)
 
     # each module's weights are widened while it runs, so that memory holds one of them twice at most
     holding = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
