@@ -1,13 +1,11 @@
-"""The linear probes of all layers, fitted at once: a Lightning module whose training step is Newton's.
+"""Training, calibration and evaluation of the linear probes of all exit layers.
 
-The losses of different probes are independent, so each takes its own Newton step, all of them in the same few batched
-products. The gradient is over all tokens, the Hessian over a part of them, another one in each step, at a fraction of
-the cost; a line search chooses the length of the step. About ten steps reach the optimum whatever the scale and
-correlation of the hidden states.
+The losses of different probes are independent, so every probe takes its own Newton step, and all of them share a few
+batched products. The gradient uses all tokens; the Hessian uses another subset of them in each step; a line search
+chooses the length of the step. About ten steps reach the optimum whatever the scale of the hidden states.
 """
 
-import time
-import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -16,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import Logger
-from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import Tensor
@@ -29,23 +26,12 @@ from distill.trainer import quiet
 from probes.features import EXTRAS, Features
 from probes.settings import ProbeSettings
 
-CURVATURE_ROWS = 20  # tokens that the curvature is taken from, per input
-STEPS = 1.0, 0.5, 0.25, 0.1, 0.02, 0.0  # lengths of a Newton step that are tried; each probe takes the best
-EXTRA_PENALTY = 1e-4
-"""Penalty on the extras, the same for all penalties on the state, so that a strong one there does not shrink them."""
-PROGRESS = 1e-4  # smallest gain in the mean validation loss that counts as one
-LARGE = 1 << 28  # numbers in the inputs from which a GPU is used where there is one
-
-
-def check_labels(features: Features, label: str) -> None:
-    """Refuse labels of a single class."""
-    for layer, rate in zip(features.exits, features.labels[label].mean(1).tolist()):
-        if rate in (0.0, 1.0):
-            what = "accepted" if rate else "rejected"
-            raise UserError(
-                f"every token drafted at exit layer {layer} is {what} (label {label}, {len(features)} tokens): there "
-                "is nothing to tell apart. Leave the layer out of probes.layers, or give more prompts"
-            )
+CURVATURE_ROWS = 20  # tokens per input from which the Hessian is computed
+STEPS = 1.0, 0.5, 0.25, 0.1, 0.02, 0.0  # lengths of a Newton step that the line search tries
+EXTRA_PENALTY = 1e-4  # L2 penalty on the confidence features, whatever the penalty on the state
+PROGRESS, PATIENCE = 1e-4, 2  # smallest gain in validation loss that counts, and epochs without one before the end
+LARGE = 1 << 28  # size of the inputs above which a GPU is used where there is one
+BINS = 15  # bins of the calibration error
 
 
 def train_probes(
@@ -57,28 +43,32 @@ def train_probes(
     *,
     early_stopping: bool = True,
 ) -> list[AcceptanceProbe]:
-    """Fit sigmoid(w·x + b) for every exit, kind and penalty: binary cross-entropy on hard or soft labels.
-
-    Without early stopping the weights are those of the optimum on the data, not the best on the validation texts.
+    """Fit sigmoid(w·x + b) by binary cross-entropy for every exit, kind of probe and penalty.
 
     Args:
         train: what to learn from.
-        validation: held-out prompts, for early stopping and the choice of the penalty.
-        label: a name in `Features.labels`.
-        options: ``l2``, ``max_epochs`` and ``patience`` are read.
+        validation: held-out texts, for early stopping, the choice of the penalty and the calibration.
+        label: name of the labels, which the probes carry.
+        options: ``l2`` and ``max_epochs`` are read.
         logger: gets the validation loss.
-        early_stopping: keep the weights that were best on validation; without, those of the optimum on the data.
+        early_stopping: keep the weights that are best on validation; False keeps those of the optimum on the data.
 
     Returns:
-        A probe for each exit and kind, with the penalty of the least validation loss.
+        A calibrated probe for each exit and kind, with the penalty of the least validation loss.
 
     Raises:
-        UserError: the labels of an exit are all the same.
+        UserError: all labels of an exit are the same.
     """
     options = options or ProbeSettings()
-    check_labels(train, label)
-    module = ProbeModule(train, validation, label, options, keep_best=early_stopping)
-    stop = EarlyStopping("validation_loss", min_delta=PROGRESS, patience=options.patience, check_finite=False)
+    for layer, rate in zip(train.exits, train.labels.mean(1).tolist()):
+        if rate in (0.0, 1.0):
+            raise UserError(
+                f"every token drafted at exit layer {layer} is {'accepted' if rate else 'rejected'} (label {label}, "
+                f"{len(train)} tokens), so there is nothing to learn; leave the layer out of probes.layers, or give "
+                "more prompts"
+            )
+    module = ProbeModule(train, validation, options, keep_best=early_stopping)
+    stop = EarlyStopping("validation_loss", min_delta=PROGRESS, patience=PATIENCE, check_finite=False)
     with quiet():
         trainer = L.Trainer(
             accelerator="gpu" if module.place.type == "cuda" else "cpu",
@@ -95,35 +85,36 @@ def train_probes(
         )
         try:
             trainer.fit(module)
-        except SystemExit as end:  # Lightning's way of ending after Ctrl-C
+        except SystemExit as end:  # Lightning ends so after Ctrl-C
             raise KeyboardInterrupt from end
-    return module.probes()
+    probes = module.probes(label)
+    for probe in probes:
+        calibrate(probe, validation)
+    return probes
 
 
 class ProbeModule(L.LightningModule):
-    """All probes of one label: their weights, and the data where they are fitted.
+    """All probes of one label: their weights, and the data on the device where they are fitted.
 
     Attributes:
         w: weights on standardised inputs, the bias last, ``[exits, kinds · penalties, width + 4]``.
-        kept: of each probe those that were best on the validation texts, or the last ones.
+        kept: weights of each probe that were best on the validation texts, or the last ones.
     """
 
     automatic_optimization = False
 
-    def __init__(
-        self, train: Features, validation: Features, label: str, options: ProbeSettings, *, keep_best: bool
-    ) -> None:
+    def __init__(self, train: Features, validation: Features, options: ProbeSettings, *, keep_best: bool) -> None:
         super().__init__()
-        self.exits, self.count, self.label, self.keep_best = train.exits, len(options.l2), label, keep_best
+        self.exits, self.count, self.keep_best = train.exits, len(options.l2), keep_best
         self.place = torch.device("cuda" if torch.cuda.is_available() and train.inputs.numel() > LARGE else "cpu")
         self.mean = train.inputs.mean(1, keepdim=True)
         self.scale = train.inputs.std(1, keepdim=True).clamp_min(1e-6)
         self.x, self.validation_x = self._standardised(train.inputs), self._standardised(validation.inputs)
-        self.y, self.validation_y = (f.labels[label][:, None].to(self.place) for f in (train, validation))
+        self.y, self.validation_y = (f.labels[:, None].to(self.place) for f in (train, validation))
         exits, width, _ = self.x.shape
         probes = len(KINDS) * self.count
         self.mask = torch.ones(probes, width, device=self.place)
-        self.mask[: self.count, -1 - EXTRAS : -1] = 0  # the plain probe does not see the extras
+        self.mask[: self.count, -1 - EXTRAS : -1] = 0  # the plain probe does not see the confidence features
         self.penalty = torch.tensor(options.l2 * len(KINDS), device=self.place)[:, None].repeat(1, width)
         self.penalty[:, -1 - EXTRAS : -1] = EXTRA_PENALTY
         self.penalty[:, -1] = 0
@@ -132,36 +123,35 @@ class ProbeModule(L.LightningModule):
         self.best, self.kept = torch.full_like(self.w[..., 0], torch.inf), torch.zeros_like(self.w)
 
     def _standardised(self, inputs: Tensor) -> Tensor:
-        """``[exits, width + 3, n]`` with a last row of ones: products with few weights then run along memory."""
+        """``[exits, width + 3, n]`` with a last row of ones, so that products with few weights run along memory."""
         x = ((inputs - self.mean) / self.scale).mT
         return torch.cat([x, torch.ones_like(x[:, :1])], 1).to(self.place)
 
     def train_dataloader(self) -> list[int]:
-        """One batch: a Newton step is of all tokens."""
+        """One batch, since a Newton step uses all tokens."""
         return [0]
 
-    def val_dataloader(self) -> list[int]:
-        """One batch, after every step."""
-        return [0]
+    val_dataloader = train_dataloader
 
     def configure_optimizers(self) -> None:
-        """None: the training step itself moves the weights."""
+        """No optimiser; the training step moves the weights itself."""
 
     @torch.no_grad()
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        """One Newton step of every probe, as long as suits its objective: loss and penalty on the training data."""
+        """Take one Newton step of every probe, of the length that lowers its loss and penalty most."""
         z = self.w @ self.x
         p = z.sigmoid()
         gradient = ((p - self.y) @ self.x.mT / self.x.shape[-1] + self.penalty * self.w) * self.mask
         step = -self._solve(p * (1 - p), gradient, self.current_epoch)
         along = step @ self.x
         lengths = torch.tensor(STEPS, device=self.place)
-        tried = [(self.w + t * step).square().mul(self.penalty).sum(-1) / 2 for t in lengths]
-        tried = [penalty + _losses(z + t * along, self.y) for penalty, t in zip(tried, lengths)]
+        tried = [
+            (self.w + t * step).square().mul(self.penalty).sum(-1) / 2 + _losses(z + t * along, self.y) for t in lengths
+        ]
         self.w += lengths[torch.stack(tried).nan_to_num(torch.inf).argmin(0)][..., None] * step
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Logs the mean of the best losses so far, and keeps each probe's weights of its own best."""
+        """Log the mean of the best losses so far, and keep the weights of each probe's own best."""
         losses = _losses(self.w @ self.validation_x, self.validation_y)
         better = (losses < self.best - 1e-6) | (not self.keep_best)
         self.best = torch.where(better, losses, self.best)
@@ -169,11 +159,11 @@ class ProbeModule(L.LightningModule):
         self.log("validation_loss", self.best.mean(), batch_size=1)
 
     def _solve(self, curvature: Tensor, gradient: Tensor, epoch: int) -> Tensor:
-        """(Hessian)⁻¹·gradient, the Hessian from every k-th token."""
+        """(Hessian)⁻¹·gradient, with the Hessian of every k-th token."""
         stride = max(1, self.x.shape[-1] // (CURVATURE_ROWS * self.x.shape[1]))
         x, c = (values[..., epoch % stride :: stride].contiguous() for values in (self.x, curvature))
         step = torch.empty_like(gradient)
-        for i in range(gradient.shape[1]):  # one probe of every exit at a time: the weighted copy of x is large
+        for i in range(gradient.shape[1]):  # one probe of every exit at a time, because the weighted copy of x is large
             mask = self.mask[i]
             hessian = (x * c[:, i, None]) @ x.mT / x.shape[-1] * (mask[:, None] * mask)
             floor = 1e-5 * hessian.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True) + 1e-7
@@ -181,8 +171,8 @@ class ProbeModule(L.LightningModule):
             step[:, i] = torch.cholesky_solve(gradient[:, i, :, None], torch.linalg.cholesky(hessian))[..., 0]
         return step
 
-    def probes(self) -> list[AcceptanceProbe]:
-        """The best probe of each exit and kind, for inputs as they are."""
+    def probes(self, label: str) -> list[AcceptanceProbe]:
+        """The best probe of each exit and kind, for inputs that are not standardised."""
         made, w, losses = [], self.kept.cpu(), self.best.cpu()
         for i, layer in enumerate(self.exits):
             for kind, at in zip(KINDS, range(0, w.shape[1], self.count)):
@@ -190,7 +180,7 @@ class ProbeModule(L.LightningModule):
                 weight = best[:-1] / self.scale[i, 0]
                 bias = float(best[-1] - weight @ self.mean[i, 0])
                 state, extra = weight[:-EXTRAS].clone(), weight[-EXTRAS:].clone()
-                made.append(AcceptanceProbe(layer, kind, self.label, state, extra[: EXTRAS * (kind != "probe")], bias))
+                made.append(AcceptanceProbe(layer, kind, label, state, extra[: EXTRAS * (kind != "probe")], bias))
         return made
 
 
@@ -199,17 +189,28 @@ def _losses(z: Tensor, y: Tensor) -> Tensor:
     return (F.softplus(z) - z * y).mean(-1)
 
 
-def evaluate(probability: Tensor, outcome: Tensor, bins: int = 15) -> dict[str, Any]:
-    """A probability ``[n]`` against what happened ``[n]``, 0 or 1.
+def logits(probe: AcceptanceProbe, features: Features) -> Tensor:
+    """Log-odds that a probe gives to every token, ``[n]``."""
+    x = features.inputs[features.exits.index(probe.layer)]
+    return probe.logit(x[:, :-EXTRAS], x[:, -EXTRAS:])
+
+
+def calibrate(probe: AcceptanceProbe, features: Features) -> None:
+    """Set the temperature that minimises the log loss on held-out texts, if it also lowers the calibration error."""
+    at = features.exits.index(probe.layer)
+    y, outcome, z = features.labels[at], features.outcome[at], logits(probe, features)
+    grid = torch.logspace(-1, 1, 81, base=4.0)
+    best = float(grid[torch.stack([F.binary_cross_entropy_with_logits(z / t, y) for t in grid]).argmin()])
+    if evaluate((z / best).sigmoid(), outcome)["ece"] < evaluate(z.sigmoid(), outcome)["ece"]:
+        probe.temperature *= best
+
+
+def evaluate(probability: Tensor, outcome: Tensor, bins: int = BINS) -> dict[str, Any]:
+    """Compare a predicted probability ``[n]`` with the outcome ``[n]`` of 0 and 1.
 
     Returns:
-        auroc: probability that an accepted token scores above a rejected one; None if only one kind occurs.
-        average_precision: area under precision against recall, for acceptance; None likewise.
-        brier: mean squared error of the probability.
-        ece: Σ over bins of share · |mean probability − rate|.
-        accuracy: share of tokens whose outcome probability > 0.5 predicts.
-        base_rate: share accepted; answering always the more frequent one has accuracy max(base_rate, 1 − base_rate).
-        bins: for reliability diagrams, ``[mean probability, rate, count]``.
+        ``auroc`` and ``average_precision`` (None if only one outcome occurs), ``brier``, ``ece``, ``accuracy`` at 0.5,
+        ``base_rate`` (share accepted), and ``bins`` of ``[mean probability, rate, count]``.
     """
     p, y = probability.double().clamp(0, 1).numpy(), outcome.round().int().numpy()
     both = 0 < y.sum() < len(y)
@@ -227,32 +228,40 @@ def evaluate(probability: Tensor, outcome: Tensor, bins: int = 15) -> dict[str, 
     }
 
 
-def logits(probe: AcceptanceProbe, features: Features) -> Tensor:
-    """Log-odds of every token, ``[n]``."""
-    x = features.inputs[features.exits.index(probe.layer)]
-    return probe.logit(x[:, :-EXTRAS], x[:, -EXTRAS:])
+def evaluate_exits(probes: Sequence[AcceptanceProbe], validation: Features, test: Features) -> list[dict[str, Any]]:
+    """A row for each exit: both probes beside the token probability and the entropy, on the same tokens.
 
-
-def probability(probe: AcceptanceProbe, features: Features) -> Tensor:
-    """What a probe says of every token, ``[n]``."""
-    return logits(probe, features).sigmoid()
-
-
-def calibrate(probe: AcceptanceProbe, features: Features) -> None:
-    """Set the temperature that minimises the log loss on held-out prompts, where that also lowers the error there.
-
-    The label is the one it was trained on; a temperature does not change the ranking.
+    Args:
+        probes: calibrated probes of one label.
+        validation: held-out texts, on which the entropy is mapped to a probability.
+        test: the texts that the metrics are computed on.
     """
-    at = features.exits.index(probe.layer)
-    y, outcome, z = features.labels[probe.label][at], features.outcome[at], logits(probe, features)
-    grid = torch.logspace(-1, 1, 81, base=4.0)
-    best = float(grid[torch.stack([F.binary_cross_entropy_with_logits(z / t, y) for t in grid]).argmin()])
-    if evaluate((z / best).sigmoid(), outcome)["ece"] < evaluate(z.sigmoid(), outcome)["ece"]:
-        probe.temperature *= best
+    rows = []
+    for i, layer in enumerate(test.exits):
+        outcome = test.outcome[i]
+        mine = {probe.kind: probe for probe in probes if probe.layer == layer}
+        scores = {kind: logits(probe, test).sigmoid() for kind, probe in mine.items()}
+        scores["token_probability"] = test.token_probability[i]
+        scores["entropy"] = _entropy_probability(validation.entropy[i], validation.outcome[i], test.entropy[i])
+        found = {name: evaluate(score, outcome) for name, score in scores.items()}
+        row: dict[str, Any] = {"layer": layer, "label": probes[0].label, "tokens": len(test)}
+        for name, metrics in found.items():
+            suffix = "" if name == "probe" else "_" + name.replace("-", "_")
+            row |= {key + suffix: value for key, value in metrics.items() if key not in ("bins", "base_rate")}
+        for kind, probe in mine.items():
+            probe.metrics = {key: value for key, value in found[kind].items() if key != "bins"}
+            gain = auroc_gain(scores[kind], scores["token_probability"], outcome, test.text)
+            row["auroc_gain_ci95_" + kind.replace("-", "_")] = gain
+        row["base_rate"], row["bins"] = found["probe"]["base_rate"], {name: m["bins"] for name, m in found.items()}
+        if probes[0].label != "top-p":  # the other labels are acceptance probabilities
+            labels = test.labels[i].tolist()
+            row["alpha"], row["alpha_se"] = clustered_ratio(labels, [1] * len(test), test.text.tolist())
+        rows.append(row)
+    return rows
 
 
-def entropy_probability(train: Tensor, outcome: Tensor, test: Tensor) -> Tensor:
-    """The entropy as a probability, by a logistic fit on held-out prompts; constant where these have one class."""
+def _entropy_probability(train: Tensor, outcome: Tensor, test: Tensor) -> Tensor:
+    """The entropy as a probability, by a logistic fit on held-out texts; constant if these have one outcome."""
     y = outcome.round().int().numpy()
     if not 0 < y.sum() < len(y):
         return torch.full_like(test, float(y.mean()))
@@ -261,7 +270,7 @@ def entropy_probability(train: Tensor, outcome: Tensor, test: Tensor) -> Tensor:
 
 
 def auroc_gain(probe: Tensor, other: Tensor, outcome: Tensor, text: Tensor, *, seed: int = 0) -> list[float] | None:
-    """95 % interval of AUROC(probe) − AUROC(other) by resampling texts; None where one class is missing."""
+    """95 % interval of AUROC(probe) − AUROC(other) by resampling texts; None if one outcome does not occur."""
     y = outcome.round().bool().numpy()
     owner = np.unique(text.numpy(), return_inverse=True)[1]
     totals = np.stack([np.bincount(owner[y == kind], minlength=owner.max() + 1) for kind in (True, False)])
@@ -278,7 +287,7 @@ def auroc_gain(probe: Tensor, other: Tensor, outcome: Tensor, text: Tensor, *, s
 
 
 def pairs_won(scores: np.ndarray, y: np.ndarray, owner: np.ndarray) -> np.ndarray:
-    """``[i, j]``: pairs of an accepted token of text i and a rejected one of text j that scores lower, a tie half."""
+    """``[i, j]``: pairs of an accepted token of text i and a rejected one of text j that scores lower, ties half."""
     count = owner.max() + 1
     rank = np.unique(scores, return_inverse=True)[1]
     at = np.zeros((rank.max() + 2, count))  # rejected tokens by rank and text
@@ -287,78 +296,3 @@ def pairs_won(scores: np.ndarray, y: np.ndarray, owner: np.ndarray) -> np.ndarra
     won = np.zeros((count, count))
     np.add.at(won, owner[y], (below[rank[y]] + below[rank[y] + 1]) / 2)
     return won
-
-
-def scikit_check(train: Features, test: Features, label: str, l2: float) -> tuple[list[float | None], float, int]:
-    """scikit-learn's logistic regression, fit by fit, as the reference for our optimiser's result and its time.
-
-    Args:
-        train: what to learn from.
-        test: held-out prompts.
-        label: a hard label.
-        l2: the penalty, on standardised inputs, of the fits of both kinds of probe.
-
-    Returns:
-        AUROC of each exit's plain probe, the seconds of all fits, and their number.
-    """
-    found: list[float | None] = []
-    spent = 0.0
-    for i in range(len(train.exits)):
-        raw, y = train.inputs[i].numpy(), train.labels[label][i].round().int().numpy()
-        mean, scale = raw.mean(0), np.maximum(raw.std(0), 1e-6)
-        x, held = (raw - mean) / scale, (test.inputs[i].numpy() - mean) / scale
-        truth = test.labels[label][i].round().int().numpy()
-        # the last inputs are scaled so that their penalty is `EXTRA_PENALTY`
-        factor = np.where(np.arange(x.shape[1]) < x.shape[1] - EXTRAS, 1, (l2 / EXTRA_PENALTY) ** 0.5)
-        began = time.perf_counter()
-        plain, _ = (_scikit_fit(inputs, y, l2) for inputs in (x[:, :-EXTRAS], x * factor))
-        spent += time.perf_counter() - began
-        both = 0 < truth.sum() < len(truth)
-        found.append(float(roc_auc_score(truth, plain.decision_function(held[:, :-EXTRAS]))) if both else None)
-    return found, spent, 2 * len(train.exits)
-
-
-def _scikit_fit(x: np.ndarray, y: np.ndarray, l2: float) -> LogisticRegression:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        return LogisticRegression(C=1 / max(l2 * len(y), 1e-9), max_iter=2000, tol=1e-7).fit(x, y)
-
-
-def evaluate_exits(
-    probes: list[AcceptanceProbe], validation: Features, test: Features, label: str, bins: int
-) -> list[dict[str, Any]]:
-    """A row for each exit: both probes beside token probability and entropy, on the same tokens.
-
-    Args:
-        probes: calibrated, of one label.
-        validation: fits the entropy's probability.
-        test: what is measured on; hard labels are their own outcome, ``accept`` is compared with the drawn one.
-        label: the probes' label.
-        bins: of the calibration error.
-    """
-    rows = []
-    for i, layer in enumerate(test.exits):
-        outcome, held = test.outcome_of(label)[i], validation.outcome_of(label)[i]
-        mine = {p.kind: p for p in probes if p.layer == layer and p.label == label}
-        scores = {kind: probability(probe, test) for kind, probe in mine.items()}
-        scores["token_probability"] = test.token_probability[i]
-        scores["entropy"] = entropy_probability(validation.entropy[i], held, test.entropy[i])
-        found = {name: evaluate(score, outcome, bins) for name, score in scores.items()}
-        row: dict[str, Any] = {"layer": layer, "label": label, "tokens": len(test)}
-        for name, metrics in found.items():
-            suffix = "" if name == "probe" else "_" + name.replace("-", "_")
-            for key in ("auroc", "average_precision", "brier", "ece", "accuracy"):
-                row[key + suffix] = metrics[key]
-        for kind, probe in mine.items():
-            probe.metrics = {k: v for k, v in found[kind].items() if k != "bins"}
-            row["auroc_gain_ci95_" + kind.replace("-", "_")] = auroc_gain(
-                scores[kind], scores["token_probability"], outcome, test.text
-            )
-        row["base_rate"] = found["probe"]["base_rate"]
-        if label != "top-p":  # labels that are acceptance probabilities
-            row["alpha"], row["alpha_se"] = clustered_ratio(
-                test.labels[label][i].tolist(), [1] * len(test), test.text.tolist()
-            )
-        row["bins"] = {name: metrics["bins"] for name, metrics in found.items()}
-        rows.append(row)
-    return rows

@@ -46,20 +46,14 @@ class ProbeSettings:
     top_p: Share = 0.9
     """Top-p of the sampled mode; LayerSkip's library uses 0.9."""
     sampled_label: Literal["accept", "top-p"] = "accept"
-    """What probes for sampled decoding learn. accept: min(1, p/q) of the drafted token, which is the acceptance
-    probability itself; top-p: whether the token is in the target's top-p set. Both are trained and measured; this one
-    is used. Greedy decoding always uses match: both argmaxes agree."""
+    """Label that the probes for sampled decoding learn. accept: min(1, p/q) of the drafted token, which is the
+    acceptance probability; top-p: whether the token is in the target's top-p set. Greedy decoding always uses match:
+    both argmaxes agree."""
     l2: list[NonNegativeFloat] = field(default_factory=lambda: [1e-3, 1e-2, 1e-1, 1.0])
     """Strengths of the penalty λ/2·‖w‖² on the standardised hidden state, all tried at once; each probe takes the one
     with the best validation loss."""
     max_epochs: PositiveInt = 20
     """Maximum number of epochs; one epoch is a Newton step of every probe over all data."""
-    patience: PositiveInt = 2
-    """Epochs without a better validation loss before training stops."""
-    bins: PositiveInt = 15
-    """Bins of the expected calibration error and of reliability diagrams."""
-    check: bool = True
-    """Fit scikit-learn's logistic regression layer by layer too: the check of our optimiser, and its time."""
     window: PositiveInt = 24
     """Longest draft considered. Where nearly every token is accepted, a stop rule needs room to show what it saves."""
     thresholds: list[OpenUnitInterval] = field(

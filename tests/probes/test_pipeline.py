@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
-from safetensors.torch import load_file
 from tiny_run import tiny_settings
 
 from decode.errors import UserError
 from distill.data.context import StageContext
-from distill.pipeline import alone_in, run_of, write_settings
+from distill.pipeline import alone_in, run_of
 from distill.run_stages import run_stages
 from probes.__main__ import main
 from probes.pipeline import run_probes
-from probes.report import change_of_target
 from probes.settings import ProbeSettings, ProbesSettings, shrink
 
 SMALL = {
@@ -36,9 +31,6 @@ SMALL = {
     "repeats": 1,
     "subset_prompts": 1,
 }
-
-
-ROOT = Path(__file__).parents[2]
 
 
 def settings_in(folder: Path, name: str = "tiny", **probes) -> ProbesSettings:
@@ -65,13 +57,9 @@ def test_the_target_is_trained_if_it_is_not_there_and_the_probes_are_written(fin
     assert (run / "target" / "model.safetensors").exists()
     assert {"probes.json", "probes.safetensors"} == {p.name for p in (run / "probes").iterdir()}
     note = json.loads((run / "probes" / "probes.json").read_text())
-    assert {(p["label"], p["layer"]) for p in note["probes"]} == {
-        (n, e) for n in ("match", "accept", "top-p") for e in (1, 2)
-    }
+    assert {(p["label"], p["layer"]) for p in note["probes"]} == {(n, e) for n in ("match", "accept") for e in (1, 2)}
     assert note["best"]["greedy"]["layerskip"].keys() >= {"exit_layer", "draft_length"}
     assert "AdaSPEED, probe" in said
-    assert "predicted over LayerSkip's best constant length: AdaSPEED" in " ".join(said.split())
-    assert "as fast as LayerSkip with the 6 tokens of its library's example" in " ".join(said.split())
 
 
 def test_the_report_keeps_what_others_wrote_and_gets_the_rows(finished) -> None:
@@ -96,7 +84,7 @@ def test_the_report_keeps_what_others_wrote_and_gets_the_rows(finished) -> None:
 def test_the_page_holds_tables_and_figures(finished) -> None:
     page = (finished[0] / "probes.html").read_text()
     figures = ("Reliability, greedy", "AUROC by exit", "Predicted speedup by exit")
-    for said in (*figures, "Predicted speedups by exit, sampled", "AdaSPEED", "Provenance"):
+    for said in (*figures, "AdaSPEED", "Provenance"):
         assert said in page
 
 
@@ -107,7 +95,7 @@ def test_a_target_is_used_as_it_is_while_its_settings_are_the_same_and_else_trai
     texts = run / "work" / "probes" / "sampled-train.jsonl"
     written = texts.read_text().splitlines(keepends=True)
     texts.write_text("".join(written[:-1]))  # as a kill leaves it
-    settings = settings_in(run.parent, subset_prompts=0, check=False)
+    settings = settings_in(run.parent, subset_prompts=0)
     run_probes(settings, Console(file=io.StringIO()))
     assert weights.read_bytes() == before
     assert texts.read_text().splitlines(keepends=True) == written
@@ -128,31 +116,10 @@ def test_a_given_target_is_trained_on_its_own_answers_and_compared_with_what_it_
     answers = (run.work / "original" / "train.jsonl").read_text().splitlines()
     assert all(len(json.loads(line)["ids"]) <= 8 for line in answers)
     history = run.record("target").history
-    assert "on the validation answers its perplexity went from" in change_of_target(history)[0]
+    assert {"recipe_loss", "accuracy"} <= history[0].keys()
     settings.target.kind, settings.target.model = "scratch", None
     with pytest.raises(UserError, match=r"own_answers is for a given target.*kind is scratch"):
         settings.validate()
-
-
-@pytest.mark.slow
-def test_two_processes_end_with_the_target_and_the_probes_of_one(tmp_path: Path) -> None:
-    settings = {}
-    for name in ("one", "two"):
-        made = settings_in(tmp_path, name, batch_size=4, prompts=24, layers=[1])
-        made.threads, made.trainer.precision = 1, "64-true"
-        settings[name] = made
-    run_probes(settings["one"], Console(file=io.StringIO()))
-    settings["two"].trainer.devices, settings["two"].trainer.strategy = 2, "ddp"
-    write_settings(settings["two"], tmp_path / "two.yaml")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "probes", "--config", str(tmp_path / "two.yaml")]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert {"greedy-train.jsonl", "greedy-train-1.jsonl"} <= {p.name for p in (tmp_path / "two/work/probes").iterdir()}
-    one, two = (load_file(tmp_path / name / "probes/probes.safetensors") for name in ("one", "two"))
-    assert one.keys() == two.keys()
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], atol=1e-4, rtol=1e-3)
 
 
 def test_a_folder_in_which_another_process_works_is_left_alone(tmp_path: Path) -> None:
@@ -171,13 +138,13 @@ def test_the_tracker_is_chosen_by_its_short_form_as_for_distill(arguments, monke
 
 
 def test_families_without_a_layer_by_layer_forward_get_probes_of_the_modes_wanted_and_no_table(tmp_path: Path) -> None:
-    settings = settings_in(tmp_path, check=False, modes=["greedy"])
+    settings = settings_in(tmp_path, modes=["greedy"])
     settings.target.architecture.model_type = "gpt2"
     said = io.StringIO()
     added = run_probes(settings, Console(file=said, width=120))
     assert added["self_speculation"] == []
     assert {(row["mode"], row["layer"]) for row in added["probes"]} == {("greedy", 1), ("greedy", 2)}
-    assert "no decoding with early exits" in said.getvalue()
+    assert "not supported for this family" in said.getvalue()
 
 
 def test_settings_for_a_deep_target_are_shrunk_with_it(tmp_path: Path) -> None:

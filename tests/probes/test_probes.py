@@ -30,37 +30,37 @@ from decode.models.choose_runner import open_runner
 from decode.models.writing import draws_named, write_texts
 from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import DraftedToken
-from distill import ranks
-from probes.features import Features, collect, collect_together, exit_layers
+from probes.features import Features, collect, exit_layers
 from probes.fit import (
     EXTRA_PENALTY,
     auroc_gain,
     calibrate,
-    check_labels,
     evaluate,
     evaluate_exits,
+    logits,
     pairs_won,
-    probability,
     train_probes,
 )
+from probes.labels import Mode
 from probes.settings import ProbeSettings
 
 DEPTH = 4
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7]]
 SAMPLED = LogitsWarper(0.9, top_p=0.8)
+GREEDY_MODE = Mode("greedy", LogitsWarper(), "match")
 
 
-def synthetic(n: int, *, seed: int, exits: int = 3, width: int = 12, noise: float = 1.0) -> Features:
+def synthetic(n: int, *, seed: int, exits: int = 3, width: int = 12, soft: bool = False) -> Features:
     """Positions whose acceptance is a logistic function of badly scaled, correlated states."""
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(exits, width, width, generator=torch.Generator().manual_seed(9)) * torch.logspace(-2, 1, width)
     x = torch.randn(exits, n, width, generator=generator) @ mixing
     truth = torch.linalg.solve(mixing, torch.ones(exits, width, 1))
-    z = (x @ truth).squeeze(-1) / noise + 1
+    z = (x @ truth).squeeze(-1) + 1
     extra = torch.stack([-z.abs() - 0.1, z.abs(), z], -1)
     y = (torch.rand(z.shape, generator=generator) < z.sigmoid()).float()
     text = torch.arange(n) // 10
-    return Features(list(range(1, exits + 1)), torch.cat([x, extra], -1), {"match": y, "soft": z.sigmoid()}, y, text)
+    return Features(list(range(1, exits + 1)), torch.cat([x, extra], -1), z.sigmoid() if soft else y, y, text)
 
 
 def model_of(tiny, **options):
@@ -78,9 +78,9 @@ def texts_of(model, prompts, warp: LogitsWarper, length: int):
 def test_training_texts_are_sampled_and_judged_in_blocks_of_whole_texts(tiny, monkeypatch) -> None:
     model = model_of(tiny)
     texts = texts_of(model, PROMPTS, LogitsWarper(), 9)
-    whole = collect(model, texts, LogitsWarper(), exits=[1, 3], batch_size=3)
+    whole = collect(model, texts, GREEDY_MODE, exits=[1, 3], batch_size=3)
     monkeypatch.setattr("probes.features.BLOCK", 7 * model.config.vocab_size)
-    blocks = collect(model, texts, LogitsWarper(), exits=[1, 3], batch_size=3)
+    blocks = collect(model, texts, GREEDY_MODE, exits=[1, 3], batch_size=3)
     assert blocks.text.tolist() == whole.text.tolist() == [i for i in range(4) for _ in range(9)]
     torch.testing.assert_close(blocks.inputs, whole.inputs)
     assert torch.equal(blocks.outcome, whole.outcome)
@@ -91,21 +91,21 @@ def test_one_pass_sees_what_each_exit_would_draft(tiny, family: str) -> None:
     model = tiny(family)
     exits = exit_layers(model)
     texts = [([3, 1, 4, 1, 5, 9, 2], 3), ([2, 7, 1, 8], 2)]
-    found = collect(model, texts, LogitsWarper(), exits=exits, batch_size=2)
+    found = collect(model, texts, GREEDY_MODE, exits=exits, batch_size=2)
     assert found.exits == [1]
     assert found.text.tolist() == [0] * 4 + [1] * 2
     with torch.no_grad():
         whole = model(torch.tensor([texts[0][0]])).logits[0, 2:-1].argmax(-1)
     drafted = model.get_output_embeddings()(found.inputs[0, :4, :-3]).argmax(-1)
     if not getattr(model.config, "final_logit_softcapping", None):
-        assert found.labels["match"][0, :4].tolist() == (whole == drafted).float().tolist()
+        assert found.labels[0, :4].tolist() == (whole == drafted).float().tolist()
 
 
 def test_features_are_those_that_decoding_shows_to_the_stop_rule(tiny) -> None:
     model = model_of(tiny)
     runner = open_runner(model)
     text = texts_of(model, PROMPTS[:1], LogitsWarper(), 6)
-    found = collect(model, text, LogitsWarper(), exits=[2])
+    found = collect(model, text, GREEDY_MODE, exits=[2])
     seen = []
 
     def watch(step) -> float:
@@ -124,42 +124,26 @@ def test_features_are_those_that_decoding_shows_to_the_stop_rule(tiny) -> None:
 def test_sampled_labels_are_the_acceptance_probability_and_the_top_p_set(tiny) -> None:
     model = model_of(tiny)
     texts = texts_of(model, PROMPTS, SAMPLED, 20)
-    found = collect(model, texts, SAMPLED, exits=[1, 3], positions=15)
-    soft, top_p = found.labels["accept"], found.labels["top-p"]
+    accept, inside = (Mode("sampled", SAMPLED, label) for label in ("accept", "top-p"))
+    found = collect(model, texts, accept, exits=[1, 3], positions=15)
+    soft = found.labels
+    top_p = collect(model, texts, inside, exits=[1], positions=15).labels
     assert len(found) == 4 * 15
     assert ((soft >= 0) & (soft <= 1)).all()
     assert (soft > 0).sum() < soft.numel()
-    assert torch.equal(soft > 0, top_p > 0)
+    assert set(top_p.unique().tolist()) == {0.0, 1.0}
     assert set(found.outcome.unique().tolist()) == {0.0, 1.0}
-    assert (found.outcome <= top_p).all()
+    assert (found.outcome <= (soft > 0)).all()
     assert abs(found.outcome.mean() - soft.mean()) < 0.15
 
 
 def test_a_draft_model_is_the_only_exit_of_its_features(tiny) -> None:
     target, draft = model_of(tiny), tiny("llama", seed=5, hidden_size=16)
     texts = texts_of(target, PROMPTS, LogitsWarper(), 10)
-    found = collect(target, texts, LogitsWarper(), draft=draft)
-    assert (found.exits, found.width) == ([2], 16)
-    itself = collect(target, texts, LogitsWarper(), draft=target)
+    found = collect(target, texts, GREEDY_MODE, draft=draft)
+    assert (found.exits, found.inputs.shape[-1]) == ([2], 16 + 3)
+    itself = collect(target, texts, GREEDY_MODE, draft=target)
     assert itself.outcome.min() == 1
-
-
-def test_features_that_several_processes_read_are_those_of_one(tiny, tmp_path, monkeypatch) -> None:
-    model = model_of(tiny)
-    texts = [*texts_of(model, PROMPTS, SAMPLED, 9), ([3, 1], 2)]  # the last one was not answered
-    how = {"texts": texts, "target": model, "warp": SAMPLED, "exits": [1, 3], "positions": 6, "batch_size": 1}
-    one = collect_together(tmp_path, "target", **how)
-    monkeypatch.setattr(ranks, "started", lambda: 5)
-    for rank in (4, 3, 2, 1):
-        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
-        assert collect_together(tmp_path, "target", **how) is None
-    assert len(list(tmp_path.iterdir())) == 3
-    monkeypatch.setattr(ranks, "rank", lambda: 0)
-    several = collect_together(tmp_path, "target", **how)
-    assert not list(tmp_path.iterdir())
-    for name in ("inputs", "outcome", "text"):
-        assert torch.equal(getattr(one, name), getattr(several, name))
-    assert all(torch.equal(one.labels[name], several.labels[name]) for name in ("accept", "top-p"))
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -178,27 +162,27 @@ def test_the_optimiser_finds_scikit_learns_optimum_for_all_layers_at_once(l2: fl
             penalty[-3:] = EXTRA_PENALTY
         mean, scale = x.mean(0), x.std(0)
         factor = (l2 / penalty).sqrt()
-        z, y = ((x - mean) / scale * factor).numpy(), train.labels["match"][i].numpy()
+        z, y = ((x - mean) / scale * factor).numpy(), train.labels[i].numpy()
         expected = LogisticRegression(C=1 / (l2 * len(y)), tol=1e-9, max_iter=5000).fit(z, y)
-        ours = probe.logit(train.inputs[i, :, :-3], train.inputs[i, :, -3:])
+        ours = probe.temperature * probe.logit(train.inputs[i, :, :-3], train.inputs[i, :, -3:])
         torch.testing.assert_close(ours.double(), torch.from_numpy(expected.decision_function(z)), atol=0.02, rtol=0.02)
 
 
 def test_soft_labels_are_estimated_as_probabilities() -> None:
-    train, held, test = (synthetic(2000, seed=s) for s in (1, 2, 3))
-    for probe in train_probes(train, held, "soft", ProbeSettings(l2=[1e-5])):
-        error = probability(probe, test) - test.labels["soft"][probe.layer - 1]
+    train, held, test = (synthetic(2000, seed=s, soft=True) for s in (1, 2, 3))
+    for probe in train_probes(train, held, "accept", ProbeSettings(l2=[1e-5])):
+        error = logits(probe, test).sigmoid() - test.labels[probe.layer - 1]
         assert error.abs().mean() < 0.03
 
 
 def test_labels_of_a_single_class_are_refused() -> None:
     train = synthetic(100, seed=1)
-    train.labels["match"][1] = 1.0
+    train.labels[1] = 1.0
     with pytest.raises(UserError, match="exit layer 2 is accepted"):
         train_probes(train, train, "match")
-    train.labels["match"][0] = 0.0
+    train.labels[0] = 0.0
     with pytest.raises(UserError, match="exit layer 1 is rejected"):
-        check_labels(train, "match")
+        train_probes(train, train, "match")
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
@@ -219,10 +203,10 @@ def test_metrics_are_what_their_formulas_say() -> None:
 def test_calibration_mends_overconfidence_and_keeps_the_ranking() -> None:
     train, held, test = (synthetic(2000, seed=s) for s in (1, 2, 3))
     probe = train_probes(train, held, "match")[0]
-    probe.weight, probe.bias = 4 * probe.weight, 4 * probe.bias
-    before = evaluate(probability(probe, test), test.outcome[0])
+    probe.weight, probe.bias, probe.temperature = 4 * probe.weight, 4 * probe.bias, 1.0
+    before = evaluate(logits(probe, test).sigmoid(), test.outcome[0])
     calibrate(probe, held)
-    after = evaluate(probability(probe, test), test.outcome[0])
+    after = evaluate(logits(probe, test).sigmoid(), test.outcome[0])
     assert probe.temperature == pytest.approx(4, rel=0.3)
     assert after["ece"] < before["ece"] / 2
     assert after["brier"] < before["brier"]
@@ -248,7 +232,7 @@ def test_pairs_won_give_the_auroc_of_any_resampled_texts() -> None:
 
 def test_every_exit_gets_a_row_with_all_scores_on_the_same_tokens() -> None:
     train, held, test = (synthetic(1000, seed=s) for s in (1, 2, 3))
-    rows = evaluate_exits(train_probes(train, held, "match"), held, test, "match", 10)
+    rows = evaluate_exits(train_probes(train, held, "match"), held, test)
     assert [row["layer"] for row in rows] == [1, 2, 3]
     expected = {"auroc", "brier", "ece", "accuracy", "base_rate", "auroc_token_probability", "brier_confidence_probe"}
     assert all(expected <= row.keys() for row in rows)
@@ -291,12 +275,12 @@ def test_one_step_gets_the_probability_that_a_batch_gets(tiny, kind: str) -> Non
     probe = probe_for(model_of(tiny), 1, kind)
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
-        hidden, logits = torch.randn(32, generator=generator), 9 * torch.randn(20, generator=generator)
-        logits[:3] = -torch.inf
+        hidden, scores = torch.randn(32, generator=generator), 9 * torch.randn(20, generator=generator)
+        scores[:3] = -torch.inf
         x = torch.tensor(5 + seed)
-        features = confidence_features(logits[None], x.view(1))
+        features = confidence_features(scores[None], x.view(1))
         expected = probe.logit(hidden[None], features).sigmoid().item()
-        assert probe(DraftedToken(logits.softmax(-1), x, logits, hidden)) == pytest.approx(expected, rel=1e-4)
+        assert probe(DraftedToken(scores.softmax(-1), x, scores, hidden)) == pytest.approx(expected, rel=1e-4)
 
 
 def test_probes_of_another_model_layer_or_nothing_are_refused(tiny, folder: Path, tmp_path: Path) -> None:
@@ -362,9 +346,3 @@ def test_exits_outside_the_model_are_refused(tiny) -> None:
     assert exit_layers(model_of(tiny), [3, 1]) == [1, 3]
     with pytest.raises(UserError, match="no early exit"):
         exit_layers(tiny("llama", num_hidden_layers=1))
-
-
-def test_the_description_is_json_that_names_everything(folder: Path) -> None:
-    note = json.loads((folder / "probes.json").read_text())
-    assert {"model", "class", "features", "best", "probes"} == note.keys()
-    assert {"label", "kind", "layer", "temperature", "metrics"} == note["probes"][0].keys()
