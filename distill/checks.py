@@ -12,9 +12,8 @@ from decode.errors import UserError
 from distill import ranks
 from distill.config.drafts import Iso
 from distill.config.training import ModelSettings, TrainingSettings
-from distill.data.batches import Schedule
+from distill.data.batches import Schedule, TokenDataset
 from distill.data.context import StageContext
-from distill.data.datasets import TokenDataset
 from distill.files import Account
 from distill.models.layers import kept_layers
 from distill.models.loading import (

@@ -24,9 +24,8 @@ from distill import ranks
 from distill.checks import Plan, plan_reference
 from distill.config.drafts import ComparisonSettings
 from distill.config.run import HubSettings, Settings
-from distill.data.batches import Seen
+from distill.data.batches import Seen, TokenDataset
 from distill.data.context import DATA, MEASUREMENT, Measured, StageContext
-from distill.data.datasets import TokenDataset
 from distill.files import RunDir, remove
 from distill.pipeline import PREPARED, REST, TAKEN, Part, alone_in, files_size, measure, run_of, taken_parts
 from distill.run_stages import run_stages

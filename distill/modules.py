@@ -20,8 +20,7 @@ from distill import ranks
 from distill.checkpoints import FirstBad, Fsdp, explain, shard
 from distill.config.drafts import EagleSettings
 from distill.config.training import CompileLoss, TrainingSettings
-from distill.data.batches import OptimizerStep
-from distill.data.datasets import Batch, example_of_rows, label_mask
+from distill.data.batches import Batch, OptimizerStep, example_of_rows, label_mask
 from distill.losses.chunked import LossRequest, LossRows, can_fuse, fused_loss, plain_loss
 from distill.losses.next_token import next_token_hits, next_token_loss
 from distill.losses.objective import Drafted, Objective

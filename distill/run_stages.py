@@ -23,8 +23,8 @@ from distill.checks import check_inputs
 from distill.config.drafts import AdaSpecSettings
 from distill.config.run import Settings
 from distill.config.training import TrainingSettings
+from distill.data.batches import TokenDataset
 from distill.data.context import StageContext
-from distill.data.datasets import TokenDataset
 from distill.files import RunDir, StageRecord, remove
 from distill.losses.objective import Objective
 from distill.models.lm_head import LMHead, check_head

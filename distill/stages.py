@@ -28,10 +28,9 @@ from distill.config.training import (
     TrainerSettings,
     TrainingSettings,
 )
-from distill.data.batches import DistillDataModule, Schedule
+from distill.data.batches import DistillDataModule, Schedule, TokenDataset, keeps_apart
 from distill.data.chat import IGNORE
 from distill.data.context import StageContext
-from distill.data.datasets import TokenDataset, keeps_apart
 from distill.files import StageRecord, account_of, files_state, fingerprint, save_tokenizer
 from distill.losses.objective import Objective, divergence_of, objective_of
 from distill.models.layers import LayerSkip, ProgressiveStacking, cut
@@ -230,12 +229,11 @@ def _fit(
     module = data.module
     selection = module.objective.selection if isinstance(module, DistillModule) else None
     batches = DistillDataModule(
-        data.train,
+        data.train.all_labelled() if training.prompt_loss and isinstance(module, CausalLMModule) else data.train,
         data.validation,
         schedule,
         plan.steps,
         context.pad_id,
-        all_tokens=training.prompt_loss and isinstance(module, CausalLMModule),
         texts=own,
         look_ahead=selection is not None and selection.scope == "global",  # all tokens of a step are needed at once
         row_length=_row_length(context, module),

@@ -22,11 +22,9 @@ from decode.progress import working
 from distill import ranks
 from distill.config.run import Settings
 from distill.config.training import TargetSettings
-from distill.data.batches import Seen
+from distill.data.batches import Seen, TokenDataset
 from distill.data.chat import ChatFormat
-from distill.data.corpus import Corpus, load_corpus
-from distill.data.corpus_cache import kept_corpus
-from distill.data.datasets import TokenDataset
+from distill.data.corpus import Corpus, kept_corpus, load_corpus
 from distill.data.own_prompts import PromptSampler, user_turn
 from distill.data.response_file import ResponseFile
 from distill.files import RunDir, files_state
@@ -124,12 +122,15 @@ class StageContext:
                 tokenizer = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
             own = self._sampler if target.model is not None else None
             load = partial(load_corpus, seed=self.settings.seed, sampler=own)
-            folder = self.run.work / "corpus" if self.keep_corpus else None
             made_from: list[Any] = [self.settings.seed, {}]
             if own is not None and self.settings.data.from_target:
                 made_from = [self.settings.seed, files_state([str(target.model)]) or target.model]
                 made_from += [target.quantization] if target.quantization else []
-            corpus = kept_corpus(self.settings.data, tokenizer, folder, made_from, load)
+            data = self.settings.data
+            if self.keep_corpus:
+                corpus = kept_corpus(data, tokenizer, self.run.work / "corpus", made_from, load)
+            else:
+                corpus = load(data, tokenizer=tokenizer)
         for note in corpus.notes:
             self.console.print(f"  {note}", highlight=False)
         return corpus

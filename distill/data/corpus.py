@@ -1,18 +1,23 @@
-"""The corpus: three splits of token ids with label masks, and how a batch is made of them."""
+"""The corpus: three splits of token ids with labels, made by ``datasets.map`` and kept in the run's folder."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
-import torch
-from datasets import Dataset
-from torch import Tensor
+import pyarrow.compute as pc
+import transformers
+from datasets import Dataset, Features, List, Value, concatenate_datasets, load_from_disk
 from transformers import PreTrainedTokenizerBase
 
 from decode.bench.datasets import PRESETS, Row, quiet_datasets
@@ -20,21 +25,58 @@ from decode.bench.scorers import SCORERS
 from decode.bench.suites import Prompt, Suite
 from decode.errors import UserError
 from decode.models.loading import load_tokenizer
+from decode.progress import current
+from distill import ranks
 from distill.config.data import DataSettings
-from distill.data.chat import IGNORE, ChatFormat, check_masks, prompt_part, train_tokenizer
-from distill.data.example_table import example_table
+from distill.data.chat import (
+    IGNORE,
+    ChatFormat,
+    Example,
+    Rendered,
+    UnusableRow,
+    chat_turns,
+    check_masks,
+    label,
+    pair,
+    prompt_part,
+    text_blocks,
+)
 from distill.data.own_prompts import PromptSampler, prompt_rows
-from distill.data.sources import SPLITS, SourceRows, load_rows
+from distill.data.sources import SPLITS, LeftOut, SourceRows, load_rows
+from distill.data.tokenizer import train_tokenizer
+from distill.files import checksum, files_state, fingerprint, read_sealed, remove, sealed, write_json
+
+VERSION = 2  # raised when a change of the code changes which examples are made of the same rows
+PATIENCE = 600.0  # seconds for which another process may find data of process 0 that differ from its own
+BATCH = 1000  # rows tokenised together
+A_PROCESS = 5000  # rows for which starting one more process pays
+
+COLUMNS = {
+    "input_ids": List(Value("int32")),
+    "labels": List(Value("int32")),
+    "prompt": Value("string"),
+    "response": Value("string"),
+    "messages": Value("string"),
+}
+NOTED = {"number": Value("int64"), "notes": Value("string")}
+"""Number of the row that an entry was made of, and JSON of (reason, detail) pairs; a dropped row has no ids."""
 
 
 @dataclass
 class Corpus:
     """Examples of the three splits.
 
-    Each split has the columns ``input_ids`` and ``labels`` (lists of equal length, not shifted, -100 where no loss
-    is taken), ``prompt`` and ``response`` (the texts), and ``messages``: JSON of the turns before the response where
-    the prompt is a chat, else empty. For plain text every token is a label, and ``prompt`` is the first quarter of a
-    block. Prompts without answers have no labels, and an empty ``response``.
+    Each split has the columns ``input_ids`` and ``labels`` (lists of equal length, not shifted, -100 where no loss is
+    taken), ``prompt`` and ``response`` (the texts), and ``messages``: JSON of the turns before the response where the
+    prompt is a chat, else empty. For plain text every token is a label, and ``prompt`` is the first quarter of a block.
+
+    Attributes:
+        tokenizer: Of the target.
+        fingerprint: Hash of the settings, the tokenizer and every token id and label.
+        kind: pairs, chat or text.
+        answered: Whether the examples have responses; if not, the target has to answer them.
+        chat: Whether prompts are chats in the tokenizer's template.
+        notes: What was left out and why.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -42,15 +84,10 @@ class Corpus:
     validation: Dataset
     test: Dataset
     fingerprint: str
-    """Hash of the settings, the tokenizer and every token id and label."""
     kind: str = "pairs"
-    """pairs, chat or text."""
     answered: bool = True
-    """Whether the examples have responses; without, the target has to answer them."""
     chat: bool = False
-    """Whether prompts are chats in the tokenizer's template."""
     notes: list[str] = field(default_factory=list)
-    """What was left out and why, a sentence each."""
 
 
 def load_corpus(
@@ -63,33 +100,42 @@ def load_corpus(
     """Reads, splits, tokenises and masks the corpus.
 
     Args:
-        settings: see `DataSettings`.
-        seed: chooses the sample and the order where the source has more rows than asked for; for arithmetic, the
+        settings: Source, limits and templates.
+        seed: Chooses the sample and the order where the source has more rows than wanted; for arithmetic, the
             problems themselves. Which split a row is in does not depend on it.
-        tokenizer: the target's. None: ``settings.tokenizer``, or else a small one trained on the training texts.
-        sampler: gives, for the target's chat template, the prompts that the target writes; None: it writes none.
+        tokenizer: The target's. None: ``settings.tokenizer``, or else a small one trained on the training texts.
+        sampler: Gives, for the target's chat template, the prompts that the target writes; None: it writes none.
 
     Raises:
-        UserError: settings, files or masks that cannot be used.
+        UserError: Settings, files or masks that cannot be used.
     """
     settings.validate()
     quiet_datasets()
-    rows = _own_prompts(settings, seed, tokenizer, sampler) if settings.from_target else load_rows(settings, seed)
-    tokenizer = tokenizer or _tokenizer(settings, rows.splits["train"], seed)
-    if settings.chat_template is not None:
+    if tokenizer is not None and settings.chat_template is not None:
         tokenizer.chat_template = settings.chat_template
+    if settings.from_target:
+        source = None
+        if sampler is not None and tokenizer is not None and settings.prompts.writes:
+            source = sampler(ChatFormat(tokenizer, settings.system, settings.template_args))
+        samples, markers = (iter(source), source.turn.markers) if source else (None, frozenset[str]())
+        rows = SourceRows("chat", *prompt_rows(settings, seed, samples, markers))
+    else:
+        rows = load_rows(settings, seed)
+    tokenizer = tokenizer or _tokenizer(settings, rows.splits["train"], seed)
     chat = _chat_format(settings, rows, tokenizer)
-    limits = (settings.train_limit, settings.validation_examples, settings.test_examples)
-    splits = {}
+    digest = hashlib.sha256(json.dumps([settings.key(), _identity(tokenizer)], sort_keys=True).encode())
+    splits, limits = {}, (settings.train_limit, settings.validation_examples, settings.test_examples)
     for split, limit in zip(SPLITS, limits, strict=True):
-        splits[split] = example_table(rows, split, limit, settings, seed, tokenizer, chat)
+        splits[split] = _examples(rows, split, limit, settings, seed, tokenizer, chat)
         if not settings.from_target:
             check_masks(splits[split], tokenizer, rows.kind)
-    fingerprint = _fingerprint(settings, tokenizer, splits)
+        for batch in splits[split].select_columns(["input_ids", "labels"]).with_format("numpy").iter(BATCH):
+            for ids in (*batch["input_ids"], *batch["labels"]):
+                digest.update(np.asarray(ids, dtype=np.int32).tobytes() + b"|")
     return Corpus(
         tokenizer,
         **splits,
-        fingerprint=fingerprint,
+        fingerprint=digest.hexdigest(),
         kind=rows.kind,
         answered=not settings.from_target,
         chat=chat is not None,
@@ -97,78 +143,31 @@ def load_corpus(
     )
 
 
-def _own_prompts(
-    settings: DataSettings,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase | None,
-    sampler: Callable[[ChatFormat], PromptSampler] | None,
-) -> SourceRows:
-    """Prompts of the target and of a file, as chats without an answer."""
-    samples, markers = None, frozenset[str]()
-    if sampler is not None and tokenizer is not None and settings.prompts.writes:
-        if settings.chat_template is not None:
-            tokenizer.chat_template = settings.chat_template
-        source = sampler(ChatFormat(tokenizer, settings.system, settings.template_args))
-        samples, markers = iter(source), source.turn.markers
-    splits, notes = prompt_rows(settings, seed, samples, markers)
-    return SourceRows("chat", {**splits}, notes)
-
-
-def collate(rows: Sequence[Mapping[str, Any]], pad_id: int) -> dict[str, Tensor]:
-    """A batch, padded on the right to its longest row.
-
-    Returns:
-        ``input_ids``, ``labels`` (padding: -100) and ``attention_mask`` (padding: 0), each long ``[batch, time]``.
-    """
-    time = max(len(row["input_ids"]) for row in rows)
-    fills = {"input_ids": pad_id, "labels": IGNORE}
-    batch = {key: torch.full((len(rows), time), fill, dtype=torch.long) for key, fill in fills.items()}
-    batch["attention_mask"] = torch.zeros(len(rows), time, dtype=torch.long)
-    for place, row in enumerate(rows):
-        length = len(row["input_ids"])
-        for key in fills:
-            batch[key][place, :length] = torch.as_tensor(row[key], dtype=torch.long)
-        batch["attention_mask"][place, :length] = 1
-    return batch
-
-
-def test_suite(corpus: Corpus, source: str, count: int) -> Suite:
-    """The first test prompts of a corpus, with the scorer of their task where it has one."""
-    preset = PRESETS.get(source)
-    score = SCORERS.get(preset.scorer) if preset is not None and preset.scorer else None
-    rows = corpus.test.select(range(min(count, len(corpus.test))))
-    ids = [prompt_part(ids, labels) for ids, labels in zip(rows["input_ids"], rows["labels"])]
-    prompts = [
-        Prompt(f"test/{i}", prompt, response, ids=tuple(known))
-        for i, (prompt, response, known) in enumerate(zip(rows["prompt"], rows["response"], ids))
-    ]
-    return Suite(source, prompts, None if score is None else (lambda p, text: score(text, p.reference or "")))
-
-
 def _tokenizer(settings: DataSettings, train: Sequence[Row], seed: int) -> PreTrainedTokenizerBase:
     if settings.tokenizer is None:
+
+        def text_of(row: Row) -> str:
+            if "messages" in row:
+                return "\n".join(message["content"] for message in row["messages"])
+            return str(row["text"]) if "text" in row else row["prompt"] + row["response"]
+
         sample = Random(seed).sample(range(len(train)), min(len(train), settings.train_limit or len(train)))
-        return train_tokenizer((_all_text(train[place]) for place in sample), settings.tokenizer_vocab_size)
-    try:
-        return load_tokenizer(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
-    except UserError as error:
-        raise UserError(f"data.tokenizer: {error}") from error
-
-
-def _all_text(row: Row) -> str:
-    if "messages" in row:
-        return "\n".join(message["content"] for message in row["messages"])
-    return str(row["text"]) if "text" in row else row["prompt"] + row["response"]
+        tokenizer = train_tokenizer((text_of(train[place]) for place in sample), settings.tokenizer_vocab_size)
+    else:
+        try:
+            tokenizer = load_tokenizer(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
+        except UserError as error:
+            raise UserError(f"data.tokenizer: {error}") from error
+    if settings.chat_template is not None:
+        tokenizer.chat_template = settings.chat_template
+    return tokenizer
 
 
 def _chat_format(settings: DataSettings, rows: SourceRows, tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
-    """How chats and pairs are rendered; None for what is not put into a chat template. Says so in the notes.
-
-    Raises:
-        UserError: a template is needed, and the tokenizer has none.
-    """
-    wanted = rows.kind == "chat" or (rows.kind == "pairs" and settings.chat is not False)
-    if not wanted or (rows.kind == "pairs" and settings.chat == "auto" and not tokenizer.chat_template):
+    """How chats and pairs are rendered; None for what is not put into a chat template."""
+    if rows.kind == "text" or (rows.kind == "pairs" and settings.chat is False):
+        return None
+    if rows.kind == "pairs" and settings.chat == "auto" and not tokenizer.chat_template:
         return None
     if not tokenizer.chat_template:
         raise UserError(
@@ -183,11 +182,228 @@ def _chat_format(settings: DataSettings, rows: SourceRows, tokenizer: PreTrained
     return ChatFormat(tokenizer, settings.system, settings.template_args)
 
 
-def _fingerprint(settings: DataSettings, tokenizer: PreTrainedTokenizerBase, splits: dict[str, Dataset]) -> str:
-    digest = hashlib.sha256(json.dumps(settings.key(), sort_keys=True).encode())
-    digest.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
+# -- rows to examples -------------------------------------------------------------------------------------------------
+
+
+def _examples(
+    rows: SourceRows,
+    split: str,
+    limit: int | None,
+    settings: DataSettings,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatFormat | None,
+) -> Dataset:
+    """The examples of one split in the seed's order, up to ``limit``; rows that were dropped are noted."""
+    ordered, left_out, parts = list(rows.splits[split]), LeftOut(), list[Dataset]()
+    Random(f"{seed}/{split}").shuffle(ordered)
+    current().update(name=f"tokenising {split}", total=min(limit or len(ordered), len(ordered)), done=0)
+    features, have = Features(COLUMNS | NOTED), 0
+    while ordered and (limit is None or have < limit):
+        missing = None if limit is None else limit - have
+        if rows.kind == "text":  # blocks span rows
+            batch, ordered = ordered, []
+            blocks = text_blocks(tokenizer, (row["text"] for row in batch), settings.max_length)
+            entries = [(block, 1, []) for block in islice(blocks, limit)]
+            made = Dataset.from_dict(_table(entries), features=features)
+        else:
+            count = len(ordered) if missing is None else max(BATCH, round(1.1 * missing))  # some will be dropped
+            batch, ordered = ordered[:count], ordered[count:]
+            few = max(1, len(batch) // A_PROCESS)
+            made = _mapped(
+                batch,
+                partial(_tokenised, settings=settings, tokenizer=tokenizer, chat=chat),
+                features,
+                min(settings.workers or min(few, os.cpu_count() or 1), len(batch)),
+            )
+        kept: list[int] = []
+        table = made.with_format("arrow")[:]
+        lengths = pc.list_value_length(table["input_ids"]).to_pylist()
+        columns = zip(lengths, table["number"].to_pylist(), table["notes"].to_pylist(), strict=True)
+        for place, (length, number, notes) in enumerate(columns):
+            if len(kept) == missing:
+                break
+            for reason, detail in json.loads(notes or "[]"):
+                left_out.add(reason, number, detail)
+            if length:
+                kept.append(place)
+        parts.append(made.select_columns(list(COLUMNS)).select(kept))
+        have += len(kept)
+        current().update(done=have)
+    rows.notes += left_out.sentences(split)
+    if not have:
+        raise UserError(
+            f"data: no {split} example is left ({'; '.join(rows.notes) or 'the texts are too short'}): raise "
+            "data.max_length, set data.overlong to cut, or give more data"
+        )
+    return concatenate_datasets(parts)
+
+
+def _mapped(rows: Sequence[Row], make: Callable[..., Any], features: Features, processes: int) -> Dataset:
+    """Tokenises rows by ``datasets.map``, in several processes of one thread each."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    if processes > 1:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        # JSON, because rows need not agree in the types of their fields
+        return Dataset.from_dict({"row": [json.dumps(row, default=str) for row in rows]}).map(
+            make,
+            batched=True,
+            batch_size=BATCH,
+            num_proc=processes if processes > 1 else None,
+            remove_columns=["row"],
+            features=features,
+            new_fingerprint=os.urandom(8).hex(),  # never looked up: the whole corpus is kept
+        )
+    finally:
+        if processes > 1 and before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        elif before is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _tokenised(
+    batch: Mapping[str, list[str]],
+    settings: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatFormat | None,
+) -> dict[str, list[Any]]:
+    """The examples of a batch of rows, as a table; a row that gives none has an entry without ids."""
+    dropped: list[tuple[int, int, list[tuple[str, str]]]] = []  # place among the texts, number, notes
+    texts, numbers, several = list[Rendered](), list[int](), set[int]()
+    for row in map(json.loads, batch["row"]):
+        found = []
+        try:
+            if chat is None:
+                found = [pair(row["prompt"], row["response"])]
+            elif settings.from_target:
+                messages = chat.with_system(row["messages"])
+                found = [Rendered(chat.render(messages, ask=True), (), messages)]
+            elif "messages" in row:
+                found = chat_turns(chat, row["messages"], row["tools"])
+            else:  # what only separates prompt and response of a pair is left to the template
+                said = zip(("user", "assistant"), (row.get("said") or row["prompt"], row["response"]))
+                found = chat_turns(chat, [{"role": role, "content": text.strip()} for role, text in said])
+        except UnusableRow as error:
+            dropped.append((len(texts), row["number"], [(f"{error.reason} dropped", error.detail)]))
+        if len(found) > 1:
+            several.add(len(texts))
+        texts += found
+        numbers += [row["number"]] * len(found)
+    entries: list[tuple[Example | None, int, list[tuple[str, str]]]] = []
+    for place, example in enumerate(label(tokenizer, texts, chat=chat is not None)):
+        notes = []
+        if place in several:
+            notes.append(("made into an example for each assistant's turn, because the template rewrites them", ""))
+        fitted, length = example, settings.max_length
+        if len(example.input_ids) > length:
+            labels = example.labels[:length]
+            cut = settings.overlong == "cut" and any(token != IGNORE for token in labels)
+            fitted = replace(example, input_ids=example.input_ids[:length], labels=labels) if cut else None
+            how = "cut at the end" if cut else "dropped"
+            notes.append((f"longer than data.max_length ({length} tokens) {how}", ""))
+        entries.append((fitted, numbers[place], notes))
+    for place, number, notes in reversed(dropped):
+        entries.insert(place, (None, number, notes))
+    return _table(entries)
+
+
+def _table(entries: Sequence[tuple[Example | None, int, Any]]) -> dict[str, list[Any]]:
+    """Columns of `COLUMNS` and `NOTED`."""
+    examples = [example or Example([], [], "", "") for example, _, _ in entries]
+    return {
+        "input_ids": [np.asarray(example.input_ids, dtype=np.int32) for example in examples],
+        "labels": [np.asarray(example.labels, dtype=np.int32) for example in examples],
+        "prompt": [example.prompt for example in examples],
+        "response": [example.response for example in examples],
+        "messages": [json.dumps([*e.messages], ensure_ascii=False) if e.messages else "" for e in examples],
+        "number": [number for _, number, _ in entries],
+        "notes": [json.dumps(notes) if notes else "" for _, _, notes in entries],
+    }
+
+
+# -- the corpus on disk -----------------------------------------------------------------------------------------------
+
+
+def kept_corpus(
+    settings: DataSettings,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    made_from: Any,
+    load: Callable[..., Corpus],
+) -> Corpus:
+    """The corpus in ``folder`` if it is sound and made from the same; else the first process makes it there.
+
+    Args:
+        settings: Of the data.
+        tokenizer: The target's; None: the settings', or one trained on the texts.
+        folder: Where it is kept.
+        made_from: What it depends on beside settings, tokenizer and files.
+        load: Makes it from the settings and ``tokenizer=``.
+
+    Raises:
+        UserError: Another process has other data than the first one.
+    """
+    settings.validate()
+    paths = (settings.source, settings.train_file, settings.validation_file, settings.test_file, settings.prompts.file)
+    files = files_state(path for path in (*paths, settings.tokenizer) if path)
+    own = None if tokenizer is None else _identity(tokenizer)
+    key, began = fingerprint(VERSION, transformers.__version__, settings.key(), files, own, made_from), time.monotonic()
+
+    def there() -> Corpus | None:
+        note = read_sealed(folder / "corpus.json") or {}
+        if not ranks.is_first() and note.get("key", key) != key and time.monotonic() - began > PATIENCE:
+            raise UserError(
+                f"process {ranks.rank()} has other data than process 0, which made {folder}: give both the same "
+                "configuration, data files and tokenizer, and the same versions of packages"
+            )
+        if note.get("key") != key or note["files"] != _checksums(folder):
+            return None
+        splits: dict[str, Any] = {split: load_from_disk(str(folder / split)) for split in SPLITS}
+        path = settings.tokenizer or folder / "tokenizer"
+        found = tokenizer or load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
+        if settings.chat_template is not None:
+            found.chat_template = settings.chat_template
+        return Corpus(found, **splits, **note["about"])
+
+    if (found := there()) is not None:
+        return found
+    if not ranks.is_first():
+        return ranks.wait_for(there, "the tokenised data")
+    (folder / "corpus.json").unlink(missing_ok=True)
+    corpus = load(settings, tokenizer=tokenizer)
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    remove(temporary)
     for split in SPLITS:
-        for batch in splits[split].select_columns(["input_ids", "labels"]).with_format("numpy").iter(1000):
-            for row in (*batch["input_ids"], *batch["labels"]):
-                digest.update(np.asarray(row, dtype=np.int32).tobytes() + b"|")
-    return digest.hexdigest()
+        getattr(corpus, split).save_to_disk(str(temporary / split))
+    corpus.tokenizer.save_pretrained(temporary / "tokenizer")
+    about = {name: getattr(corpus, name) for name in ("fingerprint", "kind", "answered", "chat", "notes")}
+    write_json(temporary / "corpus.json", sealed({"key": key, "files": _checksums(temporary), "about": about}))
+    remove(folder)
+    temporary.rename(folder)
+    return there() or corpus
+
+
+def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of everything that decides a tokenizer's ids of texts and chats."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = json.dumps(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
+    special = json.dumps(tokenizer.special_tokens_map, default=str, sort_keys=True)
+    return hashlib.sha256(f"{type(tokenizer)}{rules}{special}{tokenizer.chat_template}".encode()).hexdigest()
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    files = (path for split in SPLITS for path in sorted((folder / split).glob("*")))
+    return {str(path.relative_to(folder)): checksum(path) for path in files}
+
+
+def test_suite(corpus: Corpus, source: str, count: int) -> Suite:
+    """The first test prompts of a corpus, with the scorer of their task where it has one."""
+    preset = PRESETS.get(source)
+    score = SCORERS.get(preset.scorer) if preset is not None and preset.scorer else None
+    rows = corpus.test.select(range(min(count, len(corpus.test))))
+    prompts = [
+        Prompt(f"test/{i}", row["prompt"], row["response"], ids=tuple(prompt_part(row["input_ids"], row["labels"])))
+        for i, row in enumerate(rows)
+    ]
+    return Suite(source, prompts, None if score is None else (lambda p, text: score(text, p.reference or "")))

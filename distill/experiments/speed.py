@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -41,10 +41,9 @@ from distill.checks import plan_draft, plan_reference
 from distill.config.drafts import AdaSpecSettings
 from distill.config.run import Settings
 from distill.config.training import TrainerSettings, TrainingSettings
-from distill.data.batches import DistillDataModule, Schedule
+from distill.data.batches import DistillDataModule, Schedule, TokenDataset
 from distill.data.chat import IGNORE
-from distill.data.corpus import collate, load_corpus
-from distill.data.datasets import TokenDataset
+from distill.data.corpus import load_corpus
 from distill.files import RunDir, write_json
 from distill.losses.chunked import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
@@ -159,6 +158,20 @@ def trainer(job: TrainingCase, draft: Any, target: PreTrainedModel, reference: P
         data_collator=partial(collate, pad_id=0),
         optimizers=(optimizer, make_schedule(optimizer, job.training, job.steps)),
     )  # fmt: skip
+
+
+def collate(rows: Sequence[Mapping[str, Any]], pad_id: int) -> dict[str, Tensor]:
+    """A batch for Hugging Face's Trainer, padded on the right to its longest row."""
+    time = max(len(row["input_ids"]) for row in rows)
+    fills = {"input_ids": pad_id, "labels": IGNORE}
+    batch = {key: torch.full((len(rows), time), fill, dtype=torch.long) for key, fill in fills.items()}
+    batch["attention_mask"] = torch.zeros(len(rows), time, dtype=torch.long)
+    for place, row in enumerate(rows):
+        length = len(row["input_ids"])
+        for key in fills:
+            batch[key][place, :length] = torch.as_tensor(row[key], dtype=torch.long)
+        batch["attention_mask"][place, :length] = 1
+    return batch
 
 
 BUFFERS = 14

@@ -12,8 +12,8 @@ from decode.models.loading import stop_ids
 from decode.progress import track
 from distill.config.data import decisive
 from distill.config.drafts import ResponseSettings
+from distill.data.batches import TokenDataset
 from distill.data.context import StageContext
-from distill.data.datasets import TokenDataset
 from distill.data.response_file import ResponseFile
 from distill.files import fingerprint
 from distill.responses.store import answered_here, make_jobs

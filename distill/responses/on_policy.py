@@ -26,8 +26,7 @@ from decode.sampling import LogitsWarper, TorchRng
 from decode.verify import AcceptanceRule
 from distill import ranks
 from distill.config.drafts import ResponseSettings
-from distill.data.batches import Schedule
-from distill.data.datasets import Picks, TokenDataset
+from distill.data.batches import Picks, Schedule, TokenDataset
 from distill.responses.store import response_rows
 
 

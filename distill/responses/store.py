@@ -17,8 +17,8 @@ from decode.progress import current
 from decode.sampling import LogitsWarper
 from distill import ranks
 from distill.config.drafts import ResponseSettings, ServerSettings
+from distill.data.batches import TokenDataset
 from distill.data.chat import IGNORE
-from distill.data.datasets import TokenDataset
 from distill.data.response_file import Response, ResponseFile
 
 Answer = Callable[[Sequence["Job"], Collection[int]], Iterator["Response"]]

@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.models.heads import FeatureHead
-from distill.data.batches import EvalBatches
-from distill.data.datasets import Batch, Ints, TokenDataset, label_mask
+from distill.data.batches import Batch, EvalBatches, Ints, TokenDataset, label_mask
 from distill.files import fingerprint
 from distill.losses.chunked import TargetRows
 from distill.models.lm_head import LMHead

@@ -17,9 +17,8 @@ from decode.models.heads import FeatureHead, RMSNorm, load_head
 from decode.models.loading import stop_ids
 from decode.progress import working
 from distill.config.drafts import Signal
-from distill.data.batches import EvalBatches
+from distill.data.batches import Batch, EvalBatches, TokenDataset, label_mask
 from distill.data.context import StageContext
-from distill.data.datasets import Batch, TokenDataset, label_mask
 from distill.files import fingerprint
 from distill.losses.chunked import LossRequest, TargetRows, fused_loss
 from distill.losses.divergences import Divergence

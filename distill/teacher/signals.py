@@ -17,9 +17,8 @@ from decode.models.loading import choose_device, load_model, stop_ids
 from decode.progress import duration, working
 from distill import ranks
 from distill.config.drafts import ResponseSettings, Signal
-from distill.data.batches import Schedule
+from distill.data.batches import Schedule, TokenDataset
 from distill.data.context import StageContext, open_placed
-from distill.data.datasets import TokenDataset
 from distill.files import files_state, fingerprint, write_json
 from distill.losses.objective import Objective
 from distill.models.lm_head import LMHead, check_head

@@ -37,8 +37,7 @@ from decode.errors import UserError
 from decode.models.families import decoder_layers
 from decode.progress import current
 from distill import ranks
-from distill.data.batches import EvalBatches
-from distill.data.datasets import TokenDataset, label_mask
+from distill.data.batches import EvalBatches, TokenDataset, label_mask
 from distill.files import checksum, fingerprint, write_json
 from distill.losses.chunked import LossRequest, fused_loss
 from distill.losses.divergences import Divergence

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from distill.config.training import TrainingSettings
+from distill.data.batches import TokenDataset
 from distill.data.chat import IGNORE
-from distill.data.datasets import TokenDataset
 
 TRAINING = TrainingSettings(steps=4, batch_size=2, lr=1e-2)
 

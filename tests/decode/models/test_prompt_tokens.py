@@ -8,7 +8,7 @@ from tokenizers_of_kinds import CHAT_TEMPLATES, byte_level, sentencepiece, with_
 
 from decode.errors import UserError
 from decode.models.tokens import chat_ids, check_template, continuation_ids, prompt_ids, render_chat, start_ids
-from distill.data.chat import ChatFormat, chat_examples, pair_examples, prompt_part
+from distill.data.chat import ChatFormat, chat_turns, label, pair, prompt_part
 
 HELLO = [{"role": "user", "content": "Hi"}]
 
@@ -30,14 +30,15 @@ def test_a_chat_is_what_its_template_writes_whether_the_tokenizer_adds_a_start_t
 @pytest.mark.parametrize("template", sorted(CHAT_TEMPLATES))
 def test_a_chat_has_the_same_ids_in_training_and_in_decoding(template: str) -> None:
     tokenizer = with_start(template)
-    (example,) = chat_examples(ChatFormat(tokenizer), [*HELLO, {"role": "assistant", "content": "Hello"}])
+    turns = chat_turns(ChatFormat(tokenizer), [*HELLO, {"role": "assistant", "content": "Hello"}])
+    (example,) = label(tokenizer, turns, chat=True)
     assert prompt_part(example.input_ids, example.labels) == chat_ids(tokenizer, HELLO)
     assert example.messages == HELLO
 
 
 def test_a_prompt_has_the_same_ids_in_training_and_in_decoding() -> None:
     for tokenizer in (with_start(), with_start(end=True), with_start(adds=False), byte_level(), sentencepiece()):
-        (example,) = pair_examples(tokenizer, [("a b", "c")])
+        (example,) = label(tokenizer, [pair("a b", "c")], chat=False)
         assert prompt_part(example.input_ids, example.labels) == prompt_ids(tokenizer, "a b")
         assert example.input_ids[-1] == tokenizer.eos_token_id
         assert tokenizer.eos_token_id not in prompt_ids(tokenizer, "a b")

@@ -47,10 +47,6 @@ def others(corpus: Corpus) -> list[dict[str, Any]]:
     return [row for split in splits for row in split if "good" not in row["prompt"]]
 
 
-def test_there_are_at_least_forty_and_each_has_a_name_of_its_own() -> None:
-    assert len({case["name"] for case in ROWS}) == len(ROWS) >= 40
-
-
 @pytest.mark.parametrize("case", ROWS, ids=lambda case: case["name"])
 def test_a_row_has_the_outcome_that_it_must_have(case: dict[str, Any], tmp_path: Path) -> None:
     corpus = load(tmp_path, [case["row"]], case["template"])
@@ -127,18 +123,6 @@ def test_a_chat_that_a_template_rewrites_costs_its_tokens_once(tmp_path: Path) -
         *(f"{n} assistant</s>" for n in range(5)),
         "<think></think>5 assistant</s>",
     ]
-
-
-def test_a_local_file_goes_together_with_a_test_file(tmp_path: Path) -> None:
-    rows = [{"question": f"{n}?", "answer": str(n)} for n in range(60)]
-    train, test = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    train.write_text("".join(json.dumps(row) + "\n" for row in rows[:50]))
-    test.write_text("".join(json.dumps(row) + "\n" for row in rows[50:]))
-    corpus = load_corpus(
-        DataSettings(source=str(train), test_file=str(test), validation_fraction=0.2), seed=0, tokenizer=with_start()
-    )
-    assert len(corpus.test) == 10
-    assert len(corpus.train) + len(corpus.validation) == 50
 
 
 @pytest.mark.parametrize("all_of_them", ["all", None])

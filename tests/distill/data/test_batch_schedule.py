@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from distill.data.batches import EvalBatches, Schedule, TrainLoader
+from distill.data.batches import Batch, EvalBatches, Schedule, TokenDataset, TrainLoader, label_mask
 from distill.data.chat import IGNORE
-from distill.data.datasets import Batch, TokenDataset, label_mask
 
 
 def dataset() -> Dataset:
@@ -43,7 +42,7 @@ def test_a_batch_is_padded_on_the_right_and_its_signals_are_in_the_order_of_its_
 
 
 def test_all_tokens_labels_the_prompt_but_never_the_padding() -> None:
-    batch = TokenDataset.of(dataset()).batch(np.array([2, 1]), pad_id=1, all_tokens=True)
+    batch = TokenDataset.of(dataset()).all_labelled().batch(np.array([2, 1]), pad_id=1)
     assert batch["labels"].tolist() == [[10, 11, 12, 13], [8, 9, IGNORE, IGNORE]]
 
 

@@ -13,8 +13,8 @@ from tiny_run import bench, tiny_settings
 from decode.errors import UserError
 from distill import ranks
 from distill.config.data import DataSettings
-from distill.data.chat import train_tokenizer
 from distill.data.corpus import Corpus, load_corpus
+from distill.data.tokenizer import train_tokenizer
 
 ROWS = [{"question": f"What is {n} plus {n}?" + " Say it." * (n % 7), "answer": f"It is {2 * n}."} for n in range(90)]
 
@@ -41,7 +41,7 @@ def test_a_process_whose_data_are_not_the_first_one_s_says_so(tmp_path: Path, mo
     assert len(bench(settings)[0].corpus.train)
     monkeypatch.setattr(ranks, "is_first", lambda: False)
     monkeypatch.setattr(ranks, "rank", lambda: 1)
-    monkeypatch.setattr("distill.data.corpus_cache.PATIENCE", 0.3)
+    monkeypatch.setattr("distill.data.corpus.PATIENCE", 0.3)
     assert len(bench(settings)[0].corpus.train)
     settings.data.max_length = 100
     with pytest.raises(UserError, match=r"process 1 has other data than process 0, which made .*corpus"):

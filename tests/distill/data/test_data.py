@@ -5,16 +5,16 @@ from dataclasses import replace
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
 from solutions import check_solution
 
 from decode.bench.datasets import PRESETS
 from decode.bench.suites import load_suite
 from decode.errors import UserError
 from distill.config.data import DataSettings
-from distill.data.chat import IGNORE, prompt_part, show, train_tokenizer
-from distill.data.corpus import collate, load_corpus
+from distill.data.chat import IGNORE, prompt_part
+from distill.data.corpus import load_corpus
 from distill.data.sources import load_rows
+from distill.data.tokenizer import train_tokenizer
 
 SPLITS = ("train", "validation", "test")
 SMALL = DataSettings(train_examples=60, validation_examples=15, test_examples=15)
@@ -71,14 +71,10 @@ def test_arithmetic_needs_neither_files_nor_a_tokenizer(corpus):
 
 
 def test_no_prompt_is_in_two_splits(corpus):
-    assert not prompts(corpus, "train") & prompts(corpus, "validation")
-    assert not prompts(corpus, "train") & prompts(corpus, "test")
-    assert not prompts(corpus, "validation") & prompts(corpus, "test")
-
-
-def test_the_arithmetic_suite_asks_what_training_never_saw(corpus):
-    asked = {p.text for p in load_suite("arithmetic", limit=200).prompts}
-    assert not asked & (prompts(corpus, "train") | prompts(corpus, "validation"))
+    train, validation, test = (prompts(corpus, split) for split in SPLITS)
+    assert not train & validation
+    assert not (train | validation) & test
+    assert not {p.text for p in load_suite("arithmetic", limit=200).prompts} & (train | validation)
 
 
 def test_the_same_settings_and_seed_give_the_same_corpus(corpus):
@@ -95,11 +91,6 @@ def test_the_fingerprint_follows_the_contents_of_a_file(tmp_path):
     for rows in (PAIRS, PAIRS, [*PAIRS[:-1], PAIRS[-1] | {"answer": "It is odd."}]):
         prints.add(load_corpus(DataSettings(source=write(path, rows)), seed=0).fingerprint)
     assert len(prints) == 2
-
-
-def test_a_given_tokenizer_is_used_as_it_is(corpus):
-    other = train_tokenizer(["some other text"] * 3, 300)
-    assert load_corpus(SMALL, seed=0, tokenizer=other).tokenizer is other
 
 
 def test_a_saved_tokenizer_is_loaded_by_its_folder(corpus, tmp_path):
@@ -171,31 +162,12 @@ def test_templates_of_ones_own_go_before_any_preset(tmp_path):
         load_corpus(replace(settings, prompt_template="{q}"), seed=0)
 
 
-def test_instruction_rows_get_the_alpaca_template(tmp_path):
-    rows = [
-        {"instruction": f"Count to {n}.", "input": "from 1" if n % 2 else "", "output": f"1 to {n}"} for n in range(80)
-    ]
-    made = load_corpus(DataSettings(source=write(tmp_path / "a.json", rows)), seed=0)
-    assert "Instruction:\nCount to 3.\n\nInput:\nfrom 1\n\nResponse:\n" in {
-        prompt for split in SPLITS for prompt in prompts(made, split)
-    }
-
-
 def test_a_folder_has_a_file_a_split(tmp_path):
     write(tmp_path / "train.jsonl", PAIRS[:100])
     write(tmp_path / "valid.csv", PAIRS[100:120])
     write(tmp_path / "test.parquet", PAIRS[120:])
     made = load_corpus(DataSettings(source=str(tmp_path)), seed=0)
     assert [len(getattr(made, split)) for split in SPLITS] == [100, 20, 80]
-
-
-def test_a_test_file_is_never_used_for_selection(tmp_path):
-    train, test = write(tmp_path / "train.jsonl", PAIRS[:150]), write(tmp_path / "test.jsonl", PAIRS[150:])
-    made = load_corpus(DataSettings(source="gsm8k", train_file=train, test_file=test), seed=0)
-    asked = {f"{row['question']}\n" for row in PAIRS[150:]}
-    assert len(made.test) == 50
-    assert len(made.train) + len(made.validation) == 150
-    assert not {p.split("Answer")[0] for p in prompts(made, "train") | prompts(made, "validation")} & asked
 
 
 def test_rows_of_the_test_split_are_taken_out_of_training_and_reported(tmp_path):
@@ -272,39 +244,12 @@ def test_mbpp_rows_keep_their_official_splits(tmp_path):
     }
 
 
-def test_collate_pads_on_the_right(corpus):
-    rows = [{"input_ids": [5, 6, 7], "labels": [IGNORE, 6, 7]}, {"input_ids": [8], "labels": [8]}]
-    batch = collate(rows, pad_id=1)
-    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 1, 1]]
-    assert batch["labels"].tolist() == [[IGNORE, 6, 7], [8, IGNORE, IGNORE]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert {tensor.dtype for tensor in batch.values()} == {torch.long}
-    real = collate([corpus.train[n] for n in range(4)], corpus.tokenizer.pad_token_id)
-    assert real["attention_mask"].sum().item() == sum(len(corpus.train[n]["input_ids"]) for n in range(4))
-
-
-def test_an_example_is_printed(corpus, capsys):
-    show(corpus.test[2], corpus.tokenizer)
-    printed = " ".join(capsys.readouterr().out.split())
-    assert " ".join(corpus.test[2]["prompt"].split()) in printed
-    assert "<|endoftext|>]]" in printed
-
-
-def test_loading_leaves_the_terminal_alone(tmp_path, capfd):
-    load_corpus(DataSettings(source=write(tmp_path / "r.jsonl", PAIRS * 30)), seed=0)
-    assert capfd.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"train_examples": 0}, "data.train_examples is 0"),
-        ({"max_length": 4}, "data.max_length is 4"),
-        ({"validation_fraction": 0.7}, "data.validation_fraction is 0.7"),
         ({"train_file": "missing.jsonl"}, "data.train_file: there is no file"),
         ({"prompt_template": "{question}"}, "go together"),
         ({"difficulty": 9}, "difficulty 9"),
-        ({"tokenizer_vocab_size": 10}, "tokenizer_vocab_size is 10"),
         ({"source": "missing.jsonl"}, "no file or folder 'missing.jsonl'"),
         ({"source": "spec_bench"}, "data.train_file"),
     ],
@@ -319,7 +264,6 @@ def test_settings_that_cannot_work_are_refused_by_name(change, said):
     [
         ([{"a": 1, "b": 2}], "auto", "columns 'a', 'b'"),
         (PAIRS, "text", "data.kind 'text'"),
-        (STORIES, "pairs", "data.kind 'pairs'"),
         (PAIRS, "chat", "data.messages_column"),
         (PAIRS[:1], "auto", "leaves no (train|validation) rows"),
     ],

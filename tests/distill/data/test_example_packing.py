@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from distill.config.training import TrainingSettings
-from distill.data.batches import Schedule, TrainLoader
+from distill.data.batches import Schedule, TokenDataset, TrainLoader, dealt_to_rows, keeps_apart
 from distill.data.chat import IGNORE
-from distill.data.datasets import TokenDataset, dealt_to_rows, keeps_apart
 from distill.losses.objective import Objective
 from distill.losses.selection import Selection
 from distill.modules import CausalLMModule, DistillModule, TrainingModule
@@ -43,9 +42,9 @@ def gradients(module: TrainingModule, loader: TrainLoader) -> tuple[float, list[
     return total, [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
-def is_same(module: TrainingModule, **options: Any) -> bool:
+def is_same(module: TrainingModule, made: TokenDataset | None = None, **options: Any) -> bool:
     """Whether a step of the module has the same loss and gradients packed and not; packed it has less padding."""
-    made = rows()
+    made = made or rows()
     schedule = Schedule(made.lengths, len(LENGTHS), seed=1)
     plain, packed = (TrainLoader(made, schedule, 1, 0, row_length=n, **options) for n in (None, 20))
     (loss, wanted), (packed_loss, found) = gradients(module, plain), gradients(module, packed)
@@ -77,7 +76,7 @@ def test_the_same_tokens_are_selected(scope: str, micros: int) -> None:
 
 def test_the_first_token_of_a_text_is_not_learned_from_the_end_of_the_one_before() -> None:
     module = CausalLMModule(in_double(build_tiny("llama", seed=5, dtype=torch.float64)), TrainingSettings(), 4)
-    assert is_same(module, all_tokens=True)
+    assert is_same(module, rows().all_labelled())
 
 
 @pytest.mark.parametrize("row_length", [1024, 2048, 8192])

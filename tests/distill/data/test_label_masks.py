@@ -8,19 +8,20 @@ from transformers import PreTrainedTokenizerFast
 
 from decode.errors import UserError
 from decode.models.tokens import continuation_ids, prompt_ids
+from distill.data.batches import TokenDataset, label_mask
 from distill.data.chat import (
     IGNORE,
     ChatFormat,
-    chat_examples,
+    chat_turns,
     check_masks,
-    pair_examples,
+    label,
+    pair,
     prompt_part,
     render,
     show,
-    text_examples,
-    train_tokenizer,
+    text_blocks,
 )
-from distill.data.datasets import TokenDataset, label_mask
+from distill.data.tokenizer import train_tokenizer
 
 TEXTS = ["How many pens are there?\nThere are 2+2 = <<2+2=4>>4 pens.\n#### 4", "user assistant says hello again"] * 9
 TEMPLATE = (
@@ -51,23 +52,27 @@ def chatty(tokenizer):
 def learned(tokenizer, example):
     """The stretches of text that are labels."""
     parts, inside = [], False
-    for token, label in zip(example.input_ids, example.labels, strict=True):
-        if label != IGNORE:
-            assert label == token
+    for token, own in zip(example.input_ids, example.labels, strict=True):
+        if own != IGNORE:
+            assert own == token
             parts.append([token]) if not inside else parts[-1].append(token)
-        inside = label != IGNORE
+        inside = own != IGNORE
     return [tokenizer.decode(ids) for ids in parts]
 
 
+def examples_of(tokenizer, messages):
+    return label(tokenizer, chat_turns(ChatFormat(tokenizer), messages), chat=True)
+
+
 def test_a_pair_learns_its_response_and_the_end_only(tokenizer):
-    (example,) = pair_examples(tokenizer, [("How many?\n", "There are 4.")])
+    (example,) = label(tokenizer, [pair("How many?\n", "There are 4.")], chat=False)
     assert tokenizer.decode(example.input_ids) == "How many?\nThere are 4.<|endoftext|>"
     assert learned(tokenizer, example) == ["There are 4.<|endoftext|>"]
     assert prompt_part(example.input_ids, example.labels) == tokenizer("How many?\n")["input_ids"]
 
 
 def test_the_prompt_keeps_its_ids_where_the_response_would_merge_with_it(tokenizer):
-    (example,) = pair_examples(tokenizer, [("How man", "y pens")])
+    (example,) = label(tokenizer, [pair("How man", "y pens")], chat=False)
     alone = tokenizer("How man")["input_ids"]
     assert tokenizer("How many pens")["input_ids"][: len(alone)] != alone
     assert example.input_ids[: len(alone)] == alone
@@ -98,18 +103,18 @@ def test_responses_get_no_space_of_their_own_from_sentencepiece():
 def test_an_end_token_that_a_tokenizer_adds_is_taken_off_prompts():
     tokenizer = metaspace("<s> $A </s>")
     assert tokenizer.convert_ids_to_tokens(prompt_ids(tokenizer, "ab")) == ["<s>", "▁", "a", "b"]
-    (example,) = pair_examples(tokenizer, [("ab", "c")])
+    (example,) = label(tokenizer, [pair("ab", "c")], chat=False)
     assert tokenizer.convert_ids_to_tokens(example.input_ids) == ["<s>", "▁", "a", "b", "c", "</s>"]
 
 
 def test_a_tokenizer_without_an_end_token_is_refused():
     core = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
     with pytest.raises(UserError, match="no end-of-text token"):
-        list(pair_examples(PreTrainedTokenizerFast(tokenizer_object=core), [("a", "b")]))
+        label(PreTrainedTokenizerFast(tokenizer_object=core), [pair("a", "b")], chat=False)
 
 
 def test_a_chat_learns_every_assistant_turn_and_nothing_else(chatty):
-    (example,) = chat_examples(ChatFormat(chatty), CHAT)
+    (example,) = examples_of(chatty, CHAT)
     assert learned(chatty, example) == ["hello to you<|endoftext|>", "There are 4.<|endoftext|>"]
     text = chatty.decode(example.input_ids)
     assert text.startswith("[system]be kind\n[user]hello\n[assistant]hello to you<|endoftext|>\n[user]how many?")
@@ -118,7 +123,7 @@ def test_a_chat_learns_every_assistant_turn_and_nothing_else(chatty):
 
 
 def test_a_chat_may_end_with_the_user(chatty):
-    (example,) = chat_examples(ChatFormat(chatty), CHAT[:4])
+    (example,) = examples_of(chatty, CHAT[:4])
     assert learned(chatty, example) == ["hello to you<|endoftext|>"]
 
 
@@ -130,7 +135,7 @@ def test_a_template_that_drops_earlier_reasoning_gives_one_example_with_every_tu
         "{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
     )
-    (example,) = chat_examples(ChatFormat(chatty), CHAT)
+    (example,) = examples_of(chatty, CHAT)
     assert learned(chatty, example) == ["hello to you<|endoftext|>", "(thinks)There are 4.<|endoftext|>"]
     assert example.prompt == "[system]be kind[user]hello[assistant]"
 
@@ -141,7 +146,7 @@ def test_turns_that_cannot_be_found_in_the_whole_chat_are_examples_of_their_own(
         "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
     )
-    first, second = chat_examples(ChatFormat(chatty), CHAT)
+    first, second = examples_of(chatty, CHAT)
     assert learned(chatty, first) == ["hello to you<|endoftext|>"]
     assert learned(chatty, second) == ["There are 4.<|endoftext|>"]
     assert [len(example.messages) for example in (first, second)] == [2, 4]
@@ -149,24 +154,24 @@ def test_turns_that_cannot_be_found_in_the_whole_chat_are_examples_of_their_own(
 
 def test_a_template_without_an_end_token_gets_one(chatty):
     chatty.chat_template = TEMPLATE.replace("eos_token", "''")
-    (example,) = chat_examples(ChatFormat(chatty), CHAT)
+    (example,) = examples_of(chatty, CHAT)
     assert learned(chatty, example) == ["hello to you\n", "There are 4.\n<|endoftext|>"]
 
 
 def test_chats_that_cannot_be_masked_are_refused(chatty, tokenizer):
     with pytest.raises(UserError, match="without an assistant's turn"):
-        chat_examples(ChatFormat(chatty), [{"role": "user", "content": "hello"}])
+        examples_of(chatty, [{"role": "user", "content": "hello"}])
     chatty.chat_template = "{{ messages | length }}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
     with pytest.raises(UserError, match="does not continue its own generation prompt"):
-        chat_examples(ChatFormat(chatty), CHAT)
+        examples_of(chatty, CHAT)
     chatty.chat_template = None
     with pytest.raises(UserError, match="no chat template"):
-        chat_examples(ChatFormat(chatty), CHAT)
+        examples_of(chatty, CHAT)
 
 
 def test_plain_text_is_cut_into_blocks_that_are_learned_whole(tokenizer):
     texts = ["How many pens are there? " * 3, "hello again " * 5]
-    blocks = list(text_examples(tokenizer, texts, 16))
+    blocks = list(text_blocks(tokenizer, texts, 16))
     assert all(len(block.input_ids) <= 16 and block.labels == block.input_ids for block in blocks)
     joined = tokenizer.decode([token for block in blocks for token in block.input_ids])
     whole = "".join(text + "<|endoftext|>" for text in texts)
@@ -192,7 +197,7 @@ def test_masks_of_plain_text_may_be_open(tokenizer):
 
 
 def test_an_example_is_shown_with_its_mask_and_special_tokens(tokenizer):
-    (example,) = pair_examples(tokenizer, [("How many? [dim]\n", "4 pens")])
+    (example,) = label(tokenizer, [pair("How many? [dim]\n", "4 pens")], chat=False)
     row = {"input_ids": example.input_ids, "labels": example.labels}
     assert render(row, tokenizer).plain == "How many? [dim]\n[[4 pens<|endoftext|>]]"
     styles = {str(span.style) for span in render(row, tokenizer).spans}

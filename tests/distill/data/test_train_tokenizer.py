@@ -3,7 +3,7 @@ from transformers import AutoTokenizer
 
 from decode.bench.arithmetic import problems
 from decode.errors import UserError
-from distill.data.chat import train_tokenizer
+from distill.data.tokenizer import train_tokenizer
 
 TEXTS = [f"{p.question}\n{p.solution}" for p in problems(0, "train", 300)]
 STRANGE = "Zażółć 漢字 🙂 a  b\t\r\n 12 345. <|endoftext|> don't , . x\x00\u200b\n\n  end "

@@ -32,7 +32,7 @@ from distill.__main__ import FOREIGN
 from distill.config.drafts import AdaSpecSettings, ComparisonSettings, EagleSettings
 from distill.config.run import ExportSettings, Settings
 from distill.config.training import LoraSettings, TargetSettings, TrainingSettings
-from distill.data.datasets import TokenDataset, example_of_rows, label_mask
+from distill.data.batches import TokenDataset, example_of_rows, label_mask
 from distill.experiments.ablation import AblateSettings, Meter, ablate
 from distill.export.head import check_files, check_head_path, export_head
 from distill.files import RunDir
@@ -95,7 +95,7 @@ def test_training_sees_what_decoding_will_draft(run, all_tokens: bool) -> None:
     settings, folder = run
     head = load_head(folder.path("reference"))
     rows, source, target = rows_and_source(settings, folder, head)
-    example = rows.batch(torch.arange(3).numpy(), 0, all_tokens=all_tokens)
+    example = (rows.all_labelled() if all_tokens else rows).batch(torch.arange(3).numpy(), 0)
     mask = label_mask(example["labels"])
     for step, drafted in enumerate(drafting_steps(head, source, example, 3)):
         seen, asked = [], mask.clone()
@@ -119,7 +119,7 @@ def test_a_chain_goes_on_from_the_tokens_that_are_accepted(
     settings, folder = run
     head = load_head(folder.path("reference"))
     rows, source, _ = rows_and_source(settings, folder, head)
-    batch = rows.batch(torch.arange(4).numpy(), 0, all_tokens=all_tokens)
+    batch = (rows.all_labelled() if all_tokens else rows).batch(torch.arange(4).numpy(), 0)
     eagle = replace(settings.eagle, unroll=4)
     objective = Objective(Divergence("kl_tv"), accepted_only=True)
     module = HeadModule(head, TrainingSettings(), 1, settings=eagle, target=source, objective=objective)

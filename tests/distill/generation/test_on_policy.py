@@ -16,9 +16,8 @@ from decode.errors import UserError
 from decode.models.writing import write_texts
 from distill.config.drafts import ResponseSettings
 from distill.config.run import Settings
-from distill.data.batches import Schedule
+from distill.data.batches import Picks, Schedule, TokenDataset
 from distill.data.chat import IGNORE
-from distill.data.datasets import Picks, TokenDataset
 from distill.responses.on_policy import OnPolicy
 
 Tiny = Callable[..., PreTrainedModel]

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
 from distill.config.drafts import ResponseSettings, ServerSettings
-from distill.data.chat import EOS, train_tokenizer
+from distill.data.tokenizer import EOS, train_tokenizer
 from distill.responses.server import Client, answered_by_server, check_servers
 from distill.responses.store import Job, Response
 

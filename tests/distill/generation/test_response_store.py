@@ -15,9 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decode.errors import UserError
 from distill import ranks
 from distill.config.drafts import ResponseSettings
-from distill.data.chat import IGNORE, train_tokenizer
-from distill.data.datasets import label_mask
+from distill.data.batches import label_mask
+from distill.data.chat import IGNORE
 from distill.data.response_file import Response, ResponseFile
+from distill.data.tokenizer import train_tokenizer
 from distill.responses import store as response_store
 from distill.responses.store import Job, answered_here, encode_answer, make_jobs, response_rows, until_end
 from distill.run_stages import run_stages

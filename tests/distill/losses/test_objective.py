@@ -8,8 +8,7 @@ from families import build_tiny, in_double
 from decode.models.heads import FeatureHead, head_config
 from distill.config.drafts import EagleSettings, Scope
 from distill.config.training import TrainingSettings
-from distill.data.batches import Schedule, TrainLoader
-from distill.data.datasets import TokenDataset
+from distill.data.batches import Schedule, TokenDataset, TrainLoader
 from distill.losses.objective import Objective
 from distill.losses.selection import Selection
 from distill.modules import HeadModule

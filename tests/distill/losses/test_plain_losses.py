@@ -4,7 +4,7 @@ import pytest
 import torch
 from plain_losses import token_loss
 
-from distill.data.datasets import label_mask
+from distill.data.batches import label_mask
 from distill.losses.divergences import Divergence
 
 

@@ -15,7 +15,7 @@ from decode.method_options import check_numbers
 from decode.models.families import check_structure, decoder_layers, final_norm
 from distill.config.run import Settings
 from distill.config.training import LayerSkipSettings, TrainingSettings
-from distill.data.datasets import label_mask
+from distill.data.batches import label_mask
 from distill.losses.next_token import next_token_loss
 from distill.models.layers import LayerSkip, dropout_rates, exit_weights, exits_on
 from distill.models.loading import checkpoint_layers

@@ -5,8 +5,7 @@ import pytest
 
 from distill.checks import Account, Plan, account, label_tokens, plan_draft, plan_reference
 from distill.config.training import TrainingSettings
-from distill.data.batches import Schedule
-from distill.data.datasets import TokenDataset
+from distill.data.batches import Schedule, TokenDataset
 
 
 def test_the_official_scripts_numbers_come_out() -> None:

@@ -11,8 +11,8 @@ from plain_losses import token_loss
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from distill.data.batches import TokenDataset, label_mask
 from distill.data.chat import IGNORE
-from distill.data.datasets import TokenDataset, label_mask
 from distill.losses.divergences import Divergence, TokenDistributions
 from distill.models.lm_head import LMHead, last_hidden
 from distill.teacher import store as shards

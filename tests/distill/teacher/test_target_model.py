@@ -11,8 +11,9 @@ from tiny_run import bench, run_tiny, tiny_settings
 
 from decode.errors import UserError
 from distill.config.training import TargetSettings
-from distill.data.chat import ChatFormat, train_tokenizer
+from distill.data.chat import ChatFormat
 from distill.data.context import share_of
+from distill.data.tokenizer import train_tokenizer
 from distill.stages import stage_fingerprints
 from distill.teacher.signals import check_place, open_target
 

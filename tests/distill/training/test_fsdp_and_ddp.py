@@ -22,9 +22,8 @@ from tiny_run import run_tiny, tiny_settings
 from decode.errors import UserError
 from distill import ranks
 from distill.config.training import LoraSettings, TrainingSettings
-from distill.data.batches import DistillDataModule, OptimizerStep, Schedule, TrainLoader
+from distill.data.batches import Batch, DistillDataModule, OptimizerStep, Schedule, TokenDataset, TrainLoader
 from distill.data.chat import IGNORE
-from distill.data.datasets import Batch, TokenDataset
 from distill.files import RunDir
 from distill.losses.objective import Objective
 from distill.losses.selection import Selection, top_share
@@ -261,7 +260,7 @@ def test_parts_of_next_token_training_average_to_the_whole_step(world: int) -> N
     schedule = Schedule(made.lengths, 7, seed=1)
     module = CausalLMModule(model, TrainingSettings(), 4)
     for everything in (False, True):
-        whole = next(iter(TrainLoader(made, schedule, 1, 0, all_tokens=everything)))
+        whole = next(iter(TrainLoader(made.all_labelled() if everything else made, schedule, 1, 0)))
         wanted = module.training_step(whole, 0).item()
         parts = [
             batch

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from distill.checkpoints import FirstBad
 from distill.config.training import TrainerSettings
-from distill.data.batches import DistillDataModule, Schedule
-from distill.data.datasets import TokenDataset
+from distill.data.batches import DistillDataModule, Schedule, TokenDataset
 from distill.losses.objective import Objective
 from distill.losses.selection import Selection
 from distill.modules import CausalLMModule, DistillModule
