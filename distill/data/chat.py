@@ -275,11 +275,12 @@ def _clean(message: dict[str, Any]) -> dict[str, Any]:
         part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
         for part in (parts if isinstance(parts, Sequence) else [None])
     ]
-    if not all(isinstance(text, str) for text in texts):
+    strings = [text for text in texts if isinstance(text, str)]
+    if len(strings) < len(texts):
         raise UnusableRow("with content that is not text")
     if not isinstance(message.get("role"), str):
         raise UnusableRow("with a turn that has no role")
-    cleaned = message | {"content": "".join(texts)}
+    cleaned = message | {"content": "".join(strings)}
     if message["role"] == "user" and not cleaned["content"].strip():
         raise UnusableRow("with an empty user's turn")
     calls = []

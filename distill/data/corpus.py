@@ -204,8 +204,7 @@ def _examples(
         if rows.kind == "text":  # blocks span rows
             batch, ordered = ordered, []
             blocks = text_blocks(tokenizer, (row["text"] for row in batch), settings.max_length)
-            entries = [(block, 1, []) for block in islice(blocks, limit)]
-            made = Dataset.from_dict(_table(entries), features=features)
+            made = Dataset.from_dict(_table([(block, 1, ()) for block in islice(blocks, limit)]), features=features)
         else:
             count = len(ordered) if missing is None else max(BATCH, round(1.1 * missing))  # some will be dropped
             batch, ordered = ordered[:count], ordered[count:]
@@ -295,7 +294,8 @@ def _tokenised(
         notes = []
         if place in several:
             notes.append(("made into an example for each assistant's turn, because the template rewrites them", ""))
-        fitted, length = example, settings.max_length
+        fitted: Example | None = example
+        length = settings.max_length
         if len(example.input_ids) > length:
             labels = example.labels[:length]
             cut = settings.overlong == "cut" and any(token != IGNORE for token in labels)
