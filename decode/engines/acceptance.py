@@ -1,309 +1,205 @@
-"""What an engine did: texts, times and counted drafts, and the rates that follow from them."""
+"""Texts and drafts as an engine counts them, and the acceptance that is predicted for the same texts."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from decode.bench.baselines import using_config
 from decode.bench.offline_acceptance import prefixes
 from decode.models.other_tokenizer import DraftModel
 from decode.models.teacher_forcing import teacher_forced
 from decode.sampling import LogitsWarper
 from decode.trace import clustered_ratio
 
+Text = tuple[Sequence[int], Sequence[int]]  # ids of a prompt, and of the tokens that follow it
+
 
 @dataclass
 class Drafts:
-    """Drafts that were verified, as engines count them; expected numbers where they are predicted."""
+    """Counts of verified drafts; expected values where they are predicted."""
 
-    rounds: float = 0  # target forwards that checked a draft
-    drafted: float = 0  # tokens drafted in all
-    # for each draft position, how many rounds accepted at least so many tokens
-    accepted: list[float] = field(default_factory=list)
+    rounds: float = 0  # target forwards that verified a draft
+    drafted: float = 0  # drafted tokens
+    accepted: list[float] = field(default_factory=list)  # [i]: rounds that accepted at least i + 1 tokens
 
     def __sub__(self, earlier: Drafts) -> Drafts:
         before = earlier.accepted + [0] * (len(self.accepted) - len(earlier.accepted))
-        return Drafts(
-            self.rounds - earlier.rounds,
-            self.drafted - earlier.drafted,
-            [now - then for now, then in zip(self.accepted, before)],
-        )
+        accepted = [now - then for now, then in zip(self.accepted, before)]
+        return Drafts(self.rounds - earlier.rounds, self.drafted - earlier.drafted, accepted)
 
 
 @dataclass
 class ServedText:
-    """One text as an engine wrote it."""
+    """One text that an engine wrote."""
 
-    ids: list[int]  # the new tokens, the ending token among them where there is one
+    ids: list[int]  # new tokens, including the stop token
     seconds: float  # wall time of the request
-    # time after the first token, by the engine's own clock; None where it does not tell
-    decode_seconds: float | None = None
-    drafts: Drafts = field(default_factory=Drafts)  # what was drafted for this text
+    decode_seconds: float | None = None  # time after the first token by the engine's clock, if it reports one
+    drafts: Drafts = field(default_factory=Drafts)
 
 
-def rates(texts: Sequence[Drafts], length: int) -> list[dict[str, Any]]:
-    """Marginal and conditional acceptance at each draft position; texts are the unit of the errors.
-
-    Marginal: Σ rounds that accepted i tokens or more / Σ rounds. Conditional: the same over those that accepted i − 1.
-    """
-    rows = []
+def marginal_rates(texts: Sequence[Drafts], length: int) -> list[tuple[float, float]]:
+    """Share of rounds that accept at least 1, 2, … `length` tokens, with standard errors clustered by text."""
     rounds = [text.rounds for text in texts]
-    before: list[float] = rounds
-    for i in range(length):
-        accepted = [text.accepted[i] if i < len(text.accepted) else 0 for text in texts]
-        marginal, marginal_se = clustered_ratio(accepted, rounds)
-        conditional, conditional_se = clustered_ratio(accepted, before)
-        rows.append(
-            {
-                "position": i + 1,
-                "rounds": sum(rounds),
-                "marginal": marginal,
-                "marginal_se": marginal_se,
-                "conditional": conditional,
-                "conditional_se": conditional_se,
-            }
-        )
-        before = accepted
-    return rows
+    accepted = [text.accepted + [0.0] * (length - len(text.accepted)) for text in texts]
+    return [clustered_ratio([counts[i] for counts in accepted], rounds) for i in range(length)]
 
 
 def mean_length(texts: Sequence[Drafts]) -> tuple[float, float]:
-    """Mean accepted length 1 + Σ accepted / Σ rounds, the target's own token included, with its standard error."""
+    """Accepted length 1 + Σ accepted / Σ rounds, which includes the target's own token, and its standard error."""
     mean, se = clustered_ratio([sum(text.accepted) for text in texts], [text.rounds for text in texts])
     return 1 + mean, se
 
 
-def difference(served: Sequence[Drafts], predicted: Sequence[Drafts], *, paired: bool) -> tuple[float, float]:
-    """Served minus predicted mean accepted length, and its standard error.
-
-    Args:
-        served: by text.
-        predicted: by text.
-        paired: both are over the same texts, so that the error is that of the differences.
-    """
-    (a, a_se), (b, b_se) = mean_length(served), mean_length(predicted)
-    if not paired:
-        return a - b, math.hypot(a_se, b_se)
-    rounds = sum(text.rounds for text in served) or math.nan
-    gaps = [
-        (sum(s.accepted) - (a - 1) * s.rounds) / rounds - (sum(p.accepted) - (b - 1) * p.rounds) / max(1e-9, total)
-        for total in [sum(text.rounds for text in predicted)]
-        for s, p in zip(served, predicted)
-    ]
-    n = len(gaps)
-    return a - b, math.sqrt(n / (n - 1) * sum(gap * gap for gap in gaps)) if n > 1 else math.nan
+def difference_error(served: Sequence[Drafts], predicted: Sequence[Drafts]) -> float:
+    """Standard error of served minus predicted accepted length, paired by text."""
+    gaps = []
+    for texts in (served, predicted):
+        mean, rounds = mean_length(texts)[0], sum(text.rounds for text in texts) or math.nan
+        gaps.append([(sum(text.accepted) - (mean - 1) * text.rounds) / rounds for text in texts])
+    n = len(served)
+    return math.sqrt(n / (n - 1) * sum((a - b) ** 2 for a, b in zip(*gaps))) if n > 1 else math.nan
 
 
 def tokens_per_second(texts: Sequence[ServedText]) -> float:
-    """Σ tokens / Σ seconds, prompts included."""
-    seconds = sum(text.seconds for text in texts)
-    return sum(len(text.ids) for text in texts) / seconds if seconds else math.nan
+    """Σ tokens / Σ seconds, including the time for prompts."""
+    return sum(len(text.ids) for text in texts) / (sum(text.seconds for text in texts) or math.nan)
 
 
-def speedup(texts: Sequence[ServedText], plain: Sequence[ServedText]) -> list[float]:
-    """For each prompt, tokens/s with a draft over tokens/s without; after the first token where both clocks tell."""
+def speedups(texts: Sequence[ServedText], plain: Sequence[ServedText]) -> list[float]:
+    """Tokens/s with a draft over tokens/s without, by prompt; after the first token if the engine reports that time."""
     ratios = []
-    for ours, theirs in zip(texts, plain):
-        a, b = (_pace(text, ours.decode_seconds and theirs.decode_seconds) for text in (ours, theirs))
-        if a and b:
-            ratios.append(a / b)
+    for pair in zip(texts, plain):
+        if all(text.decode_seconds and len(text.ids) > 1 for text in pair):
+            ours, theirs = ((len(text.ids) - 1) / (text.decode_seconds or math.nan) for text in pair)
+        else:
+            ours, theirs = (len(text.ids) / (text.seconds or math.nan) for text in pair)
+        if ours > 0 and theirs > 0:
+            ratios.append(ours / theirs)
     return ratios
 
 
 def round_cost(text: ServedText, plain: ServedText) -> float:
-    """Time of a round with a draft, in that of a token without one; the first token is of neither."""
-    a, b = (one.decode_seconds or one.seconds for one in (text, plain))
-    return float(a / max(1, text.drafts.rounds) / (b / max(1, len(plain.ids) - 1)))
-
-
-def _pace(text: ServedText, decoding: Any) -> float:
-    if decoding and len(text.ids) > 1:
-        return (len(text.ids) - 1) / float(text.decode_seconds or math.nan)
-    return len(text.ids) / text.seconds if text.seconds else 0.0
-
-
-def median(values: Sequence[float]) -> float:
-    """The median; NaN of nothing."""
-    return statistics.median(values) if values else math.nan
-
-
-CANDIDATES = 10  # of a draft in llama.cpp, which takes their probabilities as if there were no others
-UNDRAFTED = -1.0  # stands for the acceptance of a token that the draft is not sure enough of
+    """Time of a round with a draft, in decoding steps without one; the first token belongs to neither."""
+    ours, theirs = (one.decode_seconds or one.seconds for one in (text, plain))
+    return ours / max(1, text.drafts.rounds) / (theirs / max(1, len(plain.ids) - 1))
 
 
 @dataclass(frozen=True)
 class Rounds:
     """How an engine arranges its rounds."""
 
-    first: int = 1  # tokens that are written before the first draft: 1 where reading the prompt gives a token
-    past_end: bool = True  # tokens accepted behind the one that ends the text are counted
-    to_budget: bool = False  # drafts are no longer than the tokens still wanted, less one
-    whole_only: bool = False  # rounds whose draft was cut by the budget or the text's end are left out of the counts
+    first: int = 1  # tokens before the first draft; 1 where reading the prompt yields a token
+    past_end: bool = True  # tokens accepted after the end of the text are counted
+    to_budget: bool = False  # drafts are limited to the tokens still wanted, less one
+    whole_only: bool = False  # rounds whose draft is cut by the budget or the end of the text are not counted
 
 
 @dataclass
 class Acceptance:
-    """A draft's acceptance on texts of the target."""
+    """Teacher-forced acceptance of a draft."""
 
-    # for each text, by depth in the draft (the last holds for all deeper ones), the acceptance of every token, and of
-    # those behind its end, as far as a draft can reach. Depth matters to feature heads only: their first token is
-    # drafted from the target's states, the next ones from their own.
+    # [text][depth][position]: probability that a drafted token is accepted. The last depth holds for all deeper ones;
+    # feature heads have several, since their first token is drafted from the target's states, others from their own.
     texts: list[list[list[float]]]
     lengths: list[int]  # tokens of each text
-    agreement: float  # share of the texts' tokens that are the target's own argmax; 1 for greedy texts of this target
-    logprob: float  # mean log q(y) of the texts' tokens under the draft at temperature 1
+    agreement: float  # share of the texts' tokens that are the target's argmax; 1 for greedy texts of this target
 
 
 @torch.inference_mode()
 def acceptance(
     target: PreTrainedModel,
     draft: DraftModel,
-    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    texts: Sequence[Text],
     warp: LogitsWarper,
     *,
     tail: int,
     depth: int = 1,
     greedy_draft: bool = True,
-    p_min: float = 0.0,
 ) -> Acceptance:
-    """Teacher-forced acceptance of a draft on texts that the target wrote.
+    """Teacher-forced acceptance min(1, q(y) / p(y)) of a draft on texts that the target wrote.
 
     Args:
         target: p.
         draft: q.
-        texts: (prompt, new tokens) of each text.
-        warp: the decoding mode of the target.
-        tail: greedy tokens of the target to append behind each text's end, for drafts that reach beyond it.
+        texts: prompt and new tokens of each text.
+        warp: sampling settings of the target.
+        tail: greedy tokens of the target appended to each text, for drafts that reach beyond its end.
         depth: longest draft.
-        greedy_draft: the draft proposes its most probable token, as vLLM and llama.cpp do unless told otherwise.
-        p_min: drafts end before a token that the draft, among its `CANDIDATES`, gives less than this probability.
+        greedy_draft: the draft proposes its most probable token, which is the default of vLLM and llama.cpp.
     """
     drafting = dataclasses.replace(warp, temperature=0.0) if greedy_draft else warp
-    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None) or math.inf
     read = []
     for prompt, new in texts:
         ids = [*prompt, *new]
-        read.append((_continued(target, ids, tail) if tail and new and len(ids) + tail <= limit else ids, len(prompt)))
+        if tail and new and len(ids) + tail <= limit:
+            given = torch.tensor([ids], device=target.device)
+            with using_config(target, GenerationConfig(max_new_tokens=tail, do_sample=False, pad_token_id=0)):
+                ids = target.generate(given, attention_mask=torch.ones_like(given))[0].tolist()  # type: ignore[operator]
+        read.append((ids, len(prompt)))
     rows: list[list[list[float]]] = [[[]] for _ in texts]
-    right, logprob, total = 0, 0.0, 0
+    right = 0
     for forced in teacher_forced(target, {"": draft}, read, depth=depth):
         ids, start = read[forced.number]
-        before, by_depth = prefixes(warp, ids, start), forced.q[""]
+        before = prefixes(warp, ids, start)
         y = torch.tensor(ids[start:], device=forced.p.device)[:, None]
         p = warp(forced.p, before).gather(1, y)[:, 0].clamp_min(1e-30)
-        if warp.greedy:  # the text is what the engine's target wrote: certain, whatever rounding makes of ours
+        if warp.greedy:  # the engine's target chose y, whichever token rounding prefers here
             p = torch.ones_like(p)
-        kept = [(drafting(logits, before).gather(1, y)[:, 0] / p).clamp(max=1) for logits in by_depth]
-        if p_min:
-            for values, logits in zip(kept, by_depth):
-                likeliest = logits.float().topk(min(CANDIDATES, logits.shape[-1])).values.softmax(-1)
-                values[likeliest[:, 0] < p_min] = UNDRAFTED
+        kept = [(drafting(logits, before).gather(1, y)[:, 0] / p).clamp(max=1) for logits in forced.q[""]]
         rows[forced.number] = [values.double().tolist() for values in kept]
-        n, q_logits = len(texts[forced.number][1]), by_depth[0]
+        n = len(texts[forced.number][1])
         right += int((forced.p.argmax(-1)[:n] == y[:n, 0]).sum())
-        logprob += float(q_logits.float().log_softmax(-1).gather(1, y)[:n].sum())
-        total += n
-    return Acceptance(rows, [len(new) for _, new in texts], right / max(1, total), logprob / max(1, total))
+    lengths = [len(new) for _, new in texts]
+    return Acceptance(rows, lengths, right / max(1, sum(lengths)))
 
 
 @torch.inference_mode()
-def target_logprob(
-    target: PreTrainedModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float
-) -> tuple[float, float]:
-    """Mean log p(y) of the texts' tokens at this temperature, and its standard error over texts.
-
-    Samples of the target have its entropy; sampled texts of a draft that is verified exactly have it too.
-    """
+def target_logprob(target: PreTrainedModel, texts: Sequence[Text], temperature: float) -> tuple[float, float]:
+    """Mean log p(y) of the texts' tokens, with its standard error over texts; an exact method does not change it."""
     sums = [0.0] * len(texts)
     for forced in teacher_forced(target, {}, [([*prompt, *new], len(prompt)) for prompt, new in texts]):
-        logits = forced.p.float() / temperature
-        y = torch.tensor(list(texts[forced.number][1]), device=logits.device)[:, None]
-        sums[forced.number] = float(logits.log_softmax(-1).gather(1, y).sum())
+        y = torch.tensor(list(texts[forced.number][1]), device=forced.p.device)[:, None]
+        sums[forced.number] = float((forced.p.float() / temperature).log_softmax(-1).gather(1, y).sum())
     return clustered_ratio(sums, [len(new) for _, new in texts])
-
-
-def _continued(target: PreTrainedModel, ids: list[int], count: int) -> list[int]:
-    """The target's greedy continuation, whatever token ends a text."""
-    given = torch.tensor([ids], device=target.device)
-    model: Any = target
-    config = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0)
-    own, model.generation_config = model.generation_config, config
-    try:
-        out = model.generate(given, attention_mask=torch.ones_like(given))
-    finally:
-        model.generation_config = own
-    return [int(i) for i in out[0]]
 
 
 def predicted_drafts(
     accept: Sequence[Sequence[float]], length: int, budget: int, draft_length: int, rounds: Rounds
 ) -> Drafts:
-    """Expected drafts of one text.
+    """Expected counts of drafts in one text.
 
     Args:
-        accept: by depth, acceptance of each of its tokens and of those behind its end (see `Acceptance`).
-        length: its tokens.
+        accept: acceptance by depth and position (see `Acceptance.texts`).
+        length: tokens of the text.
         budget: most tokens that it could have had.
-        draft_length: tokens drafted a round.
+        draft_length: tokens drafted per round.
         rounds: how the engine arranges them.
     """
     counted = Drafts(accepted=[0.0] * draft_length)
-    reach = [0.0] * (length + draft_length + 2)
-    if length > rounds.first:
-        reach[rounds.first] = 1.0
+    reach = [0.0] * (length + draft_length + 2)  # probability that a round starts at each position
+    reach[min(rounds.first, length)] = 1.0
     for start in range(rounds.first, length):
-        here = reach[start]
-        if not here:
-            continue
         k = min(draft_length, len(accept[0]) - start)
         if rounds.to_budget:
-            k = min(k, budget - start - 1)
-        at = (accept[min(i, len(accept) - 1)][start + i] for i in range(k))
-        k = next((i for i, kept in enumerate(at) if kept == UNDRAFTED), k)
+            k = max(0, min(k, budget - start - 1))
         whole = start + draft_length < length
-        alive = here
-        for i in range(max(0, k)):
+        alive = reach[start]
+        for i in range(k):
             kept = accept[min(i, len(accept) - 1)][start + i]
             reach[start + i + 1] += alive * (1 - kept)
             alive *= kept
             if whole or (not rounds.whole_only and (rounds.past_end or start + i < length)):
                 counted.accepted[i] += alive
-        reach[start + max(0, k) + 1] += alive
-        if k > 0 and (whole or not rounds.whole_only):
-            counted.rounds += here
-            counted.drafted += here * k
+        reach[start + k + 1] += alive
+        if k and (whole or not rounds.whole_only):
+            counted.rounds += reach[start]
+            counted.drafted += reach[start] * k
     return counted
-
-
-def predicted_of(told: Acceptance, budget: int, draft_length: int, rounds: Rounds) -> list[Drafts]:
-    """Expected drafts of each text (see `predicted_drafts`)."""
-    return [predicted_drafts(accept, n, budget, draft_length, rounds) for accept, n in zip(told.texts, told.lengths)]
-
-
-def predicted_speedup(
-    told: Acceptance, budget: int, draft_length: int, rounds: Rounds, round_cost: Callable[[float], float]
-) -> float:
-    """Median over texts of tokens after the first / (expected rounds · cost of a round).
-
-    Args:
-        told: acceptance of the texts.
-        budget: most tokens of a text.
-        draft_length: tokens drafted a round.
-        rounds: how the engine arranges them.
-        round_cost: of a round that drafts so many tokens, in steps without a draft.
-    """
-    every = predicted_of(told, budget, draft_length, dataclasses.replace(rounds, whole_only=False))
-    return median(
-        [
-            (length - rounds.first) / (drafts.rounds * round_cost(drafts.drafted / drafts.rounds))
-            for drafts, length in zip(every, told.lengths)
-            if drafts.rounds
-        ]
-    )

@@ -1,4 +1,4 @@
-"""Models as GGUF files, by llama.cpp's own converter, which `make engines` brings."""
+"""Models as GGUF files, written by llama.cpp's own converter, which `make engines` installs."""
 
 import json
 import os
@@ -12,8 +12,6 @@ from decode.errors import UserError
 
 CONVERTER = Path(".engines/llama.cpp/src/convert_hf_to_gguf.py")
 TYPES = ("f32", "f16", "bf16", "q8_0")  # number formats that the converter writes
-
-
 WITH_SPLIT = """
 import pathlib, runpy, sys
 split, script = sys.argv[1:3]
@@ -31,13 +29,13 @@ TextModel.get_vocab_base_pre = get_vocab_base_pre
 sys.argv = sys.argv[2:]
 runpy.run_path(script, run_name="__main__")
 """
-"""The converter, told how a tokenizer of one's own splits texts; it knows those of published models by a checksum."""
+"""The converter knows the pre-tokenizers of published models by a checksum; this names that of any other one."""
 SPLITS = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
-"""llama.cpp's names of ways to split a text, by the pre-tokenizers that do the same."""
+"""llama.cpp's names of pre-tokenizers, by the steps that do the same."""
 
 
 def split_of(folder: str | Path) -> str:
-    """llama.cpp's name of how a folder's tokenizer splits texts; empty where it has none."""
+    """llama.cpp's name of a folder's pre-tokenizer; empty where it has none."""
     try:
         core = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -65,20 +63,20 @@ def find_converter() -> Path:
 def convert(
     folder: str | Path, file: str | Path, kind: str = "f32", *, target: str | Path | None = None, seconds: float = 1800
 ) -> Path:
-    """Write a model's folder as a GGUF file; a file already there is replaced once the new one is complete.
+    """Write a model's folder as a GGUF file, atomically.
 
     Args:
-        folder: of a model as transformers saves it, or of an EAGLE-3 head.
+        folder: a model as transformers saves it, or an EAGLE-3 head.
         file: to write.
         kind: one of `TYPES`.
-        target: of a head, which needs it.
-        seconds: limit.
+        target: folder of the target, for a head.
+        seconds: time limit.
 
     Returns:
         The file.
 
     Raises:
-        UserError: no converter, a number format that it does not write, or a model that it refuses.
+        UserError: there is no converter, or it does not take the number format or the model.
     """
     folder, file = Path(folder), Path(file)
     if kind not in TYPES:
@@ -97,25 +95,13 @@ def convert(
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired as error:
             raise UserError(
-                f"the converter was not done with {folder} after {seconds:.0f} s; run the command again when the "
-                "machine is idle, or convert a smaller model"
+                f"llama.cpp's converter did not finish {folder} within {seconds:.0f} s; run the command again"
             ) from error
         if done.returncode or not made.is_file():
+            last = next((line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
             raise UserError(
-                f"llama.cpp's converter refuses {folder}: {_reason(done.stderr)}; check that the folder holds "
-                "config.json and a tokenizer of a family that llama.cpp supports"
+                f"llama.cpp's converter refuses {folder}: {last}; check that the folder holds config.json and a "
+                "tokenizer of a family that llama.cpp supports (vLLM and transformers may take it as it is)"
             )
         os.replace(made, file)
     return file
-
-
-def _reason(errors: str) -> str:
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    if any("BPE pre-tokenizer was not recognized" in line for line in lines):
-        return (
-            "llama.cpp has no name for the way in which this tokenizer splits texts; vLLM, SGLang, transformers take "
-            "the folder as it is"
-        )
-    if lines and lines[-1].endswith("is not supported"):
-        return f"{lines[-1].rpartition(':')[2]}; vLLM or transformers may take the folder as it is"
-    return lines[-1] if lines else "it ended without a message"

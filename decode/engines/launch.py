@@ -1,4 +1,4 @@
-"""Starting an engine with a target and a draft, and how each engine arranges its rounds."""
+"""Starting an engine and ending it with everything that it started; how each engine arranges its rounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from decode.engines.settings import EngineSettings, check_llama, check_vllm, lla
 from decode.errors import UserError, scratch_folder
 
 LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
-"""What torchrun tells its processes of each other; an engine has processes of its own."""
+"""Environment variables by which torchrun's processes find each other; an engine must not see them."""
 LAST_LINES = 15  # lines of a failed engine that are shown
 WATCHER = """
 import os, signal, sys, time
@@ -39,17 +39,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def check_port(port: int) -> None:
-    """Refuse a port that something listens on."""
-    with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", port)) == 0:
-            raise UserError(f"port {port} is in use; give another one with --port, or leave it out for a free one")
-
-
-def last_lines(log: Path, count: int = LAST_LINES) -> str:
+def last_lines(log: Path) -> str:
     """The end of a log, indented."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return "\n".join(f"  | {line[:240]}" for line in lines[-count:]) or "  | (it wrote nothing)"
+    return "\n".join(f"  | {line[:240]}" for line in lines[-LAST_LINES:]) or "  | (it wrote nothing)"
 
 
 @contextmanager
@@ -65,10 +58,10 @@ def running(
 
     Args:
         command: the program and its arguments.
-        ready: asked twice a second whether it answers.
+        ready: called twice a second; whether the server answers.
         name: of the engine, for messages.
-        seconds: limit for becoming ready.
-        environment: variables besides our own.
+        seconds: time limit for becoming ready.
+        environment: variables added to those of this process.
 
     Raises:
         UserError: it cannot be started, ends before it is ready, or is not ready in time; with its last lines.
@@ -112,48 +105,46 @@ def running(
 
 
 def stop(process: subprocess.Popen[bytes], seconds: float = 15.0) -> None:
-    """End a process and everything it started: politely, then by force."""
-    group = process.pid
-    for kind in (signal.SIGTERM, signal.SIGKILL):
+    """End a process and everything it started: by SIGTERM, then by SIGKILL."""
+
+    def alive() -> bool:
+        process.poll()  # takes the exit status, so that the group can vanish
         try:
-            os.killpg(group, kind)
+            os.killpg(process.pid, 0)
         except ProcessLookupError:
+            return False
+        return True
+
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        if not alive():
             break
+        os.killpg(process.pid, kind)
         end = time.monotonic() + seconds
-        while time.monotonic() < end and _alive(group, process):
+        while time.monotonic() < end and alive():
             time.sleep(0.1)
-        if not _alive(group, process):
-            break
     process.wait()
 
 
-def _alive(group: int, process: subprocess.Popen[bytes]) -> bool:
-    process.poll()  # takes the exit status, so that the group can be gone
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def check_engine(name: str, settings: EngineSettings) -> None:
-    """Refuse what can be told before an engine starts: it is not installed, is too old, or its port is in use.
+    """Refuse what is known before an engine starts.
 
     Raises:
-        UserError: naming it and the next step.
+        UserError: it is not installed, is too old, or its port is in use.
     """
     if settings.port is not None:
-        check_port(settings.port)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", settings.port)) == 0:
+                raise UserError(f"port {settings.port} is in use; give another one with --port, or leave it out")
     command, _ = COMMANDS[name](settings, None, 0)
     CHECKS[name](command[0])
 
 
 @contextmanager
 def opened(name: str, settings: EngineSettings, draft_length: int | None) -> Iterator[Server]:
-    """A server of this engine, with a draft of this length or without one, until the block is left.
+    """A server of an engine, with a draft of this length or without one, until the block is left.
 
     Raises:
-        UserError: it is not installed, or does not start (see `decode.engines.launch.running`).
+        UserError: it is not installed, or does not start (see `running`).
     """
     if settings.url is not None:
         server = Server(settings.url, name, settings.request_seconds)
@@ -177,6 +168,3 @@ ROUNDS = {
     "llama.cpp": Rounds(to_budget=True),
 }
 """How each engine arranges its rounds."""
-ENGINES = tuple(ROUNDS)
-GREEDY_DRAFT = {"transformers": False, "vllm": True, "llama.cpp": True}
-"""Whether an engine drafts the most probable token at every temperature, unless told otherwise."""

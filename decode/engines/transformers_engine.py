@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,58 +15,44 @@ from decode.engines.acceptance import Drafts, ServedText
 
 @dataclass
 class AssistedGeneration:
-    """``target.generate(assistant_model=draft)`` at a fixed draft length."""
+    """``target.generate(assistant_model=draft)`` at a fixed draft length; without a draft, plain generation."""
 
-    target: PreTrainedModel  # the target
-    draft: PreTrainedModel | None = None  # the draft; None generates without one
-    draft_length: int = 5  # tokens drafted a round
+    target: PreTrainedModel
+    draft: PreTrainedModel | None = None
+    draft_length: int = 5
 
     def write(
         self, ids: Sequence[int], *, temperature: float, seed: int, max_new_tokens: int, stop_ids: Sequence[int] = ()
     ) -> ServedText:
-        """One text; only rounds that no end cut short are counted (see `engine_settings.Writer`)."""
-        model: Any = self.target
-        prompt = torch.tensor([list(ids)], device=model.device)
+        """Write one text (see `decode.engines.server.Server.write`); only rounds that no end cuts are counted."""
+        prompt = torch.tensor([list(ids)], device=self.target.device)
+        pad = next(iter(stop_ids), 0)
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
         config = GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            eos_token_id=list(stop_ids) or None,
-            pad_token_id=next(iter(stop_ids), 0),
-            **sampling,
+            max_new_tokens=max_new_tokens, eos_token_id=list(stop_ids) or None, pad_token_id=pad, **sampling
         )
-        extra: dict[str, Any] = {}
-        rounds: list[tuple[int, int]] = []
-        with using_config(model, config), _counted(model, rounds, len(ids)):
+        fixed = GenerationConfig(
+            num_assistant_tokens=self.draft_length, num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0, pad_token_id=pad,
+        )  # fmt: skip
+        extra = {} if self.draft is None else {"assistant_model": self.draft}
+        drafting = nullcontext() if self.draft is None else using_config(self.draft, fixed)
+        with using_config(self.target, config), drafting, _counted(self.target, len(ids)) as rounds:
             torch.manual_seed(seed)
             began = time.perf_counter()
-            if self.draft is None:
-                out = model.generate(prompt, attention_mask=torch.ones_like(prompt))
-            else:
-                fixed = GenerationConfig(
-                    num_assistant_tokens=self.draft_length,
-                    num_assistant_tokens_schedule="constant",
-                    assistant_confidence_threshold=0.0,
-                    pad_token_id=config.pad_token_id,
-                )
-                with using_config(self.draft, fixed):
-                    extra["assistant_model"] = self.draft
-                    out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **extra)
+            out = self.target.generate(prompt, attention_mask=torch.ones_like(prompt), **extra)  # type: ignore[operator]
             seconds = time.perf_counter() - began
         new = out[0, len(ids) :].tolist()
-        drafts = Drafts(accepted=[0.0] * self.draft_length)
-        for start, accepted in rounds:
-            # a draft that was shorter here held an end-of-text token that the text has not: it was rejected
-            if start + self.draft_length < len(new):
-                drafts.rounds += 1
-                drafts.drafted += self.draft_length
-                for i in range(accepted):
-                    drafts.accepted[i] += 1
-        return ServedText(new, seconds, None, drafts)
+        # a draft that was shorter held a stop token that the text does not have, which was rejected
+        whole = [accepted for start, accepted in rounds if start + self.draft_length < len(new)]
+        counts = [float(sum(accepted > i for accepted in whole)) for i in range(self.draft_length)]
+        return ServedText(new, seconds, None, Drafts(len(whole), len(whole) * self.draft_length, counts))
 
 
 @contextmanager
-def _counted(model: Any, rounds: list[tuple[int, int]], prompt: int) -> Iterator[None]:
-    """Note (new tokens before it, tokens accepted) of every round of assisted generation."""
+def _counted(model: Any, prompt: int) -> Iterator[list[tuple[int, int]]]:
+    """Yields a list that gets (new tokens before it, tokens accepted) of every round of assisted generation."""
+    rounds: list[tuple[int, int]] = []
     make = model._get_candidate_generator
 
     def counting(*args: Any, **options: Any) -> Any:
@@ -74,8 +60,7 @@ def _counted(model: Any, rounds: list[tuple[int, int]], prompt: int) -> Iterator
         update = generator.update_candidate_strategy
 
         def note(ids: torch.Tensor, scores: torch.Tensor, matches: Any) -> None:
-            accepted = int(matches)
-            rounds.append((ids.shape[1] - accepted - 1 - prompt, accepted))
+            rounds.append((ids.shape[1] - int(matches) - 1 - prompt, int(matches)))
             update(ids, scores, matches)
 
         generator.update_candidate_strategy = note
@@ -83,6 +68,6 @@ def _counted(model: Any, rounds: list[tuple[int, int]], prompt: int) -> Iterator
 
     model._get_candidate_generator = counting
     try:
-        yield
+        yield rounds
     finally:
         del model._get_candidate_generator

@@ -29,9 +29,8 @@ def test_a_whole_check_in_transformers(folder, capsys) -> None:
     assert main(command(folder, *more)) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["engine"], found["rows"][0]["identical_share"], found["rows"][0]["fits"]) == ("transformers", 1, True)
-    assert found["rows"][0]["predicted_speedup"] > 0
+    assert found["rows"][0]["tokens_per_second"] > 0
     assert json.loads((folder / "report.json").read_text())["served"][0]["rows"] == found["rows"]
-    assert "block eff." in (folder / "served.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -40,19 +39,10 @@ def test_a_whole_check_in_transformers(folder, capsys) -> None:
         (["--engine", "vlm"], "did you mean 'vllm'"),
         (["--draft-sampling", "mixed"], "'draft_sampling': Expected a Literal['greedy', 'probabilistic']"),
         (["--url", "http://127.0.0.1:9"], "drafts one length"),
+        (["--draft-shape", "32x1x2"], "is timed in a serving engine"),
         (["--engine", "vllm", "--python", "/nowhere/python"], "no program that can be run"),
     ],
 )
 def test_what_is_refused(folder, capsys, more, sentence) -> None:
     assert main(command(folder, *more)) == 2
     assert sentence in capsys.readouterr().err
-
-
-def test_served_and_what_if_refuse_what_they_cannot_use(folder, capsys) -> None:
-    assert main(["served", "--url", "http://127.0.0.1:9", "--profile", str(folder)]) == 2
-    assert "no speculation profile" in capsys.readouterr().err
-    (folder / "speculation_profile.json").write_text('{"marginal_accept_rates": [0.5]}')
-    assert main(["served", "--url", "http://127.0.0.1:9", "--profile", str(folder)]) == 2
-    assert "is it running?" in capsys.readouterr().err
-    assert main(["what-if", "--target", str(folder / "target"), "--draft-shape", "wide"]) == 2
-    assert "draft_shape is 'wide'" in capsys.readouterr().err

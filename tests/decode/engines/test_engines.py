@@ -67,15 +67,6 @@ def test_llama_server_accepts_what_is_predicted_and_writes_the_same_texts(pair: 
     assert found["causes"] == []
 
 
-@needs_llama
-def test_llama_server_drafts_what_the_draft_is_sure_of(llama: Path) -> None:
-    (any_token,), (sure,) = (serve_check(llama, "llama.cpp", "head", "--draft-p-min", p)["rows"] for p in ("0", "0.7"))
-    assert agrees(any_token)
-    assert sure["fits"]
-    assert sure["identical_share"] == 1
-    assert 0 < sure["positions"][0]["served_rounds"] < any_token["positions"][0]["served_rounds"]
-
-
 @needs_vllm
 @pytest.mark.parametrize("draft", ["draft", "head"])
 def test_vllm_accepts_what_is_predicted_and_writes_the_same_texts(llama: Path, draft: str) -> None:
@@ -95,17 +86,8 @@ def test_a_running_vllm_accepts_what_is_predicted_and_writes_transformers_texts(
     assert found["causes"] == []
 
 
-def telemetry(url: str, folder: Path, capsys) -> dict:
-    """What `python -m decode served` prints of a running server."""
-    profile = folder / "profile.json"
-    profile.write_text(json.dumps({"marginal_accept_rates": [1.0, 1.0, 1.0]}))
-    capsys.readouterr()
-    assert main(["served", "--url", url, "--profile", str(profile)]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 @needs_vllm
-def test_the_cards_vllm_line_runs_as_it_stands_and_its_metrics_are_read(llama: Path, tmp_path: Path, capsys) -> None:
+def test_the_cards_vllm_line_runs_as_it_stands_and_its_metrics_are_read(llama: Path) -> None:
     card = (llama / "draft" / "README.md").read_text()
     port = free_port()
     line = card.split("vLLM:\n\n```sh\n")[1].split("```")[0].replace("\\\n", " ") + f" --port {port}"
@@ -113,21 +95,18 @@ def test_the_cards_vllm_line_runs_as_it_stands_and_its_metrics_are_read(llama: P
     server = Server(f"http://127.0.0.1:{port}", "vllm", 900)
     with running(shlex.split(line), server.ready, name="vllm", seconds=1800, environment=environment):
         text = server.write([40, 9, 17], temperature=0.0, seed=0, max_new_tokens=16)
-        read = telemetry(server.url, tmp_path, capsys)
-    assert text.drafts.rounds == read["rounds"] > 0
-    assert read["engine"] == "vllm"
-    assert [at["served"] * read["rounds"] for at in read["positions"]] == pytest.approx(text.drafts.accepted)
+    assert text.drafts.rounds > 0
+    assert len(text.drafts.accepted) == 3
 
 
 @needs_vllm
-def test_what_a_draft_would_bring_in_vllm_before_it_is_trained(llama: Path, capsys) -> None:
-    command = ["what-if", "--target", str(llama / "target"), "--draft-shape", "64x1x2", "--draft-lengths", "3"]
-    command += ["--acceptance", "[0.5,1]", "--suite", f"prompts={llama / 'prompts.txt'}", "--max-new-tokens", "24"]
-    assert main([*command, "--json", *LIMITS]) == 0
-    half, whole = json.loads(capsys.readouterr().out)["rows"]
-    assert (half["tokens_per_round"], whole["tokens_per_round"]) == (1.875, 4.0)
-    assert half["round_cost"] == whole["round_cost"] > 1
-    assert whole["speedup"] == pytest.approx(4 / 1.875 * half["speedup"])
+def test_an_untrained_draft_is_timed_in_vllm(llama: Path, capsys) -> None:
+    command = ["serve-check", "--engine", "vllm", "--target", str(llama / "target"), "--draft-shape", "64x1x2"]
+    command += ["--draft-lengths", "3", "--suite", f"prompts={llama / 'prompts.txt'}", "--max-new-tokens", "24"]
+    assert main([*command, "--chat", "false", "--json", *LIMITS]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert rows[0]["tokens_per_round"] == 1.875
+    assert rows[-1]["speedup"] > rows[0]["speedup"] > 0
 
 
 @needs_vllm
@@ -147,14 +126,14 @@ def test_llama_server_shows_why_it_does_not_load(tmp_path: Path) -> None:
 
 
 @needs_llama
-def test_llama_servers_metrics_are_read(llama: Path, tmp_path: Path, capsys) -> None:
+def test_llama_server_stops_at_the_targets_stop_ids(llama: Path) -> None:
     files = EngineSettings(str(gguf(llama, "target")), str(gguf(llama, "draft")), threads=1, seconds=600)
     with opened("llama.cpp", files, 3) as server:
-        text = server.write([40, 9, 17], temperature=0.0, seed=0, max_new_tokens=16)
-        read = telemetry(server.url, tmp_path, capsys)
-    assert text.drafts.rounds == read["rounds"] > 0
-    assert read["engine"] == "llama.cpp"
-    assert [at["served"] * read["rounds"] for at in read["positions"]] == pytest.approx(text.drafts.accepted)
+        whole = server.write([40, 9, 17], temperature=0.0, seed=0, max_new_tokens=16, ignore_eos=True)
+        stop = whole.ids[8]
+        text = server.write([40, 9, 17], temperature=0.0, seed=0, max_new_tokens=16, stop_ids=[stop])
+    assert text.ids == whole.ids[: whole.ids.index(stop) + 1]
+    assert 0 < text.drafts.rounds < whole.drafts.rounds
 
 
 def llama_tool(wanted: str, name: str, *options: object) -> list[float]:

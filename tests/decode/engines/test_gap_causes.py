@@ -1,23 +1,28 @@
-"""Planted faults of an export, each named; a sound one, of which nothing is said."""
+"""Faults of an export that the files or the numbers show, and the whole check on a sound one."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from pairs import make_tokenizer, save_pair
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from decode.bench.served import record, served_page, shown
 from decode.bench.session import Item
 from decode.bench.suites import Prompt
+from decode.bench.statistics import plain
+from decode.commands.serve_check import COLUMNS, cells, record
+from decode.engines.acceptance import Drafts, ServedText
 from decode.engines.gap_causes import causes_in_files, causes_in_numbers, weight_fingerprints
-from decode.engines.serve_check import CheckOptions, serve_check
+from decode.engines.serve_check import CheckOptions, serve_check, time_untrained_draft, write_untrained_draft
 from decode.engines.settings import EngineSettings
+from decode.errors import UserError
 from decode.models.heads import FeatureHead, head_config, save_head
 from decode.models.pair import load
 
@@ -116,55 +121,18 @@ def test_a_folder_that_vllm_takes_for_another_method_is_named(folder: Path) -> N
     assert named(folder, "my-eagle3-draft", "transformers") == []
 
 
-ROW = {
-    "temperature": 1.0, "draft_length": 5, "fits": False, "served_length": 2.0, "predicted_length": 3.0,
-    "predicted_length_se": 0.1, "difference_se": 0.1, "recorded_length": None,
-    "recorded_length_se": None,
-}  # fmt: skip
+def test_numbers_show_another_target_other_ids_and_sampling_that_is_not_the_targets() -> None:
+    row = {"temperature": 1.0, "lossless": False, "target_logprob": -5.0, "plain_target_logprob": -0.3, "cut": 0}
+    found = causes_in_numbers([row], other_ids="of 'Tom', token 0 is [1] there and [2] here", agreement=0.7)
+    assert [cause.name for cause in found] == [
+        "another template or start token",
+        "another target",
+        "the engine's sampling with a draft is not the target's",
+    ]
+    assert causes_in_numbers([row | {"lossless": True}], agreement=0.99) == []
 
 
-def test_greedy_drafting_is_told_by_the_rate_that_it_would_give() -> None:
-    fitting = {"greedy drafting": {(1.0, 5): 2.1}, "captured layers off by one (+1)": {(1.0, 5): 2.9}}
-    assert [c.name for c in causes_in_numbers([ROW], {"alternatives": fitting})] == ["greedy drafting"]
-
-
-def test_layers_off_by_one_in_every_key_are_told_by_the_recorded_acceptance() -> None:
-    row = ROW | {"fits": True, "recorded_length": 4.1, "recorded_length_se": 0.1}
-    shifted = {"captured layers off by one (+1)": {(1.0, 5): 4.0}, "captured layers off by one (-1)": {(1.0, 5): 2.9}}
-    assert [c.name for c in causes_in_numbers([row], {"alternatives": shifted})] == ["captured layers off by one (+1)"]
-
-
-def test_a_profile_of_few_texts_is_taken_with_its_error() -> None:
-    row = ROW | {"fits": True, "recorded_length": 3.4}
-    assert causes_in_numbers([row | {"recorded_length_se": 0.2}], {}) == []
-    (cause,) = causes_in_numbers([row | {"recorded_length_se": 0.1}], {})
-    assert cause.name == "another draft than the measured one, or other prompts"
-
-
-def test_sampling_that_is_not_the_targets_is_named_and_nothing_else() -> None:
-    row = ROW | {"lossless": False, "target_logprob": -5.0, "plain_target_logprob": -0.3}
-    fitting = {"greedy drafting": {(1.0, 5): 2.1}}
-    names = [c.name for c in causes_in_numbers([row], {"alternatives": fitting})]
-    assert names == ["the engine's sampling with a draft is not the target's"]
-
-
-def test_acceptance_that_is_lost_with_several_texts_at_a_time_is_named() -> None:
-    row = ROW | {"temperature": 0.0, "fits": True, "served_length": 1.4}
-    many = {"batch_size": 4, "draft_length": 5, "served_length": 1.39}
-    assert causes_in_numbers([row], {"together": [many]}) == []
-    (cause,) = causes_in_numbers([row], {"together": [many, many | {"served_length": 1.1}]})
-    assert (cause.name, "accepts 1.10 a round" in cause.told_by) == ("batch", True)
-
-
-def test_numbers_name_another_target_and_a_draft_worse_than_guessing() -> None:
-    facts = {"agreement": 0.7, "logprob": -9.0, "vocabulary": 280}
-    names = [c.name for c in causes_in_numbers([ROW | {"fits": True, "predicted_length": 1.05}], facts)]
-    assert names == ["another target", "embeddings or head of another tokenizer"]
-    confident = [c.name for c in causes_in_numbers([ROW | {"fits": True}], facts)]  # wrong rarely, then by much
-    assert confident == ["another target"]
-
-
-def test_the_whole_check_in_transformers_and_where_it_is_kept(folder: Path) -> None:
+def test_the_whole_check_in_transformers_and_where_it_is_recorded(folder: Path) -> None:
     """Exactly the predicted acceptance at T = 0, the same texts, and rows in the profile and the card."""
     draft = folder / "draft"
     (draft / "README.md").write_text("# Draft\n\nNotes.\n")
@@ -181,26 +149,44 @@ def test_the_whole_check_in_transformers_and_where_it_is_kept(folder: Path) -> N
         assert all(at["within"] for at in row["positions"])
     assert found.causes == []
     for _ in range(2):  # a second check replaces the first
-        record(dataclasses.asdict(found), draft, folder)
+        record(plain(dataclasses.asdict(found)), draft, folder)
     for path in (draft / "speculation_profile.json", folder / "report.json"):
         assert [check["engine"] for check in json.loads(path.read_text())["served"]] == ["transformers"]
     card = (draft / "README.md").read_text()
     assert card.startswith("# Draft\n\nNotes.")
     assert card.count("## Served") == 1
     assert named(folder) == []
-    html = served_page([dataclasses.asdict(found)], "run").html()
-    assert "2 of 2 block efficiencies agree with the predicted ones within" in html
 
 
-def test_weights_of_another_step_part_from_the_recorded_acceptance(folder: Path, tiny) -> None:
-    pair = load(folder / "target", folder / "draft")
-    profile = {"marginal_accept_rates": [1.0, 1.0], "measurement_conditions": {"temperature": 0.0}}
-    (folder / "draft" / "speculation_profile.json").write_text(json.dumps(profile))
-    items = [Item(Prompt(str(i), "", None), [5 + i, 9, 17]) for i in range(3)]
-    settings = EngineSettings(str(folder / "target"), str(folder / "draft"))
-    found = serve_check("transformers", settings, pair.target, pair.draft, items, [0], CheckOptions([2], [0.0], 20))
-    assert [cause.name for cause in found.causes] == ["another draft than the measured one, or other prompts"]
+def test_a_check_without_a_whole_round_is_recorded_without_a_length() -> None:
+    row = dict.fromkeys(column.partition(":")[0] for column in COLUMNS.values())
+    assert cells(row) == [""] * len(COLUMNS)
 
 
-def test_a_check_without_a_whole_round_has_a_row_without_a_difference() -> None:
-    assert shown({"served_length": None, "predicted_length": None, "fits": False})["apart"] is None
+def test_an_untrained_draft_has_the_targets_vocabulary_and_context(tiny, tmp_path: Path) -> None:
+    save_pair(tmp_path, tiny)
+    count = write_untrained_draft(tmp_path / "untrained", str(tmp_path / "target"), "32x1x2", 0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "untrained")
+    assert (model.config.vocab_size, model.config.max_position_embeddings) == (280, 256)
+    assert sum(weight.numel() for weight in model.parameters()) == count
+    for wrong in ("192x2", "192x0x3", "100x2x3"):
+        with pytest.raises(UserError, match="draft_shape is"):
+            write_untrained_draft(tmp_path, str(tmp_path / "target"), wrong, 0)
+
+
+def test_speedups_of_an_untrained_draft_follow_from_the_time_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Timed:
+        def write(self, ids, **options: object) -> ServedText:
+            seconds, drafts = (6.0, Drafts(10, 30, [0, 0, 0])) if self.length else (2.0, Drafts())
+            return ServedText([1] * 11, 9.0, seconds, drafts)  # ten steps of 0.2 s, ten rounds of 0.6 s
+
+    def opened(name: str, settings: EngineSettings, length: int | None):
+        writer = Timed()
+        writer.length = length
+        return nullcontext(writer)
+
+    monkeypatch.setattr("decode.engines.serve_check.opened", opened)
+    items = [Item(Prompt("", "", None), [5, 9, 17])]
+    rows = time_untrained_draft("vllm", EngineSettings("t", "d"), items, CheckOptions([3]))
+    half = next(row for row in rows if row["acceptance"] == 0.5)
+    assert (half["tokens_per_round"], half["speedup"]) == (1.875, pytest.approx(1.875 / 3))

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from decode.engines.launch import check_port, opened, running
+from decode.engines.launch import check_engine, opened, running
 from decode.engines.settings import EngineSettings
 from decode.errors import UserError, scratch_folder
 
@@ -97,7 +97,7 @@ def test_a_port_in_use_is_refused() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"port {port} is in use"):
-            check_port(port)
+            check_engine("vllm", EngineSettings("t", "d", port=port))
 
 
 def test_what_is_not_installed_is_said_with_the_next_step(tmp_path, monkeypatch) -> None:

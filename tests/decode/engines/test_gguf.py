@@ -81,7 +81,7 @@ def test_the_files_hold_the_models_own_weights(tiny, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="converter refuses"):
         convert(tmp_path / "nothing", tmp_path / "x.gguf")
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["NoSuchModel"]}')
-    with pytest.raises(UserError, match=r"refuses .*: Model NoSuchModel is not supported; vLLM or"):
+    with pytest.raises(UserError, match=r"refuses .*NoSuchModel is not supported"):
         convert(tmp_path, tmp_path / "x.gguf")
     assert not (tmp_path / "x.gguf").exists()
 
