@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from decode.bench.session import Item
-from decode.bench.suites import Prompt
 from decode.bench.statistics import plain
+from decode.bench.suites import Prompt
 from decode.commands.serve_check import COLUMNS, cells, record
 from decode.engines.acceptance import Drafts, ServedText
 from decode.engines.gap_causes import causes_in_files, causes_in_numbers, weight_fingerprints
