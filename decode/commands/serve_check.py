@@ -64,7 +64,10 @@ def run(settings: ServeCheckSettings) -> None:
             if settings.draft_shape is not None:
                 rows = plain(time_untrained_draft(settings.engine, engine, items, options, status.update))
             else:
-                stops, folders = sorted(stop_ids(pair.target, pair.tokenizer)), (str(settings.target), settings.draft)
+                stops, folders = (
+                    sorted(stop_ids(pair.target, pair.tokenizer)),
+                    (str(settings.target), str(settings.draft)),
+                )
                 checked = serve_check(
                     settings.engine, engine, pair.target, pair.draft, items, stops, options, status.update, folders
                 )

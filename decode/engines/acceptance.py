@@ -142,7 +142,7 @@ def acceptance(
         if tail and new and len(ids) + tail <= limit:
             given = torch.tensor([ids], device=target.device)
             with using_config(target, GenerationConfig(max_new_tokens=tail, do_sample=False, pad_token_id=0)):
-                ids = target.generate(given, attention_mask=torch.ones_like(given))[0].tolist()  # type: ignore[operator]
+                ids = target.generate(given, attention_mask=torch.ones_like(given))[0].tolist()
         read.append((ids, len(prompt)))
     rows: list[list[list[float]]] = [[[]] for _ in texts]
     right = 0

@@ -40,7 +40,7 @@ class AssistedGeneration:
         with using_config(self.target, config), drafting, _counted(self.target, len(ids)) as rounds:
             torch.manual_seed(seed)
             began = time.perf_counter()
-            out = self.target.generate(prompt, attention_mask=torch.ones_like(prompt), **extra)  # type: ignore[operator]
+            out = self.target.generate(prompt, attention_mask=torch.ones_like(prompt), **extra)
             seconds = time.perf_counter() - began
         new = out[0, len(ids) :].tolist()
         # a draft that was shorter held a stop token that the text does not have, which was rejected
