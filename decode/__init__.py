@@ -10,6 +10,7 @@
 The names are imported when they are first used, so that ``import decode`` itself loads neither torch nor transformers.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from decode.models.pair import Pair, load
 
 __all__ = ["Generation", "Pair", "UserError", "bench", "generate", "load", "profile"]
+
+# A thread that waits for the others of a parallel region spins before it sleeps. OpenMP's default spins for milliseconds,
+# which takes a core from the work itself wherever another process runs; a short spin is faster on busy and idle machines.
+# It is set here because every command and worker imports this package before torch, which reads it when it is loaded.
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "200"
 
 _HOMES = {
     "Generation": "decode.commands.generate",
