@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Generation", "Pair", "UserError", "bench", "generate", "load", "profile"]
 
-# A thread that waits for the others of a parallel region spins before it sleeps. OpenMP's default spins for milliseconds,
-# which takes a core from the work itself wherever another process runs; a short spin is faster on busy and idle machines.
+# A thread that waits for the others of a parallel region spins before it sleeps. OpenMP's default is milliseconds of
+# spinning, which takes a core from the work itself wherever another process runs; a short spin is faster there.
 # It is set here because every command and worker imports this package before torch, which reads it when it is loaded.
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "200"
