@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tiny_run import tiny_settings
-from tokenizers_of_kinds import CHAT_TEMPLATES, with_start
+from tokenizers_of_kinds import with_start
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.progress import Work
 from distill.config.data import DataSettings, PromptSettings
 from distill.config.run import Settings
 from distill.config.training import TargetSettings
@@ -76,11 +75,6 @@ def test_a_template_without_a_users_turn_is_refused_with_the_next_step(template:
     assert "reference.responses.source target" in str(error.value)
 
 
-def test_a_template_that_takes_no_system_message_says_so() -> None:
-    with pytest.raises(UserError, match=r"leave data\.system out"):
-        user_turn(chat(CHAT_TEMPLATES["strict"], system="Be kind."), {0})
-
-
 # -- the filter -------------------------------------------------------------------------------------------------------
 
 GOOD = "Can you explain how rain is made in the clouds above the sea?"
@@ -106,19 +100,6 @@ def test_each_rule_drops_what_it_is_for(text: str, tokens: int, ended: bool, rea
     assert kept.written(GOOD, 14, ended=True)
     assert not kept.written(text, tokens, ended=ended)
     assert dict(kept.dropped) == {reason: 1}
-
-
-def test_what_merely_begins_alike_or_shares_some_words_is_kept() -> None:
-    kept = PromptFilter(PromptSettings())
-    for text in (
-        GOOD,
-        "Can you explain how bread is baked?",
-        "How is rain made?",
-        "Über what do people from Köln and Düsseldorf joke when they meet each other?",
-    ):
-        assert kept.written(text, 12, ended=True)
-    assert kept.kept == 4
-    assert not kept.dropped
 
 
 def test_the_search_for_near_repeats_finds_what_a_plain_comparison_finds() -> None:
@@ -220,12 +201,6 @@ def test_an_opening_belongs_to_the_prompt_and_makes_no_two_of_them_alike() -> No
     assert notes == ["prompts of the target: 19 written, 19 kept (100%); dropped: none"]
 
 
-def test_too_few_usable_samples_end_the_run_with_the_reasons() -> None:
-    endless = (Sample("no", 1, True) for _ in count())
-    with pytest.raises(UserError, match=r"of 152 prompts that it wrote 0 can be used of 19 wanted \(152 shorter than"):
-        prompt_rows(settings(), 0, endless)
-
-
 # -- a real, tiny target ----------------------------------------------------------------------------------------------
 
 LOOSE = {"min_tokens": 2, "max_tokens": 60, "ascii_letters": 0.0, "tries": 60, "batch_size": 8}
@@ -302,21 +277,6 @@ def test_the_same_seed_gives_the_same_prompts_and_a_killed_run_goes_on_with_them
     assert len(set(context(made, "third")[0].corpus.train["prompt"]) - set(prompts)) > 12
 
 
-def test_the_target_continues_the_openings(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    update = Work.update
-    monkeypatch.setattr(Work, "update", lambda work, **state: (update(work, **state), lines.append(work.line()))[0])
-    one, _ = context(own_run(tmp_path, tiny, openings=["Why is"], openings_share=0.5))
-    assert len(one.corpus.train) == 16
-    written = [line for line in lines if " written (" in line]
-    assert written[-1].startswith("  prompts of the target 28/28 kept, ")
-    assert any(" left)" in line for line in written)
-    words = [prompt.partition("<s>user\n")[2] for prompt in one.corpus.train["prompt"]]
-    assert 4 < sum(text.startswith("Why is") for text in words) < 12
-    other, _ = context(own_run(tmp_path, tiny, openings=["Why is"], openings_share=1), "all")
-    assert all("<s>user\nWhy is" in prompt for prompt in other.corpus.train["prompt"])
-
-
 def test_a_run_on_prompts_of_the_target_trains_every_stage_on_its_answers(tmp_path: Path, tiny: Tiny) -> None:
     made = own_run(tmp_path, tiny)
     made.validate()
@@ -339,11 +299,7 @@ def test_a_run_on_prompts_of_the_target_trains_every_stage_on_its_answers(tmp_pa
         (lambda s: setattr(s.reference.responses, "source", "dataset"), r"reference\.responses\.source is dataset"),
         (lambda s: setattr(s.reference.responses, "source", "draft"), r"reference\.responses\.fixed is dataset"),
         (lambda s: setattr(s.target, "kind", "finetune"), r"target\.kind is finetune"),
-        (lambda s: setattr(s.data, "train_examples", "all"), r"train_examples is all"),
-        (lambda s: setattr(s.data, "chat", False), r"data\.chat is False"),
         (lambda s: setattr(s.data, "train_file", "x.jsonl"), r"data\.train_file is 'x\.jsonl'"),
-        (lambda s: setattr(s.data.prompts, "file", "x.jsonl"), r"data\.prompts\.file: there is no file"),
-        (lambda s: setattr(s.data.prompts, "min_tokens", 99), r"min_tokens is 99 and max_tokens 60"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
