@@ -1,4 +1,4 @@
-"""Cross-entropy against the next token, from hidden states: no whole logits where they would be large."""
+"""Cross-entropy of the next token from hidden states, without whole logits where they would be large."""
 
 from typing import Any
 
@@ -11,16 +11,16 @@ from distill.models.lm_head import LMHead
 from distill.models.loading import autocast_to_bfloat16, loss_precision
 
 WHOLE_CPU, WHOLE_CUDA = 1 << 26, 1 << 28
-"""Bytes of float32 logits up to which they are computed whole, which autograd does in less time."""
+"""Bytes of float32 logits up to which they are computed whole, which takes autograd less time."""
 
 
 def next_token_loss(hidden: Tensor, head: LMHead, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of the rows; 0, with a graph to every parameter, if there are none.
+    """Returns the mean cross-entropy of the rows, or 0 with a graph to every parameter if there are none.
 
     Args:
         hidden: Last hidden states at the positions whose next token is a label, ``[rows, hidden]``.
-        head: The model's head.
-        labels: Those tokens, ``[rows]``.
+        head: The model's output head.
+        labels: These tokens, ``[rows]``.
     """
     narrow = torch.bfloat16 if autocast_to_bfloat16(hidden.device) else None
     with loss_precision(hidden.device):
@@ -37,35 +37,29 @@ def next_token_loss(hidden: Tensor, head: LMHead, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def next_token_hits(hidden: Tensor, head: LMHead, labels: Tensor) -> Tensor:
-    """How many of the rows have their label as most probable token, a scalar."""
+    """Returns for how many rows the label is the most probable token, a scalar."""
     with loss_precision(hidden.device):
         hidden = hidden.to(head.linear.weight.dtype)
-        size = len(hidden) if is_small(hidden, head) else chunk_rows(head.vocab, hidden.device)
-        hits = [
-            (head(hidden[place]).argmax(-1) == labels[place]).sum() for place in row_slices(len(hidden), max(1, size))
-        ]
-        return torch.stack(hits).sum() if hits else labels.new_zeros(())
+        size = max(1, len(hidden)) if is_small(hidden, head) else chunk_rows(head.vocab, hidden.device)
+        hits = labels.new_zeros(())
+        for place in row_slices(len(hidden), size):
+            hits += (head(hidden[place]).argmax(-1) == labels[place]).sum()
+        return hits
 
 
 def is_small(hidden: Tensor, head: LMHead) -> bool:
-    """Whether the logits of all rows may be in memory at once."""
+    """Returns whether the logits of all rows may be in memory at once."""
     return len(hidden) * head.vocab * 4 <= (WHOLE_CUDA if hidden.device.type == "cuda" else WHOLE_CPU)
 
 
 class _Chunked(torch.autograd.Function):
-    """The rows' summed cross-entropy, chunk by chunk; its gradient, softmax minus one-hot, is taken on the way."""
+    """Sum of the rows' cross-entropy, chunk by chunk, with its gradient: softmax minus one-hot."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        head: LMHead,
-        labels: Tensor,
-        graph: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: LMHead, labels: Tensor, graph: bool,
         narrow: torch.dtype | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         needed = ctx.needs_input_grad[:3]
         gradients = HeadGradients(hidden, weight, bias, head.vocab, needed, narrow) if graph and any(needed) else None
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))

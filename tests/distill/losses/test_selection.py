@@ -27,11 +27,6 @@ def test_nothing_to_choose_from_gives_nothing() -> None:
     assert Selection(0.4).choose(torch.empty(0)).tolist() == []
 
 
-def test_normalisations_divide_by_selected_or_by_all_tokens() -> None:
-    assert Selection(normalisation="paper").divisor(2, 5) == 2
-    assert Selection(normalisation="official").divisor(2, 5) == 5
-
-
 def test_an_empty_selection_is_divided_by_one() -> None:
     assert Selection(normalisation="paper").divisor(0, 0) == Selection(normalisation="official").divisor(0, 0) == 1
 
