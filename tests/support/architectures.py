@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, what opening them says, and the table of it in docs/architectures.md."""
+"""Tiny random models of many architectures, what opening them says, and the table of it in docs/targets.md."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def opened(name: str, model: PreTrainedModel) -> Opened:
 
 
 def table(lines: list[Opened]) -> str:
-    """The table of docs/architectures.md."""
+    """The table of docs/targets.md."""
     rows = [
         f"| {one.name} | {one.forward if one.forward != 'ordinary' else 'the model’s own'} | "
         f"{'yes' if one.trees else 'no'} | {one.reason} |"

@@ -1,4 +1,4 @@
-"""Every architecture decodes as its own `generate` does, or is refused with a reason (docs/architectures.md)."""
+"""Every architecture decodes as its own `generate` does, or is refused with a reason (docs/targets.md)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from decode.stopping import StopRule
 
 SERVED = [name for name in ARCHITECTURES if name not in REFUSED]
 TREES = [name for name in SERVED if name not in NO_TREES]
-DOCS = Path(__file__).parents[3] / "docs" / "architectures.md"
+DOCS = Path(__file__).parents[3] / "docs" / "targets.md"
 NEW = 20
 
 
