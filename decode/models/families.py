@@ -1,11 +1,10 @@
 """The architectures that the hand-written forward knows, and the weights of each in the layout that it reads.
 
-Two layouts. `tuned` weights are copies for the CPU: scales of RMS norms folded into the projection behind them (except
-where 16 bits hold the weights, which they would not hold with the scales), and rows of q and k sorted so that rotation
-is one multiplication of complex numbers. Where a copy would cost too much, or numbers are too narrow for complex
-arithmetic, the layout stays the model's own. Projections of one input are fused into one weight: a copy, or for models
-of more than `COPIED` bytes the model's own memory, of which its parameters become views (they keep their values, and
-can be trained and saved).
+There are two layouts. `tuned` weights are copies for the CPU: scales of RMS norms are folded into the projections that
+follow (unless weights are held in 16 bits, which the scaled ones would not fit), and rows of q and k are sorted so that
+rotation is one multiplication of complex numbers. Otherwise the layout is the model's own. Projections of one input are
+always fused into one weight. It is a copy, or for models of more than `COPIED` bytes the model's own memory: the
+parameters become views of it, keep their values, and can be trained and saved.
 """
 
 from collections.abc import Sequence
@@ -22,46 +21,46 @@ from decode.errors import UserError
 from decode.models.weights import WIDE, Function, Linear, Linears, RmsNorm, half_scale, norm, rms_norm
 
 COPIED = 1 << 30  # most bytes of a model whose weights are copied
-
-WeightAndBias = tuple[Tensor, Tensor | None]
-Products = tuple[Linear, Linear, Linear, Linear]
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 FAMILIES = (*LLAMA_LIKE, "phi", "gpt_neox")  # what the hand-written forward knows
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Scalings whose rotation of a position is the same in every forward."""
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # scalings that rotate a position alike in every forward
 
 
 def supports(model: PreTrainedModel) -> bool:
     """Whether the hand-written forward knows this model, on one device, with plain weights and plain layers.
 
-    Adapters, quantised weights and hooks are none of it: they go through the ordinary model call.
+    Models with adapters, quantised weights or hooks are not supported.
     """
     if not isinstance(model, PreTrainedModel) or model.config.model_type not in FAMILIES:
         return False
     config, parameters = model.config, list(model.parameters())
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") not in ROPE_TYPES or len(set(getattr(config, "layer_types", None) or ())) > 1:
-        return False
-    if config.model_type == "phi" and getattr(config, "qk_layernorm", False):
-        return False
-    if len({p.device for p in parameters}) != 1 or not all(p.is_floating_point() for p in parameters):
-        return False
-    return getattr(model, "hf_quantizer", None) is None and all(map(_is_plain, model.modules()))
+    return (
+        rope.get("rope_type", "default") in ROPE_TYPES
+        and len(set(getattr(config, "layer_types", None) or ())) <= 1
+        and not (config.model_type == "phi" and getattr(config, "qk_layernorm", False))
+        and len({p.device for p in parameters}) == 1
+        and all(p.is_floating_point() for p in parameters)
+        and getattr(model, "hf_quantizer", None) is None
+        and all(map(_is_plain, model.modules()))
+    )
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module does what its class in torch or transformers says, and its weights are all there is to it."""
+    """Whether a module does what its class in torch or transformers does, with no weights but those known here."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    # transformers leaves hooks of its own once hidden states have been asked for; they change nothing
-    if "forward" in vars(module) or any(
-        not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks
-    ):
-        return False
-    if not type(module).__module__.startswith(("torch.", "transformers.")):
-        return False
-    holds_weights = any(True for _ in module.parameters(recurse=False))
-    kinds = (nn.Linear, nn.Embedding, nn.LayerNorm)
-    return not holds_weights or type(module) in kinds or type(module).__name__.endswith("RMSNorm")
+    kind, holds_weights = type(module), any(True for _ in module.parameters(recurse=False))
+    return (
+        "forward" not in vars(module)
+        # transformers leaves hooks of its own once hidden states have been asked for; they change nothing
+        and all(getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
+        and kind.__module__.startswith(("torch.", "transformers."))
+        and (
+            not holds_weights
+            or kind in (nn.Linear, nn.Embedding, nn.LayerNorm)
+            or kind.__name__.endswith("RMSNorm")
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,9 @@ class Shape:
     kv_heads: int  # of keys and of values
     width: int  # of a head
     rotated: int  # leading elements of a head that positions rotate
-    interleaved: bool = False  # whether q, k and v stand together for each head (GPT-NeoX)
+    interleaved: bool = False  # whether q, k and v are stored together for each head (GPT-NeoX)
     tuned: bool = False  # whether weights are copies for the CPU
-    folded: bool = False  # whether the projections behind RMS norms hold the norms' scales
+    folded: bool = False  # whether the projections that follow RMS norms hold the norms' scales
     in_place: bool = False  # whether projections are fused in the model's own memory (see `fuse`)
 
 
@@ -91,6 +90,11 @@ class Layer:
     qk_norm: Function | None = None  # norm of rotated heads ``[.., heads + kv_heads, n, width]``
 
 
+def is_small(model: nn.Module) -> bool:
+    """Whether the weights take at most `COPIED` bytes."""
+    return sum(p.numel() * p.element_size() for p in model.parameters()) <= COPIED
+
+
 def tunable(model: nn.Module) -> bool:
     """Whether copies of a model's weights pay: on a CPU, in 32 bits or more, up to `COPIED`."""
     return is_small(model) and all(p.device.type == "cpu" and p.dtype in WIDE for p in model.parameters())
@@ -101,54 +105,42 @@ def published_in_half(model: nn.Module) -> bool:
     return all(half_scale(p) is not None for p in model.parameters() if p.dim() == 2)
 
 
-def is_small(model: nn.Module) -> bool:
-    """Whether the weights take at most `COPIED` bytes."""
-    return sum(p.numel() * p.element_size() for p in model.parameters()) <= COPIED
-
-
 def fuse(linears: Sequence[nn.Linear], *, in_place: bool) -> tuple[Tensor, Tensor | None]:
     """One weight and bias for several projections of the same input.
 
     Args:
-        linears: the projections, of one input.
-        in_place: make the originals views of the result, so that the weights are not held twice; else leave them.
+        linears: the projections.
+        in_place: make their parameters views of the result, so that memory holds the weights once.
     """
-    if len(linears) == 1:
-        return linears[0].weight, linears[0].bias
-    with torch.inference_mode(False):  # in place they are the model's own weights, which may yet be trained
-        weight = torch.cat([m.weight.detach() for m in linears])
-        bias = None if linears[0].bias is None else torch.cat([m.bias.detach() for m in linears])
-    start = 0
-    for m in linears if in_place else ():
-        end = start + m.out_features
-        m.weight.data = weight[start:end]
-        if bias is not None:
-            m.bias.data = bias[start:end]
-        start = end
+    fused: list[Tensor | None] = []
+    for name in ("weight", "bias"):
+        whole = [getattr(m, name) for m in linears]
+        parts = [p.detach() for p in whole if p is not None]
+        if len(parts) < 2:
+            fused.append(whole[0])
+            continue
+        first, at = parts[0], parts[0].data_ptr()
+        adjacent = in_place
+        for part in parts:  # another runner may have fused them before
+            same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            adjacent = adjacent and same and part.is_contiguous() and part.data_ptr() == at
+            at += part.numel() * part.element_size()
+        with torch.inference_mode(False):  # in place they are the model's own weights, which may yet be trained
+            if adjacent:
+                shape = (sum(map(len, parts)), *first.shape[1:])
+                fused.append(first.as_strided(shape, first.stride()))
+                continue
+            fused.append(torch.cat(parts))
+        if in_place:
+            for p, view in zip(whole, fused[-1].split([len(part) for part in parts]), strict=True):
+                p.data = view
+    weight, bias = fused
+    assert weight is not None
     return weight, bias
 
 
-def _behind(module: Any, weight: Tensor, shape: Shape) -> tuple[Function, Tensor]:
-    """A norm and the projection behind it, the norm's scale in the projection where that can be."""
-    made = norm(module)
-    if not shape.folded or not isinstance(made, RmsNorm) or made.scale is None:
-        return made, weight
-    return RmsNorm(made.floor, None), weight * made.scale
-
-
-def _sorted_rows(shape: Shape, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Tuned: heads of q, then k, then v; in q and k, elements that rotate together side by side."""
-    if not shape.tuned:
-        return weight, bias
-    rows = torch.arange(weight.shape[0]).view(-1, shape.width)
-    if shape.interleaved:
-        rows = rows.view(shape.heads, 3, shape.width).transpose(0, 1).reshape(-1, shape.width)
-    rows = torch.cat([_pairs(shape, rows[: -shape.kv_heads]), rows[-shape.kv_heads :]]).flatten()
-    return weight[rows], None if bias is None else bias[rows]
-
-
 def _pairs(shape: Shape, heads: Tensor) -> Tensor:
-    """Elements of heads ``[.., width]`` sorted so that those that rotate together stand side by side."""
+    """Elements of heads ``[.., width]`` sorted so that those that rotate together are neighbours."""
     turned, rest = heads[..., : shape.rotated], heads[..., shape.rotated :]
     return torch.cat([turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2), rest], -1)
 
@@ -185,18 +177,17 @@ def model_weights(model: Any, rotated: int, make: Linears, *, tuned: bool, folde
     in_place = not tuned and make.pack == "off" and not is_small(model)
     tuned = tuned and width % 2 == 0
     shape = Shape(heads, kv_heads, width, rotated, kind == "gpt_neox", tuned, tuned and folded, in_place)
-    gated, mlp = kind in LLAMA_LIKE, base.layers[0].mlp
+    mlp = base.layers[0].mlp
     act = mlp.activation_fn if kind in ("phi", "phi3") else mlp.act if kind == "gpt_neox" else mlp.act_fn
     final = base.final_layer_norm if kind == "gpt_neox" else base.final_layernorm if kind == "phi" else base.norm
-    head = model.get_output_embeddings()
-    layer_types = getattr(config, "layer_types", None)
+    head, layer_types = model.get_output_embeddings(), getattr(config, "layer_types", None)
     slides = "sliding_attention" in layer_types if layer_types else kind in ("mistral", "phi3")
     return Weights(
         shape,
         [decoder_layer(kind, block, shape, make) for block in base.layers],
         # the function costs half of the module's call
         F.silu if isinstance(act, nn.SiLU | SiLUActivation) else act,
-        gated=gated,
+        gated=kind in LLAMA_LIKE,
         parallel=kind == "phi" or getattr(config, "use_parallel_residual", False),
         window=config.sliding_window if slides else None,
         embedding=model.get_input_embeddings().weight,
@@ -205,56 +196,51 @@ def model_weights(model: Any, rotated: int, make: Linears, *, tuned: bool, folde
     )
 
 
-def decoder_layer(kind: str, block: Any, shape: Shape, make: Linears) -> Layer:
-    """One layer of a family of `FAMILIES`."""
+def decoder_layer(kind: str, block: Any, shape: Shape, make: Linears, *, normed: bool = False) -> Layer:
+    """One layer of a family of `FAMILIES`.
+
+    Args:
+        kind: the family.
+        block: the layer's module.
+        shape: the layout to make.
+        make: makes the products.
+        normed: the states that attention reads are normed already, so `Layer.norm1` does nothing.
+    """
+    attention, mlp = block.attention if kind == "gpt_neox" else block.self_attn, block.mlp
     if kind == "gpt_neox":
-        return neox_layer(block, shape, make)
-    if kind == "phi":
-        return phi_layer(block, shape, make)
-    return llama_layer(block.self_attn, block.mlp, block.input_layernorm, block.post_attention_layernorm, shape, make)
-
-
-def llama_layer(attention: Any, mlp: Any, norm1: Any, norm2: Any, shape: Shape, make: Linears) -> Layer:
-    """A gated layer, of which Phi-3 stores projections fused; without `norm1`, what it reads is normed already."""
-    fused = hasattr(attention, "qkv_proj")
-    inputs = [attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj]
-    gates = [mlp.gate_up_proj] if fused else [mlp.gate_proj, mlp.up_proj]
-    qkv, qkv_bias = fuse(inputs, in_place=shape.in_place)
-    up, up_bias = fuse(gates, in_place=shape.in_place)
-    first, qkv = (lambda x: x, qkv) if norm1 is None else _behind(norm1, qkv, shape)
-    second, up = _behind(norm2, up, shape)
-    qkv, qkv_bias = _sorted_rows(shape, qkv, qkv_bias)
+        inputs, out, ups, down = [attention.query_key_value], attention.dense, [mlp.dense_h_to_4h], mlp.dense_4h_to_h
+    elif kind == "phi":
+        inputs, out = [attention.q_proj, attention.k_proj, attention.v_proj], attention.dense
+        ups, down = [mlp.fc1], mlp.fc2
+    elif kind == "phi3":
+        inputs, out, ups, down = [attention.qkv_proj], attention.o_proj, [mlp.gate_up_proj], mlp.down_proj
+    else:
+        inputs, out = [attention.q_proj, attention.k_proj, attention.v_proj], attention.o_proj
+        ups, down = [mlp.gate_proj, mlp.up_proj], mlp.down_proj
+    (qkv, qkv_bias), (up, up_bias) = fuse(inputs, in_place=shape.in_place), fuse(ups, in_place=shape.in_place)
+    norm1: Function = (lambda x: x) if normed else norm(block.input_layernorm)
+    norm2 = None if kind == "phi" else norm(block.post_attention_layernorm)
+    if shape.folded and isinstance(norm1, RmsNorm):
+        qkv, norm1.folded = qkv * norm1.scale, True
+    if shape.folded and isinstance(norm2, RmsNorm):
+        up, norm2.folded = up * norm2.scale, True
+    if shape.tuned:  # heads of q, then k, then v
+        rows = torch.arange(len(qkv)).view(-1, shape.width)
+        if shape.interleaved:
+            rows = rows.view(shape.heads, 3, shape.width).transpose(0, 1).reshape(-1, shape.width)
+        rows = torch.cat([_pairs(shape, rows[: -shape.kv_heads]), rows[-shape.kv_heads :]]).flatten()
+        qkv, qkv_bias = qkv[rows], None if qkv_bias is None else qkv_bias[rows]
     qk_norm = None
     if hasattr(attention, "q_norm"):
         q, k = attention.q_norm, attention.k_norm
         scale = torch.cat([q.weight.detach().expand(shape.heads, -1), k.weight.detach().expand(shape.kv_heads, -1)])
         scale = _pairs(shape, scale) if shape.tuned else scale
         qk_norm = rms_norm(scale[:, None].contiguous(), q.variance_epsilon)
-    products = _products(make, (qkv, qkv_bias), attention.o_proj, (up, up_bias), mlp.down_proj)
-    return Layer(first, second, *products, qk_norm)
+    products = make(qkv, qkv_bias), make(out.weight, out.bias), make(up, up_bias), make(down.weight, down.bias)
+    return Layer(norm1, norm2, *products, qk_norm)
 
 
-def _products(make: Linears, qkv: WeightAndBias, out: Any, up: WeightAndBias, down: Any) -> Products:
-    """`Layer.qkv` to `Layer.down`."""
-    return make(*qkv), make(out.weight, out.bias), make(*up), make(down.weight, down.bias)
-
-
-def neox_layer(block: Any, shape: Shape, make: Linears) -> Layer:
-    """A layer of GPT-NeoX."""
-    attention, mlp = block.attention, block.mlp
-    qkv = _sorted_rows(shape, attention.query_key_value.weight, attention.query_key_value.bias)
-    up = mlp.dense_h_to_4h
-    products = _products(make, qkv, attention.dense, (up.weight, up.bias), mlp.dense_4h_to_h)
-    return Layer(norm(block.input_layernorm), norm(block.post_attention_layernorm), *products)
-
-
-def phi_layer(block: Any, shape: Shape, make: Linears) -> Layer:
-    """A layer of Phi, whose attention and MLP read the same."""
-    attention, mlp = block.self_attn, block.mlp
-    qkv = _sorted_rows(shape, *fuse([attention.q_proj, attention.k_proj, attention.v_proj], in_place=shape.in_place))
-    products = _products(make, qkv, attention.dense, (mlp.fc1.weight, mlp.fc1.bias), mlp.fc2)
-    return Layer(norm(block.input_layernorm), None, *products)
-
+# -- modules of any architecture --------------------------------------------------------------------------------------
 
 NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 
@@ -294,10 +280,10 @@ def _stack(model: PreTrainedModel) -> tuple[Any, nn.ModuleList]:
 
 @torch.no_grad()
 def check_structure(model: PreTrainedModel) -> None:
-    """Make sure that an exit behind the last layer would be the model itself: final norm of its output.
+    """Check that the model's last hidden state is the final norm of its last layer's output, as early exits assume.
 
     Raises:
-        UserError: something else stands between the last layer and the head.
+        UserError: the model does something else between the last layer and the head.
     """
     was_training = model.training
     model.eval()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.models.families import Shape, Weights, llama_layer, tunable
+from decode.models.families import Shape, Weights, decoder_layer, tunable
 from decode.models.fast_forward import FastForward, Mask, cos_and_sin
 from decode.models.fast_runner import RowRunner, hand_out
 from decode.models.heads import FeatureHead, output_head
@@ -57,7 +57,7 @@ class HeadRunner(RowRunner):
         make = Linears(pack, copies=tuned, half=pack == "auto")
         weights = Weights(
             shape,
-            [llama_layer(layer.self_attn, layer.mlp, None, layer.post_attention_layernorm, shape, make)],
+            [decoder_layer("llama", layer, shape, make, normed=True)],
             F.silu,
             gated=True,
             parallel=False,

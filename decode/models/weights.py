@@ -1,9 +1,26 @@
-"""Which of the products of `linear` serves each shape of a model's weights: what is asked for, or measured fastest."""
+"""Products with a model's weights, each in the layout that is fastest on this processor.
+
+A layout is here because it saves 5 % or more of a forward. Times of one forward over a cache of 100 to 200 tokens:
+
+| layout | model, rows read | before → after, ms | processor, threads |
+| --- | --- | --- | --- |
+| rows of q and k sorted, norms folded (`families`) | quickstart target, 1 | 0.95 → 0.79 | Xeon, AVX2, 1 |
+| | quickstart draft, 1 | 0.107 → 0.078 | Xeon, AVX-512, 1 |
+| `by_columns` | quickstart target, 8 | 1.33 → 1.18 | Xeon, AVX2, 1 |
+| | SmolLM2-135M, 4 | 96 → 70 | Xeon, AVX2, 1 |
+| `PackedLinear` | SmolLM2-135M, 8 | 82.6 → 30.9 | EPYC, AVX-512, 2 |
+| | SmolLM2-135M, 1 | 57.9 → 47.7 | EPYC, AVX2, 2 |
+| `PackedLinear`, padded to four rows | SmolLM2-135M, 1 | 91 → 63 | Xeon, AVX-512, 1 |
+| `TwoLayouts` | quickstart target, 21 | 1.29 → 1.11 | EPYC, AVX-512, 1 |
+| `HalfLinear` | SmolLM2-135M, 1 | 23.8 → 11.9 | EPYC, AVX-512, 2 |
+| | quickstart draft, 1 | 0.052 → 0.044 | EPYC, AVX-512, 1 |
+
+`RmsNorm` takes 5 µs for a state of the quickstart's target where `torch.nn.functional.rms_norm` takes 10.
+"""
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,8 +30,13 @@ from torch import Tensor, nn
 
 from decode.errors import UserError
 
-COLUMNS = 1 << 15  # smallest weight (elements) that is laid out column by column
-_BATCH = 8  # rows that oneDNN is told to expect; the order of the weight is the same for others
+WIDE = (torch.float32, torch.float64)
+COLUMNS = 1 << 15  # fewest elements of a weight that is laid out column by column
+FEW = 4
+"""Rows that a packed product of fewer rows is padded to with AVX-512, whose kernel for one to three rows takes up to
+1.4 times as long as the one for four; with AVX2 it takes 0.7 times as long."""
+BORDER = 16  # rows from which `TwoLayouts` takes the packed weight
+TWICE = 1 << 22  # most bytes of a weight that is held in two layouts
 
 
 class Linear:
@@ -25,8 +47,8 @@ class Linear:
         bias: ``[rows]``.
 
     Attributes:
-        rows: of the weight, the width of the results.
-        bytes: of the weight.
+        rows: rows of the weight, the width of the results.
+        bytes: bytes of the weight.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -34,41 +56,35 @@ class Linear:
         self.rows, self.bytes = len(weight), weight.numel() * weight.element_size()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[.., rows]`` of states ``[.., width]``."""
+        """Maps states ``[.., width]`` to ``[.., rows]``."""
         return F.linear(x, self.weight, self.bias)
 
     def add_to(self, x: Tensor, y: Tensor) -> Tensor:
-        """x + y·Wᵀ + b of states ``x [.., rows]`` and ``y [.., width]``, in as few operations as it takes."""
+        """Returns x + y·Wᵀ + b for states ``x [.., rows]`` and ``y [.., width]``."""
         sum = torch.addmm(x.flatten(0, -2), y.flatten(0, -2), self.weight.t()).view_as(x)
         return sum if self.bias is None else sum.add_(self.bias)
 
 
 def by_columns(weight: Tensor) -> Tensor:
-    """The weight laid out so that x·Wᵀ of few rows is fastest: measured up to 1.5 times on CPUs where W is tall."""
+    """A weight with more rows than columns, stored column by column on CPUs."""
     tall = weight.device.type == "cpu" and weight.shape[0] > weight.shape[1] and weight.numel() >= COLUMNS
     return weight.t().contiguous().t() if tall else weight
 
 
 class PackedLinear(Linear):
-    """x·Wᵀ + b with a packed weight.
+    """x·Wᵀ + b with a copy of the weight in oneDNN's own order; see `Linear`."""
 
-    Args:
-        weight: ``[rows, width]``; it is copied.
-        bias: ``[rows]``.
-        least: fewer rows of states are padded to so many.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, least: int = 1) -> None:
-        with torch.inference_mode():
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _BATCH)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        with torch.inference_mode():  # 8: an expected number of rows, which does not change the order
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 8)
         super().__init__(packed, None if bias is None else bias.detach())
-        self.least = least
+        self.least = FEW if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1
         self._product = torch.ops.mkldnn._linear_pointwise.default
         self._sum = torch.ops.mkldnn._linear_pointwise.binary
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear.__call__`."""
-        rows = x.shape[0]
+        rows = len(x)
         few = x.dim() == 2 and 0 < rows < self.least
         product: Tensor = self._product(
             F.pad(x, (0, 0, 0, self.least - rows)) if few else x, self.weight, self.bias, "none", [], ""
@@ -77,50 +93,32 @@ class PackedLinear(Linear):
 
     def add_to(self, x: Tensor, y: Tensor) -> Tensor:
         """See `Linear.add_to`."""
-        if x.dim() == 2 and 0 < x.shape[0] < self.least:
+        if x.dim() == 2 and 0 < len(x) < self.least:
             return x + self(y)
         sum: Tensor = self._sum(y, x, self.weight, self.bias, "add")
         return sum
 
 
 class TwoLayouts(Linear):
-    """x·Wᵀ + b of a small weight that is held twice: plain for few rows, packed for more.
+    """x·Wᵀ + b of a small weight that is held twice: plain for fewer than `BORDER` rows of states, else packed."""
 
-    Args:
-        weight: ``[rows, width]``.
-        bias: ``[rows]``.
-        border: rows of states from which on the packed weight is taken.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, border: int = 1) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(by_columns(weight), bias)
-        self.border, self._packed = border, PackedLinear(weight, bias)
+        self._packed = PackedLinear(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear.__call__`."""
-        return F.linear(x, self.weight, self.bias) if len(x) < self.border else self._packed(x)
+        return F.linear(x, self.weight, self.bias) if len(x) < BORDER else self._packed(x)
 
     def add_to(self, x: Tensor, y: Tensor) -> Tensor:
         """See `Linear.add_to`."""
-        return super().add_to(x, y) if len(x) < self.border else self._packed.add_to(x, y)
-
-
-def packable(weight: Tensor) -> bool:
-    """Whether oneDNN's kernels take a weight: on the CPU, in float32 or, where the processor has it, bfloat16."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    narrow = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32 or narrow
+        return super().add_to(x, y) if len(x) < BORDER else self._packed.add_to(x, y)
 
 
 class HalfLinear(Linear):
-    """x·Wᵀ + b of a weight in float16, made float32 as it is read (FBGEMM): half of the bytes, the same arithmetic.
+    """x·Wᵀ + b of a float16 copy of a float32 weight, widened as it is read (FBGEMM), with float32 arithmetic.
 
-    A weight that float16 holds only times a power of two is held so, which its products are divided by.
-
-    Args:
-        weight: ``[rows, width]``, float32; it is copied, and rounded where float16 does not hold it.
-        bias: ``[rows]``.
+    The copy is rounded where float16 does not hold the weight. It is scaled by `half_scale` where there is one.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -143,83 +141,75 @@ class HalfLinear(Linear):
         return self(y).add_(x)
 
 
+def packable(weight: Tensor) -> bool:
+    """Whether oneDNN's kernels take a weight: on the CPU, in float32 or, where the processor has it, bfloat16."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    narrow = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32 or narrow
+
+
 def halvable(weight: Tensor) -> bool:
     """Whether FBGEMM's kernels take a weight: on an x86 CPU, in float32."""
-    x86 = (
-        torch.backends.quantized.engine in ("x86", "fbgemm") and "fbgemm" in torch.backends.quantized.supported_engines
-    )
+    x86 = torch.backends.quantized.engine in ("x86", "fbgemm")
     return x86 and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def half_scale(weight: Tensor) -> float | None:
-    """The power of two times which float16 holds a weight, 1 if it can be; None where none does.
+    """The power of two, 1 if possible, by which a weight is multiplied so that float16 holds it; None without one.
 
-    Elements may be off by 2⁻³⁸ of the largest one, which products in float32 cannot show: bfloat16 reaches further down
-    than float16.
+    Elements may be off by 2⁻³⁸ of the largest one, which products in float32 cannot show: bfloat16 holds smaller
+    numbers than float16.
     """
     if not halvable(weight):
         return None
     weight = weight.detach()
     largest = max(float(weight.amax()), -float(weight.amin()))
-    scales = 1.0, 2.0 ** (15 - math.frexp(largest)[1])  # the second one brings the largest element to 2¹⁴ or more
+    for scale in 1.0, 2.0 ** (15 - math.frexp(largest)[1]):  # the second one brings the largest element to 2¹⁴ or more
+        errors = (((part * scale).half().float() / scale - part).abs().amax() for part in weight.split(1024))
+        if all(float(error) <= largest * 2**-38 for error in errors):
+            return scale
+    return None
 
-    def holds(scale: float, part: Tensor) -> bool:
-        return bool((((part * scale).half().float() / scale - part).abs().amax() <= largest * 2**-38).item())
 
-    return next((scale for scale in scales if all(holds(scale, part) for part in weight.split(1024))), None)
-
+# -- which layout ------------------------------------------------------------------------------------------------------
 
 MODES = ("auto", "on", "off")
-"""How weights are laid out: as is measured fastest for each shape, packed wherever the kernels take it, or plain."""
-ROWS = (1, 8, 16)  # rows of the products that are measured: a step, a check of a draft, and a long one or a prompt
+"""Layouts: the one measured fastest for each shape, packed or in float16 wherever the kernels take it, or plain."""
+ROWS = (1, 8, 16)  # rows that are measured: a step, a check of a draft, and a long check or a prompt
 MARGIN = 0.95
-"""Other products are taken where they need less than this part of the plain ones' time, summed over a step and a check
-of eight tokens."""
-TWO = {rows: f"plain, from {rows} rows packed" for rows in ROWS[1:]}
-"""Ways that hold a weight in two layouts, by the rows from which on it is packed."""
-TWICE = 1 << 22  # most bytes of such a weight
-COLD = 1 << 25
-"""Bytes of weights that a measurement reads in turn: a model's weights are read from memory, not from the cache."""
-TURNS = 5  # measurements of each way, interleaved; the least one counts
-FEW = 4
-"""Fewer rows are padded to this where that is faster: the kernel for one to three rows takes up to 1.4 times as long as
-the one for four with AVX-512, and 0.7 times with AVX2 alone."""
+"""Another layout replaces the plain one where a step and a check of eight tokens take less than this part of its time."""
+COLD = 1 << 25  # bytes of weights that a measurement reads in turn, so that they come from memory and not from a cache
+TURNS = 5  # interleaved measurements of each layout, of which the shortest counts
 
-Seconds = dict[str, list[float]]
-"""Of each way, at each of `ROWS`."""
-
-_MEASURED: dict[tuple[object, ...], Seconds] = {}  # by what decides them: models of a shape are alike
+_MEASURED: dict[tuple[object, ...], dict[str, list[float]]] = {}  # by all that decides them: models repeat shapes
 
 
 class Linears:
-    """Makes the products of one model, and decides for each shape of a weight how.
+    """Makes the products of one model, and chooses a layout for each shape of its weights.
 
     Args:
-        pack: of `MODES`.
-        layers: how many weights of a shape the model has at least; so many are read in turn when measuring.
+        pack: one of `MODES`.
+        layers: how many weights of a shape the model has at least; a measurement reads as many in turn.
         copies: whether plain weights may be copied into a faster layout.
         half: whether weights may be held in float16.
 
     Attributes:
-        bytes: of the weights, by the way that was chosen for them.
+        bytes: bytes of the weights in each layout: plain, packed, both (plain and packed), float16.
     """
 
     def __init__(self, pack: str = "off", layers: int = 1, *, copies: bool = False, half: bool = False) -> None:
         if pack not in MODES:
             raise UserError(f"pack is {pack!r}; choose one of {', '.join(MODES)}")
-        self.pack, self.layers, self.half = pack, layers, half
+        self.pack, self.layers, self.copies, self.half = pack, layers, copies, half
         self.ways: dict[str, Callable[..., Linear]] = {
             "plain": lambda weight, bias=None: Linear(by_columns(weight) if copies else weight, bias),
             "packed": PackedLinear,
-            "padded": partial(PackedLinear, least=FEW),
+            "both": TwoLayouts,
             "float16": HalfLinear,
         }
-        if copies:
-            self.ways |= {way: partial(TwoLayouts, border=rows) for rows, way in TWO.items()}
         self.bytes = dict.fromkeys(self.ways, 0)
-        self._known = layers, copies
         self._chosen: dict[tuple[int, ...], str] = {}
-        self._seconds: dict[tuple[int, ...], Seconds] = {}
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """The product with a weight ``[rows, width]`` and a bias ``[rows]``."""
@@ -231,148 +221,103 @@ class Linears:
         return made
 
     def _choose(self, weight: Tensor) -> str:
-        packed = ["packed", "padded"] if self.pack != "off" and packable(weight) else []
-        if not packed:
+        if self.pack == "off" or not packable(weight):
             return "plain"
-        ways = packed + ["float16"] * (self.half and halvable(weight)) + ["plain"] * (self.pack == "auto")
-        part = weight[: max(1, COLD // (weight.shape[1] * weight.element_size()))] if self.pack == "on" else weight
-        seconds = self._measured(ways, part)
-        if self.pack == "auto":
-            self._seconds[tuple(weight.shape)] = seconds
-        total = {way: sum(seconds[way][:2]) * (MARGIN if way == "plain" else 1) for way in ways if way not in packed}
-        step = min(packed, key=lambda way: seconds[way][0])  # at more rows nothing is padded
-        total[step] = sum(map(min, *(seconds[way][:2] for way in packed)))
-        best = min(total, key=lambda way: total[way])
-        return self._for_more_rows(weight, seconds) if best == "plain" else best
-
-    def _for_more_rows(self, weight: Tensor, seconds: Seconds) -> str:
-        """The way of a weight that is plain for a step: it may be packed for more rows, if it is small."""
-        if weight.numel() * weight.element_size() <= TWICE:
-            for way, plain, packed in zip(TWO.values(), seconds["plain"][1:], seconds["packed"][1:]):
-                if way in self.ways and packed < MARGIN * plain:
-                    return way
-        return "plain"
-
-    def _measured(self, ways: Sequence[str], weight: Tensor) -> Seconds:
-        known = tuple(weight.shape), weight.dtype, *ways, *self._known, torch.get_num_threads()
+        ways = ["packed"] + ["float16"] * (self.half and halvable(weight)) + ["plain"] * (self.pack == "auto")
+        if len(ways) == 1:
+            return "packed"
+        known = tuple(weight.shape), weight.dtype, *ways, self.layers, self.copies, torch.get_num_threads()
         if known not in _MEASURED:
-            _MEASURED[known] = measure({way: self.ways[way] for way in ways}, weight, self.layers)
-        return _MEASURED[known]
+            # of a large model's head, a part is measured
+            part = weight[: max(1, COLD // (weight.shape[1] * weight.element_size()))] if self.pack == "on" else weight
+            _MEASURED[known] = measure({way: self.ways[way] for way in ways}, part, self.layers)
+        seconds = _MEASURED[known]
+        best = min(ways, key=lambda way: sum(seconds[way][:2]) * (MARGIN if way == "plain" else 1))
+        small = weight.numel() * weight.element_size() <= TWICE
+        if best == "plain" and self.copies and small and seconds["packed"][-1] < MARGIN * seconds["plain"][-1]:
+            return "both"
+        return best
 
     def sentence(self) -> str:
-        """What was chosen and why, for the terminal; empty where there was nothing to choose."""
-        kinds = {
-            "packed": self.bytes["packed"] + self.bytes["padded"],
-            "plain and packed": sum(self.bytes.get(way, 0) for way in TWO.values()),
-            "in float16": self.bytes["float16"],
-        }
-        size = ", ".join(f"{bytes / 1e6:.1f} MB {kind}" for kind, bytes in kinds.items() if bytes)
-        size = f"weights: {size}" if size else "weights plain" if self._seconds else ""
-        shapes = []
-        for shape, seconds in self._seconds.items():
-            packed = list(map(min, seconds["packed"], seconds["padded"]))
-            others = {"packed": packed} | {way: seconds[way] for way in ("float16",) if way in seconds}
-            ratios = [
-                f"{way} " + ", ".join(f"{plain / other:.1f}" for plain, other in zip(seconds["plain"], times))
-                for way, times in others.items()
-            ]
-            way = self._chosen[shape].replace("padded", "packed")
-            shapes.append(f"{shape[0]}×{shape[1]} {way} ({'; '.join(ratios)})")
-        if not shapes:
-            return size
-        threads = torch.get_num_threads()
-        return (
-            f"{size}; times as fast as plain at {', '.join(map(str, ROWS))} rows on {threads} "
-            f"thread{'s' if threads > 1 else ''}: {', '.join(shapes)}"
-        )
+        """Bytes of the weights in each layout but the plain one; empty if all are plain."""
+        names = {"packed": "packed", "both": "plain and packed", "float16": "in float16"}
+        sizes = [f"{self.bytes[way] / 1e6:.1f} MB {name}" for way, name in names.items() if self.bytes[way]]
+        return f"weights: {', '.join(sizes)}" if sizes else ""
 
 
 @torch.inference_mode()
-def measure(ways: Mapping[str, Callable[[Tensor], Linear]], weight: Tensor, layers: int) -> Seconds:
-    """Seconds of the products that are made in these ways, at each of `ROWS`.
+def measure(
+    ways: Mapping[str, Callable[[Tensor], Linear]], weight: Tensor, layers: int
+) -> dict[str, list[float]]:
+    """Seconds of products in several layouts, at each of `ROWS`.
 
     Args:
-        ways: make a product, by name.
-        weight: an example of the shape.
-        layers: weights of this shape that the model reads in turn.
+        ways: functions that make a product, by name.
+        weight: a weight of the shape.
+        layers: weights of this shape that are read in turn.
     """
     size = weight.numel() * weight.element_size()
     count = max(1, min(layers, COLD // size))
     made = {name: [make(weight.detach().clone()) for _ in range(count)] for name, make in ways.items()}
-    inputs = [weight.new_ones(rows, weight.shape[1]) for rows in ROWS]
     repeats = max(1, min(64, COLD // size) // count)  # small weights take too little time to be measured once
-
-    def seconds(way: Sequence[Linear], x: Tensor) -> float:
-        x.mul_(1)  # FBGEMM leaves wide registers in use, with which other kernels are slow until such an operation
-        begun = time.perf_counter()
-        for _ in range(repeats):
-            for linear in way:
-                linear(x)
-        return time.perf_counter() - begun
-
     least = {name: [float("inf")] * len(ROWS) for name in made}
     for _ in range(TURNS):
-        for i, x in enumerate(inputs):
+        for i, rows in enumerate(ROWS):
             for name, way in made.items():
-                least[name][i] = min(least[name][i], seconds(way, x))
+                # FBGEMM leaves wide registers in use, which slows other kernels until an operation like this one
+                x = weight.new_ones(rows, weight.shape[1]).mul_(1)
+                begun = time.perf_counter()
+                for _ in range(repeats):
+                    for linear in way:
+                        linear(x)
+                least[name][i] = min(least[name][i], time.perf_counter() - begun)
     return least
 
 
+# -- norms -------------------------------------------------------------------------------------------------------------
+
 Function = Callable[[Tensor], Tensor]
 
-WIDE = (torch.float32, torch.float64)
 
-
-@dataclass(eq=False)
 class RmsNorm:
-    """x/√(Σx²/d + ε)·w over the last axis, as x/hypot(‖x‖, √(dε))·(w√d): fewer operations, the same to rounding."""
+    """x/√(Σx²/d + ε)·w over the last axis, computed as x/hypot(‖x‖, √(dε))·(w√d), which takes fewer operations.
 
-    floor: Tensor  # √(dε)
-    scale: Tensor | None  # w√d; None where the projection behind it holds it
+    Args:
+        weight: w, ``[.., d]``.
+        eps: ε.
+
+    Attributes:
+        scale: w√d.
+        folded: whether the projection that follows multiplies by `scale`.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        width = weight.shape[-1]
+        self.floor, self.scale = weight.new_tensor((eps * width) ** 0.5), weight.detach() * width**0.5
+        self.folded = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of ``x [.., d]``."""
         y = x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.floor)
-        return y if self.scale is None else y.mul_(self.scale)
+        return y if self.folded else y.mul_(self.scale)
 
 
-@dataclass(eq=False)
-class NarrowRmsNorm:
-    """The same for weights of 16 bits, rounded where transformers rounds."""
+def rms_norm(weight: Tensor, eps: float) -> Function:
+    """An RMS norm with weights ``[.., d]``; in 16 bits it rounds where transformers' does."""
+    if weight.dtype in WIDE:
+        return RmsNorm(weight, eps)
 
-    weight: Tensor
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The norm of ``x [.., d]``."""
+    def narrow(x: Tensor) -> Tensor:
         y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * y.to(x.dtype)
 
-
-@dataclass(eq=False)
-class LayerNorm:
-    """A layer norm without the cost of a module's call."""
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The norm of ``x [.., d]``."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
-def rms_norm(weight: Tensor, eps: float) -> RmsNorm | NarrowRmsNorm:
-    """An RMS norm with these weights ``[.., d]``."""
-    if weight.dtype not in WIDE:
-        return NarrowRmsNorm(weight, eps)
-    width = weight.shape[-1]
-    return RmsNorm(weight.new_tensor((eps * width) ** 0.5), weight.detach() * width**0.5)
+    return narrow
 
 
 def norm(module: Any) -> Function:
-    """A layer norm or an RMS norm."""
+    """A layer norm or an RMS norm without the cost of a module's call."""
     if isinstance(module, nn.LayerNorm):
-        return LayerNorm(module.weight, module.bias, module.eps)
+        weight, bias = module.weight, module.bias
+        return partial(F.layer_norm, normalized_shape=weight.shape, weight=weight, bias=bias, eps=module.eps)
     return rms_norm(module.weight, module.variance_epsilon)

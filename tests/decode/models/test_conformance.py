@@ -160,14 +160,27 @@ def test_opening_a_model_leaves_its_parameters_where_they_are(name: str, dtype: 
     assert before == {key: weight.data_ptr() for key, weight in model.named_parameters()}
 
 
-def test_a_large_models_projections_are_fused_in_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["Llama", "Llama, biases"])
+def test_a_large_models_projections_are_fused_in_its_own_memory_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fast_architectures, "COPIED", 0)
-    model = build_architecture("Llama")
+    model = build_architecture(name)
     weights = {key: weight.clone() for key, weight in model.state_dict().items()}
     runner = open_runner(model)
     assert isinstance(runner, FastRunner)
-    assert runner.forward.layers[0].qkv.weight.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
+    for _ in range(2):  # a second runner takes the weights that the first one has fused
+        again = open_runner(model)
+        for one, other, block in zip(runner.forward.layers, again.forward.layers, model.model.layers, strict=True):
+            for name, part in (("qkv", block.self_attn.q_proj), ("up", block.mlp.gate_proj)):
+                fused = getattr(one, name).weight
+                assert fused.data_ptr() == getattr(other, name).weight.data_ptr() == part.weight.data_ptr()
     assert all(torch.equal(weight, weights[key]) for key, weight in model.state_dict().items())
+    ids = torch.tensor(PROMPTS[0])
+    with torch.inference_mode():
+        wanted = model(input_ids=ids[None]).logits[0]
+        for each in (runner, again):
+            torch.testing.assert_close(each.read(ids), wanted, atol=1e-4, rtol=1e-4)
 
 
 @torch.inference_mode()

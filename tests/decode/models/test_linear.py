@@ -1,4 +1,4 @@
-"""Packed weights and those in 16 bits give the products of plain ones, for every number of rows; which, is measured."""
+"""Products in every layout are those of plain weights; the layout measured fastest is chosen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from families import VOCAB
 from transformers import PreTrainedModel
 
-from decode.errors import UserError
 from decode.models import choose_runner
 from decode.models import families as fast_architectures
 from decode.models import fast_runner as fast_runner_module
@@ -18,7 +17,17 @@ from decode.models.choose_runner import open_draft_runner, open_runner
 from decode.models.fast_forward import LayerSubset
 from decode.models.fast_runner import FastRunner, fast_runner
 from decode.models.huggingface_runner import HuggingFaceRunner
-from decode.models.weights import HalfLinear, Linear, Linears, PackedLinear, half_scale, halvable, measure, packable
+from decode.models.weights import (
+    HalfLinear,
+    Linear,
+    Linears,
+    PackedLinear,
+    TwoLayouts,
+    half_scale,
+    halvable,
+    measure,
+    packable,
+)
 
 SHAPES = [(48, 32), (32, 48), (96, 576), (7, 5)]
 ROWS = [(0,), (1,), (2,), (8,), (13,), (64,), (300,), (2, 3)]
@@ -27,36 +36,23 @@ X86 = pytest.mark.skipif(not halvable(torch.ones(1, 1)), reason="FBGEMM is for x
 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("least", [1, choose_linear.FEW])
+@pytest.mark.parametrize("kind", ["packed", "padded", "both", pytest.param("float16", marks=X86)])
 @torch.inference_mode()
-def test_products_are_those_of_plain_weights(least: int, shape: tuple[int, int], biased: bool) -> None:
+def test_products_are_those_of_plain_weights(kind: str, shape: tuple[int, int], biased: bool) -> None:
     torch.manual_seed(0)
-    weight, bias = torch.randn(shape), torch.randn(shape[0]) if biased else None
-    plain, packed = Linear(weight, bias), PackedLinear(weight, bias, least)
-    assert (packed.rows, packed.weight.numel()) == (shape[0], weight.numel())
+    weight, bias = torch.randn(shape).half().float(), torch.randn(shape[0]) if biased else None
+    make = {"float16": HalfLinear, "both": TwoLayouts}.get(kind, PackedLinear)
+    plain, made = Linear(weight, bias), make(weight, bias)
+    if isinstance(made, PackedLinear):
+        made.least = choose_linear.FEW if kind == "padded" else 1
+    assert made.rows == shape[0]
+    assert made.bytes == weight.numel() * (2 if kind == "float16" else 4)
     for rows in ROWS:
         x, before = torch.randn(*rows, shape[1]), torch.randn(*rows, shape[0])
         kept = before.clone()
-        torch.testing.assert_close(packed(x), plain(x), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(packed.add_to(before, x), plain.add_to(before, x), rtol=1e-4, atol=1e-4)
-        assert torch.equal(before, kept)  # states are read again behind the sum
-
-
-@X86
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@torch.inference_mode()
-def test_products_of_a_weight_in_float16_are_those_of_its_rounded_weight(shape: tuple[int, int], biased: bool) -> None:
-    torch.manual_seed(0)
-    weight, bias = torch.randn(shape), torch.randn(shape[0]) if biased else None
-    kept, half = Linear(weight.half().float(), bias), HalfLinear(weight, bias)
-    assert (half.rows, half.bytes) == (shape[0], weight.numel() * 2)
-    for rows in ROWS:
-        x, before = torch.randn(*rows, shape[1]), torch.randn(*rows, shape[0])
-        copy = before.clone()
-        torch.testing.assert_close(half(x), kept(x), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(half.add_to(before, x), kept.add_to(before, x), rtol=1e-4, atol=1e-4)
-        assert torch.equal(before, copy)
+        torch.testing.assert_close(made(x), plain(x), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(made.add_to(before, x), plain.add_to(before, x), rtol=1e-4, atol=1e-4)
+        assert torch.equal(before, kept)  # states are read again after the sum
 
 
 @X86
@@ -107,81 +103,49 @@ def test_what_the_kernels_do_not_take_stays_plain() -> None:
     assert type(Linears("off")(weight.float())) is Linear
 
 
-def test_the_faster_way_is_chosen_for_each_shape_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def measured(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, dict[str, list[float]]]) -> list[int]:
+    """As if these were the times, by rows of the weight; returns the rows of the weights that are measured."""
     asked = []
 
-    def measured(ways, weight, layers):  # type: ignore[no-untyped-def]
-        asked.append(tuple(weight.shape))
-        if weight.shape[0] == 6:
-            seconds = {"plain": [1.0, 4.0, 4.0], "packed": [1.4, 1.0, 1.0], "padded": [1.2, 1.0, 1.0]}
-        else:
-            seconds = {"plain": [1.0, 2.0, 2.0], "packed": [1.5, 2.0, 2.0], "padded": [1.6, 2.0, 2.0]}
-        return {way: seconds[way] for way in ways}
+    def measure(ways, weight, layers):  # type: ignore[no-untyped-def]
+        asked.append(len(weight))
+        return {way: seconds[len(weight)][way] for way in ways}
 
-    monkeypatch.setattr(choose_linear, "measure", measured)
+    monkeypatch.setattr(choose_linear, "measure", measure)
     monkeypatch.setattr(choose_linear, "_MEASURED", {})
-    make = Linears("auto", 2)
-    kinds = [type(make(torch.randn(rows, 4))) for rows in (6, 3, 6, 3)]
-    assert kinds == [PackedLinear, Linear, PackedLinear, Linear]
-    again = Linears("auto", 2)
-    assert [type(again(torch.randn(rows, 4))) for rows in (6, 3)] == kinds[:2]
-    assert asked == [(6, 4), (3, 4)]  # another model of these shapes is laid out in the same way
-    assert make.bytes["padded"] == 2 * 6 * 4 * 4
-    sentence = make.sentence()
-    assert "6×4 packed (packed 0.8, 4.0, 4.0)" in sentence
-    assert "3×4 plain (packed 0.7, 1.0, 1.0)" in sentence
-    least = [Linears("on", 2)(torch.randn(rows, 4)).least for rows in (6, 3)]  # type: ignore[attr-defined]
-    assert least == [choose_linear.FEW, 1]
+    return asked
 
 
-@X86
-def test_float16_is_chosen_where_it_is_allowed_and_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    half = {6: [0.6, 0.7, 0.7], 3: [1.1, 1.0, 1.0]}
-    monkeypatch.setattr(
-        choose_linear,
-        "measure",
-        lambda ways, weight, layers: {way: half[len(weight)] if way == "float16" else [1.0] * 3 for way in ways},
-    )
-    monkeypatch.setattr(choose_linear, "_MEASURED", {})
-    weights = [torch.randn(rows, 4) for rows in (6, 3)]
-    for pack, other in (("auto", Linear), ("on", PackedLinear)):
-        make = Linears(pack, half=True)
-        assert [type(make(weight)) for weight in weights] == [HalfLinear, other]
-        assert make.bytes["float16"] == 48
-        assert HalfLinear not in [type(Linears(pack)(weight)) for weight in weights]
-        assert [type(Linears(pack, half=True)(weight.double())) for weight in weights] == [Linear, Linear]
-    assert type(Linears("off", half=True)(weights[0])) is Linear
-    make = Linears("auto", half=True)
-    make(weights[0])
-    assert "6×4 float16 (packed 1.0, 1.0, 1.0; float16 1.7, 1.4, 1.4)" in make.sentence()
+def test_the_fastest_layout_is_chosen_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = [1.0, 4.0, 4.0]
+    times = {
+        6: {"plain": plain, "packed": [1.4, 1.0, 1.0], "float16": [1.5, 1.0, 1.0]},
+        3: {"plain": plain, "packed": [1.5, 3.4, 4.0], "float16": [0.6, 0.7, 0.7]},
+        2: {"plain": plain, "packed": [4.0, 4.0, 3.0], "float16": [9.0, 9.0, 9.0]},
+    }
+    asked = measured(monkeypatch, times)
 
+    def kinds(*args, **options) -> list[type[Linear]]:  # type: ignore[no-untyped-def]
+        make = Linears(*args, **options)
+        return [type(make(torch.randn(rows, 4))) for rows in (6, 3, 2, 6)]
 
-@torch.inference_mode()
-def test_a_small_weight_is_packed_for_the_rows_that_are_faster_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {6: [4.0, 3.0, 3.0], 3: [4.0, 4.0, 3.0], 2: [4.0, 4.0, 4.0]}  # packed
-    monkeypatch.setattr(
-        choose_linear,
-        "measure",
-        lambda ways, weight, layers: {way: [1.0, 4.0, 4.0] if way == "plain" else times[len(weight)] for way in ways},
-    )
-    monkeypatch.setattr(choose_linear, "_MEASURED", {})
-    make = Linears("auto", copies=True)
-    weights = {rows: torch.randn(rows, 4) for rows in times}
-    made = {rows: make(weight, torch.randn(rows)) for rows, weight in weights.items()}
-    assert [getattr(linear, "border", None) for linear in made.values()] == [8, 16, None]
-    assert make.sentence().startswith("weights: 0.0 MB plain and packed; ")
-    assert "6×4 plain, from 8 rows packed (packed 0.2, 1.3, 1.3)" in make.sentence()
-    for rows in ROWS:
-        x, before = torch.randn(*rows, 4), torch.randn(*rows, 6)
-        plain = Linear(weights[6], made[6].bias)
-        torch.testing.assert_close(made[6](x), plain(x), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(made[6].add_to(before, x), plain.add_to(before, x), rtol=1e-4, atol=1e-4)
-    assert type(Linears("auto")(weights[6])) is Linear  # weights that are not copied are not held twice
+    assert kinds("auto") == [PackedLinear, Linear, Linear, PackedLinear]
+    assert kinds("auto") == [PackedLinear, Linear, Linear, PackedLinear]
+    assert asked == [6, 3, 2]  # another model of these shapes is not measured again
+    assert kinds("auto", copies=True) == [PackedLinear, Linear, TwoLayouts, PackedLinear]
+    assert kinds("on") == [PackedLinear] * 4
+    assert kinds("off", half=True) == [Linear] * 4
+    if halvable(torch.ones(1, 1)):
+        assert kinds("auto", half=True) == [PackedLinear, HalfLinear, Linear, PackedLinear]
+        assert kinds("on", half=True) == [PackedLinear, HalfLinear, PackedLinear, PackedLinear]
     monkeypatch.setattr(choose_linear, "TWICE", 0)
-    assert type(Linears("auto", copies=True)(weights[6])) is Linear
+    assert TwoLayouts not in kinds("auto", copies=True)
+    make = Linears("auto")
+    make(torch.randn(6, 4))
+    assert make.sentence() == "weights: 0.0 MB packed"
 
 
-def test_the_measurement_compares_all_ways() -> None:
+def test_a_measurement_times_all_layouts_at_all_rows() -> None:
     calls = []
 
     class Counted(Linear):
@@ -203,7 +167,7 @@ def in_sixteen_bits(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16)
 @pytest.fixture
 def half_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if products with weights in float16 were measured fastest."""
-    times = {"plain": [9.0] * 3, "packed": [5.0] * 3, "padded": [5.0] * 3, "float16": [1.0] * 3}
+    times = {"plain": [9.0] * 3, "packed": [5.0] * 3, "float16": [1.0] * 3}
     monkeypatch.setattr(choose_linear, "measure", lambda ways, weight, layers: {way: times[way] for way in ways})
     monkeypatch.setattr(choose_linear, "_MEASURED", {})
 
@@ -261,11 +225,6 @@ def test_a_draft_is_rounded_to_sixteen_bits(tiny, half_is_fastest, monkeypatch: 
             assert isinstance(open_draft_runner(draft, draft, pack="auto"), HuggingFaceRunner)
 
 
-def test_an_unknown_mode_is_refused(tiny) -> None:
-    with pytest.raises(UserError, match="pack is 'yes'; choose one of auto, on, off"):
-        open_runner(tiny("llama"), pack="yes")
-
-
 @torch.inference_mode()
 def test_layer_subsets_and_early_exits_of_a_packed_model_draft_the_same(tiny) -> None:
     model, ids = tiny("llama"), torch.arange(9) % VOCAB
@@ -278,7 +237,6 @@ def test_layer_subsets_and_early_exits_of_a_packed_model_draft_the_same(tiny) ->
 
 
 def test_a_large_model_is_packed_where_that_is_asked_for(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-
     monkeypatch.setattr(fast_architectures, "COPIED", 0)
     model = tiny("llama")
     before = {key: weight.data_ptr() for key, weight in model.named_parameters()}
