@@ -55,11 +55,7 @@ def _is_plain(module: nn.Module) -> bool:
         # transformers leaves hooks of its own once hidden states have been asked for; they change nothing
         and all(getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
         and kind.__module__.startswith(("torch.", "transformers."))
-        and (
-            not holds_weights
-            or kind in (nn.Linear, nn.Embedding, nn.LayerNorm)
-            or kind.__name__.endswith("RMSNorm")
-        )
+        and (not holds_weights or kind in (nn.Linear, nn.Embedding, nn.LayerNorm) or kind.__name__.endswith("RMSNorm"))
     )
 
 

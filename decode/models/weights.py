@@ -178,7 +178,7 @@ MODES = ("auto", "on", "off")
 """Layouts: the one measured fastest for each shape, packed or in float16 wherever the kernels take it, or plain."""
 ROWS = (1, 8, 16)  # rows that are measured: a step, a check of a draft, and a long check or a prompt
 MARGIN = 0.95
-"""Another layout replaces the plain one where a step and a check of eight tokens take less than this part of its time."""
+"""Another layout replaces the plain one if a step and a check of eight tokens take less than this part of its time."""
 COLD = 1 << 25  # bytes of weights that a measurement reads in turn, so that they come from memory and not from a cache
 TURNS = 5  # interleaved measurements of each layout, of which the shortest counts
 
@@ -246,9 +246,7 @@ class Linears:
 
 
 @torch.inference_mode()
-def measure(
-    ways: Mapping[str, Callable[[Tensor], Linear]], weight: Tensor, layers: int
-) -> dict[str, list[float]]:
+def measure(ways: Mapping[str, Callable[[Tensor], Linear]], weight: Tensor, layers: int) -> dict[str, list[float]]:
     """Seconds of products in several layouts, at each of `ROWS`.
 
     Args:
