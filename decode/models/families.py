@@ -121,14 +121,12 @@ def fuse(linears: Sequence[nn.Linear], *, in_place: bool) -> tuple[Tensor, Tenso
             same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
             adjacent = adjacent and same and part.is_contiguous() and part.data_ptr() == at
             at += part.numel() * part.element_size()
+        shape = (sum(map(len, parts)), *first.shape[1:])
         with torch.inference_mode(False):  # in place they are the model's own weights, which may yet be trained
-            if adjacent:
-                shape = (sum(map(len, parts)), *first.shape[1:])
-                fused.append(first.as_strided(shape, first.stride()))
-                continue
-            fused.append(torch.cat(parts))
+            joined = first.as_strided(shape, first.stride()) if adjacent else torch.cat(parts)
+        fused.append(joined)
         if in_place:
-            for p, view in zip(whole, fused[-1].split([len(part) for part in parts]), strict=True):
+            for p, view in zip(whole, joined.split([len(part) for part in parts]), strict=True):
                 p.data = view
     weight, bias = fused
     assert weight is not None
