@@ -232,7 +232,7 @@ def measure(context: StageContext) -> dict[str, Any]:
 
 
 def _measure(context: StageContext) -> dict[str, Any]:
-    from distill.evaluate import Evaluation, HeadEvaluation
+    from distill.evaluate import Evaluation
 
     settings, run, console = context.settings, context.run, context.console
     console.print("[bold]evaluation[/bold]", highlight=False)
@@ -244,10 +244,10 @@ def _measure(context: StageContext) -> dict[str, Any]:
             console.print(f"  up to date: {run.folder / 'report.json'}", highlight=False)
             return report
         console.print("  the report or the export is not as it was written, and is made again", highlight=False)
-    started, kind = time.monotonic(), HeadEvaluation if settings.eagle.enabled else Evaluation
+    started = time.monotonic()
     parts = PROBED if known.get("target") in (None, target) else ()
     with working(console, "evaluation", bars=False):
-        measured = kind(context).report()
+        measured = Evaluation(context).report()
     report = {
         "name": settings.name,
         **measured,

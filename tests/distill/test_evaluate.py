@@ -17,7 +17,7 @@ from decode.progress import Progress
 from decode.sampling import LogitsWarper
 from decode.verify import overlap
 from distill.config.run import EvaluationSettings, Settings
-from distill.evaluate import Evaluation, HeadEvaluation, Histograms, lifts
+from distill.evaluate import Evaluation, Histograms, lifts
 from distill.files import RunDir
 from distill.pipeline import measure
 
@@ -27,11 +27,10 @@ def test_every_draft_is_timed_at_its_own_best_length_and_the_final_one_at_those_
     evaluation.settings = EvaluationSettings(draft_lengths=[2, 9], temperatures=[0.0, 1.0])
     names = {"initial": "undistilled", "reference": "distillspec", "draft": "kl-tv"}
     evaluation.run, evaluation.full = RunDir(Path(), ["adaspec", "more-data"], names), Settings()
-    evaluation.comparisons = {"adaspec": "adaspec", "more-data": "adaspec"}
+    evaluation.best = "kl-tv"
     best = {"undistilled": 3, "distillspec": 5, "kl-tv": 6, "adaspec": 0, "more-data": 4}
-    timed = {
-        (c.draft, c.options.draft_length, c.temperature) for c in evaluation._entries({"best_draft_lengths": best})
-    }
+    evaluation.models = dict.fromkeys(best)
+    timed = {(c.draft, c.options.draft_length, c.temperature) for c in evaluation._entries(best)}
     wanted = {("undistilled", 3), ("distillspec", 5), ("adaspec", 1), ("kl-tv", 2), ("kl-tv", 6), ("kl-tv", 9)}
     assert timed == {(*pair, temperature) for pair in wanted for temperature in (0.0, 1.0)}
 
@@ -58,10 +57,10 @@ def test_acceptance_on_texts_read_together_is_that_of_each_text(temperature: flo
     target = tiny("llama")
     drafts = {"model": resembling(target, 0.2), "head": make_head(target, 3)}
     texts = [([3, 7, 1, 9, 12, 40, 2, 5], 4), ([5, 6], 2), ([9, 9, 4] * 6, 11), ([8] * 30, 3)]
-    evaluation = HeadEvaluation.__new__(HeadEvaluation)  # without the folder of a run
+    evaluation = Evaluation.__new__(Evaluation)  # without the folder of a run
     evaluation.target, evaluation.models, evaluation.shown = target, drafts, ["model"]
     evaluation.full, evaluation.threads, evaluation.histograms = SimpleNamespace(threads=None), 1, Histograms()
-    evaluation.timed = lambda name, count: nullcontext()
+    evaluation.context = SimpleNamespace(timed=lambda name, count: nullcontext())
     with Progress() as evaluation.bar:
         found = evaluation._alphas(texts, temperature)
     warp = LogitsWarper(temperature)
