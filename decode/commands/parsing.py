@@ -1,88 +1,34 @@
-"""Settings for every command: typed dataclasses, read from YAML and overridden on the command line.
+"""Settings of every command: dataclasses, read from YAML files and overridden on the command line.
 
-One YAML file serves several commands. Each command hands its settings class to `parse` together with the names of the
-top-level sections that belong to the others (``foreign``); those are skipped, anything else that the class does not
-know is an error that names the nearest known key. jsonargparse does the typing and the help, whose texts are the
-docstrings below each attribute. A file may build on another one: ``base: other.yaml`` (relative to itself) is read
-first, and the file says only what differs.
+jsonargparse converts and checks the values, and its help shows the texts below each attribute. One YAML file serves
+several commands, so that a command skips the sections of the others; any other unknown key is an error that names the
+nearest known one. A file may build on another one: ``base: other.yaml`` (relative to itself) is read first.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import errno
 import functools
-import io
-import json
+import itertools
 import os
-import re
 import signal
 import sys
 import tempfile
 import threading
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from argparse import Action
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jsonargparse
 import yaml
 
 from decode.errors import UserError
-from decode.method_options import plain_message
-
-
-def config_paths(argv: Sequence[str]) -> list[Path]:
-    """The files that ``--config`` names."""
-    items = iter(argv)
-    named = (item.partition("=") for item in items if item == "--config" or item.startswith("--config="))
-    paths = [value or next(items, "") for _, _, value in named]
-    if "" in paths:
-        raise UserError(f"--config needs a file; {_listed_configs()}")
-    return [Path(path) for path in paths]
-
-
-def config_layers(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
-    """A configuration file after those that it builds on (its key ``base``), each with its own content."""
-    content = _read_yaml(path)
-    base = content.pop("base", None)
-    if base is None:
-        return [(path, content)]
-    if not isinstance(base, str) or (path.parent / base).resolve() in {p.resolve() for p in (path, *above)}:
-        raise UserError(f"{path}: 'base' is {base!r}, expected the path of another file, relative to this one")
-    return [*config_layers(path.parent / base, (path, *above)), (path, content)]
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError(f"there is no configuration file {str(path)!r}; {_listed_configs()}")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {plain_message(str(error))}") from error
-    if not isinstance(content, dict | None):
-        raise UserError(f"{path} holds a {type(content).__name__}, expected one 'key: value' a line")
-    return content or {}
-
-
-def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Two configurations as one: sections are merged key by key, everything else is the upper one's, as is ``{}``."""
-    both = {
-        k: merge(below[k], v) if v and isinstance(v, dict) and isinstance(below.get(k), dict) else v
-        for k, v in above.items()
-    }
-    return below | both
-
-
-def _listed_configs() -> str:
-    found = sorted(str(path) for path in Path("configs").glob("*.yaml"))
-    return "these exist: " + ", ".join(found) if found else f"no configs/*.yaml under {Path.cwd()} either"
-
 
 Settings = TypeVar("Settings")
 
-VERBATIM = {"stop", "input", "runs"}  # list options whose values are never cut at commas
+VERBATIM = {"stop", "input", "runs"}  # list options whose values are not split at commas
 
 
 def parse(
@@ -92,15 +38,15 @@ def parse(
     prog: str = "",
     description: str = "",
     examples: str = "",
-    foreign: Collection[str] | None = None,
+    foreign: Collection[str] = (),
     section: str | None = None,
     positional: str | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> Settings:
     """Read ``--config FILE`` and ``--key.subkey value`` overrides into an instance of a settings dataclass.
 
-    Precedence: the class's defaults, then the configuration files in order, then the overrides. Names may be typed with
-    hyphens or underscores; a switch needs no value (``--no-KEY`` turns it off); lists are ``1,2``, ``1 2``, ``[1,2]``.
+    Later files override earlier ones key by key, and options override files. Names of options may be typed with hyphens
+    or underscores; a switch needs no value (``--no-KEY`` turns it off); lists are ``1,2``, ``1 2`` or ``[1,2]``.
 
     Args:
         settings_class: A dataclass whose fields are plain values, dataclasses or lists of dataclasses.
@@ -109,34 +55,53 @@ def parse(
         description: A paragraph above the help.
         examples: Command lines below the help.
         foreign: Top-level sections of a shared YAML file that belong to other commands; skipped.
-        section: Where the settings stand in the file; ``None``: at its top level.
+        section: Section of the file that holds the settings; ``None``: they are at its top level.
         positional: The option that leading values without a name belong to.
         aliases: Short names of options.
 
     Raises:
-        UserError: Missing file, malformed YAML, unknown key, wrong type, or a ``__post_init__`` that refused.
+        UserError: A missing file, malformed YAML, an unknown key, a wrong value, or a refusal by ``__post_init__``.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(cast(Any, settings_class), prog, description)
-    if "-h" in argv or "--help" in argv:  # a help request must not fail on the arguments beside it
-        print(_help(parser) + (f"\n\nexamples:\n{examples}" if examples else ""))
+    parser = _parser(settings_class, prog, description)
+    if "-h" in argv or "--help" in argv:  # also beside arguments that are wrong
+        parser.print_help()
+        print(f"\nexamples:\n{examples}" if examples else "")
         raise SystemExit(0)
-    paths, options = _read_options(argv, settings_class, prog, positional, aliases or {})
-    source = "the command line"
+    if positional and argv and not argv[0].startswith("-"):
+        argv.insert(0, f"--{positional}")
+    paths, given = _read_options(argv, known_keys(settings_class), prog, aliases or {})
+    content = merge(read_config(paths, foreign, settings_class, section), given)
     try:
-        content = read_config(paths, foreign or (), settings_class, section)
-        source = " and ".join(map(str, paths)) or source
-        content, options = _with_optional_sections(content, options, settings_class)
-        values = parser.parse_object(content) if content else None
-        source = "the command line"
-        if options or values is None:
-            values = parser.parse_args(options, namespace=values)
-        source = " and ".join([*map(str, paths), "the command line"] if options else map(str, paths)) or prog
-        return settings_class(**vars(parser.instantiate(values)))
+        return settings_class(**vars(parser.instantiate(parser.parse_object(content))))
     except UserError:
         raise
     except (jsonargparse.ArgumentError, ValueError, TypeError) as error:
-        raise UserError(f"{source}: {plain_message(str(error))}") from error
+        source = " and ".join([*map(str, paths), *(["the command line"] if given else [])]) or prog
+        raise UserError(f"{source}: {' '.join(str(error).split())}") from error
+
+
+@functools.cache
+def _parser(settings_class: type, prog: str, description: str) -> jsonargparse.ArgumentParser:
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = jsonargparse.ArgumentParser(
+        prog=prog,
+        usage=f"{prog} [options]",
+        description=f"{description} --config FILE reads options from YAML and may be repeated.",
+        exit_on_error=False,
+        default_env=False,
+        formatter_class=HyphenFormatter,
+    )
+    parser.add_class_arguments(settings_class, None)
+    return parser
+
+
+class HyphenFormatter(jsonargparse.DefaultHelpFormatter):
+    """Help with hyphens in the names of options, without jsonargparse's options that extend a list."""
+
+    def _format_action_invocation(self, action: Action) -> str:
+        names = ", ".join(name.replace("_", "-") for name in action.option_strings if not name.endswith("+"))
+        return f"{names} {self._format_args(action, action.dest.rpartition('.')[2].upper())}".rstrip()
 
 
 # -- configuration files -----------------------------------------------------------------------------------------------
@@ -145,110 +110,144 @@ def parse(
 def read_config(
     paths: Sequence[Path], foreign: Collection[str] = (), settings_class: type | None = None, section: str | None = None
 ) -> dict[str, Any]:
-    """The content of configuration files, each above those that it builds on; the later one of two wins key by key.
+    """The content of configuration files and of those that they build on; later files override earlier ones.
 
     Args:
         paths: The files.
         foreign: Top-level sections to leave out.
         settings_class: What is checked for unknown keys.
-        section: The section to return; other sections are skipped, unless their name looks like it mistyped.
+        section: The section to return; other sections are skipped, unless their name resembles it.
 
     Raises:
         UserError: A file that is missing, is not valid YAML, builds on itself, or has an unknown key.
     """
     whole: dict[str, Any] = {}
-    for path, content in [layer for given in paths for layer in config_layers(given)]:
+    for path, content in [layer for given in paths for layer in _layers(given)]:
+        content = {key: value for key, value in content.items() if key not in foreign}
         if section is not None:
-            shared = (section, "name", "output_dir")
-            for key in content.keys() - set(shared):
+            shared = {section, "name", "output_dir"}
+            for key in content.keys() - shared:
                 if near := difflib.get_close_matches(str(key), shared, 1, 0.75):
                     raise UserError(f"{path}: unknown key '{key}'; the nearest known key is '{near[0]}'")
-            content = {section: content.get(section) or {}}
-            _check_keys({section: content[section]}, {section: settings_class}, "", str(path))
-            content = content[section]
-        content = {key: value for key, value in content.items() if key not in foreign}
-        if settings_class is not None and section is None:
-            _check_keys(content, _hints(settings_class), "", str(path))
+            content = content.get(section) or {}
+        if settings_class is not None:
+            _check_keys(content, known_keys(settings_class), "", f"{path}, section {section}" if section else str(path))
         whole = merge(whole, content)
     return whole
 
 
-# -- options -----------------------------------------------------------------------------------------------------------
+def _layers(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
+    """A configuration file after those that it builds on (its key ``base``), each with its own content."""
+    if not path.is_file():
+        found = ", ".join(sorted(map(str, Path("configs").glob("*.yaml")))) or f"none under {Path.cwd()}/configs"
+        raise UserError(f"there is no configuration file {str(path)!r}; these exist: {found}")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a {type(content).__name__}, expected one 'key: value' a line")
+    base = content.pop("base", None)
+    if base is None:
+        return [(path, content)]
+    if not isinstance(base, str) or (path.parent / base).resolve() in {p.resolve() for p in (path, *above)}:
+        raise UserError(f"{path}: 'base' is {base!r}, expected the path of another file, relative to this one")
+    return [*_layers(path.parent / base, (path, *above)), (path, content)]
 
 
-def take_flag(argv: list[str], flag: str) -> bool:
-    """Remove a switch that is no settings key (such as ``--dry-run``) from the arguments; was it there?"""
-    found = flag in argv
-    argv[:] = [item for item in argv if item != flag]
+def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Two configurations as one: sections are merged key by key; any other value of `above` wins, as does ``{}``."""
+    both = {
+        k: merge(below[k], v) if v and isinstance(v, dict) and isinstance(below.get(k), dict) else v
+        for k, v in above.items()
+    }
+    return below | both
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def known_keys(settings_class: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted names and types of all fields, those of sections and of lists of sections included."""
+    found: dict[str, Any] = {}
+    hints = typing.get_type_hints(settings_class)
+    for name in (field.name for field in dataclasses.fields(settings_class) if field.init):
+        found[prefix + name] = hints[name]
+        kinds = [hints[name], *typing.get_args(hints[name])]  # such as list[C] | None, list[C], None, C
+        kinds += [inner for kind in kinds[1:] for inner in typing.get_args(kind)]
+        if section := next(filter(dataclasses.is_dataclass, kinds), None):
+            found |= known_keys(section, f"{prefix}{name}.")
     return found
 
 
+def _check_keys(content: Mapping[str, Any], known: Mapping[str, Any], prefix: str, source: str) -> None:
+    """Refuse the first key of nested mappings that is not known."""
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if name not in known:
+            raise UserError(f"{source}: unknown key '{name}'; {_nearest(name, known)}")
+        if any(other.startswith(f"{name}.") for other in known):
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, dict):
+                    _check_keys(item, known, f"{name}.", source)
+                elif item is not None:
+                    raise UserError(f"{source}: '{name}' is {item!r}, expected a section of 'key: value' lines")
+
+
+def _nearest(key: str, known: Collection[str]) -> str:
+    """The known key that looks most like `key`, or has the same last part in another section."""
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    last = key.rsplit(".", 1)[-1]
+    close = close or [name for name in known if name.rsplit(".", 1)[-1] == last]
+    close = close or difflib.get_close_matches(last, [name.rsplit(".", 1)[-1] for name in known], n=1)
+    return f"the nearest known key is '{close[0]}'" if close else f"known keys are {', '.join(list(known)[:40])}"
+
+
 def _read_options(
-    argv: list[str], settings_class: type, prog: str, positional: str | None, aliases: Mapping[str, str]
-) -> tuple[list[Path], list[str]]:
-    """The configuration files, and all options as ``--key=value``."""
-    hints = dict(_typed_keys(settings_class))
-    options: list[str] = []
-    lists: dict[str, list[str]] = {}
+    argv: list[str], known: Mapping[str, Any], prog: str, aliases: Mapping[str, str]
+) -> tuple[list[Path], dict[str, Any]]:
+    """The configuration files, and the options as a nested mapping of texts and lists of texts."""
     paths: list[Path] = []
-    rest = list(argv)
-    if positional and rest and not rest[0].startswith("-"):
-        rest = [f"--{positional}", *rest]
-    while rest:
-        name, equals, value = rest.pop(0).partition("=")
+    found: dict[str, Any] = {}
+    while argv:
+        name, equals, value = argv.pop(0).partition("=")
         key = name[2:].replace("-", "_")
         key = aliases.get(key, key)
-        negated = key.removeprefix("no_") if key.startswith("no_") and _is_switch(hints.get(key[3:])) else None
-        if name == "--config":
-            paths += config_paths(["--config", value or (rest.pop(0) if rest else "")])
-        elif not name.startswith("--"):
+        switched_off = key.startswith("no_") and _is_switch(known.get(key[3:]))
+        if not name.startswith("--"):
             raise UserError(f"unexpected argument {name!r}; options start with --, `{prog} --help` lists them all")
-        elif key not in hints and not negated:
-            raise UserError(f"unknown option '{name}'; {_nearest(key, settings_class)}. `{prog} --help` lists them all")
-        elif negated:
-            options.append(f"--{negated}=false")
-        elif _is_switch(hints[key]):
-            follows = not equals and rest and rest[0].lower() in ("true", "false", "null")
-            options.append(f"--{key}={value if equals else rest.pop(0) if follows else 'true'}")
-        elif _is_list(hints[key]):
-            given = [value] if equals else []
-            while not equals and rest and not rest[0].startswith("--"):
-                given.append(rest.pop(0))
-            if not given:
-                raise UserError(f"{name} needs a value; `{prog} --help` explains it")
-            lists.setdefault(key, []).extend(given)
-        elif equals or (rest and not (rest[0].startswith("--") and _key(rest[0]) in hints)):
-            options.append(f"--{key}={value if equals else rest.pop(0)}")
-        else:
+        if key not in known and key != "config" and not switched_off:
+            raise UserError(f"unknown option '{name}'; {_nearest(key, known)}. `{prog} --help` lists them all")
+        values = [value] if equals else []
+        if switched_off:
+            key, values = key[3:], ["false"]
+        elif _is_switch(known.get(key)):
+            if not equals:
+                values = [argv.pop(0) if argv and argv[0].lower() in ("true", "false", "null") else "true"]
+        elif _is_list(known.get(key)):
+            while not equals and argv and not argv[0].startswith("--"):
+                values.append(argv.pop(0))
+        elif not equals and argv and argv[0].partition("=")[0][2:].replace("-", "_") not in known:
+            values = [argv.pop(0)]
+        if not values or (key == "config" and not values[0]):
             raise UserError(f"{name} needs a value; `{prog} --help` explains it")
-    return paths, options + [f"--{key}={_list_value(key, given, hints[key])}" for key, given in lists.items()]
-
-
-def _with_optional_sections(
-    content: dict[str, Any], options: Sequence[str], settings_class: type
-) -> tuple[dict[str, Any], list[str]]:
-    """Options inside sections that may be null are put into the content: jsonargparse replaces such sections whole."""
-    sections = tuple(f"{key}." for key, hint in _typed_keys(settings_class) if _may_be_null(hint))
-    left = []
-    for option in options:
-        key, _, value = option[2:].partition("=")
-        if key.startswith(sections):
-            inside: Any = yaml.safe_load(value)
-            for name in reversed(key.split(".")):
-                inside = {name: inside}
-            content = merge(content, inside)
+        if key == "config":
+            paths.append(Path(values[0]))
+            continue
+        section = found
+        *outer, last = key.split(".")
+        for part in outer:
+            section[part] = section[part] if isinstance(section.get(part), dict) else {}
+            section = section[part]
+        as_one = not _is_list(known[key]) or (len(values) == 1 and (values[0].startswith("[") or values[0] == "null"))
+        if as_one:
+            section[last] = values[0]
         else:
-            left.append(option)
-    return content, left
-
-
-def _may_be_null(hint: Any) -> bool:
-    """Whether it is a section, or null."""
-    return type(None) in typing.get_args(hint) and any(map(dataclasses.is_dataclass, typing.get_args(hint)))
-
-
-def _key(option: str) -> str:
-    return option.partition("=")[0][2:].replace("-", "_")
+            if key not in VERBATIM:
+                values = [part.strip() for item in values for part in item.strip("[]").split(",") if part.strip()]
+            section[last] = [*(section.get(last) or []), *values]
+    return paths, found
 
 
 def _is_switch(hint: Any) -> bool:
@@ -256,128 +255,52 @@ def _is_switch(hint: Any) -> bool:
 
 
 def _is_list(hint: Any) -> bool:
-    return typing.get_origin(hint) is list or any(typing.get_origin(kind) is list for kind in typing.get_args(hint))
+    return list in (typing.get_origin(hint), *map(typing.get_origin, typing.get_args(hint)))
 
 
-def _list_value(key: str, given: list[str], hint: Any) -> str:
-    """Values of a list option, given one by one, by commas or in brackets, as the parser reads them."""
-    if len(given) == 1 and (given[0].startswith("[") or given[0] == "null"):
-        return given[0]
-    if key not in VERBATIM and not any("{" in item for item in given):
-        given = [part.strip() for item in given for part in item.strip("[]").split(",") if part.strip()]
-    texts = str in typing.get_args(hint)
-    return "[" + ",".join(json.dumps(item, ensure_ascii=False) if texts else item for item in given) + "]"
+def config_paths(argv: Sequence[str]) -> list[Path]:
+    """The files that ``--config`` names."""
+    words = [word for item in argv for word in (item.split("=", 1) if item.startswith("--config=") else [item])]
+    return [Path(value) for name, value in itertools.pairwise(words) if name == "--config"]
 
 
-@functools.cache
-def _parser(settings_class: type, prog: str, description: str) -> Any:
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = jsonargparse.ArgumentParser(
-        prog=prog, usage=f"{prog} [options]", description=description, exit_on_error=False, default_env=False
-    )
-    parser.add_class_arguments(settings_class, None)
-    return parser
+def take_flag(argv: list[str], flag: str) -> bool:
+    """Remove a switch that is no settings key, such as ``--dry-run``; returns whether it was there."""
+    found = flag in argv
+    argv[:] = [item for item in argv if item != flag]
+    return found
 
 
-def _help(parser: Any) -> str:
-    """The parser's help, with hyphens in the options and without jsonargparse's own way of extending lists."""
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown):
-        parser.print_help()
-    text = re.sub(r", --[\w.]+\+(?: \S+)?", "", shown.getvalue())
-    text = re.sub(r"--[a-z][\w.]*", lambda match: match[0].replace("_", "-"), text)
-    configs = "Show this help message and exit. --config FILE reads options from YAML, and may be repeated."
-    return text.replace("Show this help message and exit.", configs).rstrip()
+# -- running -----------------------------------------------------------------------------------------------------------
 
-
-def _typed_keys(settings_class: type | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, hint in _hints(settings_class).items():
-        yield prefix + name, hint
-        inner, _ = _dataclass_in(hint)
-        if inner:
-            yield from _typed_keys(inner, f"{prefix}{name}.")
-
-
-def _check_keys(content: dict[str, Any], hints: Mapping[str, Any], prefix: str, source: str) -> None:
-    """Refuse the first key of a nested mapping that the dataclass does not have."""
-    for key, value in content.items():
-        if key not in hints:
-            raise UserError(f"{source}: unknown key '{prefix}{key}'; {_nearest(f'{prefix}{key}', hints, prefix)}")
-        inner, listed = _dataclass_in(hints[key])
-        if inner is None:
-            continue
-        for index, item in enumerate(value if listed and isinstance(value, list) else [value]):
-            name = f"{prefix}{key}[{index}]" if listed else f"{prefix}{key}"
-            if isinstance(item, dict):
-                _check_keys(item, _hints(inner), f"{name}.", source)
-            elif item is not None:
-                raise UserError(f"{source}: '{name}' is {item!r}, expected a section of 'key: value' lines")
-
-
-def _nearest(key: str, settings_class: type | Mapping[str, Any], prefix: str = "") -> str:
-    """The known key that looks most like ``key``; ones with the right last part in another section count too."""
-    prefix, key = re.sub(r"\[\d+\]", "", prefix), re.sub(r"\[\d+\]", "", key)
-    known = [prefix + name for name, _ in _typed_keys(settings_class)]
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    last = key.rsplit(".", 1)[-1]
-    close = close or [name for name in known if name.rsplit(".", 1)[-1] == last]
-    close = close or difflib.get_close_matches(last, [name.rsplit(".", 1)[-1] for name in known], n=1)
-    return f"the nearest known key is '{close[0]}'" if close else f"known are {', '.join(known[:40])}"
-
-
-def _hints(settings_class: type | Mapping[str, Any]) -> dict[str, Any]:
-    """Name and type of every field that the constructor takes."""
-    if isinstance(settings_class, Mapping):
-        return dict(settings_class)
-    hints = typing.get_type_hints(settings_class)
-    return {field.name: hints[field.name] for field in dataclasses.fields(settings_class) if field.init}
-
-
-def _dataclass_in(hint: Any) -> tuple[type | None, bool]:
-    """The dataclass behind ``C``, ``C | None`` or ``list[C]``, and whether it is a list."""
-    if dataclasses.is_dataclass(hint):
-        return cast(type, hint), False
-    for argument in typing.get_args(hint):
-        inner, listed = _dataclass_in(argument)
-        if inner:
-            return inner, listed or typing.get_origin(hint) is list
-    return None, False
-
-
-NEXT = "Nothing half-written is kept; then run the same command again to continue"
-WRITING = {
-    errno.ENOSPC: "the disk is full; free some space (`df -h .` shows it)",
-    errno.EDQUOT: "the disk quota is used up; free some space (`quota` shows it)",
-    errno.EFBIG: "the file would be larger than allowed here; raise the limit (`ulimit -f` shows it)",
-    errno.EROFS: "the file system is read-only; choose another output folder",
-    errno.EACCES: "permission is denied; choose another output folder",
-    errno.EPERM: "the operation is not permitted; choose another output folder",
-    errno.ENOTDIR: "a file stands where a folder is needed; move it away, or choose another output folder",
-    errno.EISDIR: "a folder stands where a file is needed; move it away, or choose another output folder",
-    errno.EEXIST: "something stands where a folder is needed; move it away, or choose another output folder",
-}
-"""Reasons for which writing fails, and what to do."""
+WRITING = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR,
+    errno.EEXIST,
+)  # fmt: skip
+"""Errors of the system by which writing a file fails."""
+NEXT = "free some space (`df -h .`, `ulimit -f`) or choose another output folder, then run the same command again"
 
 
 def run_main(function: Callable[[], object]) -> int:
-    """Run a command; an error that the user can correct, an interrupt or a full disk is told in one line.
+    """Run a command; an error that the user can correct, an interrupt or a full disk is reported in one line.
 
     Returns:
         0 on success, 2 after a `UserError` or where files cannot be written, 130 after Ctrl-C or SIGTERM. Other
         exceptions pass through.
     """
+    in_main_thread = threading.current_thread() is threading.main_thread()  # only it may handle signals
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if in_main_thread else None
     try:
-        with _sigterm_interrupts():
-            function()
+        function()
         sys.stdout.flush()
         return 0
     except UserError as error:
-        return _fail(f"error: {error}", 2)
-    except SystemExit as error:  # a help that was asked for
+        line, status = f"error: {error}", 2
+    except SystemExit as error:  # after --help
         return int(error.code or 0)
     except KeyboardInterrupt:
-        return _fail("stopped; run the same command again to continue", 130)
-    except BrokenPipeError:  # `... | head` closed the pipe: nothing is wrong
+        line, status = "stopped; run the same command again to continue", 130
+    except BrokenPipeError:  # `... | head` closed the pipe
         _close_stdout()
         return 0
     except Exception as error:
@@ -386,33 +309,26 @@ def run_main(function: Callable[[], object]) -> int:
             raise
         try:
             sys.stdout.flush()
-        except OSError:  # it is standard output that cannot be written
+        except OSError:  # standard output itself cannot be written
             _close_stdout()
-        return _fail(f"error: {reason}. {NEXT}", 2)
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Within it, SIGTERM ends the main thread as Ctrl-C does, so that what is temporary is removed."""
-    if threading.current_thread() is not threading.main_thread():  # only that one may
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
+        line, status = f"error: {reason}; {NEXT}", 2
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, before)
+    print(line, file=sys.stderr, flush=True)
+    return status
 
 
 def writing_error(error: BaseException) -> str | None:
-    """Why a file could not be written, if that is what an exception says; libraries wrap it in errors of their own."""
+    """Why a file could not be written, if that is the cause of an exception; libraries wrap it in their own errors."""
     if isinstance(error, OSError) and error.errno in WRITING:
-        where = f"{error.filename2 or error.filename} cannot be written: " if error.filename else ""
-        return where + WRITING[error.errno]
-    if number := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors and tokenizers, from Rust
-        return WRITING.get(int(number[1]))
+        name = error.filename2 or error.filename
+        return f"{name} cannot be written: {error.strerror}" if name else error.strerror
+    for number in WRITING:  # safetensors and tokenizers, which are written in Rust
+        if f"(os error {number})" in str(error):
+            return os.strerror(number)
     if "PytorchStreamWriter failed" in str(error) or "inline_container" in str(error):  # torch.save loses the number
-        return "a file cannot be written; `df -h .` and `ulimit -f` show whether the disk is full or files are limited"
+        return "a file cannot be written"
     below = error.__cause__ or error.__context__
     return writing_error(below) if below is not None else None
 
@@ -428,14 +344,9 @@ def check_writable(folder: str | Path) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             return Path(folder)
     except OSError as error:
-        raise UserError(f"output {str(folder)!r}: {WRITING.get(error.errno or 0, error.strerror)}") from error
+        raise UserError(f"output {str(folder)!r}: {error.strerror}; choose another output folder") from error
 
 
 def _close_stdout() -> None:
-    """Let what is still buffered go nowhere, so that the interpreter does not fail on it at exit."""
+    """Discard what is still buffered, so that the interpreter does not fail on it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _fail(line: str, status: int) -> int:
-    print(line, file=sys.stderr, flush=True)
-    return status

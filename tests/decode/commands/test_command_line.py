@@ -1,208 +1,236 @@
-"""Settings: YAML and command line to dataclasses, and the messages for what goes wrong."""
+"""``python -m decode`` as a user types it: options, help, exit codes, configurations, stores."""
 
-import errno
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Literal
 
 import pytest
+from benchmarks import Watched
+from pairs import save_pair
 
-from decode.commands.parsing import _typed_keys, parse, run_main, take_flag
-from decode.errors import UserError
+from decode.__main__ import COMMANDS, main
+from decode.commands.parsing import parse
+from decode.commands.settings import GenerateSettings, bench_settings, default_suites
+from decode.progress import as_current
 
-
-@dataclass
-class Inner:
-    """An inner section."""
-
-    rate: float = 0.1
-    """Step size. Larger is faster and less stable."""
-    kind: Literal["adam", "sgd"] = "adam"
-    """Which optimiser."""
-
-    def __post_init__(self) -> None:
-        if self.rate <= 0:
-            raise UserError(f"inner.rate is {self.rate}, wanted a number above 0")
+ROOT = Path(__file__).parents[3]
 
 
-@dataclass
-class Outer:
-    """All settings."""
-
-    name: str = "run"
-    """Folder of the run."""
-    inner: Inner = field(default_factory=Inner)
-    """The optimiser."""
-    extra: list[Inner] = field(default_factory=list)
-    """More optimisers."""
-    depth: int | None = None
-    """Layers; null chooses."""
-    sizes: list[int] = field(default_factory=list)
-    """Sizes to try."""
-    second: Inner | None = None
-    """Another optimiser, if any."""
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair"), tiny)
 
 
-def read(tmp_path: Path, text: str, *overrides: str, foreign: set[str] | None = None) -> Outer:
-    path = tmp_path / "c.yaml"
-    path.write_text(text)
-    return parse(Outer, ["--config", str(path), *overrides], prog="prog", description="", foreign=foreign)
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_help_lists_options_with_hyphens_and_examples(name, capsys):
+    assert main([*name.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: python -m decode {name} [options]")
+    assert "examples:\n  " in shown
+    assert "_" not in "".join(word for word in shown.split() if word.startswith("--"))
 
 
-def test_file_overrides_defaults_and_command_line_overrides_the_file(tmp_path: Path) -> None:
-    got = read(tmp_path, "name: a\ninner: {rate: 0.5, kind: sgd}\n", "--inner.rate", "0.25", "--depth=3")
-    assert got == Outer(name="a", inner=Inner(rate=0.25, kind="sgd"), depth=3)
+def test_the_overview_names_every_command(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in [*COMMANDS, "methods"])
 
 
-def test_a_later_file_overrides_an_earlier_one_key_by_key(tmp_path: Path) -> None:
-    (tmp_path / "d.yaml").write_text("inner: {kind: sgd}\n")
-    got = read(tmp_path, "inner: {rate: 0.5}\n", f"--config={tmp_path / 'd.yaml'}")
-    assert got.inner == Inner(rate=0.5, kind="sgd")
+def test_help_needs_no_models_and_no_torch():
+    code = (
+        "import sys; from decode.__main__ import main; main(['bench', '--help']); "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
 
 
-def test_one_key_of_a_section_that_may_be_null_is_overridden(tmp_path: Path) -> None:
-    file = "second: {rate: 0.5, kind: sgd}\n"
-    assert read(tmp_path, file, "--second.rate", "1e-3").second == Inner(rate=1e-3, kind="sgd")
-    assert read(tmp_path, "name: a\n", "--second.kind=sgd").second == Inner(kind="sgd")
-    assert read(tmp_path, "second: null\n", "--second.kind=sgd").second == Inner(kind="sgd")
-    assert read(tmp_path, file, "--second", "null").second is None
-    assert parse(Outer, ["--second.rate", "2"]).second == Inner(rate=2.0)
-    with pytest.raises(UserError, match=r"'second'.*'rate': 'fast'"):
-        read(tmp_path, file, "--second.rate", "fast")
-    with pytest.raises(UserError, match=r"the nearest known key is 'second\.rate'"):
-        read(tmp_path, file, "--second.rat", "1")
+def test_the_list_of_methods_tells_relaxed_ones(capsys):
+    assert main(["methods"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "lossless" in lines["vanilla"]
+    assert "relaxed" in lines["adasd"]
 
 
-def test_lists_of_sections_become_dataclasses(tmp_path: Path) -> None:
-    assert read(tmp_path, "extra: [{rate: 2.0}, {kind: sgd}]").extra == [Inner(rate=2.0), Inner(kind="sgd")]
+def test_options_may_be_typed_with_hyphens_switches_and_lists():
+    settings = bench_settings(
+        ["--target", "T", "--draft", "A", "b=B", "--methods", "vanilla,ears", "--temperatures", "0,1", "--no-peers",
+         "--chat", "--max-new-tokens=5", "--suite", "arithmetic,gsm8k=x.jsonl", "--draft-lengths", "3", "5"],
+    )  # fmt: skip
+    assert (settings.target, settings.peers, settings.chat, settings.max_new_tokens) == ("T", False, True, 5)
+    assert (settings.draft, settings.methods, settings.temperatures) == (["A", "b=B"], ["vanilla", "ears"], [0, 1])
+    assert (settings.suite, settings.draft_lengths) == (["arithmetic", "gsm8k=x.jsonl"], [3, 5])
 
 
-@pytest.mark.parametrize(
-    "typed", [["--sizes", "4,8"], ["--sizes=4,8"], ["--sizes", "4", "8"], ["--sizes", "[4, 8]"], ["--sizes=[4,8]"]]
-)
-def test_a_list_is_typed_with_commas_spaces_or_brackets(tmp_path: Path, typed: list[str]) -> None:
-    assert read(tmp_path, "", *typed, "--name", "b") == Outer(name="b", sizes=[4, 8])
-    assert read(tmp_path, "", "--extra", "[{rate: 2.0}]", *typed).extra == [Inner(rate=2.0)]
-    with pytest.raises(UserError, match="sizes"):
-        read(tmp_path, "", "--sizes")
+def test_prompts_and_stop_strings_are_taken_as_they_are():
+    settings = parse(GenerateSettings, ["--prompt", "--really, yes", "--stop", "a, b", "\n\n", "--stop", "c"])
+    assert (settings.prompt, settings.stop) == ("--really, yes", ["a, b", "\n\n", "c"])
 
 
-def test_no_arguments_give_the_defaults_and_an_empty_file_is_fine(tmp_path: Path) -> None:
-    assert parse(Outer, [], prog="prog", description="") == Outer()
-    assert read(tmp_path, "") == Outer()
+def test_a_configuration_gives_bench_its_run_and_keeps_to_its_section(tmp_path):
+    config = tmp_path / "recipe.yaml"
+    config.write_text(
+        f"name: toy\noutput_dir: {tmp_path}/runs\ndata: {{source: arithmetic, difficulty: 2}}\n"
+        "target: {kind: scratch}\nbench: {methods: [vanilla], limit: 3}\n"
+    )
+    (tmp_path / "runs/toy/draft").mkdir(parents=True)
+    settings = bench_settings(["--config", str(config), "--max-new-tokens", "9", "--limit", "4"])
+    assert settings.target == f"{tmp_path}/runs/toy/target"
+    assert settings.draft == [f"{tmp_path}/runs/toy/draft"]
+    assert settings.output == f"{tmp_path}/runs/toy"
+    assert settings.suite == ["arithmetic:2"]
+    assert (settings.methods, settings.limit, settings.max_new_tokens) == (["vanilla"], 4, 9)
+    chosen = bench_settings(["--config", str(config), "--suite", "open", "--draft", "other"])
+    assert (chosen.suite, chosen.draft) == (["open"], ["other"])
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("content", "message"),
     [
-        ("innner: {rate: 1}", "unknown key 'innner'; the nearest known key is 'inner'"),
-        ("inner: {rat: 1}", "unknown key 'inner.rat'; the nearest known key is 'inner.rate'"),
-        ("rate: 1.0", "unknown key 'rate'; the nearest known key is 'inner.rate'"),
-        ("extra: [{rate: 1.0}, {knd: sgd}]", "unknown key 'extra[1].knd'; the nearest known key is 'extra.kind'"),
-        ("zzz: 1", "unknown key 'zzz'; known are name, inner"),
+        ("bnch: {limit: 3}", "unknown key 'bnch'; the nearest known key is 'bench"),
+        ("bench: {limt: 3}", "section bench: unknown key 'limt'; the nearest known key is 'limit'"),
+        ("bench: [", "not valid YAML"),
     ],
 )
-def test_an_unknown_key_names_file_key_and_nearest(tmp_path: Path, text: str, wanted: str) -> None:
-    with pytest.raises(UserError) as caught:
-        read(tmp_path, text)
-    assert str(caught.value).startswith(f"{tmp_path / 'c.yaml'}: ")
-    assert wanted in str(caught.value)
+def test_a_mistyped_configuration_is_told(tmp_path, capsys, content, message):
+    config = tmp_path / "recipe.yaml"
+    config.write_text(content)
+    assert main(["bench", "--config", str(config)]) == 2
+    assert message in capsys.readouterr().err
 
 
-def test_an_unknown_option_names_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"unknown option '--inner.rat'; the nearest known key is 'inner.rate'"):
-        parse(Outer, ["--inner.rat", "1"], prog="prog", description="")
+def test_a_configuration_may_build_on_another(tmp_path):
+    (tmp_path / "below").mkdir()
+    lowest = tmp_path / "below" / "a.yaml"
+    lowest.write_text("name: a\ndata: {source: gsm8k}\nbench: {target: T, limit: 3, methods: [vanilla, ears]}\n")
+    (tmp_path / "below" / "b.yaml").write_text("base: a.yaml\nname: b\nbench: {limit: 4}\n")
+    top = tmp_path / "c.yaml"
+    top.write_text("base: below/b.yaml\nbench: {methods: [adasd]}\n")
+    settings = bench_settings(["--config", str(top)])
+    assert (settings.target, settings.limit, settings.methods) == ("T", 4, ["adasd"])
+    assert (settings.suite, settings.output) == (["gsm8k"], "runs/b")
 
 
-def test_sections_of_other_commands_are_skipped_only_where_named(tmp_path: Path) -> None:
-    assert read(tmp_path, "bench: {anything: 1}\nname: a", foreign={"bench"}).name == "a"
-    with pytest.raises(UserError, match="unknown key 'bench'"):
-        read(tmp_path, "bench: {anything: 1}")
+def test_mistakes_in_a_file_that_another_builds_on_are_told(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("base: b.yaml\nbench: {limt: 3}\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    assert main(["bench", "--config", str(tmp_path / "b.yaml")]) == 2
+    assert "'base' is 'b.yaml', expected the path of another file" in capsys.readouterr().err
+    (tmp_path / "b.yaml").write_text("base: none.yaml\n")
+    assert main(["bench", "--config", str(tmp_path / "b.yaml")]) == 2
+    assert "none.yaml" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("text", "overrides", "wanted"),
-    [
-        ("inner: {rate: fast}", (), r"c\.yaml: 'inner.rate': Expected a float"),
-        ("inner: {kind: lion}", (), r"c\.yaml: 'inner.kind': Expected a Literal\['adam', 'sgd'\]. Got value: lion"),
-        ("inner: 3", (), r"'inner' is 3, expected a section"),
-        ("", ("--inner.rate", "fast"), r"the command line: 'inner.rate': Expected a float"),
-        ("depth: deep", (), r"c\.yaml: 'depth': Expected a int. Got value: deep"),
-        ("", ("--depth",), r"--depth needs a value"),
-        ("", ("stray",), r"unexpected argument 'stray'"),
-        ("- 1\n- 2", (), r"holds a list, expected one 'key: value' a line"),
-        ("a: [1", (), r"is not valid YAML"),
-    ],
-)
-def test_wrong_values_give_one_clear_line(tmp_path: Path, text: str, overrides: tuple[str, ...], wanted: str) -> None:
-    with pytest.raises(UserError, match=wanted) as caught:
-        read(tmp_path, text, *overrides)
-    assert "\n" not in str(caught.value)
+def test_the_suite_follows_the_training_data(tmp_path):
+    assert default_suites(None) == ["arithmetic"]
+    assert default_suites({"source": "gsm8k", "test_file": "t.jsonl"}) == ["gsm8k=t.jsonl"]
+    assert default_suites({"source": "gsm8k"}) == ["gsm8k"]
+    own = tmp_path / "own.jsonl"
+    own.write_text("{}")
+    assert default_suites({"source": str(own)}) == [f"prompts={own}"]
 
 
-def test_what_a_section_refuses_itself_keeps_its_own_words(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"inner.rate is -1.0, wanted a number above 0"):
-        read(tmp_path, "inner: {rate: -1}")
-
-
-def test_a_missing_file_lists_the_configs_that_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "small.yaml").touch()
+def test_the_name_of_a_preset_wins_over_a_path_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"no configuration file 'no.yaml'; these exist: configs/small.yaml"):
-        parse(Outer, ["--config", "no.yaml"], prog="prog", description="")
-    with pytest.raises(UserError, match=r"--config needs a file; these exist"):
-        parse(Outer, ["--config"], prog="prog", description="")
-
-
-def test_help_shows_every_key_with_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parse(Outer, ["--bad", "--help"], prog="prog", description="What it does.")
-    text = " ".join(capsys.readouterr().out.split())
-    assert caught.value.code == 0
-    assert "What it does." in text
-    assert "Step size. Larger is faster and less stable." in text
-    assert all(f"--{key}" in text for key in ("name", "inner.rate", "inner.kind", "depth"))
-
-
-def test_known_keys_walks_nested_sections() -> None:
-    assert [name for name, _ in _typed_keys(Outer)] == [
-        "name", "inner", "inner.rate", "inner.kind", "extra", "extra.rate", "extra.kind", "depth", "sizes",
-        "second", "second.rate", "second.kind",
-    ]  # fmt: skip
-
-
-def test_take_flag_removes_the_switch() -> None:
-    argv = ["--a", "--dry-run", "--b"]
-    assert take_flag(argv, "--dry-run")
-    assert argv == ["--a", "--b"]
-    assert not take_flag(argv, "--dry-run")
+    (tmp_path / "gsm8k").mkdir()
+    assert default_suites({"source": "gsm8k"}) == ["gsm8k"]
+    assert default_suites({"source": "./gsm8k"}) == ["prompts=./gsm8k"]
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "words"),
+    ("argv", "message"),
     [
-        (UserError("mend me"), 2, "error: mend me"),
-        (KeyboardInterrupt(), 130, "stopped; run the same command again to continue"),
-        (OSError(errno.ENOSPC, "No space left on device", "/x/y"), 2, "/x/y cannot be written: the disk is full"),
+        (["bnch"], "did you mean 'bench'"),
+        (["datastore", "bild"], "did you mean 'datastore build'"),
+        (["generate", "--temprature", "1"], "nearest known key is 'temperature'"),
+        (["generate", "--target", "no/such/folder", "--prompt", "x"], "there is no such folder"),
+        (["bench", "--target", "t", "--methods", "vanila"], "did you mean 'vanilla'"),
+        (["bench", "--target", "t", "--methods", "ears:bta=0.2"], "unknown option 'bta'; did you mean 'beta'"),
+        (["bench", "--target", "t", "--methods", "ears:beta=x"], "'x' is not a number"),
+        (["bench", "--target", "t", "--methods", "lookahead", "--suite", "gsm"], "unknown suite 'gsm'"),
+        (["bench", "--target", "t", "--methods", "rest"], "python -m decode datastore build"),
+        (["bench"], "--target is missing"),
+        (["profile", "--target", "t"], "--draft is missing"),
+        (["generate", "--target", "t", "--prompt", "x", "--draft-length"], "--draft-length needs a value"),
+        (["datastore", "build", "--tokenizer", "t", "--output", "o"], "--input is missing"),
+        (["datastore", "build", "--tokenizer", "t", "--input", "i", "--output", "o", "--texts", "-1"], "texts"),
+        (["bench", "--target", "t", "--draft-lengths", "3,-1"], "draft_lengths"),
+        (["bench", "--target", "t", "--temperatures", "0,-1"], "temperatures"),
+        (["bench", "--target", "t", "--methods", "ears:beta=-1"], "'beta': -1 is not allowed, expected >=0"),
+        (["generate", "--target", "t", "--prompt", "x", "--beta", "-1"], "beta"),
+        (["generate", "--target", "t", "--prompt", "x", "--stop", ""], "empty text"),
+        (["generate", "--target", "t", "--prompt", "x", "--seed", "-1"], "seed"),
+        (["generate", "--target", "t", "--prompt", "x", "--temperature", "1e-40"], ">=0.001"),
+        (["paper"], "choose one of ada"),
+        (["report", "no/such/run"], "no/such/run"),
     ],
 )
-def test_run_main_turns_foreseeable_ends_into_a_line(
-    error: BaseException, status: int, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail() -> None:
-        raise error
-
-    assert run_main(fail) == status
-    captured = capsys.readouterr()
-    assert words in captured.err
-    assert "Traceback" not in captured.err
+def test_mistakes_end_with_one_line_and_status_2(argv, message, capsys):
+    assert main(argv) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.splitlines()[-1].startswith("error: ")
 
 
-def test_run_main_passes_real_bugs_on() -> None:
-    def fail() -> None:
-        raise ZeroDivisionError
+def test_exit_codes_and_streams_as_a_process(folder):
+    command = [sys.executable, "-m", "decode", "generate", "--target", str(folder / "target"), "--threads", "1"]
+    fine = subprocess.run(
+        [*command, "--max-new-tokens", "6", "--json"], cwd=ROOT, capture_output=True, text=True, input="Tom has"
+    )
+    assert fine.returncode == 0
+    assert len(json.loads(fine.stdout)["ids"]) <= 6
+    wrong = subprocess.run([*command, "--prompt", "x", "--top-pp", "7"], cwd=ROOT, capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error: unknown option '--top-pp'; the nearest known key is 'top_p'")
+    assert "Traceback" not in wrong.stderr
 
-    with pytest.raises(ZeroDivisionError):
-        run_main(fail)
-    assert run_main(lambda: None) == 0
+
+def test_stores_are_built_from_files_and_suites_and_serve_the_bench(folder, tmp_path, capsys):
+    own = tmp_path / "own.txt"
+    own.write_text("Tom has 3 apples and buys 4 more.\n" * 20)
+    target = str(folder / "target")
+    build = ["--tokenizer", target, "--input", str(own), "arithmetic", "--texts", "30", "--output", str(tmp_path / "s")]
+    assert main(["datastore", "build", *build]) == 0
+    assert "31 documents" in capsys.readouterr().out
+    assert main(["trigrams", "build", *build[:-1], str(tmp_path / "t")]) == 0
+    assert not (tmp_path / "t/datastore.safetensors").exists()
+    run = [
+        "bench", "--target", target, "--suite", "open", "--limit", "1", "--repeats", "1", "--no-peers",
+        "--threads", "1", "--max-new-tokens", "8", "--output", str(tmp_path / "out"), "--methods",
+    ]  # fmt: skip
+    assert main([*run, "rest,adaptix,adaptix-best-first", "--datastore", str(tmp_path / "s")]) == 0
+    rows = json.loads((tmp_path / "out/report.json").read_text())["methods"]
+    assert [r["name"] for r in rows] == ["autoregressive", "generate", "rest", "adaptix", "adaptix-best-first"]
+    assert all(r["identical_to_target"] for r in rows)
+    assert (tmp_path / "out/report.html").exists()
+    assert not (tmp_path / "out/work/bench.json").exists()
+    # without a store, the corpus gives one
+    assert main([*run, "rest", "--corpus", str(own), "--output", str(tmp_path / "built")]) == 0
+    assert (tmp_path / "built/work/stores/datastore.safetensors").exists()
+    assert main(["datastore", "build", "--tokenizer", target, "--input", "gone.txt", "--output", "x"]) == 2
+    assert "there is no file 'gone.txt'" in capsys.readouterr().err
+
+
+def test_an_interrupted_bench_writes_what_it_measured(folder, tmp_path, capsys, monkeypatch):
+    from decode.commands import bench as compare
+
+    def stop(done, total, label):
+        if done == 5:
+            raise KeyboardInterrupt
+
+    class Interrupted(compare.Benchmark):
+        def run(self, *args, **extra):
+            with as_current(Watched(stop)):
+                return super().run(*args, **extra)
+
+    monkeypatch.setattr(compare, "Benchmark", Interrupted)
+    argv = [
+        "bench", "--target", str(folder / "target"), "--suite", "open", "--limit", "3", "--repeats", "1", "--no-peers",
+        "--max-new-tokens", "4", "--threads", "1", "--output", str(tmp_path), "--methods", "prompt-lookup",
+    ]  # fmt: skip
+    assert main(argv) == 130
+    assert "stopped early" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "report.json").read_text())["methods"]
+    assert [row["prompts"] for row in rows] == [1, 1, 1]

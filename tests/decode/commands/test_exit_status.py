@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import resource
@@ -14,7 +13,6 @@ import pytest
 from pairs import save_pair
 
 from decode.__main__ import main
-from decode.commands.parsing import WRITING, run_main
 
 ROOT = Path(__file__).parents[3]
 FULL = "/dev/full"
@@ -25,70 +23,13 @@ def folder(tiny, tmp_path_factory):
     return save_pair(tmp_path_factory.mktemp("pair"), tiny)
 
 
-LIBRARIES = {
-    "python": "open(path, 'w').write('x' * 9000)",
-    "torch": "import torch; torch.save({'w': torch.zeros(9000)}, path)",
-    "safetensors": "import torch; from safetensors.torch import save_file; save_file({'w': torch.zeros(9000)}, path)",
-}
-
-
-def test_a_file_that_cannot_be_written_is_one_line_whichever_library_writes(tmp_path):
-    code = f"""
-import resource
-from decode.commands.parsing import run_main
-resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
-for library, write in {LIBRARIES!r}.items():
-    path = {str(tmp_path)!r} + "/" + library
-    print(run_main(lambda: exec(write, {{"path": path}})))
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
-    assert done.stdout.split() == ["2"] * len(LIBRARIES), done.stderr
-    lines = done.stderr.splitlines()
-    assert len(lines) == len(LIBRARIES)
-    assert all(line.startswith("error: ") and "ulimit -f" in line for line in lines)
-
-
-def test_sigterm_ends_a_command_as_ctrl_c_does_and_removes_what_is_temporary(tmp_path):
-    code = f"""
-import os, signal, sys, tempfile
-from decode.commands.parsing import run_main
-def work():
-    with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}):
-        os.kill(os.getpid(), signal.SIGTERM)
-        signal.pause()
-sys.exit(run_main(work))
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=60)
-    assert (done.returncode, done.stderr) == (130, "stopped; run the same command again to continue\n")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("number", WRITING)
-def test_every_reason_names_the_file_and_the_next_step(number, capsys):
-    def fail() -> None:
-        raise RuntimeError("wrapped") from OSError(number, os.strerror(number), "runs/x/report.json")
-
-    assert run_main(fail) == 2
-    told = capsys.readouterr().err
-    assert "runs/x/report.json" in told
-    assert told.count("\n") == 1
-
-
-def test_other_errors_of_the_system_stay_what_they_are():
-    def fail() -> None:
-        raise OSError(errno.ECONNRESET, "reset")
-
-    with pytest.raises(OSError, match="reset"):
-        run_main(fail)
-
-
 @pytest.mark.skipif(not os.path.exists(FULL), reason="needs /dev/full")
 def test_standard_output_on_a_full_disk(folder):
     with open(FULL, "w") as full:
         command = ["-m", "decode", "generate", "--target", str(folder / "target"), "--prompt", "a", "--json"]
         done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
-    assert "the disk is full" in done.stderr.splitlines()[-1]
+    assert "No space left on device" in done.stderr.splitlines()[-1]
 
 
 def test_a_limit_on_file_sizes_leaves_nothing_half_written_and_the_next_run_goes_through(folder, tmp_path):
@@ -118,7 +59,7 @@ def test_a_benchmark_whose_output_cannot_be_written_is_refused_before_models_are
     (tmp_path / "here").write_text("a file")
     argv = ["bench", "--target", str(folder / "target"), "--suite", "open", "--methods", "prompt-lookup"]
     assert main([*argv, "--output", str(tmp_path / occupied)]) == 2
-    assert "move it away, or choose another output" in capsys.readouterr().err
+    assert "choose another output" in capsys.readouterr().err
 
 
 def test_chat_without_a_template_is_refused_before_models_are_loaded(folder, tmp_path, capsys, monkeypatch):

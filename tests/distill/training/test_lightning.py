@@ -2,7 +2,6 @@
 
 import copy
 import csv
-import errno
 import re
 import threading
 import time
@@ -24,7 +23,7 @@ from tiny_run import killed, run_tiny, tiny_settings
 from torch.distributed.checkpoint import FileSystemWriter, load
 from transformers import PreTrainedModel
 
-from decode.commands.parsing import WRITING, writing_error
+from decode.commands.parsing import writing_error
 from decode.errors import UserError
 from distill import trainer as training_speed
 from distill.checkpoints import BestWeights, SafeCheckpointIO
@@ -267,7 +266,7 @@ def test_a_share_that_cannot_be_written_ends_the_training_and_says_why(
     monkeypatch.setattr(FileSystemWriter, "write_data", full)
     with pytest.raises(OSError, match="No space left") as failed:
         train(tiny("llama"), tmp_path, steps=2, strategy="fsdp", checkpoint_background=background)
-    assert writing_error(failed.value) == WRITING[errno.ENOSPC]
+    assert "No space left on device" in str(writing_error(failed.value))
     assert not list(tmp_path.rglob("step-*.ckpt"))
 
 

@@ -1,0 +1,225 @@
+"""Settings from YAML files and the command line, errors by name, and how commands end."""
+
+import errno
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from decode.commands.parsing import WRITING, known_keys, merge, parse, run_main, take_flag
+from decode.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass
+class Inner:
+    """An inner section."""
+
+    rate: float = 0.1
+    """Step size. Larger is faster and less stable."""
+    kind: Literal["adam", "sgd"] = "adam"
+    """Which optimiser."""
+
+    def __post_init__(self) -> None:
+        if self.rate <= 0:
+            raise UserError(f"inner.rate is {self.rate}, wanted a number above 0")
+
+
+@dataclass
+class Outer:
+    """All settings."""
+
+    name: str = "run"
+    """Folder of the run."""
+    inner: Inner = field(default_factory=Inner)
+    """The optimiser."""
+    extra: list[Inner] = field(default_factory=list)
+    """More optimisers."""
+    depth: int | None = None
+    """Layers; null chooses."""
+    sizes: list[int] = field(default_factory=list)
+    """Sizes to try."""
+    second: Inner | None = None
+    """Another optimiser, if any."""
+
+
+def read(tmp_path: Path, text: str, *overrides: str, foreign: tuple[str, ...] = ()) -> Outer:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return parse(Outer, ["--config", str(path), *overrides], prog="prog", foreign=foreign)
+
+
+def test_the_command_line_overrides_files_and_later_files_override_earlier_ones(tmp_path: Path) -> None:
+    got = read(tmp_path, "name: a\ninner: {rate: 0.5, kind: sgd}\n", "--inner.rate", "0.25", "--depth=3")
+    assert got == Outer(name="a", inner=Inner(rate=0.25, kind="sgd"), depth=3)
+    (tmp_path / "d.yaml").write_text("inner: {kind: sgd}\n")
+    got = read(tmp_path, "inner: {rate: 0.5}\n", f"--config={tmp_path / 'd.yaml'}")
+    assert got.inner == Inner(rate=0.5, kind="sgd")
+    assert parse(Outer, [], prog="prog") == read(tmp_path, "") == Outer()
+    below = {"data": {"template_args": {"enable_thinking": False}, "limit": 3}}
+    assert merge(below, {"data": {"template_args": {}}}) == {"data": {"template_args": {}, "limit": 3}}
+
+
+def test_one_key_of_a_section_that_may_be_null_is_overridden(tmp_path: Path) -> None:
+    file = "second: {rate: 0.5, kind: sgd}\n"
+    assert read(tmp_path, file, "--second.rate", "1e-3").second == Inner(rate=1e-3, kind="sgd")
+    assert read(tmp_path, "second: null\n", "--second.kind=sgd").second == Inner(kind="sgd")
+    assert read(tmp_path, file, "--second", "null").second is None
+    assert parse(Outer, ["--second.rate", "2"]).second == Inner(rate=2.0)
+    with pytest.raises(UserError, match=r"unknown option '--second.rat'; the nearest known key is 'second\.rate'"):
+        read(tmp_path, file, "--second.rat", "1")
+
+
+@pytest.mark.parametrize(
+    "typed", [["--sizes", "4,8"], ["--sizes=4,8"], ["--sizes", "4", "8"], ["--sizes", "[4, 8]"], ["--sizes=[4,8]"]]
+)
+def test_a_list_is_typed_with_commas_spaces_or_brackets(tmp_path: Path, typed: list[str]) -> None:
+    assert read(tmp_path, "sizes: [1]", *typed, "--name", "b") == Outer(name="b", sizes=[4, 8])
+    got = read(tmp_path, "extra: [{rate: 1.0}, {kind: sgd}]", *typed)
+    assert got.extra == [Inner(rate=1.0), Inner(kind="sgd")]
+    assert read(tmp_path, "", "--extra", "[{rate: 2.0}]", *typed).extra == [Inner(rate=2.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("innner: {rate: 1}", "unknown key 'innner'; the nearest known key is 'inner'"),
+        ("inner: {rat: 1}", "unknown key 'inner.rat'; the nearest known key is 'inner.rate'"),
+        ("rate: 1.0", "unknown key 'rate'; the nearest known key is 'inner.rate'"),
+        ("extra: [{rate: 1.0}, {knd: sgd}]", "unknown key 'extra.knd'; the nearest known key is 'extra.kind'"),
+        ("zzz: 1", "unknown key 'zzz'; known keys are name, inner"),
+        ("bench: {anything: 1}", "unknown key 'bench'"),
+    ],
+)
+def test_an_unknown_key_names_file_key_and_nearest(tmp_path: Path, text: str, wanted: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, text)
+    assert str(caught.value).startswith(f"{tmp_path / 'c.yaml'}: {wanted}")
+    assert read(tmp_path, "bench: {anything: 1}\nname: a", foreign=("bench",)).name == "a"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "wanted"),
+    [
+        ("inner: {rate: fast}", (), r"c\.yaml: .*inner\.rate.* fast"),
+        ("inner: {kind: lion}", (), r"c\.yaml: .*inner\.kind.*'adam', 'sgd'.* lion"),
+        ("inner: 3", (), r"c\.yaml: 'inner' is 3, expected a section"),
+        ("inner: {rate: -1}", (), r"inner.rate is -1.0, wanted a number above 0"),
+        ("", ("--inner.rate", "fast"), r"the command line: .*inner\.rate.* fast"),
+        ("depth: deep", (), r"c\.yaml: .*depth.*int.* deep"),
+        ("", ("--depth",), r"--depth needs a value"),
+        ("", ("--sizes",), r"--sizes needs a value"),
+        ("", ("--config",), r"--config needs a value"),
+        ("", ("--config", "no.yaml"), r"no configuration file 'no.yaml'; these exist: configs/"),
+        ("", ("stray",), r"unexpected argument 'stray'"),
+        ("- 1\n- 2", (), r"holds a list, expected one 'key: value' a line"),
+        ("a: [1", (), r"is not valid YAML"),
+    ],
+)
+def test_wrong_values_give_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, overrides: tuple[str, ...], wanted: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match=wanted) as caught:
+        read(tmp_path, text, *overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_help_shows_every_key_with_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(Outer, ["--bad", "--help"], prog="prog", description="What it does.")
+    text = " ".join(capsys.readouterr().out.split())
+    assert caught.value.code == 0
+    assert "What it does." in text
+    assert "Step size. Larger is faster and less stable." in text
+    assert all(f"--{key}" in text for key in ("name", "inner.rate", "inner.kind", "depth"))
+
+
+def test_known_keys_include_those_of_sections() -> None:
+    assert list(known_keys(Outer)) == [
+        "name", "inner", "inner.rate", "inner.kind", "extra", "extra.rate", "extra.kind", "depth", "sizes",
+        "second", "second.rate", "second.kind",
+    ]  # fmt: skip
+
+
+def test_take_flag_removes_the_switch() -> None:
+    argv = ["--a", "--dry-run", "--b"]
+    assert take_flag(argv, "--dry-run")
+    assert argv == ["--a", "--b"]
+    assert not take_flag(argv, "--dry-run")
+
+
+WRAPPED = RuntimeError("wrapped")
+WRAPPED.__cause__ = OSError(errno.ENOSPC, "No space left on device", "/x/y")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (UserError("mend me"), 2, "error: mend me"),
+        (KeyboardInterrupt(), 130, "stopped; run the same command again to continue"),
+        (WRAPPED, 2, "error: /x/y cannot be written: No space left on device; free some space"),
+        *((OSError(number, os.strerror(number), "/x/y"), 2, "/x/y cannot be written") for number in WRITING),
+    ],
+)
+def test_foreseeable_ends_give_one_line(error: BaseException, status: int, words: str, capsys) -> None:
+    def fail() -> None:
+        raise error
+
+    assert run_main(fail) == status
+    shown = capsys.readouterr().err
+    assert words in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), OSError(errno.ECONNRESET, "reset")])
+def test_other_errors_pass_through(error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        run_main(fail)
+    assert run_main(lambda: None) == 0
+
+
+LIBRARIES = {
+    "python": "open(path, 'w').write('x' * 9000)",
+    "torch": "import torch; torch.save({'w': torch.zeros(9000)}, path)",
+    "safetensors": "import torch; from safetensors.torch import save_file; save_file({'w': torch.zeros(9000)}, path)",
+}
+
+
+def test_a_file_that_cannot_be_written_is_one_line_whichever_library_writes(tmp_path: Path) -> None:
+    code = f"""
+import resource
+from decode.commands.parsing import run_main
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+for library, write in {LIBRARIES!r}.items():
+    path = {str(tmp_path)!r} + "/" + library
+    print(run_main(lambda: exec(write, {{"path": path}})))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
+    assert done.stdout.split() == ["2"] * len(LIBRARIES), done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(LIBRARIES)
+    assert all(line.startswith("error: ") and "ulimit -f" in line for line in lines)
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does_and_removes_what_is_temporary(tmp_path: Path) -> None:
+    code = f"""
+import os, signal, sys, tempfile
+from decode.commands.parsing import run_main
+def work():
+    with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}):
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+sys.exit(run_main(work))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "stopped; run the same command again to continue\n")
+    assert not list(tmp_path.iterdir())
