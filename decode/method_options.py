@@ -187,7 +187,7 @@ def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
     try:
         parsed = MethodOptions(**vars(_parser().parse_args([f"--{key}={text}" for key, text in values.items()])))
     except ArgumentError as error:
-        raise UserError(f"{spec!r}: {plain_message(str(error))}") from None
+        raise UserError(f"{spec!r}: {' '.join(str(error).split())}") from None
     return method, {key: getattr(parsed, key) for key in values}
 
 
@@ -196,26 +196,3 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(exit_on_error=False, default_env=False)
     parser.add_class_arguments(MethodOptions, None)
     return parser
-
-
-def plain_message(message: str) -> str:
-    """A message of jsonargparse on one line, in words that need no knowledge of its types."""
-    message = re.sub(r"^Parser key \"([^\"]+)\":", r"'\1':", message.strip())
-    if "of the Union subtypes" in message:  # an optional value: what was wrong with it, without "Expected a NoneType"
-        tried = [line for line in re.findall(r"^\s*- (.*)", message, re.M) if "NoneType" not in line]
-        given = re.search(r"Given value: (.*)", message)
-        value = given[1] if given else ""
-        errors = "; ".join(tried).replace(": does not conform", f": {value} does not conform")
-        got = "" if value in errors else f". Got value: {value}"
-        message = message.partition("Does not validate")[0] + errors + got
-    message = re.sub(
-        r"Not of type \w+: (\S+) does not conform to restriction (.*)", r"\1 is not allowed, expected \2", message
-    )
-    message = re.sub(r"\bv(?=[<=>])", "", message)
-    message = re.sub(
-        r"Not of type \w+: invalid literal for int\(\) with base 10: (.*)", r"\1 is not a whole number", message
-    )
-    message = re.sub(r"Not of type \w+: could not convert string to float: (.*)", r"\1 is not a number", message)
-    message = re.sub(r"<class '([\w.]+)'>", r"\1", message)
-    message = re.sub(r"typing\.(Literal|Optional|Union)", r"\1", message)
-    return re.sub(r"\s*\n\s*", " ", message)

@@ -37,7 +37,7 @@ def test_a_whole_check_in_transformers(folder, capsys) -> None:
     ("more", "sentence"),
     [
         (["--engine", "vlm"], "did you mean 'vllm'"),
-        (["--draft-sampling", "mixed"], "'draft_sampling': Expected a Literal['greedy', 'probabilistic']"),
+        (["--draft-sampling", "mixed"], "Literal['greedy', 'probabilistic']"),
         (["--url", "http://127.0.0.1:9"], "drafts one length"),
         (["--draft-shape", "32x1x2"], "is timed in a serving engine"),
         (["--engine", "vllm", "--python", "/nowhere/python"], "no program that can be run"),
