@@ -63,14 +63,15 @@ def parse(
         UserError: A missing file, malformed YAML, an unknown key, a wrong value, or a refusal by ``__post_init__``.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(settings_class, prog, description)
+    keys: type = settings_class
+    parser = _parser(keys, prog, description)
     if "-h" in argv or "--help" in argv:  # also beside arguments that are wrong
         parser.print_help()
         print(f"\nexamples:\n{examples}" if examples else "")
         raise SystemExit(0)
     if positional and argv and not argv[0].startswith("-"):
         argv.insert(0, f"--{positional}")
-    paths, given = _read_options(argv, known_keys(settings_class), prog, aliases or {})
+    paths, given = _read_options(argv, known_keys(keys), prog, aliases or {})
     content = merge(read_config(paths, foreign, settings_class, section), given)
     try:
         return settings_class(**vars(parser.instantiate(parser.parse_object(content))))
@@ -176,7 +177,8 @@ def known_keys(settings_class: type, prefix: str = "") -> dict[str, Any]:
         found[prefix + name] = hints[name]
         kinds = [hints[name], *typing.get_args(hints[name])]  # such as list[C] | None, list[C], None, C
         kinds += [inner for kind in kinds[1:] for inner in typing.get_args(kind)]
-        if section := next(filter(dataclasses.is_dataclass, kinds), None):
+        section: Any = next(filter(dataclasses.is_dataclass, kinds), None)
+        if section is not None:
             found |= known_keys(section, f"{prefix}{name}.")
     return found
 
