@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from decode.errors import UserError
 from decode.models import loading as opening
-from decode.models.loading import choose_device, choose_dtype, load_model, load_tokenizer, open_draft, placement
+from decode.models.loading import choose_device, choose_dtype, load_model, open_draft, placement
 
 CPU = {"device": "cpu", "dtype": "float32"}
 
@@ -54,52 +54,34 @@ def test_an_unknown_format_is_refused_and_16_bits_say_what_lossless_means(folder
 
 
 def refusal(path: Path) -> str:
-    """What is said of a path where a model is asked for."""
+    """The message of a path that is no model."""
     with pytest.raises(UserError) as caught:
         load_model(path, **CPU)
     assert str(path) in str(caught.value)
     return str(caught.value)
 
 
-def test_a_file_that_is_cut_off_is_refused(folder: Path) -> None:
-    weights = folder / "target" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    assert "damaged or cut off" in refusal(folder / "target")
-
-
-def test_weights_of_another_shape_than_the_configuration_are_refused(folder: Path) -> None:
-    config = folder / "target" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 20}))
-    assert "other shapes than its config.json" in refusal(folder / "target")
-
-
-def test_a_checkpoint_without_a_layer_is_refused(folder: Path) -> None:
-    weights = folder / "target" / "model.safetensors"
-    kept = {name: tensor for name, tensor in load_file(weights).items() if ".layers.1." not in name}
-    save_file(kept, weights, metadata={"format": "pt"})
-    assert re.search(r"incomplete.*model\.layers\.1\.", refusal(folder / "target"))
-
-
-def test_pickled_weights_say_how_to_convert_them(folder: Path) -> None:
-    state = load_file(folder / "target" / "model.safetensors")
-    (folder / "target" / "model.safetensors").unlink()
-    torch.save(state, folder / "target" / "pytorch_model.bin")
-    assert re.search(r"convert them with python -c .*save_pretrained", refusal(folder / "target"))
-
-
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
-    assert "empty" in refusal(tmp_path)
-    (tmp_path / "notes.txt").write_text("hello")
-    assert "no config.json" in refusal(tmp_path)
-    assert "no such folder" in refusal(tmp_path / "missing")
-    assert "it is a file" in refusal(tmp_path / "notes.txt")
-
-
-def test_quantised_weights_without_their_package_are_refused(folder: Path) -> None:
-    config = folder / "target" / "config.json"
+def test_files_that_cannot_be_read_are_refused_with_the_reason(folder: Path, tmp_path: Path) -> None:
+    target, config = folder / "target", folder / "target" / "config.json"
+    weights, fields = target / "model.safetensors", json.loads(config.read_text())
+    config.write_text(json.dumps(fields | {"intermediate_size": 20}))
+    assert re.search(r"do not fit its configuration: .*mlp.* is \[.*\] instead of \[.*20", refusal(target))
     quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
-    config.write_text(json.dumps(json.loads(config.read_text()) | quantised))
-    assert "package that is not installed" in refusal(folder / "target")
+    config.write_text(json.dumps(fields | quantised))
+    assert "pip install" in refusal(target)
+    config.write_text(json.dumps(fields))
+    state = load_file(weights)
+    kept = {name: tensor for name, tensor in state.items() if ".layers.1." not in name}
+    save_file(kept, weights, metadata={"format": "pt"})
+    assert re.search(r"model\.layers\.1\.\S+ is missing", refusal(target))
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert "damaged or cut off" in refusal(target)
+    weights.unlink()
+    torch.save(state, target / "pytorch_model.bin")
+    assert "pickles" in refusal(target)
+    (tmp_path / "empty").mkdir()
+    assert "config.json" in refusal(tmp_path / "empty")
+    assert "no such folder" in refusal(tmp_path / "missing")
 
 
 def test_quantised_weights_are_placed_while_loading_and_not_moved(folder: Path, monkeypatch: Any) -> None:
@@ -109,7 +91,7 @@ def test_quantised_weights_are_placed_while_loading_and_not_moved(folder: Path, 
 
     def from_pretrained(name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
         asked.update(options)
-        return model, {"missing_keys": set()}
+        return model, {"missing_keys": set(), "mismatched_keys": set()}
 
     monkeypatch.setattr(opening, "AutoModelForCausalLM", SimpleNamespace(from_pretrained=from_pretrained))
     config = folder / "target" / "config.json"
@@ -134,13 +116,3 @@ def test_a_drafts_tokenizer_that_cannot_be_read_is_an_error_and_not_left_uncheck
     for name in ("tokenizer.json", "tokenizer_config.json"):
         os.remove(folder / "draft" / name)
     assert open_draft(folder / "draft", target, make_tokenizer()).num_parameters()
-
-
-def test_a_damaged_gguf_file_and_a_choice_of_two_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(64))
-    for path in (tmp_path, tmp_path / "model.gguf"):
-        with pytest.raises(UserError, match="damaged or cut off"):
-            load_tokenizer(path)
-    (tmp_path / "other.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UserError, match="2 GGUF files; give one"):
-        load_model(tmp_path, **CPU)
