@@ -111,7 +111,7 @@ def gguf_file(name: str | os.PathLike[str]) -> Path | None:
         files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
         if len(files) > 1:
             raise UserError(
-                f"{str(name)!r} holds {len(files)} GGUF files; give one of them, such as {files[0]} (parts of one model "
+                f"{str(name)!r} holds {len(files)} GGUF files; give one of them, such as {files[0]} (parts of a model "
                 "are joined by llama.cpp's llama-gguf-split --merge)"
             )
         return files[0] if files else None
