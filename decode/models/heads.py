@@ -1,7 +1,7 @@
 """Feature heads: one decoder layer that continues the target's hidden states (EAGLE 2401.15077, EAGLE-3 2503.01840).
 
-A head reads pairs (feature of token t, embedding of token t + 1), and its state at t predicts token t + 2; fed back as
-the feature of t + 1 it predicts on. EAGLE-1's feature is the target's last hidden state, and the target's own head
+A head reads pairs (feature of token t, embedding of token t + 1), and its state at t predicts token t + 2. That state
+then serves as the feature of t + 1. EAGLE-1's feature is the target's last hidden state, and the target's own head
 turns states into logits. EAGLE-3 fuses a low, a middle and a high state, and has a norm and a head of its own over a
 reduced vocabulary. Parameters are named as in the published checkpoints, so a state dict is a file's content.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,199 +24,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.errors import UserError
 
-aten = torch.ops.aten
+VERSIONS = {"LlamaForCausalLMEagle": 1, "LlamaForCausalLMEagle3": 3}  # names of the two kinds in config.json
+VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Fields of config.json by which heads of other projects differ from the published EAGLE-3."""
+SHARED = "embed_tokens.weight"  # the target's embedding, which files may repeat
 
-
-def attend(q: Tensor, start: int, k: Tensor, v: Tensor, *chain: Tensor) -> Tensor:
-    """What queries find in the text up to their own position, and in their own chain.
-
-    Args:
-        q: ``[batch, heads, queries, d]``, of the positions from ``start`` on.
-        start: Position of the first query.
-        k: The text's keys, ``[batch, kv heads, start + queries, d]``.
-        v: Its values.
-        chain: Keys and values in turn, ``[batch, kv heads, queries, d]``: one of each for every query.
-
-    Returns:
-        ``[batch, heads, queries, d]``.
-    """
-    found: Tensor = _Attend.apply(q, start, k, v, *chain)
-    return found
-
-
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, start: int, k: Tensor, v: Tensor, *chain: Tensor) -> Tensor:
-        group = q.shape[1] // k.shape[1]
-        found = [_kernel(q, *part) for part in _parts(start, k, v)]
-        parts = [out for out, _ in found]
-        sums = [own for _, own in found]
-        wide = q.to(sums[0].dtype)
-        scores = [(wide * key.repeat_interleave(group, 1)).sum(-1) * q.shape[-1] ** -0.5 for key in chain[::2]]
-        every = torch.stack([*sums, *scores])
-        whole = every.logsumexp(0)
-        weights = (every - whole).exp()[..., None]
-        parts += [value.repeat_interleave(group, 1) for value in chain[1::2]]
-        out = weights[0] * parts[0]
-        for weight, part in zip(weights[1:], parts[1:], strict=True):
-            out.addcmul_(weight, part.to(out.dtype))
-        out = out.to(q.dtype)
-        ctx.start = start
-        ctx.save_for_backward(q, out, whole, weights[len(sums) :], k, v, *chain)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, out, whole, weights, k, v, *chain = ctx.saved_tensors
-        parts = _parts(ctx.start, k, v)
-        of_q, *of_text = zip(*(_kernel_backward(grad, q, out, whole, *part) for part in parts), strict=True)
-        wide, grad = q.to(whole.dtype), grad.to(whole.dtype)
-        mean, to_q = (grad * out).sum(-1, keepdim=True), sum(values.to(whole.dtype) for values in of_q)
-        to_chain: list[Tensor] = []
-        for weight, key, value in zip(weights, chain[::2], chain[1::2], strict=True):
-            key, value = (values.repeat_interleave(q.shape[1] // k.shape[1], 1) for values in (key, value))
-            score = weight * ((grad * value).sum(-1, keepdim=True) - mean) * q.shape[-1] ** -0.5
-            to_q.addcmul_(score, key.to(to_q.dtype))
-            to_chain += [_shared(score * wide, k), _shared(weight * grad, k)]
-        return to_q.to(q.dtype), None, *(torch.cat(values, 2) for values in of_text), *to_chain
-
-
-def _parts(start: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, bool]]:
-    """Keys and values of the text before the queries, which all see, and of the queries' own positions (causal)."""
-    before = [(k[:, :, :start], v[:, :, :start], False)] if start else []
-    return [*before, (k[:, :, start:], v[:, :, start:], True)]
-
-
-def _shared(values: Tensor, k: Tensor) -> Tensor:
-    """The gradients of the heads that share a key head, summed."""
-    return values.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype)
-
-
-def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp ``[batch, heads, queries]``."""
-    d, (q, k, v) = q.shape[-1], _as_wanted(q, k, v)
-    if q.device.type == "cuda":
-        out, sums, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=d**-0.5)
-    else:
-        out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=d**-0.5)
-    return out[..., :d], sums[..., : q.shape[2]]
-
-
-def _kernel_backward(
-    grad: Tensor, q: Tensor, out: Tensor, sums: Tensor, k: Tensor, v: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``q``, ``k`` and ``v``."""
-    d, given = q.shape[-1], _as_wanted(q, k, v)
-    grad, out = _as_wanted(grad, out)
-    if q.device.type == "cuda":
-        sums = F.pad(sums, (0, -sums.shape[-1] % 32), value=torch.inf)  # as its kernel lays them out
-        seed = torch.zeros((), dtype=torch.long)  # of dropout, which there is none
-        backward, rest = aten._scaled_dot_product_efficient_attention_backward, (seed, seed, 0.0, [True] * 3 + [False])
-        found = backward(grad, *given, None, out, sums, *rest, causal, scale=d**-0.5)
-    else:
-        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found = backward(grad, *given, out, sums, 0.0, causal, scale=d**-0.5)
-    to_q, to_k, to_v = (values[..., :d] for values in found[:3])
-    return to_q, _shared(to_k, k), _shared(to_v, v)
-
-
-def _as_wanted(q: Tensor, *others: Tensor) -> list[Tensor]:
-    """With a key head for every head, and a width that is a multiple of eight, which CUDA's kernel needs."""
-    group, missing = q.shape[1] // others[-1].shape[1], -q.shape[-1] % 8
-    every = [q, *(values.repeat_interleave(group, 1) if group > 1 else values for values in others)]
-    return [F.pad(values, (0, missing)) for values in every] if missing else every
-
-
-def unroll(
-    head: Any, embeds: Tensor, features: Tensor, steps: int, rows: Tensor
-) -> Generator[Tensor, Tensor | None, None]:
-    """States of ``steps`` drafting steps from the positions ``rows`` (EAGLE-3's training-time test).
-
-    Step s at position t predicts token t + 2 + s. It attends to the text's pairs up to t, and to its own chain.
-
-    Args:
-        head: a `FeatureHead`.
-        embeds: embedding of token t + 1, ``[batch, time, width]``.
-        features: of token t, ``[batch, time, feature width]``.
-        steps: 1 is teacher forcing with true features.
-        rows: which positions, bool ``[batch, time]``.
-
-    Yields:
-        ``[rows, hidden]`` for each step; what position t would need from beyond the end is garbage there. Indices that
-        are sent back, ascending, name the rows that go on: the following steps compute no others.
-    """
-    time = embeds.shape[1]
-    read = rows.flip(1).cummax(1).values.flip(1)  # positions after a text's last row are not read
-    text, wanted = (mask.flatten().nonzero()[:, 0] for mask in (read, rows))
-    factors = head.rotary(embeds, position_ids=torch.arange(time + steps, device=embeds.device)[None])
-    cos, sin = (values[0] for values in factors)
-    embeds = embeds.flatten(0, 1)
-    attend = _Attention(rows, text, wanted)
-    width = head.config.head_dim
-    hidden = head.fuse(features.flatten(0, 1).index_select(0, text))
-    for step in range(steps):
-        if step:
-            following = (wanted + step).clamp_max(len(embeds) - 1)
-            x, y = head.enter(embeds.index_select(0, following), hidden)
-        else:
-            x, y = head.enter(embeds.index_select(0, text), hidden)
-        at = (wanted if step else text) % time + step
-        self_attention = head.layer.self_attn
-        k, v = (p(y).unflatten(-1, (-1, width)) for p in (self_attention.k_proj, self_attention.v_proj))
-        k = rotate(k, cos[at], sin[at])
-        if not step:
-            place = torch.searchsorted(text, wanted)
-            x, y, at = (values.index_select(0, place) for values in (x, y, at))
-        q = rotate(self_attention.q_proj(y).unflatten(-1, (-1, width)), cos[at], sin[at])
-        hidden = head.leave(x, attend(q, k, v).flatten(1))
-        kept = yield hidden
-        if kept is not None:
-            wanted, hidden = wanted[kept], hidden[kept]
-            attend.keep(kept)
-
-
-class _Attention:
-    """Each row sees the first call's keys, the text's, up to its own position; of later calls those of its own row."""
-
-    def __init__(self, rows: Tensor, text: Tensor, wanted: Tensor) -> None:
-        batch, self.time = rows.shape
-        position = wanted % max(1, self.time)
-        self.start = int(position.min()) if len(wanted) else 0
-        self.grid = batch, self.time - self.start  # of queries: all positions from the first one that is asked for
-        self.place = wanted // max(1, self.time) * self.grid[1] + position - self.start
-        self.text = text
-        self.keys: list[Tensor] = []
-
-    def keep(self, kept: Tensor) -> None:
-        """These rows go on; the others' places in the grid are computed with zeros and not read."""
-        self.place = self.place[kept]
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``q [rows, heads, d]``, ``k, v [rows or tokens, kv heads, d]`` to ``[rows, heads, d]``."""
-        if not len(q):
-            return q
-        batch, queries = self.grid
-        place, shape = (self.place, self.grid) if self.keys else (self.text, (batch, self.time))
-        self.keys += [_spread(k, place, shape), _spread(v, place, shape)]
-        found = attend(_spread(q, self.place, self.grid), self.start, *self.keys)
-        return found.transpose(1, 2).reshape(batch * queries, *q.shape[1:]).index_select(0, self.place)
-
-
-def _spread(values: Tensor, place: Tensor, grid: tuple[int, int]) -> Tensor:
-    """``[rows, heads, d]`` as ``[batch, heads, time, d]``, zeros elsewhere."""
-    batch, time = grid
-    if len(values) < batch * time:
-        values = values.new_zeros(batch * time, *values.shape[1:]).index_copy(0, place, values)
-    return values.unflatten(0, grid).transpose(1, 2)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: ``x [rows, heads, d]`` turned by the factors ``[rows, d]`` of each row."""
-    a, b = x.chunk(2, -1)
-    return (x * cos[:, None] + torch.cat([-b, a], -1) * sin[:, None]).to(x.dtype)
-
-
-VERSIONS = {"LlamaForCausalLMEagle": 1, "LlamaForCausalLMEagle3": 3}  # what config.json calls the two kinds
+# -- the network -------------------------------------------------------------------------------------------------------
 
 
 class RMSNorm(nn.Module):
@@ -238,29 +51,31 @@ class HeadLayer(nn.Module):
     def __init__(self, config: LlamaConfig, version: int) -> None:
         super().__init__()
         width, inner, d = config.hidden_size, config.intermediate_size, config.head_dim
-        into, eps = width if version == 1 else 2 * width, config.rms_norm_eps
+        queries, keys = config.num_attention_heads * d, config.num_key_value_heads * d
         self.self_attn, self.mlp = nn.Module(), nn.Module()
-        self.self_attn.q_proj = nn.Linear(into, config.num_attention_heads * d, bias=False)
-        self.self_attn.k_proj = nn.Linear(into, config.num_key_value_heads * d, bias=False)
-        self.self_attn.v_proj = nn.Linear(into, config.num_key_value_heads * d, bias=False)
-        self.self_attn.o_proj = nn.Linear(config.num_attention_heads * d, width, bias=False)
+        for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+            setattr(self.self_attn, name, nn.Linear(width if version == 1 else 2 * width, rows, bias=False))
+        self.self_attn.o_proj = nn.Linear(queries, width, bias=False)
         self.mlp.gate_proj = nn.Linear(width, inner, bias=False)
         self.mlp.up_proj = nn.Linear(width, inner, bias=False)
         self.mlp.down_proj = nn.Linear(inner, width, bias=False)
         if version == 3:
-            self.input_layernorm, self.hidden_norm = RMSNorm(width, eps), RMSNorm(width, eps)
-        self.post_attention_layernorm = RMSNorm(width, eps)
+            self.input_layernorm = RMSNorm(width, config.rms_norm_eps)
+            self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(width, config.rms_norm_eps)
 
 
 class FeatureHead(nn.Module):
-    """An EAGLE-1 or EAGLE-3 head; what it shares with the target (embedding, EAGLE-1's output head) is not in it.
+    """An EAGLE-1 or EAGLE-3 head, without what it shares with the target (embedding, EAGLE-1's output head).
 
     Attributes:
+        version: 1 or 3.
         captured_layers: indices into the target's hidden states whose concatenation is the feature: i is the state
-            that enters layer i, and the number of layers stands for the last one, after the final norm.
+            that enters layer i, and the number of layers is the last one, after the final norm.
+        embed_tokens: an embedding of the head's own, where its file has one.
 
     Args:
-        config: shape, `version` and `captured_layers` (see `head_config`).
+        config: shape, version and `captured_layers` (see `head_config`).
     """
 
     d2t: Tensor
@@ -269,26 +84,22 @@ class FeatureHead(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.version = VERSIONS[config.architectures[0]]  # 1 or 3
+        self.version = VERSIONS[config.architectures[0]]
         self.captured_layers: tuple[int, ...] = tuple(config.captured_layers)
-        self.embed_tokens: nn.Embedding | None = None  # an embedding of the head's own, where its file brought one
+        self.embed_tokens: nn.Embedding | None = None
         width = config.hidden_size
         self.rotary = LlamaRotaryEmbedding(config)
         if self.version == 1:
             self.fc = nn.Linear(2 * width, width, bias=bool(getattr(config, "bias", True)))
             self.layers = nn.ModuleList([HeadLayer(config, 1)])
-            if self.reduced:
-                self._add_vocabulary()
-            return
-        self.fc = nn.Linear(len(self.captured_layers) * config.target_hidden_size, width, bias=False)
-        self.midlayer = HeadLayer(config, 3)
-        self.norm = RMSNorm(width, config.rms_norm_eps)
-        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
-        self._add_vocabulary()
-
-    def _add_vocabulary(self) -> None:
-        self.register_buffer("d2t", torch.zeros(self.config.draft_vocab_size, dtype=torch.long))
-        self.register_buffer("t2d", torch.arange(self.config.vocab_size) < self.config.draft_vocab_size)
+        else:
+            self.fc = nn.Linear(self.feature_width, width, bias=False)
+            self.midlayer = HeadLayer(config, 3)
+            self.norm = RMSNorm(width, config.rms_norm_eps)
+            self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        if self.version == 3 or self.reduced:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
 
     @property
     def reduced(self) -> bool:
@@ -308,51 +119,189 @@ class FeatureHead(nn.Module):
 
     def draft_ids(self) -> Tensor | None:
         """The target's ids of the head's logits, ``[draft vocab]``, or None if they are the same."""
-        if not self.reduced:
-            return None
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t if self.reduced else None
 
     def set_vocabulary(self, ids: Tensor) -> None:
         """Draft these target ids only (long, ascending, as many as the head has logits)."""
         self.d2t.copy_(ids - torch.arange(len(ids)))
         self.t2d.zero_()[ids] = True
 
-    # -- training ------------------------------------------------------------------------------------------------
-
     def fuse(self, features: Tensor) -> Tensor:
         """Target features ``[..., feature width]`` as the states that the layer continues, ``[..., hidden]``."""
         return features if self.version == 1 else cast(Tensor, self.fc(features))
-
-    def enter(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the layer adds to, and what its attention reads, of pairs ``[rows, width]`` each."""
-        if self.version == 1:
-            x = self.fc(torch.cat([embeds, hidden], -1))
-            return x, x
-        layer = self.layer
-        return hidden, torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(hidden)], -1)
-
-    def leave(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The layer's states ``[rows, hidden]`` from what its attention found, ``[rows, heads · d]``."""
-        layer = self.layer
-        x = x + layer.self_attn.o_proj(attended)
-        m, z = layer.mlp, layer.post_attention_layernorm(x)
-        return x + m.down_proj(F.silu(m.gate_proj(z)) * m.up_proj(z))
-
-    def unroll(
-        self, embeds: Tensor, features: Tensor, steps: int, rows: Tensor | None = None
-    ) -> Generator[Tensor, Tensor | None, None]:
-        """See `unrolled_drafting.unroll`; without ``rows`` from every position, ``[batch, time, hidden]``."""
-        if rows is not None:
-            yield from unroll(self, embeds, features, steps, rows)
-            return
-        whole = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
-        for states in unroll(self, embeds, features, steps, whole):
-            yield states.unflatten(0, embeds.shape[:2])
 
     def logits(self, states: Tensor, target_head: Any) -> Tensor:
         """Logits ``[..., draft vocab]`` of states, by the target's head (EAGLE-1) or the head's own."""
         logits: Tensor = target_head(states) if self.version == 1 else self.lm_head(self.norm(states))
         return logits
+
+    def unroll(
+        self, embeds: Tensor, features: Tensor, steps: int, rows: Tensor | None = None
+    ) -> Generator[Tensor, Tensor | None, None]:
+        """States of several drafting steps from every position of texts (EAGLE-3's training-time test).
+
+        Step s at position t predicts token t + 2 + s. It attends to the text's pairs up to t, and to the pairs of its
+        own steps.
+
+        Args:
+            embeds: embedding of token t + 1, ``[batch, time, width]``.
+            features: feature of token t, ``[batch, time, feature width]``.
+            steps: drafting steps; 1 is teacher forcing with true features.
+            rows: the positions to start from, bool ``[batch, time]``; None: all.
+
+        Yields:
+            For each step the states ``[rows, hidden]``, or ``[batch, time, hidden]`` without `rows`. Where position t
+            would need tokens past the end they are undefined. Indices that are sent back (ascending) select the rows
+            for which the following steps are computed.
+        """
+        layer, width, (batch, time) = self.layer, self.config.head_dim, embeds.shape[:2]
+        mask = torch.ones(batch, time, dtype=torch.bool, device=embeds.device) if rows is None else rows
+        read = mask.flip(1).cummax(1).values.flip(1)  # positions after a text's last row are not read
+        text, wanted = (which.flatten().nonzero()[:, 0] for which in (read, mask))
+        cos, sin = (f[0] for f in self.rotary(embeds, position_ids=torch.arange(time + steps, device=embeds.device)[None]))
+        # queries are computed for all positions from the first wanted one on
+        start = int((wanted % time).min()) if len(wanted) else 0
+        grid = batch, time - start
+        place = wanted // max(1, time) * grid[1] + wanted % max(1, time) - start
+        seen: list[Tensor] = []  # keys and values in turn: the text's, then those of each step
+        embeds, hidden = embeds.flatten(0, 1), self.fuse(features.flatten(0, 1).index_select(0, text))
+        for step in range(steps):
+            at = wanted if step else text
+            e, turn = embeds.index_select(0, (at + step).clamp_max(len(embeds) - 1)), at % max(1, time) + step
+            if self.version == 1:
+                x = y = self.fc(torch.cat([e, hidden], -1))
+            else:
+                x, y = hidden, torch.cat([layer.input_layernorm(e), layer.hidden_norm(hidden)], -1)
+            k, v = (p(y).unflatten(-1, (-1, width)) for p in (layer.self_attn.k_proj, layer.self_attn.v_proj))
+            k = _rotate(k, cos[turn], sin[turn])
+            if not step:
+                chosen = torch.searchsorted(text, wanted)
+                x, y, turn = (values.index_select(0, chosen) for values in (x, y, turn))
+            q = _rotate(layer.self_attn.q_proj(y).unflatten(-1, (-1, width)), cos[turn], sin[turn])
+            if len(wanted):
+                where, shape = (place, grid) if step else (text, (batch, time))
+                seen += [_spread(k, where, shape), _spread(v, where, shape)]
+                found = attend(_spread(q, place, grid), start, *seen)
+                q = found.transpose(1, 2).flatten(0, 1).index_select(0, place)
+            x = x + layer.self_attn.o_proj(q.flatten(1))
+            m, z = layer.mlp, layer.post_attention_layernorm(x)
+            hidden = x + m.down_proj(F.silu(m.gate_proj(z)) * m.up_proj(z))
+            kept = yield hidden.unflatten(0, (batch, time)) if rows is None else hidden
+            if kept is not None:
+                wanted, place, hidden = wanted[kept], place[kept], hidden[kept]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates ``x [rows, heads, d]`` by the factors ``[rows, d]`` of each row's position."""
+    a, b = x.chunk(2, -1)
+    return (x * cos[:, None] + torch.cat([-b, a], -1) * sin[:, None]).to(x.dtype)
+
+
+def _spread(values: Tensor, place: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Puts ``values [rows, heads, d]`` at their places in ``[batch, heads, time, d]``, with zeros elsewhere."""
+    batch, time = grid
+    if len(values) < batch * time:
+        values = values.new_zeros(batch * time, *values.shape[1:]).index_copy(0, place, values)
+    return values.unflatten(0, grid).transpose(1, 2)
+
+
+# -- its attention -----------------------------------------------------------------------------------------------------
+
+
+class _ChainAttention(torch.autograd.Function):
+    """Flash attention to the text, merged with scores of the query's own steps by their log-sum-exps."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, start: int, k: Tensor, v: Tensor, *chain: Tensor) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        parts, sums = [], []
+        for keys, values, causal in _parts(start, k, v):
+            d, given = q.shape[-1], _repeated(q, keys, values)
+            if q.device.type == "cuda":
+                kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+                out, own, *_ = kernel(*given, None, True, 0.0, causal, scale=d**-0.5)
+            else:
+                kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+                out, own = kernel(*given, 0.0, causal, scale=d**-0.5)
+            parts.append(out[..., :d])
+            sums.append(own[..., : q.shape[2]])
+        wide, texts = q.to(sums[0].dtype), len(sums)
+        for key, value in zip(chain[::2], chain[1::2], strict=True):
+            sums.append((wide * key.repeat_interleave(group, 1)).sum(-1) * q.shape[-1] ** -0.5)
+            parts.append(value.repeat_interleave(group, 1))
+        every = torch.stack(sums)
+        whole = every.logsumexp(0)
+        weights = (every - whole).exp()[..., None]
+        out = weights[0] * parts[0]
+        for weight, part in zip(weights[1:], parts[1:], strict=True):
+            out.addcmul_(weight, part.to(out.dtype))
+        out = out.to(q.dtype)
+        ctx.start = start
+        ctx.save_for_backward(q, out, whole, weights[texts:], k, v, *chain)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Each part's kernel gets the output and the log-sum-exp of the whole, as in ring attention."""
+        q, out, whole, weights, k, v, *chain = ctx.saved_tensors
+        to_q, to_text, d = torch.zeros_like(q, dtype=whole.dtype), [], q.shape[-1]
+        for keys, values, causal in _parts(ctx.start, k, v):
+            given, (wanted, made) = _repeated(q, keys, values), _repeated(grad, out)
+            if q.device.type == "cuda":
+                sums = F.pad(whole, (0, -whole.shape[-1] % 32), value=torch.inf)  # as its kernel lays them out
+                seed = torch.zeros((), dtype=torch.long)  # of dropout, which is 0
+                kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+                rest = seed, seed, 0.0, [True] * 3 + [False], causal
+                found = kernel(wanted, *given, None, made, sums, *rest, scale=d**-0.5)
+            else:
+                kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+                found = kernel(wanted, *given, made, whole, 0.0, causal, scale=d**-0.5)
+            to_q += found[0][..., :d]
+            to_text.append([_shared(values[..., :d], k) for values in found[1:3]])
+        wide, grad = q.to(whole.dtype), grad.to(whole.dtype)
+        mean, to_chain = (grad * out).sum(-1, keepdim=True), []
+        for weight, key, value in zip(weights, chain[::2], chain[1::2], strict=True):
+            key, value = (values.repeat_interleave(q.shape[1] // k.shape[1], 1) for values in (key, value))
+            score = weight * ((grad * value).sum(-1, keepdim=True) - mean) * d**-0.5
+            to_q.addcmul_(score, key.to(to_q.dtype))
+            to_chain += [_shared(score * wide, k), _shared(weight * grad, k)]
+        return to_q.to(q.dtype), None, *(torch.cat(values, 2) for values in zip(*to_text, strict=True)), *to_chain
+
+
+attend: Callable[..., Tensor] = _ChainAttention.apply
+"""Attention of queries to the text up to their own position, and to keys of their own.
+
+Args:
+    q: ``[batch, heads, queries, d]``, of the positions from ``start`` on.
+    start: position of the first query.
+    k: the text's keys, ``[batch, kv heads, start + queries, d]``.
+    v: its values.
+    chain: keys and values in turn, ``[batch, kv heads, queries, d]``: one of each for every query.
+
+Returns:
+    ``[batch, heads, queries, d]``.
+"""
+
+
+def _parts(start: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, bool]]:
+    """Keys and values of the text before the queries, which all see, and of the queries' own positions (causal)."""
+    before = [(k[:, :, :start], v[:, :, :start], False)] if start else []
+    return [*before, (k[:, :, start:], v[:, :, start:], True)]
+
+
+def _shared(values: Tensor, k: Tensor) -> Tensor:
+    """Sums the gradients of the heads that share a key head."""
+    return values.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype)
+
+
+def _repeated(q: Tensor, *others: Tensor) -> list[Tensor]:
+    """Repeats key heads for every head, and pads the width to a multiple of eight, which CUDA's kernel needs."""
+    group, missing = q.shape[1] // others[-1].shape[1], -q.shape[-1] % 8
+    every = [q, *(values.repeat_interleave(group, 1) if group > 1 else values for values in others)]
+    return [F.pad(values, (0, missing)) for values in every] if missing else every
+
+
+# -- its output --------------------------------------------------------------------------------------------------------
 
 
 def output_head(model: PreTrainedModel, ids: Tensor | None = None) -> Any:
@@ -412,10 +361,7 @@ def rows_of_states(
     return rows
 
 
-VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Fields of config.json by which heads of other projects differ from the published EAGLE-3."""
-
-SHARED = "embed_tokens.weight"  # the target's embedding, which files may repeat
+# -- configuration and files ------------------------------------------------------------------------------------------
 
 
 def default_captured_layers(layers: int) -> tuple[int, int, int]:
@@ -489,17 +435,14 @@ def head_config(
 
 
 def random_head(config: LlamaConfig) -> FeatureHead:
-    """A head with weights that are not trained, always the same ones; it drafts the tokens of the lowest ids."""
+    """A head with random weights, always the same ones; a reduced vocabulary has the lowest ids."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        head = FeatureHead(config)
-    if head.reduced or head.version == 3:
-        head.set_vocabulary(torch.arange(int(getattr(config, "draft_vocab_size", None) or config.vocab_size)))
-    return head.eval()
+        return FeatureHead(config).eval()
 
 
 def head_version(folder: str | os.PathLike[str]) -> int | None:
-    """1 or 3 where a folder's config.json says that it holds an EAGLE head of this version; else None."""
+    """1 or 3 if a folder's config.json is that of an EAGLE head of this version; else None."""
     try:
         fields = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         return VERSIONS.get((fields.get("architectures") or [""])[0])
@@ -508,18 +451,18 @@ def head_version(folder: str | os.PathLike[str]) -> int | None:
 
 
 def is_head(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder's config.json says that it holds a feature head."""
+    """Whether a folder's config.json is that of a feature head."""
     return head_version(folder) is not None
 
 
 def save_head(head: FeatureHead, folder: str | Path) -> None:
-    """config.json and model.safetensors into an existing folder.
+    """Writes config.json and model.safetensors into an existing folder.
 
     The vocabulary's tables d2t and t2d are written only where the head drafts some of the target's tokens: vLLM makes
     no parameter for them where the vocabularies are equal.
     """
     folder = Path(folder)
-    tables = () if head.draft_ids() is not None else ("d2t", "t2d")
+    tables = () if head.reduced else ("d2t", "t2d")
     state = {n: tensor.detach().cpu().contiguous() for n, tensor in head.state_dict().items() if n not in tables}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(head.config.to_dict(), indent=2, default=str) + "\n")
@@ -543,70 +486,57 @@ def load_head(folder: str | os.PathLike[str], target: PreTrainedModel | None = N
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"no feature head can be read from {folder}: {error}") from error
     try:
-        config = _config_of(fields, target, folder)
-        head = FeatureHead(config)
+        head = FeatureHead(_config_of(fields, target, folder))
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"{folder}/config.json does not describe a feature head: {error!r}") from error
-    wrong = [
-        f"{name} {tuple(state[name].shape)} instead of {tuple(wanted.shape)}"
-        for name, wanted in head.state_dict().items()
-        if name in state and state[name].shape != wanted.shape
-    ]
-    if wrong:
-        raise UserError(f"{folder} does not hold what its config.json names: {', '.join(wrong[:4])}")
     if SHARED in state:
-        weight = state.pop(SHARED)
-        head.embed_tokens = nn.Embedding.from_pretrained(weight)
-    missing, unknown = head.load_state_dict(state, strict=False)
-    ids = head.draft_ids()
-    if ids is not None and "d2t" in state:
-        head.set_vocabulary(ids)  # files may leave out t2d, which follows from d2t
-    missing = [name for name in missing if name not in ("t2d", SHARED) and (name != "d2t" or ids is not None)]
+        head.embed_tokens = nn.Embedding.from_pretrained(state.pop(SHARED))
+    try:
+        missing, unknown = head.load_state_dict(state, strict=False)
+    except RuntimeError as error:  # tensors of other shapes
+        raise UserError(f"{folder} does not hold what its config.json names: {error}") from error
+    if head.reduced and "d2t" in state:
+        head.set_vocabulary(cast(Tensor, head.draft_ids()))  # files may leave out t2d, which follows from d2t
+    missing = [name for name in missing if name not in ("t2d", SHARED) and (name != "d2t" or head.reduced)]
     if missing or unknown:
         raise UserError(
             f"{folder} does not hold what its config.json names: missing {missing[:4] or 'nothing'}, unknown "
             f"{unknown[:4] or 'nothing'}"
         )
-    return (head if target is None else fitted(head, target)).eval()
-
-
-def fitted(head: FeatureHead, target: PreTrainedModel) -> FeatureHead:
-    """The head in the target's number format, on its device."""
-    device = target.get_input_embeddings().weight.device
-    head.to(device=device, dtype=target.dtype)
-    head.rotary = LlamaRotaryEmbedding(head.config).to(device)  # frequencies are not to be rounded
-    return head
+    if target is not None:
+        device = target.get_input_embeddings().weight.device
+        head.to(device=device, dtype=target.dtype)
+        head.rotary = LlamaRotaryEmbedding(head.config).to(device)  # frequencies are not to be rounded
+    return head.eval()
 
 
 def _config_of(fields: dict[str, Any], target: PreTrainedModel | None, folder: Path) -> LlamaConfig:
-    version = VERSIONS.get((fields.get("architectures") or [""])[0])
+    """The configuration of a folder's config.json, completed from the target where that is known."""
+    version, width = VERSIONS.get((fields.get("architectures") or [""])[0]), int(fields.get("hidden_size") or 0)
     if version is None:
         raise UserError(f"{folder} holds no feature head: its architecture is {fields.get('architectures')}")
     if variants := [name for name in VARIANTS if fields.get(name)]:
         raise UserError(
             f"{folder} has {', '.join(variants)} set in its config.json, variants of EAGLE-3 that are not supported"
         )
-    width = int(fields["hidden_size"])
-    fields = dict(fields)
-    fields["head_dim"] = fields.get("head_dim") or width // int(fields["num_attention_heads"])
-    fields["target_hidden_size"] = fields.get("target_hidden_size") or width
-    if fields["target_hidden_size"] != width:
+    if fields.get("target_hidden_size") not in (None, width):
         raise UserError(f"{folder} is {width} wide, its target {fields['target_hidden_size']}; they have to be equal")
     names = ("captured_layers", "taps", "eagle_aux_hidden_state_layer_ids")  # ours, our former one, the engines'
-    fields["captured_layers"] = next((fields[name] for name in names if fields.get(name)), None)
-    if target is None:
-        if not fields["captured_layers"]:
-            raise UserError(f"{folder} does not name its feature layers; load it together with its target")
-        return LlamaConfig(**fields)
-    shape = target.config.get_text_config()
-    if (shape.hidden_size, int(shape.vocab_size)) != (width, int(fields["vocab_size"])):
-        raise UserError(
-            f"the head in {folder} is for a target of width {width} and {fields['vocab_size']} tokens; this target has "
-            f"width {shape.hidden_size} and {shape.vocab_size} tokens"
-        )
-    layers = int(shape.num_hidden_layers)
-    captured = fields["captured_layers"] or default_captured_layers(layers)
-    fields["captured_layers"] = [layers] if version == 1 else list(captured)
-    return LlamaConfig(**fields)
+    captured = next((fields[name] for name in names if fields.get(name)), None)
+    if target is None and not captured:
+        raise UserError(f"{folder} does not name its feature layers; load it together with its target")
+    if target is not None:
+        shape = target.config.get_text_config()
+        if (shape.hidden_size, int(shape.vocab_size)) != (width, int(fields["vocab_size"])):
+            raise UserError(
+                f"the head in {folder} is for a target of width {width} and {fields['vocab_size']} tokens; this target "
+                f"has width {shape.hidden_size} and {shape.vocab_size} tokens"
+            )
+        layers = int(shape.num_hidden_layers)
+        captured = [layers] if version == 1 else list(captured or default_captured_layers(layers))
+    head_dim = fields.get("head_dim") or width // int(fields["num_attention_heads"])
+    return LlamaConfig(
+        **(fields | {"head_dim": head_dim, "target_hidden_size": width, "captured_layers": captured})
+    )
