@@ -158,7 +158,9 @@ class FeatureHead(nn.Module):
         mask = torch.ones(batch, time, dtype=torch.bool, device=embeds.device) if rows is None else rows
         read = mask.flip(1).cummax(1).values.flip(1)  # positions after a text's last row are not read
         text, wanted = (which.flatten().nonzero()[:, 0] for which in (read, mask))
-        cos, sin = (f[0] for f in self.rotary(embeds, position_ids=torch.arange(time + steps, device=embeds.device)[None]))
+        cos, sin = (
+            f[0] for f in self.rotary(embeds, position_ids=torch.arange(time + steps, device=embeds.device)[None])
+        )
         # queries are computed for all positions from the first wanted one on
         start = int((wanted % time).min()) if len(wanted) else 0
         grid = batch, time - start
@@ -537,6 +539,4 @@ def _config_of(fields: dict[str, Any], target: PreTrainedModel | None, folder: P
         layers = int(shape.num_hidden_layers)
         captured = [layers] if version == 1 else list(captured or default_captured_layers(layers))
     head_dim = fields.get("head_dim") or width // int(fields["num_attention_heads"])
-    return LlamaConfig(
-        **(fields | {"head_dim": head_dim, "target_hidden_size": width, "captured_layers": captured})
-    )
+    return LlamaConfig(**(fields | {"head_dim": head_dim, "target_hidden_size": width, "captured_layers": captured}))
