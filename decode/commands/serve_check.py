@@ -19,11 +19,11 @@ from decode.commands.checks import check_models, measure_options, open_pair, ope
 from decode.commands.settings import ServeCheckSettings, required
 from decode.engines.gap_causes import Cause, causes_in_files
 from decode.engines.gguf import convert
-from decode.engines.launch import ROUNDS, check_engine
+from decode.engines.launch import COMMANDS, check_engine
 from decode.engines.serve_check import CheckOptions, serve_check, time_untrained_draft, write_untrained_draft
 from decode.engines.settings import EngineSettings
 from decode.errors import UserError, choose, read_json, scratch_folder, write_section, write_text
-from decode.models.heads import FeatureHead, is_head
+from decode.models.heads import FeatureHead
 from decode.models.loading import stop_ids
 from decode.models.pair import Pair
 from decode.progress import output_console
@@ -97,15 +97,10 @@ def check(settings: ServeCheckSettings) -> None:
     """Refuse what is known to fail before anything is loaded."""
     check_models(settings)
     required(settings, "target", *([] if settings.draft_shape else ["draft"]))
-    choose("engine", settings.engine, ROUNDS)
-    if settings.engine == "transformers":
-        if settings.draft_shape is not None:
-            raise UserError("draft_shape is timed in a serving engine; give --engine vllm or llama.cpp")
-        if is_head(str(settings.draft)):
-            raise UserError(f"{settings.draft} is a feature head, which transformers cannot draft with; --engine vllm")
-    elif settings.url is None:
+    choose("engine", settings.engine, COMMANDS)
+    if settings.url is None:
         check_engine(settings.engine, engine_settings(settings, "", ""))
-    if settings.url is not None and (len(settings.draft_lengths) != 1 or settings.draft_shape):
+    elif len(settings.draft_lengths) != 1 or settings.draft_shape:
         raise UserError("a server that runs already drafts one length; give it alone, such as --draft-lengths 5")
 
 

@@ -292,13 +292,13 @@ def default_suites(data: Any) -> list[str]:
 class ServeCheckSettings(SuiteSettings, ChatSettings, LoadSettings):
     """Settings of python -m decode serve-check."""
 
-    engine: str = "transformers"
-    """transformers, vllm or llama.cpp; `make engines` installs the last two."""
+    engine: str = "vllm"
+    """vllm or llama.cpp; `make engines` installs both."""
     draft: str | None = None
     """Folder of the draft model or feature head, as it is to be served. Required, unless draft_shape is given."""
     draft_shape: str | None = None
     """Time an untrained draft of this shape instead, width x layers x heads such as 192x2x3, and print the speedup
-    that a draft of this shape would give at acceptance rates of 0.5 to 0.9. For vllm and llama.cpp."""
+    that a draft of this shape would give at acceptance rates of 0.5 to 0.9."""
     limit: PositiveInt | None = 16
     """Prompts of each suite."""
     draft_lengths: list[PositiveInt] = field(default_factory=lambda: [3, 5, 7])

@@ -91,16 +91,6 @@ def round_cost(text: ServedText, plain: ServedText) -> float:
     return ours / max(1, text.drafts.rounds) / (theirs / max(1, len(plain.ids) - 1))
 
 
-@dataclass(frozen=True)
-class Rounds:
-    """How an engine arranges its rounds."""
-
-    first: int = 1  # tokens before the first draft; 1 where reading the prompt yields a token
-    past_end: bool = True  # tokens accepted after the end of the text are counted
-    to_budget: bool = False  # drafts are limited to the tokens still wanted, less one
-    whole_only: bool = False  # rounds whose draft is cut by the budget or the end of the text are not counted
-
-
 @dataclass
 class Acceptance:
     """Teacher-forced acceptance of a draft."""
@@ -118,9 +108,8 @@ def acceptance(
     draft: DraftModel,
     texts: Sequence[Text],
     warp: LogitsWarper,
+    depth: int,
     *,
-    tail: int,
-    depth: int = 1,
     greedy_draft: bool = True,
 ) -> Acceptance:
     """Teacher-forced acceptance min(1, q(y) / p(y)) of a draft on texts that the target wrote.
@@ -130,8 +119,8 @@ def acceptance(
         draft: q.
         texts: prompt and new tokens of each text.
         warp: sampling settings of the target.
-        tail: greedy tokens of the target appended to each text, for drafts that reach beyond its end.
-        depth: longest draft.
+        depth: longest draft; as many greedy tokens of the target are appended to each text, since drafts reach
+            beyond its end.
         greedy_draft: the draft proposes its most probable token, which is the default of vLLM and llama.cpp.
     """
     drafting = dataclasses.replace(warp, temperature=0.0) if greedy_draft else warp
@@ -139,9 +128,9 @@ def acceptance(
     read = []
     for prompt, new in texts:
         ids = [*prompt, *new]
-        if tail and new and len(ids) + tail <= limit:
+        if new and len(ids) + depth <= limit:
             given = torch.tensor([ids], device=target.device)
-            with using_config(target, GenerationConfig(max_new_tokens=tail, do_sample=False, pad_token_id=0)):
+            with using_config(target, GenerationConfig(max_new_tokens=depth, do_sample=False, pad_token_id=0)):
                 ids = target.generate(given, attention_mask=torch.ones_like(given))[0].tolist()
         read.append((ids, len(prompt)))
     rows: list[list[list[float]]] = [[[]] for _ in texts]
@@ -172,34 +161,30 @@ def target_logprob(target: PreTrainedModel, texts: Sequence[Text], temperature: 
 
 
 def predicted_drafts(
-    accept: Sequence[Sequence[float]], length: int, budget: int, draft_length: int, rounds: Rounds
+    accept: Sequence[Sequence[float]], length: int, draft_length: int, *, budget: int | None = None
 ) -> Drafts:
-    """Expected counts of drafts in one text.
+    """Expected counts of drafts in one text whose first token came from the prompt, as every token after a draft does.
 
     Args:
         accept: acceptance by depth and position (see `Acceptance.texts`).
         length: tokens of the text.
-        budget: most tokens that it could have had.
-        draft_length: tokens drafted per round.
-        rounds: how the engine arranges them.
+        draft_length: tokens drafted per round; tokens accepted after the end of the text count too.
+        budget: most tokens that the text could have had, if the engine limits drafts to what is left of it, less one.
     """
     counted = Drafts(accepted=[0.0] * draft_length)
     reach = [0.0] * (length + draft_length + 2)  # probability that a round starts at each position
-    reach[min(rounds.first, length)] = 1.0
-    for start in range(rounds.first, length):
+    reach[1] = 1.0
+    for start in range(1, length):
         k = min(draft_length, len(accept[0]) - start)
-        if rounds.to_budget:
+        if budget is not None:
             k = max(0, min(k, budget - start - 1))
-        whole = start + draft_length < length
         alive = reach[start]
         for i in range(k):
             kept = accept[min(i, len(accept) - 1)][start + i]
             reach[start + i + 1] += alive * (1 - kept)
             alive *= kept
-            if whole or (not rounds.whole_only and (rounds.past_end or start + i < length)):
-                counted.accepted[i] += alive
+            counted.accepted[i] += alive
         reach[start + k + 1] += alive
-        if k and (whole or not rounds.whole_only):
-            counted.rounds += reach[start]
-            counted.drafted += reach[start] * k
+        counted.rounds += reach[start] if k else 0.0
+        counted.drafted += reach[start] * k
     return counted

@@ -1,4 +1,4 @@
-"""Starting an engine and ending it with everything that it started; how each engine arranges its rounds."""
+"""Starting an engine and ending it with everything that it started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from decode.engines.acceptance import Rounds
 from decode.engines.server import Server
 from decode.engines.settings import EngineSettings, check_llama, check_vllm, llama_command, vllm_command
 from decode.errors import UserError, scratch_folder
@@ -162,9 +161,3 @@ def opened(name: str, settings: EngineSettings, draft_length: int | None) -> Ite
 
 COMMANDS = {"vllm": vllm_command, "llama.cpp": llama_command}
 CHECKS = {"vllm": check_vllm, "llama.cpp": check_llama}
-ROUNDS = {
-    "transformers": Rounds(first=0, whole_only=True),
-    "vllm": Rounds(),
-    "llama.cpp": Rounds(to_budget=True),
-}
-"""How each engine arranges its rounds."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from decode.bench.baselines import using_config
 from decode.bench.session import Item
 from decode.bench.statistics import median_interval
 from decode.engines.acceptance import (
@@ -30,10 +30,8 @@ from decode.engines.acceptance import (
     tokens_per_second,
 )
 from decode.engines.gap_causes import Cause, causes_in_files, causes_in_numbers
-from decode.engines.launch import ROUNDS, opened
-from decode.engines.server import Server
+from decode.engines.launch import opened
 from decode.engines.settings import EngineSettings
-from decode.engines.transformers_engine import AssistedGeneration
 from decode.errors import UserError
 from decode.models.loading import load_tokenizer
 from decode.models.other_tokenizer import DraftModel
@@ -78,7 +76,7 @@ def serve_check(
     """Run prompts through an engine, without and with the draft, and predict the acceptance.
 
     Args:
-        engine: a key of `decode.engines.launch.ROUNDS`.
+        engine: vllm or llama.cpp.
         settings: how the engine is started.
         target: as transformers loads it.
         draft: likewise.
@@ -100,23 +98,17 @@ def serve_check(
         nonlocal other_ids
         drafted = f"{length} drafted tokens" if length else "no draft"
         progress(f"{engine}: starting, {drafted}")
-        writing: AbstractContextManager[Server | AssistedGeneration]
-        if engine != "transformers" and (settings.url is None or length is not None):
-            writing = opened(engine, settings, length)
-        else:
-            model = draft if length and isinstance(draft, PreTrainedModel) else None
-            writing = nullcontext(AssistedGeneration(target, model, length or 1))
         found: dict[float, list[ServedText]] = {}
-        with writing as writer:
-            if isinstance(writer, Server) and not options.chat:
-                apart = (writer.differs_in_ids(item.prompt.text, item.ids) for item in items[:4])
+        with opened(engine, settings, length) as server:
+            if not options.chat:
+                apart = (server.differs_in_ids(item.prompt.text, item.ids) for item in items[:4])
                 other_ids = other_ids or next(filter(None, apart), None)
             for temperature in options.temperatures:
                 progress(f"{engine}: {len(items)} texts at T = {temperature:g}, {drafted}")
                 # the first request of a temperature compiles kernels and fills caches
-                writer.write(items[0].ids, temperature=temperature, seed=0, max_new_tokens=8, stop_ids=stop_ids)
+                server.write(items[0].ids, temperature=temperature, seed=0, max_new_tokens=8, stop_ids=stop_ids)
                 found[temperature] = [
-                    writer.write(
+                    server.write(
                         item.ids, temperature=temperature, seed=options.seed + i, max_new_tokens=options.max_new_tokens,
                         stop_ids=stop_ids,
                     )
@@ -127,20 +119,21 @@ def serve_check(
     def pairs(texts: Sequence[ServedText]) -> list[Text]:
         return [(item.ids, text.ids) for item, text in zip(items, texts)]
 
-    plain = written(None)
+    if settings.url is None:
+        plain = written(None)
+    else:  # the server that runs has the draft
+        plain = {t: _own_texts(target, items, stop_ids, t, options) for t in options.temperatures}
     progress("predicting acceptance from the texts")
-    longest = max(options.draft_lengths)
-    tail = longest if ROUNDS[engine].past_end else 0
+    longest, greedy = max(options.draft_lengths), settings.draft_sampling == "greedy"
     predicted = {
-        t: acceptance(target, draft, pairs(texts), LogitsWarper(t), tail=tail, depth=longest,
-                      greedy_draft=not t or (engine != "transformers" and settings.draft_sampling == "greedy"))
+        t: acceptance(target, draft, pairs(texts), LogitsWarper(t), longest, greedy_draft=greedy or not t)
         for t, texts in plain.items()
-    }  # fmt: skip
+    }
     entropy = {t: target_logprob(target, pairs(texts), t) for t, texts in plain.items() if t}
     for length in options.draft_lengths:
         for temperature, texts in written(length).items():
             row = _row(engine, temperature, length, texts, plain[temperature], predicted[temperature], options)
-            if settings.url is not None:  # the texts without a draft, and their time, are those of transformers
+            if settings.url is not None:
                 row |= dict.fromkeys(("speedup", "speedup_ci95", "plain_tokens_per_second"))
             if temperature:
                 (mean, se), (own, own_se) = target_logprob(target, pairs(texts), temperature), entropy[temperature]
@@ -150,6 +143,22 @@ def serve_check(
     agreement = predicted[0.0].agreement if 0.0 in predicted else None
     checked.causes += causes_in_numbers(checked.rows, other_ids=other_ids, agreement=agreement)
     return checked
+
+
+def _own_texts(
+    target: PreTrainedModel, items: Sequence[Item], stop_ids: Sequence[int], temperature: float, options: CheckOptions
+) -> list[ServedText]:
+    """Texts of the target without a draft, written by transformers."""
+    ends = {"eos_token_id": list(stop_ids) or None, "pad_token_id": next(iter(stop_ids), 0)}
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    texts = []
+    for i, item in enumerate(items):
+        prompt = torch.tensor([item.ids], device=target.device)
+        with using_config(target, GenerationConfig(max_new_tokens=options.max_new_tokens, **ends, **sampling)):
+            torch.manual_seed(options.seed + i)
+            out = target.generate(prompt, attention_mask=torch.ones_like(prompt))
+        texts.append(ServedText(out[0, len(item.ids) :].tolist(), math.nan))
+    return texts
 
 
 def fits(served: float, predicted: float, error: float) -> bool:
@@ -168,8 +177,8 @@ def _row(
 ) -> dict[str, Any]:
     """Served beside predicted at one temperature and draft length."""
     served = [text.drafts for text in texts]
-    budget, rounds = options.max_new_tokens, ROUNDS[engine]
-    expected = [predicted_drafts(accept, n, budget, length, rounds) for accept, n in zip(told.texts, told.lengths)]
+    budget = options.max_new_tokens if engine == "llama.cpp" else None
+    expected = [predicted_drafts(accept, n, length, budget=budget) for accept, n in zip(told.texts, told.lengths)]
     (mean, mean_se), (expected_mean, expected_se) = mean_length(served), mean_length(expected)
     # greedy texts are the same with a draft as without, so that the errors are those of the differences
     error = math.hypot(mean_se, expected_se) if temperature else difference_error(served, expected)

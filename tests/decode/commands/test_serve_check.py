@@ -1,4 +1,4 @@
-"""The commands around real engines, with transformers as the engine, and what they refuse."""
+"""The commands around real engines, with a simulated engine, and what they refuse."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 
 import pytest
 from pairs import save_pair
+from simulated_engine import simulated
 
 from decode.__main__ import main
+from decode.models.pair import load
 
 
 @pytest.fixture
@@ -24,13 +26,20 @@ def command(folder, *more: str) -> list[str]:
     return ["serve-check", *pair, "--suite", f"prompts={folder / 'prompts.txt'}", "--threads", "1", *more]
 
 
-def test_a_whole_check_in_transformers(folder, capsys) -> None:
-    more = ("--draft-lengths", "3", "--temperatures", "0", "--max-new-tokens", "16", "--output", str(folder), "--json")
-    assert main(command(folder, *more)) == 0
+@pytest.mark.parametrize("url", [[], ["--url", "http://127.0.0.1:9"]])
+def test_a_whole_check(folder, capsys, monkeypatch, url) -> None:
+    pair = load(folder / "target", folder / "draft")
+    monkeypatch.setattr("decode.engines.serve_check.opened", simulated(pair.target, pair.draft))
+    monkeypatch.setattr("decode.commands.serve_check.check_engine", lambda *_: None)
+    more = ("--draft-lengths", "3", "--temperatures", "0", "--max-new-tokens", "16", "--output", str(folder))
+    assert main(command(folder, *more, "--json", *url)) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["engine"], found["rows"][0]["identical_share"], found["rows"][0]["fits"]) == ("transformers", 1, True)
-    assert found["rows"][0]["tokens_per_second"] > 0
+    (row,) = found["rows"]
+    assert (found["engine"], row["identical_share"], row["fits"]) == ("vllm", 1, True)
+    assert (row["speedup"] is None) == bool(url)
     assert json.loads((folder / "report.json").read_text())["served"][0]["rows"] == found["rows"]
+    assert main(command(folder, *more, *url)) == 0
+    assert "Served and predicted accepted lengths agree" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -39,7 +48,6 @@ def test_a_whole_check_in_transformers(folder, capsys) -> None:
         (["--engine", "vlm"], "did you mean 'vllm'"),
         (["--draft-sampling", "mixed"], "Literal['greedy', 'probabilistic']"),
         (["--url", "http://127.0.0.1:9"], "drafts one length"),
-        (["--draft-shape", "32x1x2"], "is timed in a serving engine"),
         (["--engine", "vllm", "--python", "/nowhere/python"], "no program that can be run"),
     ],
 )

@@ -8,10 +8,10 @@ import pytest
 import torch
 from heads import learned_head
 from pairs import make_pair
+from simulated_engine import SimulatedEngine
 
 from decode.engines.acceptance import (
     Drafts,
-    Rounds,
     ServedText,
     acceptance,
     difference_error,
@@ -21,8 +21,6 @@ from decode.engines.acceptance import (
     round_cost,
     speedups,
 )
-from decode.engines.launch import ROUNDS
-from decode.engines.transformers_engine import AssistedGeneration
 from decode.loop import Target, decode
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
@@ -35,48 +33,41 @@ PROMPTS = [[5, 9, 17], [40, 41, 42, 43], [7], [100, 3, 55, 8, 9]]
 def test_rounds_of_known_acceptances() -> None:
     # token 0 comes from the prompt; rounds start at 1 (three accepted), 5 (none), 6 (the text ends at 7)
     accept = [[0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]]
-    counted = predicted_drafts(accept, 8, 20, 3, Rounds())
+    counted = predicted_drafts(accept, 8, 3)
     assert (counted.rounds, counted.accepted) == (3, [2, 2, 2])
-    # of the last round two tokens belong to the text
-    assert predicted_drafts(accept, 8, 20, 3, Rounds(past_end=False)).accepted == [2, 2, 1]
-    # and the budget leaves it one, or it is not counted at all
-    cut = predicted_drafts(accept, 8, 8, 3, Rounds(to_budget=True))
+    cut = predicted_drafts(accept, 8, 3, budget=8)  # which leaves the last round one token
     assert (cut.rounds, cut.drafted, cut.accepted) == (3, 6, [2, 1, 1])
-    assert predicted_drafts(accept, 8, 20, 3, Rounds(whole_only=True)).rounds == 1
 
 
 def test_a_round_is_expected_as_often_as_it_is_reached() -> None:
-    counted = predicted_drafts([[0.5] * 6], 3, 9, 2, Rounds(first=0))
-    # from 0; from 1 after a rejection; from 2 after accepting one of two or after two rejections
+    counted = predicted_drafts([[0.5] * 7], 4, 2)
+    # from 1; from 2 after a rejection; from 3 after accepting one of two or after two rejections
     assert counted.rounds == pytest.approx(1 + 0.5 + 0.5 * 0.5 + 0.5 * 0.5)
     assert counted.accepted == pytest.approx([0.5 * counted.rounds, 0.25 * counted.rounds])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_prediction_is_what_assisted_generation_does(tiny, temperature: float) -> None:
+def test_the_prediction_is_what_an_engine_counts(tiny, temperature: float) -> None:
     """Exactly so for greedy texts; within three standard errors for sampled ones, whose draws differ."""
     target, draft = make_pair(tiny)
-    plain = AssistedGeneration(target)
-    count = 1 if temperature == 0 else 6
-    items = [(prompt, seed) for prompt in PROMPTS for seed in range(count)]
+    items = [(prompt, seed) for prompt in PROMPTS for seed in range(6 if temperature else 1)]
     options = {"temperature": temperature, "max_new_tokens": 24, "stop_ids": [0]}
+    plain = SimulatedEngine(target, None, 1)
     texts = [(prompt, plain.write(prompt, seed=seed, **options).ids) for prompt, seed in items]
-    told = acceptance(target, draft, texts, LogitsWarper(temperature), tail=0, greedy_draft=temperature == 0)
-    expected = [predicted_drafts(a, n, 24, 4, ROUNDS["transformers"]) for a, n in zip(told.texts, told.lengths)]
-    writer = AssistedGeneration(target, draft, 4)
-    out = [writer.write(prompt, seed=seed, **options) for prompt, seed in items]
+    told = acceptance(target, draft, texts, LogitsWarper(temperature), 4)
+    expected = [predicted_drafts(accept, n, 4) for accept, n in zip(told.texts, told.lengths)]
+    engine = SimulatedEngine(target, draft, 4)
+    out = [engine.write(prompt, seed=seed + 100, **options) for prompt, seed in items]
     served = [text.drafts for text in out]
     (ours, ours_se), (theirs, theirs_se) = mean_length(served), mean_length(expected)
-    gap = ours - theirs
-    error = math.hypot(ours_se, theirs_se) if temperature else difference_error(served, expected)
     if temperature == 0:
         assert told.agreement == 1
         assert [text.ids for text in out] == [ids for _, ids in texts]
         assert [drafts.accepted for drafts in served] == [drafts.accepted for drafts in expected]
-        assert (gap, error) == (0, 0)
+        assert (ours - theirs, difference_error(served, expected)) == (0, 0)
     else:
-        assert 0 < error < 0.5
-        assert abs(gap) < 3 * error
+        assert 0 < ours_se < 0.5
+        assert abs(ours - theirs) < 3 * math.hypot(ours_se, theirs_se)
 
 
 def test_greedy_drafting_is_accepted_with_the_targets_probability_of_the_drafts_argmax(tiny) -> None:
@@ -86,24 +77,24 @@ def test_greedy_drafting_is_accepted_with_the_targets_probability_of_the_drafts_
         p = target(torch.tensor([[5, 9, 17]])).logits[0, -1].softmax(-1)
         best = int(draft(torch.tensor([[5, 9, 17]])).logits[0, -1].argmax())
     texts = [([5, 9, 17], [token]) for token in range(280)]
-    told = acceptance(target, draft, texts, LogitsWarper(1.0), tail=0, greedy_draft=True)
+    told = acceptance(target, draft, texts, LogitsWarper(1.0), 1)
     assert [i for i, text in enumerate(told.texts) if text[0][0] > 0] == [best]
-    both = acceptance(target, draft, texts, LogitsWarper(1.0), tail=0, greedy_draft=False)
+    both = acceptance(target, draft, texts, LogitsWarper(1.0), 1, greedy_draft=False)
     with torch.inference_mode():
         q = draft(torch.tensor([[5, 9, 17]])).logits[0, -1].softmax(-1)
     mean = sum(float(p[i]) * text[0][0] for i, text in enumerate(both.texts))
     assert mean == pytest.approx(float(torch.minimum(p, q).sum()), rel=1e-4)
 
 
-def test_tokens_behind_the_end_are_the_targets_own(tiny) -> None:
+def test_tokens_after_the_end_are_the_targets_own(tiny) -> None:
     target, draft = make_pair(tiny)
-    told = acceptance(target, draft, [([5, 9], [17, 0])], LogitsWarper(0.0), tail=5)
+    told = acceptance(target, draft, [([5, 9], [17, 0])], LogitsWarper(0.0), 5)
     assert (told.lengths, len(told.texts[0][0])) == ([2], 7)
 
 
 def test_deeper_tokens_have_acceptances_of_their_own() -> None:
     """One round of three: kept with 1, then 0.5, then never."""
-    counted = predicted_drafts([[1.0] * 9, [0.5] * 9, [0.0] * 9], 2, 9, 3, Rounds())
+    counted = predicted_drafts([[1.0] * 9, [0.5] * 9, [0.0] * 9], 2, 3)
     assert (counted.rounds, counted.accepted) == (1, [1, 0.5, 0])
 
 
@@ -115,18 +106,15 @@ def test_a_heads_prediction_is_what_our_own_loop_accepts(tiny) -> None:
     inputs = MethodInputs(runner, warp, open_draft_runner(head, target), options=MethodOptions(draft_length=3))
     system = build("eagle", inputs)
     counted, texts = Drafts(accepted=[0, 0, 0]), []
-    for prompt in prompts:
-        out = decode(Target(runner), system, warp, prompt, max_new_tokens=40)
-        texts.append((prompt, out.new_ids))
-        start = 0
+    for prompt in prompts:  # our loop drafts at once; an engine has the first token from the prompt
+        first = decode(Target(runner), system, warp, prompt, max_new_tokens=1).new_ids
+        out = decode(Target(runner), system, warp, [*prompt, *first], max_new_tokens=40)
+        texts.append((prompt, [*first, *out.new_ids]))
         for accepted, drafted in zip(out.trace.accepted, out.trace.drafted):
-            if drafted == 3 and start + 3 < len(out.new_ids):
-                counted.rounds += 1
-                counted.accepted = [n + (accepted > i) for i, n in enumerate(counted.accepted)]
-            start += accepted + 1
-    told = acceptance(target, head, texts, warp, tail=0, depth=3)
-    rules = Rounds(first=0, whole_only=True)
-    expected = [predicted_drafts(a, n, 40, 3, rules) for a, n in zip(told.texts, told.lengths)]
+            counted.rounds += drafted > 0
+            counted.accepted = [n + (accepted > i) for i, n in enumerate(counted.accepted)]
+    told = acceptance(target, head, texts, warp, 3)
+    expected = [predicted_drafts(accept, n, 3, budget=41) for accept, n in zip(told.texts, told.lengths)]
     assert sum(drafts.rounds for drafts in expected) == counted.rounds
     assert [sum(d.accepted[i] for d in expected) for i in range(3)] == counted.accepted
     assert 0 < counted.accepted[2] < counted.accepted[0] < counted.rounds

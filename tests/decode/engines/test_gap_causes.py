@@ -12,6 +12,7 @@ import pytest
 import torch
 from pairs import make_tokenizer, save_pair
 from safetensors.torch import load_file, save_file
+from simulated_engine import simulated
 from transformers import AutoModelForCausalLM
 
 from decode.bench.session import Item
@@ -118,7 +119,7 @@ def test_captured_layers_off_by_one_are_named(heads: Path) -> None:
 def test_a_folder_that_vllm_takes_for_another_method_is_named(folder: Path) -> None:
     shutil.copytree(folder / "draft", folder / "my-eagle3-draft")
     assert named(folder, "my-eagle3-draft") == ["name of the folder"]
-    assert named(folder, "my-eagle3-draft", "transformers") == []
+    assert named(folder, "my-eagle3-draft", "llama.cpp") == []
 
 
 def test_numbers_show_another_target_other_ids_and_sampling_that_is_not_the_targets() -> None:
@@ -132,16 +133,17 @@ def test_numbers_show_another_target_other_ids_and_sampling_that_is_not_the_targ
     assert causes_in_numbers([row | {"lossless": True}], agreement=0.99) == []
 
 
-def test_the_whole_check_in_transformers_and_where_it_is_recorded(folder: Path) -> None:
+def test_the_whole_check_in_a_simulated_engine_and_where_it_is_recorded(folder: Path, monkeypatch) -> None:
     """Exactly the predicted acceptance at T = 0, the same texts, and rows in the profile and the card."""
     draft = folder / "draft"
     (draft / "README.md").write_text("# Draft\n\nNotes.\n")
     (folder / "report.json").write_text('{"name": "run"}')
     pair = load(folder / "target", draft)
+    monkeypatch.setattr("decode.engines.serve_check.opened", simulated(pair.target, pair.draft))
     items = [Item(Prompt(str(i), "", None), [5 + i, 9, 17]) for i in range(4)]
     settings = EngineSettings(str(folder / "target"), str(draft))
     options = CheckOptions([2, 4], [0.0], 20)
-    found = serve_check("transformers", settings, pair.target, pair.draft, items, [0], options)
+    found = serve_check("vllm", settings, pair.target, pair.draft, items, [0], options)
     assert [row["draft_length"] for row in found.rows] == [2, 4]
     for row in found.rows:
         assert row["served_length"] == pytest.approx(row["predicted_length"])
@@ -151,7 +153,7 @@ def test_the_whole_check_in_transformers_and_where_it_is_recorded(folder: Path) 
     for _ in range(2):  # a second check replaces the first
         record(plain(dataclasses.asdict(found)), draft, folder)
     for path in (draft / "speculation_profile.json", folder / "report.json"):
-        assert [check["engine"] for check in json.loads(path.read_text())["served"]] == ["transformers"]
+        assert [check["engine"] for check in json.loads(path.read_text())["served"]] == ["vllm"]
     card = (draft / "README.md").read_text()
     assert card.startswith("# Draft\n\nNotes.")
     assert card.count("## Served") == 1
