@@ -1,11 +1,8 @@
-"""The one error type for mistakes that a user can correct."""
+"""The error type for mistakes that a user can correct, and files that are written whole or not at all."""
 
 import difflib
-import glob
 import json
 import os
-import platform
-import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,14 +13,14 @@ Entry = TypeVar("Entry")
 
 
 class UserError(ValueError):
-    """A foreseeable mistake: says what was seen, what was wanted and what to do next.
+    """A foreseeable mistake; the message has the value seen, what was expected and the next step.
 
     The command-line front ends print it without a traceback and exit with status 2.
     """
 
 
 def unknown(kind: str, name: str, known: Collection[str]) -> str:
-    """What to say of a name that is not among the known ones: the nearest of them, then all."""
+    """The message for a name that is not among the known ones: the nearest of them, then all."""
     near = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"unknown {kind} {name!r}; {hint}choose one of {', '.join(known)}"
@@ -37,7 +34,7 @@ def choose(kind: str, name: str, known: Mapping[str, Entry]) -> Entry:
 
 
 def write_safely(path: str | Path, write: Callable[[Path], object]) -> None:
-    """Have `write` fill a file beside `path`, whose folder is made where it is missing, then rename it into place.
+    """Let `write` fill a file next to `path`, then rename it into place; the folder is made where it is missing.
 
     Raises:
         UserError: a folder or a device stands at the path.
@@ -81,14 +78,6 @@ def write_section(path: Path, name: str, text: str) -> None:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A temporary folder until the block is left; those that killed processes of this machine left are removed."""
-    prefix = f"draftsmith-{platform.node()}-"  # another machine or container may share the folder, and has other pids
-    for left in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
-        try:
-            os.kill(int(left.name.removeprefix(prefix).split("-")[0]), 0)
-        except ProcessLookupError:
-            shutil.rmtree(left, ignore_errors=True)
-        except (ValueError, OSError):  # not one of these folders, or of another user
-            continue
-    with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-") as folder:
+    """A temporary folder, which is removed at the end of the block."""
+    with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder:
         yield Path(folder)

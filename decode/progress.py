@@ -1,7 +1,7 @@
-"""Progress of long work: bars on a terminal; elsewhere a line now and then, also while nothing advances.
+"""Progress of long work: bars on a terminal; elsewhere a line every `EVERY` seconds, also while nothing advances.
 
-Everything that takes more than a few seconds is wrapped in one of these: `working` for one piece of work, `track` for
-items, `Progress` for several pieces after one another. Code further down reports through `current`.
+`working` shows one piece of work, `track` counts items, and `Progress` shows several pieces one after another. Code
+that is called inside reports through `current`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import time
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
-from rich.text import Text
 
 Item = TypeVar("Item")
 
@@ -32,13 +30,13 @@ def output_console(width: int = 130, **options: Any) -> Console:
 
 
 class Work:
-    """A piece of work and how far it is.
+    """A piece of work and how much of it is done.
 
     Attributes:
-        name: what is being done.
+        name: the work, for people.
         total: its extent; None: unknown.
-        done: how much of it is.
-        detail: shown behind it in lines, such as the current loss.
+        done: how much is done.
+        detail: shown after it in lines, such as the current loss.
     """
 
     def __init__(self, name: str = "", total: float | None = None, done: float = 0, bars: Bars | None = None) -> None:
@@ -48,11 +46,11 @@ class Work:
         self._task = None if bars is None else bars.add_task(name.strip(), total=total, completed=int(done))
 
     def advance(self, count: float = 1) -> None:
-        """So much more is done."""
+        """Adds to what is done."""
         self.update(done=self.done + count)
 
     def update(self, *, done: float | None = None, total: float | None = None, name: str | None = None) -> None:
-        """Sets what is given; with another name the detail is gone."""
+        """Sets what is given; another name removes the detail."""
         self.detail = self.detail if name in (None, self.name) else ""
         self.name, self.total = name or self.name, self.total if total is None else total
         self.done = self.done if done is None else done
@@ -60,22 +58,17 @@ class Work:
             self._bars.update(self._task, completed=self.done, total=self.total, description=self.name.strip())
 
     def begin(self, done: float, total: float | None = None) -> None:
-        """Time is counted from here, where so much was done before."""
+        """Counts time from here, with `done` finished before."""
         self._started, self._first = time.monotonic(), done
         self.update(done=done, total=total)
 
-    @property
-    def finished(self) -> bool:
-        """Whether all of it is done."""
-        return self.total is not None and self.done >= self.total
-
     def line(self) -> str:
-        """The state in words: what is done, how much of it, how long it will take."""
+        """What is done, how much of it, and how long the rest will take."""
         spent, gained = time.monotonic() - self._started, self.done - self._first
-        share = "" if self.total is None else f" {self.done:.0f}/{self.total:.0f}"
-        when = f"{duration(spent)} so far"
-        if self.total is not None and gained > 0:
-            when = f"{duration((self.total - self.done) * spent / gained)} left"
+        share, when = "", f"{duration(spent)} so far"
+        if self.total is not None:
+            share = f" {self.done:.0f}/{self.total:.0f}"
+            when = f"{duration((self.total - self.done) * spent / gained)} left" if gained > 0 else when
         return f"  {self.name.strip()}{share}{self.detail and ' ' + self.detail} ({when})"
 
 
@@ -83,20 +76,20 @@ class Progress:
     """Shows pieces of work: as bars on a terminal; elsewhere a line about the newest one every `EVERY` seconds.
 
     Args:
-        console: where; None: standard error.
+        console: console to print to; None: standard error.
         transient: whether bars vanish at the end.
-        bars: whether bars are drawn at all; lines are printed by the innermost alone.
+        bars: whether bars are drawn at all; lines are printed by the innermost `Progress` alone.
     """
 
     _open: ClassVar[list[Progress]] = []
 
     def __init__(self, console: Console | None = None, *, transient: bool = False, bars: bool = True) -> None:
         self.console = console or Console(stderr=True)
-        name, times = TextColumn("  {task.description}"), (TimeElapsedColumn(), TimeRemainingColumn())
-        drawn = Bars(name, BarColumn(), _Count(), *times, console=self.console, transient=transient)
-        terminal, quiet = self.console.is_terminal, self.console.quiet
-        self._bars = drawn if terminal and bars and not quiet else None
-        self._lines = not terminal and not quiet  # work inside what is quiet leaves the lines to what is around it
+        self._bars: Bars | None = None
+        if self.console.is_terminal and bars and not self.console.quiet:
+            columns = TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn()
+            times = TimeElapsedColumn(), TimeRemainingColumn()
+            self._bars = Bars(*columns, *times, console=self.console, transient=transient)
         self._works: list[Work] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._print_lines, daemon=True)
@@ -104,14 +97,12 @@ class Progress:
     def __enter__(self) -> Progress:
         if self._bars is not None:
             self._bars.start()
-        elif self._lines:
+        elif not self.console.is_terminal and not self.console.quiet:  # in a quiet one, the outer one prints lines
             self._open.append(self)
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end.set()
         if self in self._open:
             self._open.remove(self)
@@ -123,32 +114,18 @@ class Progress:
         self._works.append(Work(name, total, done, self._bars))
         return self._works[-1]
 
-    def track(self, items: Iterable[Item], name: str, total: float | None = None, done: float = 0) -> Iterator[Item]:
-        """The items, counted; ``total`` is needed where they have no length."""
-        work = self.add(name, len(items) if total is None and isinstance(items, Sized) else total, done)
-        for item in items:
-            yield item
-            work.advance()
-
     def _print_lines(self) -> None:
         while not self._end.wait(EVERY):
-            going = [work for work in self._works if not work.finished]
+            going = [work for work in self._works if work.total is None or work.done < work.total]
             if going and self._open[-1:] == [self]:
                 self.console.print(going[-1].line(), highlight=False, markup=False, soft_wrap=True)
-
-
-class _Count(ProgressColumn):
-    """So much of how much; nothing where that is not known."""
-
-    def render(self, task: Task) -> Text:
-        return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")
 
 
 _current: ContextVar[Work | None] = ContextVar("work", default=None)
 
 
 def current() -> Work:
-    """The innermost piece of work that was begun with `working`; where there is none, one that is not shown."""
+    """The innermost piece of work begun with `working`; where there is none, one that is not shown."""
     return _current.get() or Work()
 
 
@@ -156,14 +133,14 @@ def current() -> Work:
 def working(
     console: Console | None, name: str, total: float | None = None, done: float = 0, *, bars: bool = True
 ) -> Iterator[Work]:
-    """Shows one piece of work while it lasts; without bars in lines only, for work whose parts draw their own."""
+    """Shows one piece of work; without bars in lines only, for work whose parts draw their own."""
     with Progress(console, transient=True, bars=bars) as progress, as_current(progress.add(name, total, done)) as work:
         yield work
 
 
 @contextmanager
 def as_current(work: Work) -> Iterator[Work]:
-    """Within it, a piece of work is `current`."""
+    """Makes a piece of work the `current` one."""
     token = _current.set(work)
     try:
         yield work
@@ -176,7 +153,10 @@ def track(
 ) -> Iterator[Item]:
     """The items, counted; ``total`` is needed where they have no length."""
     with Progress(console, transient=True) as progress:
-        yield from progress.track(items, name, total, done)
+        work = progress.add(name, len(items) if total is None and isinstance(items, Sized) else total, done)
+        for item in items:
+            yield item
+            work.advance()
 
 
 def duration(seconds: float) -> str:

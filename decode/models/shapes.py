@@ -1,4 +1,4 @@
-"""Configurations of models by their shape, in terms that hold for every model family."""
+"""Configurations of models from a shape, in terms that hold for every model family."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,23 +8,12 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from decode.errors import UserError
 from decode.models.loading import gguf_config, gguf_file
 
-GPT2_NAMES = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "intermediate_size": "n_inner",
-    "max_position_embeddings": "n_positions",
-}
-"""How the families that descend from GPT-2 call their dimensions."""
-
 FAMILIES = {
     "pythia": "gpt_neox",
-    "neox": "gpt_neox",
     "phi-3": "phi3",
     "phi-4": "phi3",
     "phi": "phi",
     "codegen": "codegen",
-    "gpt-j": "gptj",
     "gpt2": "gpt2",
     "opt-": "opt",
     "qwen3": "qwen3",
@@ -33,14 +22,8 @@ FAMILIES = {
     "mistral": "mistral",
     "gemma-2": "gemma2",
     "gemma": "gemma",
-    "olmo-2": "olmo2",
-    "smollm3": "smollm3",
-    "stablelm": "stablelm",
-    "vicuna": "llama",
-    "smollm": "llama",
-    "llama": "llama",
 }
-"""Model family by a part of the name, the first that fits; for models whose configuration is not on this machine."""
+"""Family by a part of a model's name, the first that fits, for models that are not on this machine; others: llama."""
 
 GROUPED = ("llama-3", "llama3", "qwen", "mistral", "mixtral", "smollm", "gemma-2", "phi-4", "llama-2-70b")
 """Parts of the names of models with grouped-query attention."""
@@ -50,7 +33,7 @@ def family_of(model: str) -> tuple[str, bool, str]:
     """The family of a model, from its configuration if it is on this machine, otherwise from its name.
 
     Returns:
-        ``model_type``, whether several query heads share a key head, and a sentence where the name had to tell.
+        ``model_type``, whether several query heads share a key head, and a note where the name decided.
     """
     try:
         packed = gguf_file(model)
@@ -60,11 +43,9 @@ def family_of(model: str) -> tuple[str, bool, str]:
         return str(config.model_type), heads > int(getattr(config, "num_key_value_heads", None) or heads), ""
     except (OSError, ValueError):
         name = model.lower()
-    grouped = any(part in name for part in GROUPED)
-    for part, family in FAMILIES.items():
-        if part in name:
-            return family, grouped, f"{model} is not on this machine; a tiny {family} stands for it"
-    return "llama", grouped, f"{model} is not on this machine and of a family unknown here; a tiny llama stands for it"
+    family = next((family for part, family in FAMILIES.items() if part in name), "llama")
+    note = f"{model} is not on this machine; a tiny {family} stands for it"
+    return family, any(part in name for part in GROUPED), note
 
 
 def config_for(
@@ -81,7 +62,7 @@ def config_for(
     tokenizer: PreTrainedTokenizerBase | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> PretrainedConfig:
-    """The configuration of a model of this shape, its special tokens taken from the tokenizer.
+    """The configuration of a model of this shape.
 
     Args:
         model_type: family as transformers names it.
@@ -91,7 +72,7 @@ def config_for(
         vocab: tokens.
         kv_heads: key and value heads; None: as many as heads.
         intermediate_size: width inside the MLP; None: 8/3 of the width, rounded up to a multiple of 32.
-        positions: longest text.
+        positions: longest text, in tokens.
         tie_embeddings: one matrix for embedding and head.
         tokenizer: gives the special tokens.
         extra: further fields of the family's configuration class.
@@ -110,8 +91,9 @@ def config_for(
         "vocab_size": vocab,
         **{name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     }
-    if model_type in ("gpt2", "codegen", "gptj"):
-        values = {GPT2_NAMES.get(key, key): value for key, value in values.items() if key != "num_key_value_heads"}
+    if model_type in ("gpt2", "codegen", "gptj"):  # the other names are mapped by transformers
+        values["n_inner"] = values.pop("intermediate_size")
+        del values["num_key_value_heads"]
         if model_type != "gpt2":
             values["rotary_dim"] = hidden_size // heads
     elif model_type.startswith(("qwen3", "gemma")):
