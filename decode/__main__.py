@@ -1,11 +1,11 @@
-"""``python -m decode``: generate, compare, profile, and build what retrieval drafts from."""
+"""``python -m decode``: generate, compare, profile, check in engines, and build the stores of retrieval drafters."""
 
 import pkgutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 import yaml
 
@@ -13,27 +13,17 @@ from decode.commands.parsing import parse, run_main, take_flag
 from decode.commands.settings import bench_settings
 from decode.errors import choose
 
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand: an entry of ``commands/commands.yaml``."""
-
-    settings: str  # the dataclass of its options, as ``module:name``
-    run: str  # the function that gets the settings, likewise, imported only when the command runs
-    about: str  # what the help says above the options
-    examples: str  # what the help says below them
-    positional: str | None = None  # the option that values without a name belong to
-
-
-COMMANDS = {
-    name: Command(**entry)
-    for name, entry in yaml.safe_load((Path(__file__).parent / "commands/commands.yaml").read_text("utf-8")).items()
-}
+COMMANDS: dict[str, dict[str, str]] = yaml.safe_load(
+    (Path(__file__).parent / "commands/commands.yaml").read_text("utf-8")
+)
+"""Every command has ``settings`` and ``run``, the dataclass of its options and the function that takes them, as
+``module:name``; ``about`` and ``examples``, the help above and below the options; and optionally ``positional``, the
+option that values without a name belong to."""
 
 
 def _overview() -> str:
     lines = ["usage: python -m decode COMMAND [options]", "", "commands:"]
-    lines += [f"  {name:<16} {command.about.split('. ')[0].rstrip('.')}." for name, command in COMMANDS.items()]
+    lines += [f"  {name:<16} {command['about'].split('. ')[0].rstrip('.')}." for name, command in COMMANDS.items()]
     lines += [f"  {'methods':<16} List the decoding methods with their components.", ""]
     lines.append("python -m decode COMMAND --help lists a command's options with their defaults and examples.")
     return "\n".join(lines)
@@ -61,31 +51,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> None:
-    name, rest = argv[0], argv[1:]
-    if name in ("datastore", "trigrams"):
-        has_verb = rest and not rest[0].startswith("-")
-        name, rest = f"{name} {rest[0] if has_verb else 'build'}", rest[1:] if has_verb else rest
+    words = 2 if " ".join(argv[:2]) in COMMANDS else 1
+    name, rest = " ".join(argv[:words]), argv[words:]
     if name == "methods":
         return _list_methods()
-    command = choose("command", name, COMMANDS | {"methods": COMMANDS["bench"]})
-    examples = indent(command.examples, "  ")
+    command = choose("command", name, COMMANDS | {"methods": {}})
+    examples = indent(command["examples"], "  ")
+    if "positional" in command and rest and not rest[0].startswith("-"):
+        rest.insert(0, f"--{command['positional']}")
     if name == "bench":
         dry_run = take_flag(rest, "--dry-run")
-        settings = bench_settings(rest, command.about, examples)
+        settings = bench_settings(rest, command["about"], examples)
         if dry_run:
             from decode.commands.dry_run import shrink
 
             settings = shrink(settings)
     else:
-        settings = parse(
-            pkgutil.resolve_name(command.settings),
-            rest,
-            prog=f"python -m decode {name}",
-            description=command.about,
-            examples=examples,
-            positional=command.positional,
-        )
-    run = pkgutil.resolve_name(command.run)
+        settings_class: type[Any] = pkgutil.resolve_name(command["settings"])
+        prog = f"python -m decode {name}"
+        settings = parse(settings_class, rest, prog=prog, description=command["about"], examples=examples)
+    run = pkgutil.resolve_name(command["run"])
     run(**vars(settings)) if name == "report" else run(settings)
 
 

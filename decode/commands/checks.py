@@ -1,4 +1,4 @@
-"""Settings checked before anything is loaded, and turned into what decoding takes: warp, options, stores, suites."""
+"""Settings are checked before anything is loaded, and converted to warpers, method options, stores and suites."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,20 +23,20 @@ from decode.stopping import RoundCosts
 Settings = TypeVar("Settings", bound=LoadSettings)
 
 PLACED = {f.name for f in dataclasses.fields(LoadSettings)} - {"threads"}
-"""Settings that were decided when the models were opened."""
+"""Settings that are fixed once the models are open."""
 STORES = {"rest": "datastore", "adaptix": "trigrams", "adaptix-best-first": "trigrams"}
-"""Methods that read a file built beforehand."""
+"""Methods that draft from a store, and which one."""
 
 
 def needs_draft(method: str) -> bool:
-    """Whether a draft model takes part."""
+    """Whether a method drafts with a model."""
     return method in NEEDS_DRAFT or method in DRAFTED
 
 
 def check_methods(
     settings: MethodSettings, methods: Sequence[str], *, has_draft: bool, has_corpus: bool = False
 ) -> None:
-    """Refuse unknown names and missing parts, before any model is loaded."""
+    """Refuse unknown methods and rules, and methods whose draft, probes or store is missing."""
     for spec in methods:
         method, own = split_spec(spec)
         choose("method", method, dict.fromkeys([*METHODS, *TRANSFORMERS_BASELINES]))
@@ -57,17 +57,17 @@ def check_methods(
 
 
 def check_models(settings: LoadSettings) -> None:
-    """Refuse what can be told from the settings alone."""
+    """Refuse a missing target, and a device or number format that cannot be used."""
     required(settings, "target")
     device = choose_device(settings.device)
     choose_dtype(settings.dtype, device)
 
 
 def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether prompts are put into the chat template: as the settings say, else where the tokenizer has one.
+    """Whether prompts are put into the chat template: by the settings, else if the tokenizer has one.
 
     Raises:
-        UserError: there is none, or it cannot be used like this.
+        UserError: the template is missing, or does not take a system message that is given.
     """
     if settings.chat is False or (settings.chat is None and not tokenizer.chat_template and settings.system is None):
         return False
@@ -80,33 +80,33 @@ def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase) -> bool
 
 
 def told_chat(settings: ChatSettings, chat: bool) -> str:
-    """A sentence for a chat template that is used though the settings leave it open; else empty."""
+    """The notice that a chat template is used by default; empty where it is not, or was asked for."""
     if not chat or settings.chat:
         return ""
     return "prompts are put into the tokenizer's chat template (--chat false continues them as plain text)"
 
 
 def make_warp(settings: SamplingSettings, target: PreTrainedModel, temperature: float = 0.0) -> LogitsWarper:
-    """The sampling settings as one object; what they leave open is as the target's generation_config says."""
+    """The sampling settings as one object; null settings take the target's generation_config."""
     return own_warp(target, temperature, {name: getattr(settings, name) for name in NEUTRAL})
 
 
 def method_options(settings: MethodSettings) -> MethodOptions:
-    """The options of the method alone, without those of models and sampling."""
+    """The options of the method, without those of models and sampling."""
     return MethodOptions(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(MethodOptions)})
 
 
 def store_folders(settings: MethodSettings) -> tuple[Path | None, Path | None]:
-    """Folders of the datastore and of the tri-grams, which may be one."""
+    """Folders of the datastore and of the tri-grams, which may be the same."""
     trigrams = settings.trigrams or settings.datastore
     return (Path(settings.datastore) if settings.datastore else None), (Path(trigrams) if trigrams else None)
 
 
 def open_suites(specs: Sequence[str], **options: Any) -> list[Suite]:
-    """Suites by their specs (see `load_suite`), named by what precedes the path where that is unique.
+    """Suites by their specs (see `load_suite`); their names are the specs without paths where that is unique.
 
     Raises:
-        UserError: none was asked for, or one cannot be read.
+        UserError: there is no spec, or a suite cannot be read.
     """
     if not specs:
         raise UserError("no suite is given; --suite arithmetic needs no download")
@@ -137,12 +137,12 @@ def api_settings(settings_class: type[Settings], pair: Pair, **options: Any) -> 
 
 
 def measure_options(settings: LoadSettings, **more: Any) -> BenchOptions:
-    """How to measure: the settings that `BenchOptions` has too, and what is given besides."""
+    """`BenchOptions` from the settings of the same names, and from `more`."""
     shared = {f.name for f in dataclasses.fields(BenchOptions)} & vars(settings).keys()
     return BenchOptions(**{name: getattr(settings, name) for name in shared} | more)
 
 
 def recorded_costs(draft: str | None) -> RoundCosts | None:
-    """What ``profile --batch-sizes`` wrote into the draft's speculation_profile.json; None where it did not."""
+    """Costs that ``profile --batch-sizes`` wrote into the draft's speculation_profile.json, if it did."""
     found = read_json(Path(draft) / "speculation_profile.json").get("round_costs") if draft else None
     return RoundCosts.from_dict(found) if found else None

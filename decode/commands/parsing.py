@@ -40,7 +40,6 @@ def parse(
     examples: str = "",
     foreign: Collection[str] = (),
     section: str | None = None,
-    positional: str | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> Settings:
     """Read ``--config FILE`` and ``--key.subkey value`` overrides into an instance of a settings dataclass.
@@ -56,7 +55,6 @@ def parse(
         examples: Command lines below the help.
         foreign: Top-level sections of a shared YAML file that belong to other commands; skipped.
         section: Section of the file that holds the settings; ``None``: they are at its top level.
-        positional: The option that leading values without a name belong to.
         aliases: Short names of options.
 
     Raises:
@@ -69,8 +67,6 @@ def parse(
         parser.print_help()
         print(f"\nexamples:\n{examples}" if examples else "")
         raise SystemExit(0)
-    if positional and argv and not argv[0].startswith("-"):
-        argv.insert(0, f"--{positional}")
     paths, given = _read_options(argv, known_keys(keys), prog, aliases or {})
     content = merge(read_config(paths, foreign, settings_class, section), given)
     try:
@@ -116,7 +112,7 @@ def read_config(
     Args:
         paths: The files.
         foreign: Top-level sections to leave out.
-        settings_class: What is checked for unknown keys.
+        settings_class: Dataclass whose fields are the known keys; ``None``: keys are not checked.
         section: The section to return; other sections are skipped, unless their name resembles it.
 
     Raises:

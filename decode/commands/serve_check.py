@@ -170,8 +170,8 @@ def show(rows: Sequence[Mapping[str, Any]], causes: Sequence[Cause]) -> None:
     console.print("[dim]! more than two standard errors apart")
     apart = sum(not row["fits"] for row in rows)
     if not causes:
-        told = f"differ in {apart} rows, for no known cause" if apart else "agree within two standard errors, or 0.02"
-        console.print(f"\nServed and predicted accepted lengths {told}.", style="yellow" if apart else "green")
+        verdict = f"differ in {apart} rows, for no known cause" if apart else "agree"
+        console.print(f"\nServed and predicted accepted lengths {verdict}.", style="yellow" if apart else "green")
     for cause in causes:
         console.print(f"\n[bold yellow]{cause.name}[/]: {cause.evidence}.\n  Next: {cause.remedy}.", soft_wrap=True)
 

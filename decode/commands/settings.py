@@ -1,6 +1,5 @@
-"""Settings of ``python -m decode``: one dataclass a command; the texts below each key are its help."""
+"""Settings of ``python -m decode``: one dataclass per command; the text below each key is its help."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,28 +21,26 @@ class LoadSettings(Checked):
     """Folder, hub name or GGUF file of the target. Required."""
     dtype: str = "auto"
     """Number format of weights and arithmetic: float32, bfloat16, float16, float64; auto is the checkpoint's own on a
-    GPU and float32 on a CPU. Only the wider two give greedy texts that are identical whatever the draft: in 16
-    bits lossless means the distribution up to rounding, and near ties fall either way."""
+    GPU and float32 on a CPU. In 16 bits greedy texts may depend on the draft at near ties, by rounding."""
     device: str = "auto"
     """cpu, cuda, cuda:1; auto is the GPU where there is one."""
     device_map: str | None = None
     """Spread the target over several devices, such as auto (needs accelerate); overrides device."""
     trust_remote_code: bool = False
-    """Run the Python code that a hub repository brings."""
+    """Run the Python code of a hub repository."""
     draft_vocabulary: Literal["same", "intersection"] = "same"
     """same refuses a draft whose tokenizer is not the target's; intersection lets it draft the tokens that both
     vocabularies have, which stays lossless (arXiv 2502.05202)."""
     pack: Literal["off", "on", "auto"] = "auto"
-    """On CPUs, weights in the order that the kernels read them, copied at loading: off, on, or auto, which measures
-    each shape and packs where that is faster (models up to 1 GiB). Checking several tokens then costs little more than
-    reading one."""
+    """On CPUs, copy weights at loading into the order in which the kernels read them: off, on, or auto, which measures
+    each shape and packs where that is faster (models up to 1 GiB)."""
     threads: PositiveInt | None = None
-    """Threads of torch; null measures one against all and takes the faster (small models are fastest on one)."""
+    """Threads of torch; null: one or all, whichever is measured to be faster."""
 
 
 @dataclass
 class MethodSettings(MethodOptions):
-    """Which stop rule and acceptance rule, and what retrieval drafts from."""
+    """Stop rule, acceptance rule, and stores of retrieval drafters."""
 
     stop_rule: str | None = None
     """Another stop rule than the method's own: length, unsure, hf-dynamic, hf-constant, hf-heuristic, draft-verify,
@@ -59,7 +56,7 @@ class MethodSettings(MethodOptions):
 
 @dataclass
 class SamplingSettings(Checked):
-    """How tokens are drawn, the same for target and draft."""
+    """Sampling settings of target and draft."""
 
     top_k: NonNegativeInt | None = None
     """Keep the k most probable tokens; 0 keeps all. null: the model's generation_config (also for top_p, min_p,
@@ -74,13 +71,13 @@ class SamplingSettings(Checked):
 
 @dataclass
 class ChatSettings(Checked):
-    """Whether prompts are what a user says to a chat model."""
+    """Whether prompts are put into the chat template."""
 
     chat: bool | None = None
     """Put prompts into the tokenizer's chat template; in suites with several turns, later ones follow the target's own
     greedy answers. Null: where the tokenizer has one; --chat false continues prompts as plain text."""
     system: str | None = None
-    """System message of the chats; null: what the template writes by itself."""
+    """System message of the chats; null: the template's default."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,7 +87,7 @@ class ChatSettings(Checked):
 
 @dataclass
 class SuiteSettings(Checked):
-    """Which prompts are measured on."""
+    """Prompts of a measurement."""
 
     suite: list[str] = field(default_factory=lambda: ["arithmetic"])
     """Prompts; see `python -m decode bench --help`."""
@@ -167,7 +164,8 @@ class StoreSettings(Checked):
     tokenizer: str | None = None
     """Folder, hub name or GGUF file of the target or its tokenizer. Required."""
     input: list[str] = field(default_factory=list)
-    """Text or .jsonl files, or suites such as arithmetic and gsm8k=PATH (prompt and answer of the training split)."""
+    """Text or .jsonl files, or suites such as arithmetic and gsm8k=PATH (prompts and answers of the training split).
+    Required."""
     output: str | None = None
     """Folder to write to. Required."""
     texts: PositiveInt = 20_000
@@ -187,12 +185,10 @@ class ReportSettings:
 
 
 def required(settings: Any, *names: str) -> None:
-    """Refuse settings that were left out."""
+    """Refuse missing settings."""
     for name in names:
         if not getattr(settings, name):
-            what = next((f.type for f in dataclasses.fields(settings) if f.name == name), "")
-            value = "PATH ..." if "list" in str(what) else "PATH"
-            raise UserError(f"--{name.replace('_', '-')} is missing; give --{name.replace('_', '-')} {value}")
+            raise UserError(f"--{name.replace('_', '-')} is missing; `--help` explains it")
 
 
 @dataclass

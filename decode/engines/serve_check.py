@@ -44,7 +44,7 @@ ASSUMED = (0.5, 0.6, 0.7, 0.8, 0.9)
 
 @dataclass
 class CheckOptions:
-    """What is run in the engine."""
+    """Draft lengths, temperatures and budget of a check."""
 
     draft_lengths: Sequence[int] = (3, 5, 7)  # tokens drafted per round; the engine is started once for each
     temperatures: Sequence[float] = (0.0, 1.0)  # 0 is greedy
@@ -172,13 +172,13 @@ def _row(
     length: int,
     texts: Sequence[ServedText],
     plain: Sequence[ServedText],
-    told: Acceptance,
+    kept: Acceptance,
     options: CheckOptions,
 ) -> dict[str, Any]:
     """Served beside predicted at one temperature and draft length."""
     served = [text.drafts for text in texts]
     budget = options.max_new_tokens if engine == "llama.cpp" else None
-    expected = [predicted_drafts(accept, n, length, budget=budget) for accept, n in zip(told.texts, told.lengths)]
+    expected = [predicted_drafts(accept, n, length, budget=budget) for accept, n in zip(kept.texts, kept.lengths)]
     (mean, mean_se), (expected_mean, expected_se) = mean_length(served), mean_length(expected)
     # greedy texts are the same with a draft as without, so that the errors are those of the differences
     error = math.hypot(mean_se, expected_se) if temperature else difference_error(served, expected)

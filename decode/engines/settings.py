@@ -24,7 +24,7 @@ NO_CUTS: dict[str, float] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.
 
 @dataclass
 class EngineSettings:
-    """What an engine is started with.
+    """Options that an engine is started with.
 
     Attributes:
         target: folder, Hub name or GGUF file.
