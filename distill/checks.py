@@ -27,8 +27,7 @@ from distill.models.loading import (
 from distill.models.lora import check_base
 from distill.models.optimizers import check_optimizer
 from distill.responses.server import check_servers
-from distill.responses.store import check_answering_engine
-from distill.teacher.signals import check_place
+from distill.teacher.store import check_place
 
 
 @dataclass(frozen=True)
@@ -172,19 +171,15 @@ def check_machine(context: StageContext, models: Mapping[str, ModelSettings]) ->
             f"trainer.accelerator is {accelerator} and PyTorch finds no GPU: set it to auto or cpu, or install one "
             "that was built for CUDA and look at what nvidia-smi shows"
         )
-    check_place(context)
+    check_place(settings.target, context.device)
     for section in models.values():
         if section.kind == "lora":
             check_base(section.lora, section.precision or settings.trainer.precision, device)
     if settings.reference.lora is not None:
         check_base(settings.reference.lora, settings.trainer.precision, device)
     responses = settings.reference.responses
-    servers = responses.server.addresses if responses.from_target else []
-    if not (context.run.work / "responses").exists():
-        if servers and settings.target.kind == "as_is":
-            check_servers(servers)
-        if responses.from_target:
-            check_answering_engine(responses)
+    if responses.from_target and not (context.run.work / "responses").exists():
+        check_servers(responses.server, started=settings.target.kind == "as_is")
     trainer = settings.trainer
     stacked = settings.target.stacking is not None and settings.target.trained
     if stacked and ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes) > 1:

@@ -28,9 +28,10 @@ from distill.data.batches import Seen, TokenDataset
 from distill.data.context import DATA, MEASUREMENT, Measured, StageContext
 from distill.files import RunDir, remove
 from distill.pipeline import PREPARED, REST, TAKEN, Part, alone_in, files_size, measure, run_of, taken_parts
+from distill.responses.texts import ANSWERS
 from distill.run_stages import run_stages
 from distill.stages import plan_of, stage_fingerprints
-from distill.teacher.signals import ANSWERS, LOSSES, SIGNAL
+from distill.teacher.store import LOSSES, SIGNAL
 from distill.trainer import peak_memory
 
 STEPS = 8

@@ -28,9 +28,8 @@ from distill.losses.selection import Selection, delta_loss, top_share
 from distill.models.layers import LayerSkip, ProgressiveStacking
 from distill.models.lm_head import LMHead, last_hidden
 from distill.models.optimizers import make_optimizer, make_schedule
-from distill.teacher.features import FeatureSource
 from distill.teacher.heads import drafting_steps
-from distill.teacher.target_distribution import TargetSource
+from distill.teacher.signals import Teacher
 
 
 class TrainingModule(L.LightningModule):
@@ -283,7 +282,7 @@ class DistillModule(TrainingModule):
         training: TrainingSettings,
         steps: int,
         *,
-        target: TargetSource | FeatureSource,
+        target: Teacher,
         objective: Objective | None = None,
         fused: bool = True,
         seed: int = 0,
@@ -300,7 +299,6 @@ class DistillModule(TrainingModule):
 
     def drafted(self, batch: Batch, *, training: bool) -> Iterator[Drafted]:
         """What the draft says of a batch, in each of its drafting steps; for validation the first one alone counts."""
-        assert isinstance(self.target, TargetSource)
         hidden, mask = self.hidden(batch)
         labels, sequence = batch["labels"].roll(-1, 1)[mask], example_of_rows(batch, mask)
         reference = batch.get("reference_loss")
@@ -438,7 +436,6 @@ class HeadModule(DistillModule):
     """
 
     model: FeatureHead
-    target: FeatureSource
 
     def __init__(
         self, model: FeatureHead, training: TrainingSettings, steps: int, *, settings: EagleSettings, **options: Any

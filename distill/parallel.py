@@ -31,10 +31,10 @@ from distill.checks import check_inputs
 from distill.config.run import Settings
 from distill.data.context import StageContext
 from distill.files import RunDir
-from distill.losses.objective import Objective
+from distill.losses.objective import Objective, divergence_of
 from distill.run_stages import run_stages
 from distill.stages import stage_fingerprints
-from distill.teacher.signals import prepare
+from distill.teacher.store import prepare
 from distill.tracking import for_stage
 
 
@@ -74,7 +74,8 @@ def _make_signal(context: StageContext) -> None:
     context.console.print("[bold]signal of the target[/bold], beside the initial draft", highlight=False)
     config = AutoConfig.from_pretrained(context.run.target, trust_remote_code=context.settings.target.trust_remote_code)
     ids = int(config.get_text_config().vocab_size)
-    prepare(context, Objective(), context.settings.reference.responses.from_draft, ids)
+    teacher = context.settings.reference
+    prepare(context, Objective(divergence_of(teacher)), teacher.responses.from_draft, draft_vocab=ids)
 
 
 def _share_out(

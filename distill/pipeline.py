@@ -44,9 +44,10 @@ from distill.models.loading import choose_number_formats
 from distill.models.pip_package import fetch
 from distill.parallel import may_run_beside, run_beside
 from distill.report import console_tables, figures, write_report
+from distill.responses.texts import ANSWERS
 from distill.run_stages import run_stages
 from distill.stages import measurement_fingerprint, stage_fingerprints
-from distill.teacher.signals import ANSWERS, LOSSES, SIGNAL
+from distill.teacher.store import LOSSES, SIGNAL
 from distill.tracking import finish, log_draft, log_report, make_logger, where
 from distill.trainer import peak_memory
 

@@ -33,9 +33,10 @@ from distill.models.lora import Adapter
 from distill.modules import DistillModule, HeadModule
 from distill.report import display
 from distill.responses.on_policy import HeadTexts
+from distill.responses.texts import answered_by_target, fixed_texts
 from distill.stages import Distillation, StageResult, data_key, distil, language_model, say_size, stage_fingerprints
-from distill.teacher.heads import prepare_head, start_from_target
-from distill.teacher.signals import answered_by_target, fixed_texts, prepare
+from distill.teacher.heads import start_from_target
+from distill.teacher.store import prepare
 
 
 def begin(
@@ -54,10 +55,10 @@ def begin(
         again = partial(load, device=context.device)
         adapter = Adapter(model, settings.lora, full.seed, full.trainer.precision, context.device, again)
         model = adapter.model
-    data = prepare(context, objective, share)
+    data = prepare(context, objective, share, selector="reference")
     say_size(context, model, parameters)
     fused = full.trainer.fused_loss
-    module = DistillModule(model, training, steps, target=data.target, objective=objective, fused=fused, seed=seed)
+    module = DistillModule(model, training, steps, target=data.teacher, objective=objective, fused=fused, seed=seed)
 
     def trained() -> PreTrainedModel:
         return ready_to_save(module.model if adapter is None else adapter.merged(), context.corpus.tokenizer)
@@ -124,9 +125,9 @@ def begin_eagle_stages(
     """The training of a head that starts from the initial one (see `distill.stages.Begin`)."""
     full = context.settings
     head = load_head(context.run.path("initial")).train()
-    data = prepare_head(context, head, objective, share)
+    data = prepare(context, objective, share, head=head, selector="reference")
     how: dict[str, Any] = {
-        "target": data.target,
+        "target": data.teacher,
         "settings": full.eagle,
         "objective": objective,
         "fused": full.trainer.fused_loss,

@@ -39,7 +39,7 @@ from distill.models.loading import count_parameters, load_or_build, ready_to_sav
 from distill.models.lora import Adapter
 from distill.modules import CausalLMModule, DistillModule, TrainingModule, token_counts
 from distill.responses.on_policy import OnPolicy
-from distill.teacher.signals import answered_by_original, answered_by_target
+from distill.responses.texts import answered_by_original, answered_by_target
 from distill.tracking import for_stage
 from distill.trainer import fit
 

@@ -35,7 +35,7 @@ from distill.pipeline import alone_in, run_of
 from distill.report import display, signed
 from distill.run_stages import adopt, run_stages, siblings
 from distill.stages import stage_fingerprints
-from distill.teacher.store import Array, cached
+from distill.teacher.store import Array, Kept, cached
 
 Row = dict[str, Any]
 
@@ -341,6 +341,7 @@ class Meter:
 
         made_from = fingerprint(self.keys[draft], self.made_from[mode], depth)
         shape = (int(ends[-1]), depth)
-        values: Any = cached(self.folder / f"{draft}-{mode}.npy", made_from, shape, parts(), "float64")
+        kept = Kept(self.folder / f"{draft}-{mode}.npy", made_from, shape, "float64")
+        values: Any = cached([kept], ([part] for part in parts()))[0]
         prompts = prompt_numbers(texts)
         return [OfflineAlpha([part.tolist() for part in np.split(of, ends[:-1])], prompts) for of in values.T]

@@ -53,8 +53,8 @@ from distill.models.lm_head import LMHead
 from distill.models.loading import load_or_build
 from distill.models.optimizers import make_optimizer, make_schedule
 from distill.modules import DistillModule
-from distill.teacher import store as signals
-from distill.teacher.target_distribution import HiddenRows, TargetSignal, TargetSource
+from distill.teacher import store
+from distill.teacher.signals import HiddenRows, TargetSignal, Teacher
 from distill.trainer import fit, quiet
 
 
@@ -545,11 +545,10 @@ def _train_here(job: TrainingCase) -> dict[str, Any]:
     memory, rows, started = Memory(device), job.rows, time.perf_counter()
     signal = job.signal
     if signal.kind != "online":
-        path = folder / f"{signal.name}.npy"
-        rows.signals[signal.name] = signals.target_signal(model.to(device), signal, rows, path, "")
-    target = TargetSource(model, signal)
-    rows.signals["reference_loss"] = signals.reference_loss(
-        reference.to(device), target, rows, folder / "reference.npy", ""
+        store.keep_signal(Teacher(model.to(device), signal), model, rows, folder, "train")
+    target = Teacher(model, signal)
+    rows.signals["reference_loss"] = store.reference_loss(
+        reference.to(device), target, rows, Divergence(), folder=folder, name="reference"
     )
     del model, reference
     prepared = time.perf_counter() - started

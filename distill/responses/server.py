@@ -1,253 +1,197 @@
-"""The target's responses from servers that speak OpenAI's protocol: many requests in flight, failures tried again."""
+"""The target's responses from servers that speak OpenAI's protocol, or from vLLM in an environment of its own."""
 
-import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+import subprocess
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import httpx
+import openai
 from transformers import PreTrainedTokenizerBase
 
-from decode.engines.settings import NO_CUTS
+from decode.engines.launch import LAUNCHER
+from decode.engines.settings import VLLM_PYTHON, check_vllm, find
 from decode.errors import UserError
-from distill.config.drafts import ResponseSettings
-from distill.responses.store import Answer, Job, Response, encode_answer
+from decode.models.tokens import continuation_ids, end_token
+from distill.config.drafts import ResponseSettings, ServerSettings
+from distill.responses import vllm_generate
+from distill.responses.store import Answer, Job, Response
 
-AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}  # answers that a later try may better
-LONGEST_WAIT = 30.0  # seconds between two tries, at most
-
-
-class Lost(UserError):
-    """A server that answers no more."""
+KEPT = "What is finished is kept: run the same command again to continue"
+WHERE = "reference.responses.server"
 
 
-def answered_by_server(
-    settings: ResponseSettings,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    ends: Collection[int],
-    target: Path,
-    say: Callable[[str], None] = print,
-) -> Answer:
-    """Answers by the servers of ``settings.server``, each as soon as it comes.
+def client_of(server: ServerSettings, url: str, **options: Any) -> openai.OpenAI:
+    """A client that sends the key of ``server.key_variable`` and retries failed requests itself."""
+    key = os.environ.get(server.key_variable) or "none"
+    return openai.OpenAI(base_url=url, api_key=key, timeout=server.timeout, max_retries=server.retries, **options)
+
+
+def model_of(server: ServerSettings, url: str, **options: Any) -> str:
+    """The target's name on a server that answers.
+
+    Raises:
+        UserError: The server does not answer, or lists several models and none is named.
+    """
+    try:
+        with client_of(server, url) as client:
+            names = [model.id for model in client.with_options(**options).models.list().data]
+    except openai.APIConnectionError as error:
+        raise UserError(
+            f"no server answers at {url} ({type(error).__name__}: {error.__cause__ or error}): start one with the "
+            f"target, such as by `vllm serve`, or leave {WHERE} out to have the responses written here"
+        ) from error
+    except openai.OpenAIError as error:
+        raise refused(server, url, error) from error
+    if server.model is None and len(names) != 1:
+        raise UserError(f"{url} lists {', '.join(names[:8]) or 'none'}: name the target with {WHERE}.model")
+    return server.model or names[0]
+
+
+def refused(server: ServerSettings, url: str, error: Exception) -> UserError:
+    """The error of a request that failed after all retries."""
+    if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
+        advice = f"put the key into the environment variable {server.key_variable}, or name another with "
+        return UserError(f"{url} wants a key ({error}): {advice}{WHERE}.key_variable")
+    return UserError(f"{url} failed: {type(error).__name__}: {error}. Check the server and {WHERE}. {KEPT}")
+
+
+def check_servers(server: ServerSettings, *, started: bool = True) -> None:
+    """Refuses a server that does not answer, and an engine that is not installed.
 
     Args:
-        settings: Sampling and server.
-        seed: Sent with every request, different for each; what servers make of it differs.
+        server: Addresses or engine.
+        started: Whether the servers have to run already; a target that is trained first can be served only later.
+
+    Raises:
+        UserError: With the next step.
+    """
+    for url in server.addresses if started else ():
+        model_of(server, url, timeout=10, max_retries=0)
+    if server.engine is not None:
+        check_vllm(vllm_python(server))
+
+
+def answered_by_servers(
+    settings: ResponseSettings, seed: int, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
+) -> Answer:
+    """Answers by the servers of ``settings.server``, which share the prompts evenly; each as soon as it comes.
+
+    Args:
+        settings: Sampling and servers.
+        seed: Sent with every request, different for each; its effect depends on the server.
         tokenizer: The target's; responses come as text.
         ends: End-of-text tokens.
-        target: The target's folder, named in the advice where no server answers.
-        say: Told of a server that is lost.
     """
-    client = Client(settings, seed, tokenizer, ends, target, say)
+    server = settings.server
+
+    def ask(client: openai.OpenAI, model: str, job: Job) -> tuple[Job, str, bool]:
+        how: dict[str, Any] = {"model": model, "max_tokens": job.budget}
+        how |= {"temperature": settings.temperature, "top_p": settings.top_p}
+        how["seed"] = (seed * 1_000_003 + job.example) % (1 << 31)
+        if server.endpoint == "chat":
+            messages = json.loads(job.messages or "[]") or [{"role": "user", "content": job.text}]
+            choice: Any = client.chat.completions.create(messages=messages, **how).choices[0]
+            text = choice.message.content
+        else:  # servers put the start token before a prompt themselves
+            start = str(tokenizer.bos_token or "")
+            choice = client.completions.create(prompt=job.text.removeprefix(start), **how).choices[0]
+            text = choice.text
+        return job, text or "", choice.finish_reason == "stop"
+
+    def encoded(job: Job, text: str, ended: bool) -> Response:
+        ids = continuation_ids(tokenizer, [text])[0] if text else []
+        if ended and not any(token in ends for token in ids):
+            ids = [*ids, end_token(tokenizer)]  # servers leave it out
+        return Response(job.example, ids[: job.budget])
 
     def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
-        wanted = [job for job in jobs if job.example in missing]
-        with asyncio.Runner() as runner:
-            stream = client.stream(wanted)
-
-            async def following() -> Response | None:
-                return await anext(stream, None)
-
+        urls = server.addresses
+        clients = [(client_of(server, url), model_of(server, url)) for url in urls]
+        yield from (Response(job.example, []) for job in jobs if job.example in missing and not job.budget)
+        wanted = [job for job in jobs if job.example in missing and job.budget]
+        failed: UserError | None = None
+        with ThreadPoolExecutor(server.concurrency * len(urls)) as pool:
+            asked: dict[Future[Any], str] = {
+                pool.submit(ask, *clients[number % len(urls)], job): urls[number % len(urls)]
+                for number, job in enumerate(wanted)
+            }
             try:
-                while (response := runner.run(following())) is not None:
-                    yield response
+                for future in as_completed(asked):
+                    if future.cancelled():
+                        continue
+                    try:
+                        yield encoded(*future.result())
+                    except (openai.OpenAIError, AttributeError, IndexError, TypeError, ValueError) as error:
+                        failed = failed or refused(server, asked[future], error)
+                        for one in asked:  # requests in flight are still kept
+                            one.cancel()
             finally:
-                runner.run(stream.aclose())
+                pool.shutdown(wait=False, cancel_futures=True)
+        for client, _ in clients:
+            client.close()
+        if failed is not None:
+            raise failed
 
     return answers
 
 
-@dataclass
-class Client:
-    """Asks one server, or several that share the work."""
-
-    settings: ResponseSettings
-    seed: int
-    tokenizer: PreTrainedTokenizerBase
-    ends: Collection[int]
-    target: Path
-    say: Callable[[str], None] = print
-    first_wait: float = 1.0
-
-    async def stream(self, jobs: Sequence[Job]) -> AsyncGenerator[Response, None]:
-        """Responses in the order in which they come.
-
-        Raises:
-            UserError: no server, a refusal, or no server is left. What came before was yielded.
-        """
-        addresses = self.settings.server.addresses
-        results: asyncio.Queue[Response | Exception] = asyncio.Queue()
-        waiting: asyncio.Queue[Job] = asyncio.Queue()
-        for job in jobs:
-            waiting.put_nowait(job)
-        servers = [asyncio.create_task(self._served(url, waiting, results)) for url in addresses]
-        left, missing = len(servers), len(jobs)
-        try:
-            while missing:
-                result = await results.get()
-                if isinstance(result, Response):
-                    missing -= 1
-                    yield result
-                    continue
-                left -= 1
-                if not left or not isinstance(result, Lost):
-                    raise result
-                self.say(f"  a server is lost, and {left} go on with its work: {result}")
-        finally:
-            for server in servers:
-                server.cancel()
-            await asyncio.gather(*servers, return_exceptions=True)
-
-    async def _served(
-        self, url: str, waiting: asyncio.Queue[Job], results: asyncio.Queue[Response | Exception]
-    ) -> None:
-        """Has one server answer what waits until it is cancelled; what it leaves behind waits again."""
-        server = self.settings.server
-        key = os.environ.get(server.key_variable)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=server.concurrency)
-
-        async def work(http: httpx.AsyncClient, model: str) -> None:
-            while True:
-                job = await waiting.get()
-                try:
-                    results.put_nowait(await self._ask(http, model, job))
-                except BaseException:
-                    waiting.put_nowait(job)
-                    raise
-
-        base = url.rstrip("/") + "/"
-        try:
-            async with httpx.AsyncClient(base_url=base, headers=headers, timeout=server.timeout, limits=limits) as http:
-                model = await self._model(http, url)
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(server.concurrency):
-                        group.create_task(work(http, model))
-        except UserError as error:
-            results.put_nowait(error)
-        except ExceptionGroup as errors:
-            results.put_nowait(errors.exceptions[0])
-        except (httpx.InvalidURL, UnicodeEncodeError) as error:
-            results.put_nowait(UserError(f"{url}, or the key in {server.key_variable}, cannot be sent: {error}"))
-
-    async def _model(self, http: httpx.AsyncClient, url: str) -> str:
-        """The model's name on the server, and proof that a server is there."""
-        try:
-            answer = await http.get("models")
-        except httpx.TransportError as error:
-            raise Lost(
-                f"no server answers at {url} ({type(error).__name__}: {error}). Start one with "
-                f"the target, such as `vllm serve {self.target}` or `transformers serve {self.target}`, then run "
-                "the same command again; or leave reference.responses.server.url out to have them written here"
-            ) from error
-        self._refused(answer)
-        if self.settings.server.model is not None:
-            return self.settings.server.model
-        try:
-            names = [str(entry["id"]) for entry in answer.json()["data"]]
-        except (ValueError, KeyError, TypeError):
-            names = []
-        if len(names) != 1:
-            listed = ", ".join(names[:8]) or "none"
-            raise UserError(f"the server lists {listed}: name the target with reference.responses.server.model")
-        return names[0]
-
-    async def _ask(self, http: httpx.AsyncClient, model: str, job: Job) -> Response:
-        if job.budget < 1:
-            return Response(job.example, [])
-        tries = self.settings.server.retries + 1
-        for attempt in range(tries):
-            wait = min(LONGEST_WAIT, self.first_wait * 2**attempt)
-            try:
-                answer = await http.post(self._path, json=self._body(model, job))
-                if answer.status_code not in AGAIN:
-                    self._refused(answer)
-                    return self._response(job, answer.json())
-                problem = f"status {answer.status_code}: {answer.text[:200]}"
-                wait = _asked_wait(answer, wait)
-            except UserError:
-                raise
-            except httpx.TransportError as error:
-                problem = f"{type(error).__name__}: {error}"
-            except (ValueError, KeyError, IndexError, TypeError) as error:
-                problem = f"an answer that cannot be read ({type(error).__name__}: {error})"
-            if attempt + 1 < tries:
-                await asyncio.sleep(wait)
-        raise Lost(
-            f"{http.base_url} failed {tries} times on example {job.example}, at last with {problem}. What is finished "
-            "is kept: see to the server, then run the same command again to continue"
-        )
-
-    @property
-    def _path(self) -> str:
-        return "chat/completions" if self.settings.server.endpoint == "chat" else "completions"
-
-    def _body(self, model: str, job: Job) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "model": model,
-            "max_tokens": job.budget,
-            "temperature": self.settings.temperature,
-            "top_p": self.settings.top_p,
-            "seed": (self.seed * 1_000_003 + job.example) % (1 << 31),
-        }
-        if self.settings.server.engine:
-            return body | NO_CUTS | {"prompt": job.ids, "stop_token_ids": sorted(self.ends), "return_token_ids": True}
-        if self.settings.server.endpoint == "chat":
-            return body | {"messages": json.loads(job.messages or "[]") or [{"role": "user", "content": job.text}]}
-        start = self.tokenizer.bos_token  # servers put it before a prompt themselves
-        return body | {"prompt": job.text.removeprefix(start) if start else job.text}
-
-    def _response(self, job: Job, values: dict[str, Any]) -> Response:
-        choice = values["choices"][0]
-        if self.settings.server.engine:
-            return Response(job.example, [int(token) for token in choice["token_ids"]])
-        ended = choice.get("finish_reason") == "stop"
-        text = choice["message"]["content"] if self.settings.server.endpoint == "chat" else choice["text"]
-        return Response(
-            job.example, encode_answer(self.tokenizer, text or "", ended=ended, ends=self.ends, budget=job.budget)
-        )
-
-    def _refused(self, answer: httpx.Response) -> None:
-        """Stops at answers that no further try would better."""
-        if answer.status_code in (401, 403):
-            raise UserError(
-                f"the server wants a key (status {answer.status_code}): put it into the environment variable "
-                f"{self.settings.server.key_variable}, or name another with reference.responses.server.key_variable"
-            )
-        if answer.is_client_error:
-            raise UserError(
-                f"the server refuses {answer.request.url} (status {answer.status_code}): {answer.text[:300]}. Check "
-                "reference.responses.server: url, model and endpoint"
-            )
+def vllm_python(server: ServerSettings) -> str:
+    """The interpreter of vLLM's environment."""
+    return find(server.python, VLLM_PYTHON, f"{WHERE}.python", "vLLM's environment (.venv-vllm/bin/python)")
 
 
-def check_servers(urls: Sequence[str]) -> None:
-    """Refuses servers of which none answers; those that are lost later leave their work to the others.
+def answered_by_vllm(
+    settings: ResponseSettings, seed: int, ends: Collection[int], target: Path, longest: int, dtype: str
+) -> Answer:
+    """Answers by vLLM's offline ``generate``, which exchanges token ids; see `distill.responses.vllm_generate`.
 
-    Raises:
-        UserError: None answers.
+    Args:
+        settings: Sampling, and the environment and arguments of vLLM.
+        seed: With the example's number it decides the response.
+        ends: End-of-text tokens.
+        target: The target's folder.
+        longest: Tokens of the longest prompt with its response.
+        dtype: Number format of the weights in vLLM.
     """
-    reasons = []
-    for url in urls:
+    server = settings.server
+    engine = ["--model", str(target), "--dtype", dtype, "--max-model-len", str(longest), "--generation-config", "vllm"]
+    engine += ["--max-num-seqs", str(server.concurrency), *server.arguments]
+
+    def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
+        wanted = [job for job in jobs if job.example in missing]
+        prompts = [
+            [job.example, job.ids, job.budget, (seed * 1_000_003 + job.example) % (1 << 31)]
+            for job in wanted
+            if job.budget
+        ]
+        yield from (Response(job.example, []) for job in wanted if not job.budget)
+        how = {"temperature": settings.temperature, "top_p": settings.top_p, "stop_token_ids": sorted(ends)}
+        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+        said: list[str] = []
+        with tempfile.TemporaryFile("w+") as request:
+            json.dump({"sampling": how, "batch": 16 * server.concurrency, "prompts": prompts}, request)
+            request.seek(0)
+            process = subprocess.Popen(
+                [vllm_python(server), vllm_generate.__file__, *engine], env=environment, text=True,
+                stdin=request, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        assert process.stdout is not None
         try:
-            httpx.get(url.rstrip("/") + "/models", timeout=10)
-        except (httpx.TransportError, httpx.InvalidURL) as error:
-            reasons.append(f"{url} ({type(error).__name__}: {error})")
-        else:
-            return
-    raise UserError(
-        f"no server answers at {', '.join(reasons)}: start it, such as by `vllm serve` with target.model, or leave "
-        "reference.responses.server out to have the answers written here"
-    )
+            for line in process.stdout:
+                if line.startswith(vllm_generate.MARK):
+                    yield Response(*json.loads(line.removeprefix(vllm_generate.MARK)))
+                else:
+                    said = [*said[-15:], line]
+        except BaseException:  # the run is interrupted
+            process.terminate()
+            raise
+        finally:
+            status = process.wait()
+        if status:
+            raise UserError(f"vLLM ended with status {status}. {KEPT}. Its last lines:\n{''.join(said)}")
 
-
-def _asked_wait(answer: httpx.Response, wait: float) -> float:
-    """Seconds that the server asks for, if it does."""
-    try:
-        return min(LONGEST_WAIT, float(answer.headers["retry-after"]))
-    except (KeyError, ValueError):
-        return wait
+    return answers

@@ -1,370 +1,320 @@
-"""Which kind of signal is kept of the target, by what it takes and what room there is."""
+"""The frozen target as a source of distributions and features: by a forward pass, or from what was kept of it."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, Generic, TypeVar, cast, get_args
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from transformers import AutoConfig, PreTrainedModel
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from decode.errors import UserError, read_json
-from decode.models.loading import choose_device, load_model, stop_ids
-from decode.progress import duration, working
-from distill import ranks
-from distill.config.drafts import ResponseSettings, Signal
-from distill.data.batches import Schedule, TokenDataset
-from distill.data.context import StageContext, open_placed
-from distill.files import files_state, fingerprint, write_json
-from distill.losses.objective import Objective
-from distill.models.lm_head import LMHead, check_head
-from distill.models.loading import quantization_config, use_attention, weights_dtype
-from distill.responses.on_policy import OnPolicy, Writer
-from distill.responses.server import answered_by_server
-from distill.responses.store import Answer, answered_by_all, answered_here, answering_engine, make_jobs, response_rows
-from distill.teacher import store as signals
-from distill.teacher.store import check_several, shard_layers
-from distill.teacher.target_distribution import TargetSignal, TargetSource
+from decode.errors import UserError
+from decode.models.heads import FeatureHead
+from distill.config.drafts import DistillSettings, Signal
+from distill.data.batches import Batch, Ints, TokenDataset, label_mask
+from distill.losses.chunked import RowIndex, TargetRows, pick
+from distill.losses.divergences import LEAST_TAIL, FoldedDistributions, TokenDistributions, log_probs
+from distill.models.lm_head import LMHead, last_hidden
 
-ROOM = 0.9
-"""Share of the free disk that signals may take."""
+Module = TypeVar("Module", bound=nn.Module)
+HIDDEN, FEATURES, INSIDE = "target_hidden", "features", "target_inside"
+"""Names in batches: the target's last hidden states ``[label rows, hidden]``; the states that a head reads, ``[batch,
+time, width]``; and ``[label rows, 2]``, the probability that the target gives to the head's ids together, and whether
+its most probable token is one of them."""
+SOME_ROWS = 256  # rows whose logits over the whole vocabulary are in memory at a time
 
 
-def choose_signal(context: StageContext, size_of: Callable[[Signal], int], key: str) -> Signal:
-    """The kind of signal that the settings name, or under ``auto`` the first that there is room for.
+class _WholeRows:
+    """Rows that know every id's log-probability."""
 
-    The choice is noted on disk: a later draft of the run, and every other process, has the same, however little room
-    the first one's signal has left.
+    log_probs: Callable[[RowIndex, Tensor, float], Tensor]
 
-    Args:
-        context: Settings, folder and console.
-        size_of: Bytes of a kind.
-        key: Fingerprint of the texts and the target.
-    """
-    settings, note = context.settings.reference, context.run.work / "signals" / "kind.json"
-    if settings.signal != "auto":
-        return settings.signal
-    about = fingerprint(key, settings.signal_dtype, settings.signal_k, settings.signal_limit_gb)
-
-    def noted() -> Signal | None:
-        known = read_json(note)
-        sound = known.get("made_from") == about and known["kind"] in get_args(Signal)
-        return cast(Signal, known["kind"]) if sound else None
-
-    if (found := noted()) is not None:
-        return found
-    if not ranks.is_first():
-        return ranks.wait_for(noted, "the kind of signal")
-    note.parent.mkdir(parents=True, exist_ok=True)
-    room = min(settings.signal_limit_gb * 1e9, ROOM * shutil.disk_usage(note.parent).free)
-    kinds: tuple[Signal, ...] = ("hidden", "topk")
-    kind: Signal = next((kind for kind in kinds if size_of(kind) <= room), "online")
-    if kind != kinds[0]:
-        sizes = ", ".join(f"{kind} {size_of(kind) / 1e9:.2f} GB" for kind in kinds)
-        context.console.print(
-            f"  signal: {kind} ({sizes}; room for {room / 1e9:.2f} GB by reference.signal_limit_gb and the disk)",
-            highlight=False,
-        )
-    write_json(note, {"kind": kind, "made_from": about})
-    return kind
-
-
-@contextmanager
-def announced(
-    context: StageContext, kind: Signal, what: str, key: str, size: int, tokens: int, seconds: Callable[[], float]
-) -> Iterator[None]:
-    """Tells the size of the target's values and the time they take, before they are made inside for the first time.
-
-    Args:
-        context: Settings, folder and console.
-        kind: Of signal.
-        what: What is kept.
-        key: Fingerprint of what they are made from.
-        size: Bytes on disk.
-        tokens: Label tokens.
-        seconds: Measures a few examples.
-
-    Raises:
-        UserError: It is above the limit.
-    """
-    settings, note = context.settings.reference, context.run.work / "signals" / "made.json"
-    told = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-    if size > settings.signal_limit_gb * 1e9:
-        instead = {
-            "hidden": "set reference.signal to topk or online, or reference.signal_dtype to bfloat16",
-            "topk": "lower reference.signal_k, or set reference.signal to online",
-            "log_probs": "set reference.signal to hidden, topk or online",
-        }[kind]
-        raise UserError(
-            f"the target's {what} ({kind}) of {tokens:,} label tokens needs {told} and "
-            f"reference.signal_limit_gb is {settings.signal_limit_gb:g}: raise the limit, lower reference.examples, or "
-            f"{instead}"
-        )
-    new = read_json(note).get("made_from") != key
-    if new:
-        sentence = f"{told} for {tokens:,} label tokens, about {duration(seconds())} to compute"
-        context.console.print(f"  the target's {what} ({kind}): {sentence}", highlight=False)
-    yield
-    if new and ranks.is_first():
-        write_json(note, {"made_from": key})
-
-
-def open_target(context: StageContext, path: str | Path | None = None, dtype: str | None = None) -> PreTrainedModel:
-    """The run's target in evaluation mode: in its own place if the settings give it one, else on the CPU.
-
-    Args:
-        context: Settings and folder.
-        path: Of another target; None: the run's.
-        dtype: Another number format than ``target.dtype``.
-
-    Raises:
-        UserError: It cannot be read or placed.
-    """
-    wanted = context.settings.target
-    model = open_placed(wanted, path or context.run.target, context.device, dtype)
-    if wanted.sharded:
-        shard_layers(model, context.device)
-    return model
-
-
-def check_place(context: StageContext) -> None:
-    """Refuses before the first step a place or a format that the machine does not have."""
-    wanted = context.settings.target
-    for name in wanted.devices:
-        choose_device(name)
-    if wanted.sharded:
-        check_several()
-    if wanted.quantization:
-        place = wanted.devices[0] if wanted.devices else context.device
-        instead = "target.dtype to bfloat16, target.devices or target.sharded"
-        quantization_config(wanted.quantization, place, "target.quantization", instead)
-
-
-def at_work(context: StageContext, model: PreTrainedModel) -> PreTrainedModel:
-    """The target where it computes: its own place, or the draft's device."""
-    return model if context.settings.target.placed else model.to(context.device)
-
-
-Target = TypeVar("Target")
-
-SIGNAL, LOSSES, ANSWERS = "signal", "reference's losses", "answers"
-"""What is timed of a preparation, see `StageContext.measured`."""
+    def compare(self, place: RowIndex, logits: Tensor, temperature: float) -> TokenDistributions:
+        """See `TargetRows`."""
+        log_q = logits.log_softmax(-1)
+        return TokenDistributions(self.log_probs(place, log_q, temperature), log_q)
 
 
 @dataclass
-class DistillData(Generic[Target]):
-    """Examples with the signals of frozen models."""
+class HiddenRows(_WholeRows):
+    """Rows as last hidden states ``[rows, hidden]``; a chunk's logits are the head times them."""
 
-    target: Target  # The target's distribution for label rows
-    train: TokenDataset  # Examples for training, with cached signals; for texts of the draft, their prompts alone
-    validation: TokenDataset  # Examples for comparing checkpoints, with cached signals
-    ends: set[int]  # The target's end-of-text tokens
-    add_signals: Callable[[TokenDataset], None]  # Puts the same signals into rows that were written just now
-    share: float = 0.0  # Of the examples whose responses the draft writes itself
+    hidden: Tensor
+    head: LMHead
 
-    def on_policy(
-        self, context: StageContext, write: Writer, schedule: Schedule, steps: int, seed: int
-    ) -> OnPolicy | None:
-        """The draft's own texts, which ``write`` writes, where some are wanted."""
-        if not self.share:
-            return None
-        settings = replace(context.settings.reference.responses, source="mixed", share=self.share)
-        limit = context.settings.data.max_length
-        return OnPolicy(write, self.train, schedule, steps, settings, seed, limit, self.ends, self.add_signals)
+    @property
+    def vocab(self) -> int:
+        """Ids that the target knows."""
+        return self.head.vocab
+
+    def log_probs(self, place: RowIndex, log_q: Tensor, temperature: float) -> Tensor:
+        """The target's exact log-probabilities."""
+        vocab = log_q.shape[1]
+        rows = self.hidden[place].to(self.head.linear.weight.dtype)
+        return log_probs(self.head.first(rows, vocab), vocab, temperature).to(log_q.dtype)
+
+    def at(self, rows: RowIndex) -> HiddenRows:
+        """See `TargetRows`."""
+        return HiddenRows(pick(self.hidden, rows), self.head)
 
 
-def prepare(
-    context: StageContext,
-    objective: Objective,
-    share: float = 0.0,
-    draft_vocab: int | None = None,
-    first: int | None = None,
-) -> DistillData[TargetSource]:
-    """The target as a source of logits, and examples with the cached values that the distillation needs.
+@dataclass
+class TopRows:
+    """Rows as their k most probable ids and the log-probabilities of these, ``[rows, k]``.
+
+    The tail, the probability of the other ids, is distributed as the draft's own: p(v) = tail · q(v) / q(others). Every
+    divergence then equals the one between the distributions in which the other ids are one outcome, which is a lower
+    bound of the true one; α is off by at most the tail; and the gradient is exact for what is computed.
+    """
+
+    ids: Tensor
+    log_p: Tensor
+    vocab: int
+
+    def log_probs(self, place: RowIndex, log_q: Tensor, temperature: float) -> Tensor:
+        """The target's own at its top ids, the draft's shape elsewhere; at the temperature they were taken at."""
+        ids, top = self.ids[place].long(), self.log_p[place].to(log_q.dtype)
+        others = log_q.scatter(1, ids, -torch.inf)
+        tail = (1 - top.exp().sum(-1, keepdim=True)).clamp_min(LEAST_TAIL)
+        return (others + (tail.log() - others.logsumexp(-1, keepdim=True))).scatter(1, ids, top)
+
+    def compare(self, place: RowIndex, logits: Tensor, temperature: float) -> TokenDistributions:
+        """The other ids folded to one outcome."""
+        return FoldedDistributions(self.ids[place].long(), self.log_p[place].to(logits.dtype), logits)
+
+    def at(self, rows: RowIndex) -> TopRows:
+        """See `TargetRows`."""
+        return TopRows(pick(self.ids, rows), pick(self.log_p, rows), self.vocab)
+
+
+@dataclass
+class LogProbRows(_WholeRows):
+    """Rows as the log-probabilities of all ids, ``[rows, vocab]``, at the temperature they were taken at."""
+
+    log_p: Tensor
+
+    @property
+    def vocab(self) -> int:
+        """Ids that target and draft share."""
+        return self.log_p.shape[1]
+
+    def log_probs(self, place: RowIndex, log_q: Tensor, temperature: float) -> Tensor:
+        """The target's exact log-probabilities."""
+        return self.log_p[place].to(log_q.dtype)
+
+    def at(self, rows: RowIndex) -> LogProbRows:
+        """See `TargetRows`."""
+        return LogProbRows(pick(self.log_p, rows))
+
+
+@dataclass(frozen=True)
+class TargetSignal:
+    """What is kept of the target for each label token.
+
+    Attributes:
+        kind: ``online`` keeps nothing, ``hidden`` last hidden states, ``topk`` the k largest log-probabilities,
+            ``log_probs`` all of them.
+        bfloat16: Hidden states in bfloat16.
+        k: Of ``topk``.
+        vocab: Of log-probabilities: ids that target and draft share; the softmax is over these.
+        temperature: Of log-probabilities: divides the logits before the softmax.
+        autocast: The forward pass computes under bfloat16 autocast.
+    """
+
+    kind: Signal = "online"
+    bfloat16: bool = False
+    k: int = 64
+    vocab: int = 0
+    temperature: float = 1.0
+    autocast: bool = False
+
+    @classmethod
+    def of(cls, settings: DistillSettings, vocab: int, temperature: float = 1.0) -> TargetSignal:
+        """The signal of the settings, over ``vocab`` ids; ``auto`` is hidden (see `store.choose_signal` for runs)."""
+        kind: Signal = "hidden" if settings.signal == "auto" else settings.signal
+        half, autocast = settings.signal_dtype == "bfloat16", settings.signal_autocast is True
+        return cls(kind, half, settings.signal_k, vocab, temperature, autocast)
+
+    @property
+    def name(self) -> str:
+        """Name in batches and of files."""
+        return HIDDEN if self.kind == "online" else f"target_{self.kind}"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What the kept values depend on."""
+        if self.kind == "hidden":
+            return self.kind, self.bfloat16, self.autocast
+        return self.kind, self.k if self.kind == "topk" else None, self.vocab, self.temperature, self.autocast
+
+    def layout(self, head: LMHead) -> tuple[tuple[int, ...], str]:
+        """Shape and numpy type of one label token's values. numpy has no bfloat16: its bits are stored as int16."""
+        if self.kind == "topk":
+            return (2, min(self.k, self.vocab)), "int32"
+        if self.kind == "log_probs":
+            return (self.vocab,), "float32"
+        return (int(head.linear.weight.shape[1]),), "int16" if self.bfloat16 else "float32"
+
+    def encode(self, hidden: Tensor, head: LMHead) -> Tensor:
+        """Values to be kept ``[rows, ...]`` of last hidden states ``[rows, hidden]``."""
+        hidden = hidden.to(head.linear.weight.device)
+        if self.kind == "hidden":
+            return hidden.bfloat16().view(torch.int16) if self.bfloat16 else hidden.float()
+        shape, dtype = self.layout(head)
+        parts = [hidden.new_empty(0, *shape, dtype=getattr(torch, dtype))]
+        for rows in hidden.split(SOME_ROWS):
+            log_p = log_probs(head.first(rows, self.vocab), self.vocab, self.temperature).float()
+            if self.kind == "topk":
+                top = log_p.topk(shape[1], sorted=True)
+                log_p = torch.stack([top.indices.int(), top.values.view(torch.int32)], 1)
+            parts.append(log_p)
+        return torch.cat(parts)
+
+    def decode(self, values: Tensor, head: LMHead) -> TargetRows:
+        """The rows of a batch from their kept values."""
+        if self.kind == "topk":
+            return TopRows(values[:, 0], values[:, 1].contiguous().view(torch.float32), self.vocab)
+        if self.kind == "log_probs":
+            return LogProbRows(values)
+        return HiddenRows(values.view(torch.bfloat16) if values.dtype == torch.int16 else values, head)
+
+
+class Teacher:
+    """The frozen target as a source of distributions at label rows, and of the features that a head reads.
+
+    Not an ``nn.Module`` on purpose: the target is in no checkpoint, no optimiser and no distributed wrapper.
 
     Args:
-        context: settings, data and folder.
-        objective: of the draft.
-        share: of the examples whose responses the draft will write itself.
-        draft_vocab: ids of the draft; None: those of the run's initial draft.
-        first: examples that are wanted, the first ones; None: all.
+        model: The target. With a signal that is kept only its output head (and embedding) stay referenced.
+        signal: What batches carry of it; None: nothing, it is run on every batch.
+        reader: The feature head that is trained, whose states and ids it gives; None: a language model is.
+        stays: The model has devices of its own; the draft's device gets a copy of its head.
     """
-    folder = context.run.work / "signals"
-    model = open_target(context)
-    check_head(model, LMHead(model))
-    ends = stop_ids(model, context.corpus.tokenizer)
-    train, validation, key = fixed_texts(context, model, ends)
-    train = train.part(0, min(first or len(train), len(train)))
-    all_own = share == 1
-    fixed = {"validation": validation} if all_own else {"validation": validation, "train": train}
-    tokens = sum(rows.label_count for rows in fixed.values())
 
-    def size_of(kind: Signal) -> int:
-        return signals.signal_bytes(model, _signal(context, model, draft_vocab, kind), tokens)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        signal: TargetSignal | None = None,
+        reader: FeatureHead | None = None,
+        *,
+        stays: bool = False,
+    ) -> None:
+        model.eval().requires_grad_(False)
+        self.signal, self.stays = signal or TargetSignal(), stays
+        self.model = model if self.signal.kind == "online" else None
+        self.ids = None if reader is None else reader.draft_ids()
+        self.head, self.whole = LMHead(model).only(self.ids), None if self.ids is None else LMHead(model)
+        self.captured: tuple[int, ...] = ()
+        self.width, self.version, self.embedding = 0, 0, nn.Module()
+        if reader is not None:
+            self.captured, self.width, self.version = reader.captured_layers, reader.feature_width, reader.version
+            self.embedding = model.get_input_embeddings()
 
-    signal = _signal(context, model, draft_vocab, choose_signal(context, size_of, key))
-    use_attention(model, context.settings.trainer.attention)
-    if signal.kind != "online":
-        model = at_work(context, model)
-        seconds, made_from = partial(signals.seconds_of, model, list(fixed.values())), fingerprint(key, signal.key)
-        with announced(context, signal.kind, "signal", made_from, size_of(signal.kind), tokens, seconds):
-            for name, rows in fixed.items():
-                path = folder / f"{signal.name}_{name}.npy"
-                told, about = f"the target's signal ({signal.kind}), {name}", (key, name, len(rows), signal.key)
-                with working(context.console, told), context.timed(f"{SIGNAL} {name}", len(rows.ids)):
-                    rows.signals[signal.name] = signals.target_signal(model, signal, rows, path, fingerprint(*about))
-        if signal.kind == "topk":
-            tail = signals.mean_tail(validation.signals[signal.name])
-            context.console.print(
-                f"  the target's top {signal.k} ids leave {tail:.2%} to the others on average: alpha is off by at most "
-                "that much",
-                highlight=False,
-            )
-    target = TargetSource(model, signal, stays=context.settings.target.placed)
-    reference, ranking, precision = None, objective.divergence, context.settings.trainer.precision
-    if objective.selection is not None:
-        record = context.run.record("reference")
-        assert record is not None
-        dtype = weights_dtype(precision)  # the draft's side of the loss differences is computed in it, too
-        trust = context.settings.initial.trust_remote_code
-        path = context.run.path("reference")
-        reference = load_model(path, device=context.device, dtype=dtype, trust_remote_code=trust)
-        use_attention(reference, context.settings.trainer.attention)
-        other = [] if precision == "32-true" else [precision]
-        if not all_own:
-            file = folder / f"reference_{ranking.name}.npy"
-            made_from = fingerprint(key, signal.key, record.fingerprint, vars(ranking), *other)
-            with working(context.console, "the reference's losses"), context.timed(f"{LOSSES} train", len(train.ids)):
-                train.signals["reference_loss"] = signals.reference_loss(
-                    reference, target, train, file, made_from, ranking, precision=precision
-                )
+    def to(self, device: torch.device) -> None:
+        """Moves what computes beside the draft there."""
+        self.head = _moved(self.head, device, stays=self.stays)
+        if self.captured:
+            self.embedding = _moved(self.embedding, device, stays=self.stays)
+        if self.model is not None and not self.stays:
+            self.model.to(device)
 
-    if not share:  # the models leave memory here: nothing will be asked of them again
-        return DistillData(target, train, validation, ends, _unchanged)
+    @torch.no_grad()
+    def complete(self, batch: Batch, mask: Tensor) -> Batch:
+        """The batch with the target's values, by a forward pass if nothing is kept; ``mask`` is `label_mask`."""
+        if self.model is None or HIDDEN in batch:
+            return batch
+        found = self._forward(self.model, batch, mask)
+        return batch | {name: values.to(mask.device) for name, values in found.items()}
 
-    def add_signals(rows: TokenDataset) -> None:
-        if signal.kind != "online":
-            rows.signals[signal.name] = signals.target_signal(model, signal, rows)
-        if reference is not None:
-            rows.signals["reference_loss"] = signals.reference_loss(
-                reference, target, rows, divergence=ranking, precision=precision
-            )
+    @torch.no_grad()
+    def rows(self, batch: Batch, mask: Tensor) -> TargetRows:
+        """The target's distributions at the label rows, over the reader's ids; ``mask [batch, time]`` is where."""
+        if self.version == 1 and self.signal.kind == "hidden":  # its feature is the last hidden state
+            return HiddenRows(self.features(batch)[mask], self.head)
+        return self.signal.decode(self.complete(batch, mask)[self.signal.name], self.head)
 
-    return DistillData(target, train, validation, ends, add_signals, share)
+    def features(self, batch: Batch) -> Tensor:
+        """The feature of every token, ``[batch, time, width]`` in float32 or better."""
+        values: Tensor = batch[FEATURES]
+        values = values.view(torch.bfloat16) if values.dtype == torch.int16 else values
+        return values.to(torch.promote_types(values.dtype, torch.float32))
 
+    def _forward(self, model: PreTrainedModel, batch: Batch, mask: Tensor) -> dict[str, Tensor]:
+        """Last hidden states at the label rows, and for a reader its features and `INSIDE`."""
+        where, positions = model.device, batch.get("position_ids")
+        ids, mask = batch["input_ids"].to(where), mask.to(where)
+        found: dict[str, Tensor] = {}
+        # not the draft's precision: the target computes in its own
+        autocast = torch.autocast(where.type, torch.bfloat16, enabled=self.signal.autocast)
+        with autocast, torch.inference_mode(False), torch.no_grad():
+            if not self.captured:
+                return {HIDDEN: last_hidden(model, ids, mask, None if positions is None else positions.to(where))}
+            out = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
+            last = out.last_hidden_state
+            found[HIDDEN] = last[mask.to(last.device)]
+            found[FEATURES] = torch.cat([out.hidden_states[layer].to(last.device) for layer in self.captured], -1)
+            if self.ids is not None:
+                found[INSIDE] = self._inside(found[HIDDEN], self.ids)
+        return found
 
-def _unchanged(_: TokenDataset) -> None:
-    """No signals: no texts are written on the way."""
+    def _inside(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """What `INSIDE` names, of last hidden states ``[rows, hidden]``."""
+        assert self.whole is not None
+        hidden = hidden.to(self.whole.linear.weight.device)
+        found, ids = [hidden.new_empty(0, 2, dtype=torch.float32)], ids.to(hidden.device)
+        for rows in hidden.split(SOME_ROWS):
+            logits = self.whole(rows).float() / self.signal.temperature
+            own = logits[:, ids]
+            mass = (own.logsumexp(-1) - logits.logsumexp(-1)).exp()
+            found.append(torch.stack([mass, (own.amax(-1) == logits.amax(-1)).float()], -1))
+        return torch.cat(found)
 
+    # -- what is kept -------------------------------------------------------------------------------------------------
 
-def _signal(context: StageContext, model: PreTrainedModel, draft: int | None, kind: Signal) -> TargetSignal:
-    """What is kept of the target, by its kind, of the ids that a draft of so many shares with it."""
-    if draft is None:
-        path, trust = context.run.path("initial"), context.settings.initial.trust_remote_code
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        draft = int(config.get_text_config().vocab_size)
-    return TargetSignal.of(replace(context.settings.reference, signal=kind), min(draft, LMHead(model).vocab))
+    def layout(self, rows: TokenDataset) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes and numpy types of the values of some examples, by name."""
+        found: dict[str, tuple[tuple[int, ...], str]] = {}
+        if self.captured:
+            found[FEATURES] = (len(rows.ids), self.width), "int16" if self.signal.bfloat16 else "float32"
+        if not (self.version == 1 and self.signal.kind == "hidden"):
+            shape, dtype = self.signal.layout(self.head)
+            found[self.signal.name] = (rows.label_count, *shape), dtype
+        if self.ids is not None:
+            found[INSIDE] = (rows.label_count, 2), "float32"
+        return found
 
+    @torch.no_grad()
+    def values(self, model: PreTrainedModel, rows: TokenDataset, examples: Ints) -> dict[str, NDArray[Any]]:
+        """The values of some examples as they are kept, by name; the features padded, ``[batch, time, width]``.
 
-def fixed_texts(
-    context: StageContext, target: PreTrainedModel, ends: set[int]
-) -> tuple[TokenDataset, TokenDataset, str]:
-    """Train and validation examples, with the data set's responses or the target's; and their fingerprint."""
-    settings, corpus = context.settings.reference, context.corpus
-    record = context.run.record("target")
-    assert record is not None
-    made_from: dict[str, Any] = {
-        "target": record.fingerprint,
-        "corpus": corpus.fingerprint,
-        "examples": settings.examples,
-    }
-    if context.settings.target.quantization:
-        made_from["quantization"] = context.settings.target.quantization
-    if context.settings.target.kind != "as_is" and context.settings.target.dtype != "float32":
-        made_from["dtype"] = context.settings.target.dtype  # of models as they are, it is in their fingerprint
-    splits = {"train": bare(context.examples), "validation": bare(context.validation)}
-    if settings.responses.from_target:
-        made_from |= {
-            "seed": context.settings.seed,
-            "max_length": context.settings.data.max_length,
-            "responses": settings.responses.key(),
-        }
-        splits = _answered(context, target, ends, splits, made_from, context.run.target)
-    if settings.training.prompt_loss:
-        splits["train"], made_from["prompt_loss"] = splits["train"].all_labelled(), True
-    return splits["train"], splits["validation"], fingerprint(made_from)
-
-
-def answered_by_target(context: StageContext) -> tuple[TokenDataset, TokenDataset]:
-    """Train and validation examples with the target's responses, for those who do not have the target at hand."""
-    model = open_target(context)
-    train, validation, _ = fixed_texts(context, model, stop_ids(model, context.corpus.tokenizer))
-    return train, validation
+        Raises:
+            UserError: The target's hidden states are not finite.
+        """
+        batch, names = rows.batch(examples, 0), self.layout(rows)
+        found = self._forward(model.eval(), batch, label_mask(batch["labels"]))
+        check_finite(found[HIDDEN], "target's hidden states", examples)
+        if self.signal.name in names:
+            found[self.signal.name] = self.signal.encode(found[HIDDEN], self.head)
+        if FEATURES in names:
+            states = found[FEATURES]
+            found[FEATURES] = states.bfloat16().view(torch.int16) if self.signal.bfloat16 else states.float()
+        return {name: found[name].cpu().numpy() for name in names}
 
 
-def answered_by_original(context: StageContext, model: PreTrainedModel) -> tuple[TokenDataset, TokenDataset]:
-    """Train and validation examples with the responses of a given target, before anything is trained."""
-    settings, corpus = context.settings, context.corpus
-    wanted, given = settings.reference.responses, settings.target.model
-    assert given is not None
-    made_from = {
-        "target": files_state([given]) or given,
-        "corpus": corpus.fingerprint,
-        "seed": settings.seed,
-        "max_length": settings.data.max_length,
-        "responses": wanted.written(),
-    }
-    splits = {"train": bare(TokenDataset.of(corpus.train)), "validation": bare(context.validation)}
-    ends = stop_ids(model, corpus.tokenizer)
-    splits = _answered(context, model, ends, splits, made_from, given, folder="original")
-    return splits["train"], splits["validation"]
+def check_finite(values: Tensor, what: str, examples: Ints) -> None:
+    """Refuses values that are not numbers."""
+    if not values.isfinite().all():
+        raise UserError(
+            f"the {what} are not finite in a batch of examples {sorted(examples.tolist())}: if target.dtype is "
+            "float16, set it to float32 or bfloat16; otherwise the model itself is broken"
+        )
 
 
-def _answered(
-    context: StageContext,
-    target: PreTrainedModel,
-    ends: set[int],
-    splits: dict[str, TokenDataset],
-    made_from: dict[str, Any],
-    path: str | Path,
-    folder: str = "responses",
-) -> dict[str, TokenDataset]:
-    """The splits' prompts with the responses of the target at a path, kept in a folder of the run's work."""
-    settings, tokenizer = context.settings.reference.responses, context.corpus.tokenizer
-    seed, limit = context.settings.seed, context.settings.data.max_length
-
-    def writer(engine: Callable[[], ResponseSettings]) -> Answer:
-        asked = engine() if settings.server.engine else settings
-        if asked.server.addresses:
-            return answered_by_server(asked, seed, tokenizer, ends, Path(path), context.line)
-        other = settings.dtype not in (None, context.settings.target.dtype)
-        model = open_target(context, path, settings.dtype) if other else target
-        return answered_here(at_work(context, model), settings, seed, ends)
-
-    @contextmanager
-    def shown(split: str, jobs: int, count: int) -> Iterator[None]:
-        title = f"the target's responses, {split}"
-        with working(context.console, title, count), context.timed(f"{ANSWERS} {split}", count):
-            yield
-        context.line(f"{title}: {jobs}, {count} of them written now")
-
-    dtype = settings.dtype or context.settings.target.dtype
-    answered = {}
-    with answering_engine(settings, path, limit, dtype, context.line) as engine:
-        for split, rows in splits.items():
-            jobs = make_jobs(rows, getattr(context.corpus, split)[: len(rows)], settings, limit)
-            written = answered_by_all(
-                jobs, settings, context.run.work / folder, split, made_from | {"split": split, "prompts": len(rows)},
-                writer=partial(writer, engine), tokenizer=tokenizer, around=partial(shown, split, len(jobs)),
-            )  # fmt: skip
-            answered[split] = response_rows([job.ids for job in jobs], written, ends)
-    return answered
-
-
-def bare(rows: TokenDataset) -> TokenDataset:
-    """The same examples without cached signals."""
-    return TokenDataset(rows.ids, rows.labels, rows.offsets, rows.label_offsets)
+def _moved(module: Module, device: torch.device, *, stays: bool) -> Module:
+    """A part of the target on a device; if the target stays where it is, a copy of the part."""
+    elsewhere = stays and next(module.parameters()).device != device
+    return (copy.deepcopy(module) if elsewhere else module).to(device)

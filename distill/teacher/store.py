@@ -1,13 +1,8 @@
-"""Signals of frozen models on fixed data, computed once and kept on disk.
+"""Examples with signals of frozen models, which are computed once and kept on disk.
 
-Two arrays hold what AdaSPEC needs of the target p and the reference r, a row a label token:
-
-- ``target_hidden``, the target's last hidden state, whose product with its head are its logits, exactly as recomputed;
-  or ``target_topk``, its largest log-probabilities, or ``target_log_probs``, all of them.
-- ``reference_loss``: the reference's divergence D(p, r) in float32. With it ΔL = D(p, q) - D(p, r) needs no reference
-  model any more.
-
-Values of many examples are several files, which all processes write at once (`distill.teacher.store`).
+For each label token the target's signal is kept (`signals.TargetSignal`), and where tokens are selected
+``reference_loss``: the reference's divergence D(p, r) in float32. With it ΔL = D(p, q) - D(p, r) needs no reference
+model any more. Values of many examples are several files, which all processes write at once.
 """
 
 from __future__ import annotations
@@ -16,36 +11,47 @@ import json
 import math
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
-from decode.errors import UserError
-from decode.models.families import decoder_layers
-from decode.progress import current
+from decode.errors import UserError, read_json
+from decode.models.heads import FeatureHead, load_head
+from decode.models.loading import choose_device, load_model, stop_ids
+from decode.progress import current, working
 from distill import ranks
-from distill.data.batches import EvalBatches, TokenDataset, label_mask
+from distill.config.drafts import Signal
+from distill.config.training import TargetSettings
+from distill.data.batches import EvalBatches, Ints, Schedule, TokenDataset, label_mask
+from distill.data.context import StageContext
+from distill.data.target import in_step
 from distill.files import checksum, fingerprint, write_json
-from distill.losses.chunked import LossRequest, fused_loss
+from distill.losses.chunked import LossRequest, TargetRows, fused_loss
 from distill.losses.divergences import Divergence
-from distill.models.lm_head import LMHead, last_hidden
-from distill.models.loading import forward_precision
-from distill.teacher.target_distribution import TargetSignal, TargetSource
+from distill.losses.objective import Objective
+from distill.models.lm_head import LMHead, check_head, last_hidden
+from distill.models.loading import forward_precision, quantization_config, use_attention, weights_dtype
+from distill.responses.on_policy import OnPolicy, Writer
+from distill.responses.texts import fixed_texts
+from distill.teacher.heads import drafting_steps
+from distill.teacher.signals import FEATURES, TargetSignal, Teacher, check_finite
 
 Array = NDArray[Any]
+Layout = Mapping[str, tuple[tuple[int, ...], str]]  # shape and numpy type of arrays, by name
+Part = tuple[slice, Array]  # a range of rows and their values
+TOKENS = 1 << 20  # tokens of a file, about; fewer are one file, which the first process writes
+ROOM = 0.9  # share of the free disk that signals may take
+SIGNAL, LOSSES = "signal", "reference's losses"  # names in `StageContext.measured`
+
+
+# -- arrays on disk ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Kept:
     """One array on disk.
 
     Attributes:
-        path: File to keep it in (``.npy``).
+        path: Its file (``.npy``).
         fingerprint: Of everything that the values depend on.
         shape: Rows first.
         dtype: Of the values.
@@ -81,23 +87,7 @@ class Kept:
         return array if array.shape == self.shape and array.dtype == self.dtype else None
 
 
-Part = tuple[slice, Array]
-"""A range of rows and their values."""
-
-
-def cached(
-    path: Path | None, fingerprint: str, shape: tuple[int, ...], parts: Iterator[Part], dtype: str = "float32"
-) -> Array:
-    """An array on disk (see `cached_together`), without a path in memory."""
-    if path is None:
-        values = np.empty(shape, dtype=dtype)
-        fill([values], ((part,) for part in parts))
-        return values
-    (array,) = cached_together([Kept(path, fingerprint, shape, dtype)], ((part,) for part in parts))
-    return array
-
-
-def cached_together(wanted: Sequence[Kept], parts: Iterable[Sequence[Part]], owner: int = 0) -> list[Array]:
+def cached(wanted: Sequence[Kept], parts: Iterable[Sequence[Part]], owner: int = 0) -> list[Array]:
     """Arrays on disk, memory-mapped; made from ``parts`` unless sound ones of these fingerprints are there.
 
     Args:
@@ -119,7 +109,6 @@ def cached_together(wanted: Sequence[Kept], parts: Iterable[Sequence[Part]], own
         found = ranks.wait_for(there, f"{wanted[0].path.name} (process {owner} makes it)")
     if found is not None:
         return found
-    wanted[0].path.parent.mkdir(parents=True, exist_ok=True)
     check_room(wanted)
     temporary = [kept.path.with_name(f".tmp-{os.getpid()}-{kept.path.name}") for kept in wanted]
     try:
@@ -143,82 +132,24 @@ def cached_together(wanted: Sequence[Kept], parts: Iterable[Sequence[Part]], own
 
 
 def check_room(wanted: Sequence[Kept]) -> None:
-    """Makes sure that arrays of one folder fit on its disk."""
-    if not wanted:
-        return
-    folder, size, names = wanted[0].path.parent, sum(kept.bytes for kept in wanted), [kept.path.name for kept in wanted]
+    """Makes sure that the disk has room for arrays of one folder."""
+    folder, size = wanted[0].path.parent, sum(kept.bytes for kept in wanted)
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if size > free:
-        needs = f"{names[0]} needs" if len(names) == 1 else f"{', '.join(names[:4])} (of {len(names)} files) need"
+        names = ", ".join(kept.path.name for kept in wanted[:4])
         raise UserError(
-            f"{needs} {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {folder}: free some space, use fewer "
-            "reference.examples, or set reference.signal to online"
+            f"{len(wanted)} files ({names}) need {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {folder}: "
+            "free some space, use fewer reference.examples, or set reference.signal to online"
         )
 
 
 def fill(arrays: Sequence[Array], parts: Iterable[Sequence[Part]]) -> None:
-    """Put row ranges and values, one for each array, into the arrays."""
+    """Puts row ranges and values, one for each array, into the arrays."""
     for values in parts:
         for array, (place, value) in zip(arrays, values, strict=True):
             array[place] = value
         current().advance(len(values[0][1]))
-
-
-def check_several() -> None:
-    """Refuses to spread weights over one process."""
-    if ranks.started() < 2 or "MASTER_ADDR" not in os.environ:
-        raise UserError(
-            f"target.sharded spreads the target over processes, and {ranks.started()} was started: start several by "
-            "torchrun --nproc-per-node N -m distill ... --trainer.devices N, or leave it out"
-        )
-
-
-def shard_layers(model: PreTrainedModel, device: torch.device) -> None:
-    """Spreads the layers over all processes; embedding and output head, which may be one, stay whole on ``device``."""
-    from torch.distributed.fsdp import fully_shard
-
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group()
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for part in (model.get_input_embeddings(), model.get_output_embeddings()):
-        part.to(device)
-    for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model.base_model, mesh=mesh, ignored_params=set(model.get_input_embeddings().parameters()))
-
-
-@contextmanager
-def in_step(model: PreTrainedModel | None) -> Iterator[None]:
-    """Inside, each process runs a sharded model as often as it likes: a forward pass of one is one of all.
-
-    One that has no more to compute takes part in the others' with a single token, until they are ready too.
-    """
-    if model is None or not any(isinstance(weight, DTensor) for weight in model.parameters()):
-        yield
-        return
-    base, ids = model.base_model, torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    hook = base.register_forward_pre_hook(lambda *_: _busy(True, ids.device) and None, prepend=True)
-    try:
-        yield
-    finally:
-        hook.remove()
-    with torch.no_grad():
-        while _busy(False, ids.device):
-            base(input_ids=ids, use_cache=False)
-
-
-def _busy(here: bool, device: torch.device) -> bool:
-    """Whether any process is about to run the model."""
-    flag = torch.tensor(int(here), device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag)
-
-
-TOKENS = 1 << 20
-"""Of a file, about; fewer are one file, written by the first process."""
 
 
 class Shards:
@@ -243,113 +174,165 @@ class Shards:
         return found[0] if len(found) == 1 else np.concatenate([self.arrays[0][:0], *found])
 
 
-def cached_in_shards(
+def keep(
     rows: TokenDataset,
-    wanted: Callable[[TokenDataset], list[Kept]],
+    layout: Callable[[TokenDataset], Layout],
     parts: Callable[[TokenDataset], Iterable[Sequence[Part]]],
+    folder: Path | None,
+    split: str = "",
+    key: str = "",
     model: PreTrainedModel | None = None,
-) -> list[Array]:
-    """Arrays of the examples' values on disk, each one file or, of many tokens, `Shards`; made unless they are there.
+) -> dict[str, Array]:
+    """Arrays of the examples' values by name: on disk, made unless they are there, or without a folder in memory.
 
     Args:
         rows: The examples.
-        wanted: The arrays of some examples, under the paths of the whole.
-        parts: Row ranges and values of some examples, see `cached_together`.
+        layout: The arrays of some examples.
+        parts: Row ranges and values of some examples, one for each array.
+        folder: Where they are kept: each array in one file or, of many tokens, in several.
+        split: Part of the files' names.
+        key: Fingerprint of everything that the values depend on.
         model: What the parts are computed with, if it may be sharded.
 
     Raises:
         UserError: The disk has not enough room for them.
     """
-    whole, count = wanted(rows), max(1, min(len(rows), math.ceil(len(rows.ids) / TOKENS)))
+    names = list(layout(rows))
+    if folder is None:
+        arrays = [np.empty(shape, dtype) for shape, dtype in layout(rows).values()]
+        fill(arrays, parts(rows))
+        return dict(zip(names, arrays))
+    count = max(1, min(len(rows), math.ceil(len(rows.ids) / TOKENS)))
     bounds = np.searchsorted(rows.offsets, np.linspace(0, len(rows.ids), count + 1)).tolist()
-    pieces = [rows.part(first, last) for first, last in pairwise(bounds) if last > first]
-    shards = [[_shard(kept, n, len(pieces)) for kept in wanted(piece)] for n, piece in enumerate(pieces)]
-    if count == 1:
-        pieces, shards = [rows], [whole]
-    elif ranks.is_first():
-        _make_room(whole, shards)
+    pieces = [rows] if count == 1 else [rows.part(first, last) for first, last in pairwise(bounds) if last > first]
+    shards: list[list[Kept]] = []
+    for n, piece in enumerate(pieces):
+        end = f"{split}.npy" if count == 1 else f"{split}.{n:04d}-of-{len(pieces):04d}.npy"
+        about, planned = (key, n, len(pieces)), layout(piece).items()
+        shards.append([Kept(folder / f"{name}_{end}", fingerprint(*about, name), *how) for name, how in planned])
+    if count > 1 and ranks.is_first():
+        every = {kept.path: kept for some in shards for kept in some}
+        for left in (path for name in names for path in folder.glob(f"{name}_{split}.*-of-*.npy")):
+            if left not in every:  # of another division
+                left.unlink(missing_ok=True)
+        check_room([kept for path, kept in every.items() if not path.exists()] or shards[0])
     rank, world = ranks.rank(), ranks.started()
     with in_step(model):
-        own = {n: cached_together(shards[n], parts(pieces[n]), owner=rank) for n in range(rank, len(pieces), world)}
-    found = [own[n] if n in own else cached_together(kept, (), owner=n % world) for n, kept in enumerate(shards)]
-    return found[0] if count == 1 else [Shards(arrays) for arrays in zip(*found, strict=True)]  # type: ignore[misc]
+        own = {n: cached(shards[n], parts(pieces[n]), owner=rank) for n in range(rank, len(pieces), world)}
+    found = [own[n] if n in own else cached(kept, (), owner=n % world) for n, kept in enumerate(shards)]
+    return dict(zip(names, found[0] if count == 1 else map(Shards, zip(*found, strict=True))))  # type: ignore[arg-type]
 
 
-def label_values(
+def scatter(starts: Ints, examples: Ints, values: Array) -> Iterator[Part]:
+    """Values of a batch's rows, example by example, with their places among all; ``starts`` are the offsets."""
+    begin = 0
+    for example in examples:
+        first, last = int(starts[example]), int(starts[example + 1])
+        yield slice(first, last), values[begin : begin + last - first]
+        begin += last - first
+
+
+# -- signals ----------------------------------------------------------------------------------------------------------
+
+
+def keep_signal(
+    teacher: Teacher,
+    model: PreTrainedModel,
     rows: TokenDataset,
-    parts: Callable[[TokenDataset], Iterator[Part]],
-    path: Path | None,
-    fingerprint: str,
-    shape: tuple[int, ...] = (),
-    dtype: str = "float32",
-    model: PreTrainedModel | None = None,
-) -> Array:
-    """Values of every label token of the examples, ``[label tokens, *shape]``, on disk; without a path in memory."""
-    if path is None:
-        return cached(None, "", (rows.label_count, *shape), parts(rows), dtype)
-    (values,) = cached_in_shards(
-        rows,
-        lambda some: [Kept(path, fingerprint, (some.label_count, *shape), dtype)],
-        lambda some: ((part,) for part in parts(some)),
-        model,
-    )
-    return values
+    folder: Path | None = None,
+    split: str = "",
+    key: str = "",
+) -> None:
+    """Puts the target's values into ``rows``: those on disk, or computed; without a folder they stay in memory.
 
-
-def _shard(kept: Kept, number: int, count: int) -> Kept:
-    path = kept.path.with_name(f"{kept.path.stem}.{number:04d}-of-{count:04d}.npy")
-    return replace(kept, path=path, fingerprint=fingerprint(kept.fingerprint, number, count))
-
-
-def _make_room(whole: Sequence[Kept], shards: Sequence[Sequence[Kept]]) -> None:
-    """Removes files of other divisions, and makes sure that what is missing fits on the disk."""
-    named = {kept.path for some in shards for kept in some}
-    for kept in whole:
-        for left in kept.path.parent.glob(f"{kept.path.stem}.*-of-*.npy"):
-            if left not in named:
-                left.unlink(missing_ok=True)
-                left.with_suffix(".json").unlink(missing_ok=True)
-    check_room([kept for some in shards for kept in some if not kept.path.exists()])
-
-
-def signal_bytes(target: PreTrainedModel, signal: TargetSignal, tokens: int) -> int:
-    """Size on disk of the target's signal for so many label tokens."""
-    shape, dtype = signal.layout(LMHead(target))
-    return tokens * int(np.prod(shape)) * np.dtype(dtype).itemsize
-
-
-@torch.no_grad()
-def seconds_of(target: PreTrainedModel, sets: Sequence[TokenDataset], count: int = 4) -> float:
-    """About how long the target takes to read all examples: from a few of middling length, measured."""
-    total = sum(len(rows.ids) for rows in sets)
-    rows = max(sets, key=len)
-    middle = np.argsort(rows.lengths, kind="stable")[max(0, (len(rows) - count) // 2) :][:count]
-    batch = rows.batch(middle, 0)
-    started = time.perf_counter()
-    last_hidden(target, batch["input_ids"].to(target.device), label_mask(batch["labels"]).to(target.device)).cpu()
-    return (time.perf_counter() - started) * total / max(1, int(rows.lengths[middle].sum()))
-
-
-def target_signal(
-    target: PreTrainedModel,
-    signal: TargetSignal,
-    rows: TokenDataset,
-    path: Path | None = None,
-    fingerprint: str = "",
-    batch_size: int = 16,
-) -> Array:
-    """What is kept of the target where a label is predicted, ``[label tokens, ...]`` as `TargetSignal.layout` says.
-
-    Without a path it is kept in memory: for texts that are used for a while only.
+    Args:
+        teacher: The signal, and the feature head that reads it.
+        model: The target.
+        rows: The examples.
+        folder: Where the values are kept.
+        split: Part of the files' names.
+        key: Fingerprint of the target and the texts.
     """
-    shape, dtype = signal.layout(LMHead(target))
-    return label_values(
-        rows, lambda some: _target_parts(target, signal, some, batch_size), path, fingerprint, shape, dtype, target
-    )
+
+    def parts(some: TokenDataset) -> Iterator[list[Part]]:
+        for examples in EvalBatches(some, 16, pad_id=0).indices():
+            places = []
+            for name, values in teacher.values(model, some, examples).items():
+                if name == FEATURES:
+                    lengths = some.lengths[examples]
+                    values = np.concatenate([values[row, :length] for row, length in enumerate(lengths)])
+                places.append(scatter(some.offsets if name == FEATURES else some.label_offsets, examples, values))
+            yield from map(list, zip(*places, strict=True))
+
+    ids = None if teacher.ids is None else teacher.ids.tolist()
+    about = fingerprint(key, split, len(rows), teacher.captured, teacher.signal.key, teacher.signal.temperature, ids)
+    for name, array in keep(rows, teacher.layout, parts, folder, split, about, model).items():
+        (rows.tokens if name == FEATURES else rows.signals)[name] = array
+
+
+def reference_loss(
+    reference: PreTrainedModel | FeatureHead,
+    teacher: Teacher,
+    rows: TokenDataset,
+    divergence: Divergence,
+    steps: int = 1,
+    precision: str = "32-true",
+    folder: Path | None = None,
+    name: str = "",
+    key: str = "",
+) -> Array:
+    """The reference's divergence at every label token, ``[label tokens]``, of a head ``[label tokens, steps]``.
+
+    Args:
+        reference: The draft by which tokens are selected.
+        teacher: The target's distributions.
+        rows: The examples, with the target's signal if it is kept.
+        divergence: D(p, r).
+        steps: Drafting steps of a head.
+        precision: The trainer's: the draft's side of ΔL is computed in it.
+        folder: Where the losses are kept; None: in memory.
+        name: Of the file.
+        key: Fingerprint of everything that they depend on.
+
+    Raises:
+        UserError: They are not finite.
+    """
+    device = next(reference.parameters()).device
+    shape = (steps,) if isinstance(reference, FeatureHead) else ()
+
+    def forward(batch: dict[str, Any]) -> Iterator[tuple[torch.Tensor, LMHead, TargetRows, Any]]:
+        if isinstance(reference, FeatureHead):
+            for made in drafting_steps(reference, teacher, batch, steps, temperature=divergence.temperature):
+                yield made.hidden, made.head, made.target, made.rows
+            return
+        mask = label_mask(batch["labels"])
+        hidden = last_hidden(reference, batch["input_ids"], mask)
+        yield hidden, LMHead(reference), teacher.rows(batch, mask), slice(None)
+
+    @torch.no_grad()
+    def parts(some: TokenDataset) -> Iterator[list[Part]]:
+        reference.eval()
+        teacher.to(device)
+        for examples in EvalBatches(some, 16, pad_id=0).indices():
+            batch = {name: values.to(device) for name, values in some.batch(examples, 0).items()}
+            losses = torch.zeros(some.labels_of(examples), steps, device=device)
+            with forward_precision(precision, device):
+                for step, (hidden, head, target, place) in enumerate(forward(batch)):
+                    made = fused_loss(hidden, head, target, LossRequest(divergence, metrics=False))
+                    losses[place, step] = made.losses.float()
+            check_finite(losses, "reference's losses", examples)
+            values = losses.cpu().numpy().reshape(-1, *shape)
+            yield from ([part] for part in scatter(some.label_offsets, examples, values))
+
+    def layout(some: TokenDataset) -> Layout:
+        return {name: ((some.label_count, *shape), "float32")}
+
+    (array,) = keep(rows, layout, parts, folder, "train", key, teacher.model).values()
+    return array
 
 
 def mean_tail(values: Array, block: int = 1 << 16) -> float:
-    """Probability that the target's kept top ids leave to all others, on average; bounds the error of α."""
+    """Mean probability that the kept top ids leave to all others; bounds the error of α."""
     kept = sum(
         float(np.exp(np.ascontiguousarray(values[i : i + block][:, 1]).view(np.float32)).sum(dtype=np.float64))
         for i in range(0, len(values), block)
@@ -357,81 +340,192 @@ def mean_tail(values: Array, block: int = 1 << 16) -> float:
     return max(0.0, 1 - kept / max(1, len(values)))
 
 
-def reference_loss(
-    reference: PreTrainedModel,
-    target: TargetSource,
-    rows: TokenDataset,
-    path: Path | None = None,
-    fingerprint: str = "",
-    divergence: Divergence | None = None,
-    batch_size: int = 16,
-    precision: str = "32-true",
-) -> Array:
-    """D(p, r) of the reference r at every label token, ``[label tokens]`` in float32; D is forward KL by default.
+# -- the examples of a draft ------------------------------------------------------------------------------------------
 
-    ``precision`` is the trainer's: the draft's side of ΔL is computed in it, so the reference's has to be. Without a
-    path the losses are kept in memory; the target's signal is taken from the rows where it is kept.
+
+def check_place(settings: TargetSettings, device: torch.device) -> None:
+    """Refuses before the first step a device or a format that the machine does not have.
+
+    Args:
+        settings: The target's.
+        device: The draft's.
     """
-    divergence = divergence or Divergence()
-    return label_values(
-        rows,
-        lambda some: _loss_parts(reference, target, some, divergence, batch_size, precision),
-        path,
-        fingerprint,
-        model=target.model,
-    )
-
-
-@torch.no_grad()
-def _target_parts(
-    target: PreTrainedModel, signal: TargetSignal, rows: TokenDataset, batch_size: int
-) -> Iterator[tuple[slice, Array]]:
-    target.eval()
-    head, batches = LMHead(target), EvalBatches(rows, batch_size, pad_id=0)
-    for examples in batches.indices():
-        batch = rows.batch(examples, 0)
-        mask = label_mask(batch["labels"])
-        with signal.forward_precision(target.device):
-            hidden = last_hidden(target, batch["input_ids"].to(target.device), mask.to(target.device))
-        check_finite(hidden, "target's hidden states", examples)
-        yield from scatter(rows, examples, signal.encode(hidden, head).cpu().numpy())
-
-
-@torch.no_grad()
-def _loss_parts(
-    reference: PreTrainedModel,
-    target: TargetSource,
-    rows: TokenDataset,
-    divergence: Divergence,
-    batch_size: int,
-    precision: str,
-) -> Iterator[tuple[slice, Array]]:
-    reference.eval()
-    head, device = LMHead(reference), reference.device
-    target.to(device)
-    for examples in EvalBatches(rows, batch_size, pad_id=0).indices():
-        batch = {name: values.to(device) for name, values in rows.batch(examples, 0).items()}
-        mask = label_mask(batch["labels"])
-        with forward_precision(precision, device):
-            hidden = last_hidden(reference, batch["input_ids"], mask)
-            found = fused_loss(hidden, head, target.rows(batch, mask), LossRequest(divergence, metrics=False))
-        check_finite(found.losses, "reference's losses", examples)
-        yield from scatter(rows, examples, found.losses.cpu().numpy())
-
-
-def check_finite(values: Tensor, what: str, examples: NDArray[np.int64]) -> None:
-    """Refuses values that are not numbers."""
-    if not values.isfinite().all():
+    for name in settings.devices:
+        choose_device(name)
+    if settings.sharded and (ranks.started() < 2 or "MASTER_ADDR" not in os.environ):
         raise UserError(
-            f"the {what} are not finite in a batch of examples {sorted(examples.tolist())}: if target.dtype is "
-            "float16, set it to float32 or bfloat16; otherwise the model itself is broken"
+            f"target.sharded spreads the target over processes, and {ranks.started()} was started: start several by "
+            "torchrun --nproc-per-node N -m distill ... --trainer.devices N, or leave it out"
+        )
+    if settings.quantization:
+        place = settings.devices[0] if settings.devices else device
+        instead = "target.dtype to bfloat16, target.devices or target.sharded"
+        quantization_config(settings.quantization, place, "target.quantization", instead)
+
+
+def choose_signal(context: StageContext, size_of: Callable[[Signal], int], key: str) -> Signal:
+    """The kind of signal that the settings name, or under ``auto`` the first that fits the limit and the disk.
+
+    The choice is noted on disk: a later draft of the run, and every other process, has the same, however little room
+    the first one's signal has left.
+
+    Args:
+        context: Settings, folder and console.
+        size_of: Bytes of a kind.
+        key: Fingerprint of the texts and the target.
+    """
+    settings, note = context.settings.reference, context.run.work / "signals" / "kind.json"
+    if settings.signal != "auto":
+        return settings.signal
+    about = fingerprint(key, settings.signal_dtype, settings.signal_k, settings.signal_limit_gb)
+
+    def noted() -> Signal | None:
+        known = read_json(note)
+        sound = known.get("made_from") == about and known["kind"] in get_args(Signal)
+        return cast(Signal, known["kind"]) if sound else None
+
+    if (found := noted()) is not None:
+        return found
+    if not ranks.is_first():
+        return ranks.wait_for(noted, "the kind of signal")
+    note.parent.mkdir(parents=True, exist_ok=True)
+    room = min(settings.signal_limit_gb * 1e9, ROOM * shutil.disk_usage(note.parent).free)
+    kinds: tuple[Signal, ...] = ("hidden", "topk")
+    kind: Signal = next((kind for kind in kinds if size_of(kind) <= room), "online")
+    if kind != "hidden":
+        sizes = ", ".join(f"{kind} {size_of(kind) / 1e9:.2f} GB" for kind in kinds)
+        context.line(f"signal: {kind} ({sizes}; reference.signal_limit_gb and the disk leave {room / 1e9:.2f} GB)")
+    write_json(note, {"kind": kind, "made_from": about})
+    return kind
+
+
+@dataclass
+class DistillData:
+    """Examples with the signals of frozen models.
+
+    Attributes:
+        teacher: The target's distributions, and the features that a head reads.
+        train: Examples for training; if the draft writes all texts itself, their prompts alone, without signals.
+        validation: Examples for comparing checkpoints.
+        ends: The target's end-of-text tokens.
+        add_signals: Puts the same signals into rows that were just written.
+        share: Probability of each example to have a response that the draft writes itself.
+    """
+
+    teacher: Teacher
+    train: TokenDataset
+    validation: TokenDataset
+    ends: set[int]
+    add_signals: Callable[[TokenDataset], None]
+    share: float = 0.0
+
+    def on_policy(
+        self, context: StageContext, write: Writer, schedule: Schedule, steps: int, seed: int
+    ) -> OnPolicy | None:
+        """The draft's own texts, which ``write`` writes; None without a share."""
+        if not self.share:
+            return None
+        settings, limit = context.settings.reference.responses, context.settings.data.max_length
+        return OnPolicy(
+            write, self.train, schedule, steps, settings, self.share, seed, limit, self.ends, self.add_signals
         )
 
 
-def scatter(rows: TokenDataset, examples: NDArray[np.int64], values: Array) -> Iterator[tuple[slice, Array]]:
-    """Values of a batch's label rows, example by example, with the places where they belong."""
-    start = 0
-    for example in examples:
-        first, last = int(rows.label_offsets[example]), int(rows.label_offsets[example + 1])
-        yield slice(first, last), values[start : start + last - first]
-        start += last - first
+def prepare(
+    context: StageContext,
+    objective: Objective,
+    share: float = 0.0,
+    *,
+    head: FeatureHead | None = None,
+    draft_vocab: int | None = None,
+    first: int | None = None,
+    selector: str | None = None,
+) -> DistillData:
+    """The target as a source of distributions, and examples with the values that the distillation needs.
+
+    Args:
+        context: Settings, data and folder.
+        objective: Of the draft.
+        share: Probability of each example to have a response that the draft writes itself.
+        head: The feature head that is trained; None: a language model is.
+        draft_vocab: Ids of a language model; None: those of the run's initial draft.
+        first: Number of examples, the first ones; None: all.
+        selector: The draft by which the objective selects tokens.
+
+    Raises:
+        UserError: The signal is larger than ``reference.signal_limit_gb`` or the free disk.
+    """
+    settings, run, folder = context.settings, context.run, context.run.work / "signals"
+    model = context.open_target()
+    check_head(model, LMHead(model))
+    ends = stop_ids(model, context.corpus.tokenizer)
+    train, validation, key = fixed_texts(context, model, ends)
+    train = train.part(0, min(first or len(train), len(train)))
+    fixed = {"validation": validation} | ({} if share == 1 else {"train": train})
+    if head is not None:
+        ids = head.draft_ids()
+        draft_vocab = None if ids is None else len(ids)
+    elif draft_vocab is None:
+        config = AutoConfig.from_pretrained(run.path("initial"), trust_remote_code=settings.initial.trust_remote_code)
+        draft_vocab = int(config.get_text_config().vocab_size)
+    vocab = min(draft_vocab or LMHead(model).vocab, LMHead(model).vocab)
+
+    def teacher_of(kind: Signal) -> Teacher:
+        how = replace(settings.reference, signal=kind)
+        signal = TargetSignal.of(how, vocab, objective.divergence.temperature)
+        return Teacher(model, signal, head, stays=settings.target.placed)
+
+    def size_of(kind: Signal) -> int:
+        layouts = [teacher_of(kind).layout(rows).values() for rows in fixed.values()]
+        return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for each in layouts for shape, dtype in each)
+
+    kind = choose_signal(context, size_of, fingerprint(key, None if head is None else head.captured_layers))
+    use_attention(model, settings.trainer.attention)
+    model = context.at_work(model)
+    teacher = teacher_of(kind)
+    teacher.to(context.device)
+    if kind != "online":
+        size, limit = size_of(kind), settings.reference.signal_limit_gb
+        if size > limit * 1e9:
+            raise UserError(
+                f"the target's signal ({kind}) needs {size / 1e9:.2f} GB and reference.signal_limit_gb is {limit:g}: "
+                "raise the limit, lower reference.examples, or set reference.signal to topk or online"
+            )
+        for name, rows in fixed.items():
+            title = f"the target's signal ({kind}, {size / 1e6:,.1f} MB), {name}"
+            with working(context.console, title), context.timed(f"{SIGNAL} {name}", len(rows.ids)):
+                keep_signal(teacher, model, rows, folder, name, key)
+        if kind == "topk":
+            tail = mean_tail(validation.signals[teacher.signal.name])
+            context.line(f"the top {teacher.signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
+    reference: PreTrainedModel | FeatureHead | None = None
+    ranking, precision = objective.divergence, settings.trainer.precision
+    steps = 1 if head is None else settings.eagle.steps
+    if objective.selection is not None:
+        assert selector is not None
+        record = run.record(selector)
+        assert record is not None
+        if head is not None:
+            reference = load_head(run.path(selector)).to(context.device)
+        else:
+            trust, dtype = settings.initial.trust_remote_code, weights_dtype(precision)
+            path = run.path(selector)
+            reference = load_model(path, device=context.device, dtype=dtype, trust_remote_code=trust)
+            use_attention(reference, settings.trainer.attention)
+        if share != 1:
+            about = fingerprint(key, teacher.signal.key, record.fingerprint, steps, vars(ranking), precision)
+            name = f"{selector}_{ranking.name}"
+            with working(context.console, "the reference's losses"), context.timed(f"{LOSSES} train", len(train.ids)):
+                train.signals["reference_loss"] = reference_loss(
+                    reference, teacher, train, ranking, steps, precision, folder, name, about
+                )
+    if not share:  # the models leave memory here: no signal will be computed any more
+        return DistillData(teacher, train, validation, ends, lambda rows: None)
+
+    def add_signals(rows: TokenDataset) -> None:
+        if kind != "online":
+            keep_signal(teacher, model, rows)
+        if reference is not None:
+            rows.signals["reference_loss"] = reference_loss(reference, teacher, rows, ranking, steps, precision)
+
+    return DistillData(teacher, train, validation, ends, add_signals, share)

@@ -18,7 +18,7 @@ from distill.data.chat import IGNORE
 from distill.losses.objective import Objective
 from distill.losses.selection import Selection
 from distill.modules import CausalLMModule, DistillModule, TrainingModule
-from distill.teacher.target_distribution import TargetSource
+from distill.teacher.signals import Teacher
 
 LENGTHS = [9, 3, 14, 5, 7, 11, 4]
 
@@ -57,9 +57,7 @@ def is_same(module: TrainingModule, made: TokenDataset | None = None, **options:
 def distillation(family: str, scope: Any = None, normalisation: Any = "paper") -> DistillModule:
     target, draft = (in_double(build_tiny(family, seed=n, dtype=torch.float64)) for n in (4, 5))
     selection = None if scope is None else Selection(0.4, scope, normalisation)
-    return DistillModule(
-        draft, TrainingSettings(), 4, target=TargetSource(target), objective=Objective(selection=selection)
-    )
+    return DistillModule(draft, TrainingSettings(), 4, target=Teacher(target), objective=Objective(selection=selection))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "phi", "gpt_neox"])

@@ -23,8 +23,8 @@ from distill.data.own_prompts import ORDER, PromptFilter, Sample, prompt_of, pro
 from distill.dry_run import shrink
 from distill.files import RunDir
 from distill.pipeline import run_of
+from distill.responses.texts import answered_by_target
 from distill.run_stages import run_stages
-from distill.teacher.signals import answered_by_target
 
 Tiny = Callable[..., PreTrainedModel]
 CHAT_ML = (

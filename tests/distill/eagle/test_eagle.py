@@ -43,9 +43,9 @@ from distill.modules import HeadModule
 from distill.pipeline import run_of
 from distill.run_stages import frequent, run_stages
 from distill.stages import stage_fingerprints
-from distill.teacher.features import FEATURES, FeatureSource
 from distill.teacher.heads import drafting_steps
-from distill.teacher.target_distribution import TargetSignal
+from distill.teacher.signals import FEATURES, TargetSignal, Teacher
+from distill.teacher.store import keep_signal
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
 
@@ -69,7 +69,7 @@ def run(request, tmp_path_factory):  # type: ignore[no-untyped-def]
 def rows_and_source(settings, run, head):  # type: ignore[no-untyped-def]
     made, _ = bench(settings)
     target = load_model(run.target, device="cpu", dtype="float32")
-    return replace(made.examples, signals={}, tokens={}), FeatureSource(target, head, TargetSignal()), target
+    return replace(made.examples, signals={}, tokens={}), Teacher(target, TargetSignal(), head), target
 
 
 def test_a_run_makes_every_head_and_learns(run) -> None:
@@ -160,12 +160,13 @@ def test_features_and_signal_under_autocast_are_those_of_the_target_in_bfloat16(
     rows, source, target = rows_and_source(settings, folder, load_head(folder.path("reference")))
     kept = {}
     for name, autocast in (("exact", False), ("half", True)):
-        source.signal = TargetSignal("topk", k=8, vocab=source.target.head.vocab, autocast=autocast)
-        source.keep_now(target, rows)
+        signal = TargetSignal("topk", k=8, vocab=source.head.vocab, autocast=autocast)
+        keep_signal(Teacher(target, signal, load_head(folder.path("reference"))), target, rows)
         kept[name] = rows.tokens["features"].copy()
     ids = torch.tensor(rows.ids[rows.offsets[0] : rows.offsets[1]])[None].long()
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        plain = source.compute(target, ids)[0][0].float().numpy()
+        states = target.base_model(input_ids=ids, output_hidden_states=True).hidden_states
+        plain = torch.cat([states[layer] for layer in source.captured], -1)[0].float().numpy()
     assert np.allclose(kept["half"][: len(plain)], plain, atol=0.05)
     assert 1e-4 < abs(kept["half"] - kept["exact"]).max() < 0.3
 
@@ -199,7 +200,9 @@ def test_cached_states_are_those_of_a_forward_pass(run) -> None:
     stored = torch.from_numpy(np.load(folder.work / "signals" / f"{FEATURES}_train.npy"))
     with torch.no_grad():
         start, end = int(rows.offsets[3]), int(rows.offsets[4])
-        wanted = source.compute(target, torch.from_numpy(rows.ids[start:end]).long()[None])[0][0]
+        ids = torch.from_numpy(rows.ids[start:end]).long()[None]
+        states = target.base_model(input_ids=ids, output_hidden_states=True).hidden_states
+        wanted = torch.cat([states[layer] for layer in source.captured], -1)[0]
     torch.testing.assert_close(stored[start:end], wanted, rtol=1e-4, atol=1e-4)
     assert len(stored) == len(rows.ids)  # tokens of prompts too
     assert stored.shape[1] == (1 if head.version == 1 else 3) * head.config.hidden_size

@@ -20,7 +20,7 @@ from distill.losses.chunked import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
 from distill.losses.selection import top_share
 from distill.models.lm_head import LMHead
-from distill.teacher.target_distribution import HiddenRows
+from distill.teacher.signals import HiddenRows
 
 
 def here(work: Any, argument: Any, threads: int) -> Any:

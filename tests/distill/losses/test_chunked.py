@@ -19,7 +19,7 @@ from distill.losses.chunked import LossRequest, LossRows, can_fuse, fused_loss, 
 from distill.losses.divergences import Divergence
 from distill.losses.selection import top_share
 from distill.models.lm_head import LMHead, last_hidden
-from distill.teacher.target_distribution import HiddenRows
+from distill.teacher.signals import HiddenRows
 
 Tiny = Callable[..., PreTrainedModel]
 LOSSES = get_args(DivergenceName)

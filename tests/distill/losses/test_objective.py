@@ -12,8 +12,7 @@ from distill.data.batches import Schedule, TokenDataset, TrainLoader
 from distill.losses.objective import Objective
 from distill.losses.selection import Selection
 from distill.modules import HeadModule
-from distill.teacher.features import FeatureSource
-from distill.teacher.target_distribution import TargetSignal
+from distill.teacher.signals import TargetSignal, Teacher
 
 STEPS = 2
 
@@ -36,7 +35,7 @@ def test_the_paper_s_normalisation_divides_by_the_selected_rows_and_by_none_that
         TrainingSettings(),
         1,
         settings=EagleSettings(kind="eagle3", unroll=STEPS),
-        target=FeatureSource(target, head, TargetSignal("online")),
+        target=Teacher(target, TargetSignal("online"), head),
         objective=Objective(selection=Selection(0.5, scope, "paper")),
     )
     totals, chosen, found = torch.zeros(STEPS, dtype=torch.float64), [0] * STEPS, 0.0

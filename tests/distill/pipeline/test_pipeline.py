@@ -26,7 +26,7 @@ from distill.losses.selection import Selection
 from distill.models.loading import checkpoint_layers
 from distill.pipeline import complete_settings, run_of, run_pipeline
 from distill.stages import StageResult, language_model, stage_fingerprints
-from distill.teacher.signals import prepare
+from distill.teacher.store import prepare
 from distill.trainer import fit
 
 STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
@@ -324,7 +324,7 @@ def test_every_signal_trains_and_the_frozen_models_leave_memory(
     made, text = bench(settings)
     for module in ("data.placed_target", "teacher.distillation_data"):
         monkeypatch.setattr(f"distill.{module}.load_model", load)
-    material = prepare(made, Objective(selection=Selection()))
+    material = prepare(made, Objective(selection=Selection()), selector="reference")
     gc.collect()
     target, reference = (ref() for ref in loaded)
     assert reference is None

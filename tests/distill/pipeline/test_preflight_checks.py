@@ -12,7 +12,7 @@ from decode.errors import UserError
 from distill.checks import check_inputs, check_machine
 from distill.config.drafts import EagleSettings
 from distill.models.loading import choose_number_formats, use_attention
-from distill.teacher.signals import choose_signal
+from distill.teacher.store import choose_signal
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -15,10 +15,9 @@ from distill.data.batches import TokenDataset, label_mask
 from distill.data.chat import IGNORE
 from distill.losses.divergences import Divergence, TokenDistributions
 from distill.models.lm_head import LMHead, last_hidden
-from distill.teacher import store as shards
-from distill.teacher import store as signals
-from distill.teacher.store import cached
-from distill.teacher.target_distribution import TargetSignal, TargetSource
+from distill.teacher import store
+from distill.teacher.signals import TargetSignal, Teacher
+from distill.teacher.store import Kept, Shards, cached, keep_signal, mean_tail, reference_loss
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -47,11 +46,25 @@ def one_by_one(model: PreTrainedModel, rows: TokenDataset) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def kept_in(
+    model: PreTrainedModel, signal: TargetSignal, rows: TokenDataset, folder: Path, key: str = "key"
+) -> np.ndarray:
+    """The values of a signal, kept in a folder."""
+    some = TokenDataset(rows.ids, rows.labels, rows.offsets, rows.label_offsets)
+    keep_signal(Teacher(model, signal), model, some, folder, "x", key)
+    return some.signals[signal.name]
+
+
+def bytes_of(model: PreTrainedModel, signal: TargetSignal, rows: TokenDataset) -> int:
+    (shape, dtype), *_ = Teacher(model, signal).layout(rows).values()
+    return int(np.prod(shape)) * np.dtype(dtype).itemsize
+
+
 def test_hidden_states_are_those_of_every_example_alone(tiny: Tiny, rows: TokenDataset, tmp_path: Path) -> None:
     model, signal = tiny("gpt_neox"), TargetSignal("hidden")
-    got = signals.target_signal(model, signal, rows, tmp_path / "h.npy", "key", batch_size=3)
+    got = kept_in(model, signal, rows, tmp_path / "h")
     assert got.shape == (rows.label_count, 32)
-    assert signals.signal_bytes(model, signal, rows.label_count) == got.nbytes
+    assert bytes_of(model, signal, rows) == got.nbytes
     assert np.allclose(got, one_by_one(model, rows), atol=1e-5)
 
 
@@ -60,9 +73,9 @@ def log_probs_of(
 ) -> Any:
     """What batches of the kept signal say of all label rows, in the order of the examples."""
     kept = TokenDataset(rows.ids, rows.labels, rows.offsets, rows.label_offsets)
-    kept.signals[signal.name] = signals.target_signal(model, signal, rows, path, "key", batch_size=3)
+    kept.signals[signal.name] = kept_in(model, signal, rows, path)
     batch = kept.batch(np.arange(len(rows)), 0)
-    target = TargetSource(model, signal).rows(batch, label_mask(batch["labels"]))
+    target = Teacher(model, signal).rows(batch, label_mask(batch["labels"]))
     return target.log_probs(slice(None), log_q, signal.temperature)
 
 
@@ -72,17 +85,17 @@ def test_hidden_states_in_bfloat16_take_half_the_room_and_are_exact_for_a_model_
     model = tiny("llama", seed=3, dtype=torch.bfloat16)
     signal, log_q = TargetSignal("hidden", bfloat16=True), torch.zeros(rows.label_count, 48)
     wide = TargetSignal("hidden")
-    assert 2 * signals.signal_bytes(model, signal, 10) == signals.signal_bytes(model, wide, 10)
-    got = log_probs_of(model, signal, rows, tmp_path / "a.npy", log_q)
-    assert torch.equal(got, log_probs_of(model, wide, rows, tmp_path / "b.npy", log_q))
+    assert 2 * bytes_of(model, signal, rows) == bytes_of(model, wide, rows)
+    got = log_probs_of(model, signal, rows, tmp_path / "a", log_q)
+    assert torch.equal(got, log_probs_of(model, wide, rows, tmp_path / "b", log_q))
 
 
 def test_a_signal_under_autocast_is_that_of_the_forward_in_bfloat16_and_kept_apart_from_the_exact_one(
     tiny: Tiny, rows: TokenDataset, tmp_path: Path
 ) -> None:
     model, half = tiny("llama", seed=3), TargetSignal("hidden", autocast=True)
-    exact = signals.target_signal(model, TargetSignal("hidden"), rows, tmp_path / "a.npy", "key", batch_size=3)
-    got = signals.target_signal(model, half, rows, tmp_path / "b.npy", "key", batch_size=3)
+    exact = kept_in(model, TargetSignal("hidden"), rows, tmp_path / "a")
+    got = kept_in(model, half, rows, tmp_path / "b")
     with torch.autocast("cpu", torch.bfloat16):
         plain = one_by_one(model, rows)
     assert np.allclose(got, plain, atol=0.02)
@@ -97,7 +110,7 @@ def test_top_log_probabilities_are_the_targets_own_and_the_tail_has_the_drafts_s
     model = tiny("llama", seed=2)
     signal = TargetSignal("topk", k=5, vocab=40, temperature=temperature)
     log_q = torch.randn(rows.label_count, 40, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    got = log_probs_of(model, signal, rows, tmp_path / "t.npy", log_q)
+    got = log_probs_of(model, signal, rows, tmp_path, log_q)
     exact = (LMHead(model)(one_by_one(model, rows))[:, :40] / temperature).log_softmax(-1)
     top = exact.topk(5).indices
     assert torch.allclose(got.gather(1, top), exact.gather(1, top), atol=1e-4)
@@ -105,9 +118,9 @@ def test_top_log_probabilities_are_the_targets_own_and_the_tail_has_the_drafts_s
     apart = (got - log_q).scatter(1, top, torch.nan)  # one number a row outside the top
     assert torch.allclose(apart.nan_to_num(-torch.inf).amax(-1), apart.nan_to_num(torch.inf).amin(-1), atol=1e-5)
     tail = 1 - exact.gather(1, top).exp().sum(-1)
-    kept = np.load(tmp_path / "t.npy")
-    assert signals.mean_tail(kept, block=4) == pytest.approx(tail.mean().item(), abs=1e-6)
-    assert signals.signal_bytes(model, signal, rows.label_count) == kept.nbytes
+    kept = np.load(tmp_path / f"{signal.name}_x.npy")
+    assert mean_tail(kept, block=4) == pytest.approx(tail.mean().item(), abs=1e-6)
+    assert bytes_of(model, signal, rows) == kept.nbytes
     true, known = TokenDistributions(exact, log_q), TokenDistributions(got, log_q)
     assert ((true.alpha - known.alpha).abs() <= tail + 1e-6).all()
     for name in ("forward_kl", "reverse_kl", "jsd", "tv"):  # lumping outcomes together cannot raise a divergence
@@ -123,18 +136,16 @@ def test_keeping_every_id_is_exact(
 ) -> None:
     model, log_q = tiny("llama", seed=2), torch.zeros(rows.label_count, vocab).log_softmax(-1)
     signal = TargetSignal(kind, k=99, vocab=vocab, temperature=temperature)
-    got = log_probs_of(model, signal, rows, tmp_path / "t.npy", log_q)
+    got = log_probs_of(model, signal, rows, tmp_path, log_q)
     exact = (LMHead(model)(one_by_one(model, rows))[:, :vocab] / temperature).log_softmax(-1)
     assert torch.allclose(got, exact, atol=1e-5 if kind == "log_probs" else 1e-4)
-    assert signals.signal_bytes(model, signal, rows.label_count) == np.load(tmp_path / "t.npy").nbytes
+    assert bytes_of(model, signal, rows) == np.load(tmp_path / f"{signal.name}_x.npy").nbytes
 
 
 @pytest.mark.parametrize("name", ["forward_kl", "tv"])
 def test_the_references_loss_is_that_of_every_token(tiny: Tiny, rows: TokenDataset, tmp_path: Path, name: str) -> None:
     target, reference, divergence = tiny("llama"), tiny("llama", seed=9), Divergence(name)  # type: ignore[arg-type]
-    got = signals.reference_loss(
-        reference, TargetSource(target), rows, tmp_path / "c.npy", "key", divergence, batch_size=3
-    )
+    got = reference_loss(reference, Teacher(target), rows, divergence, folder=tmp_path, name="c")
     p, r = (LMHead(model)(one_by_one(model, rows)) for model in (target, reference))
     assert np.allclose(got, token_loss(p, r, divergence).divergence.detach(), atol=1e-4)
 
@@ -149,17 +160,21 @@ def never() -> Iterator[tuple[slice, np.ndarray]]:
     yield slice(0), np.empty(0)
 
 
+def one(path: Path, key: str, count: int, parts: Iterator[tuple[slice, np.ndarray]]) -> np.ndarray:
+    return cached([Kept(path, key, (count,))], ([part] for part in parts))[0]
+
+
 def test_a_sound_cache_is_used_and_not_made_again(tmp_path: Path) -> None:
     path = tmp_path / "x.npy"
-    assert cached(path, "a", (6,), values()).tolist() == [0, 1, 2, 3, 4, 5]
-    assert cached(path, "a", (6,), never()).tolist() == [0, 1, 2, 3, 4, 5]
-    assert isinstance(cached(path, "a", (6,), never()), np.memmap)
+    assert one(path, "a", 6, values()).tolist() == [0, 1, 2, 3, 4, 5]
+    assert one(path, "a", 6, never()).tolist() == [0, 1, 2, 3, 4, 5]
+    assert isinstance(one(path, "a", 6, never()), np.memmap)
 
 
 @pytest.mark.parametrize("damage", ["cut", "altered", "no note", "other fingerprint", "other shape"])
 def test_a_cache_that_does_not_agree_is_made_again(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "x.npy"
-    cached(path, "a", (6,), values())
+    one(path, "a", 6, values())
     data = bytearray(path.read_bytes())
     if damage == "cut":
         path.write_bytes(data[:-4])
@@ -170,7 +185,7 @@ def test_a_cache_that_does_not_agree_is_made_again(tmp_path: Path, damage: str) 
         path.with_suffix(".json").unlink()
     count = 8 if damage == "other shape" else 6
     key = "b" if damage == "other fingerprint" else "a"
-    assert cached(path, key, (count,), values(count)).tolist() == list(range(count))
+    assert one(path, key, count, values(count)).tolist() == list(range(count))
 
 
 def test_a_kill_while_it_is_made_leaves_nothing_that_would_be_used(tmp_path: Path) -> None:
@@ -181,14 +196,14 @@ def test_a_kill_while_it_is_made_leaves_nothing_that_would_be_used(tmp_path: Pat
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cached(path, "a", (6,), half())
+        one(path, "a", 6, half())
     assert list(tmp_path.iterdir()) == []
-    assert cached(path, "a", (6,), values()).tolist() == [0, 1, 2, 3, 4, 5]
+    assert one(path, "a", 6, values()).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_disk_without_room_is_noticed_before_it_starts(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"x.npy needs .* GB and .* GB are free .* to online"):
-        cached(tmp_path / "x.npy", "a", (1 << 50,), never())
+    with pytest.raises(UserError, match=r"x.npy\) need .* GB and .* GB are free .* to online"):
+        one(tmp_path / "x.npy", "a", 1 << 50, never())
 
 
 # -- several files ----------------------------------------------------------------------------------------------------
@@ -199,17 +214,17 @@ def test_files_of_several_processes_hold_what_one_file_does(
     tiny: Tiny, rows: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal: Any
 ) -> None:
     model, kind = tiny("llama"), TargetSignal(signal, k=8, vocab=48)
-    whole = signals.target_signal(model, kind, rows, tmp_path / "whole.npy", "a")
-    monkeypatch.setattr(shards, "TOKENS", 10)
+    whole = kept_in(model, kind, rows, tmp_path / "whole")
+    monkeypatch.setattr(store, "TOKENS", 10)
     monkeypatch.setattr("distill.ranks.started", lambda: 2)
     monkeypatch.setattr("distill.ranks.rank", lambda: 1)
     monkeypatch.setattr("distill.ranks.wait_for", lambda look, what: pytest.fail(what))  # the other process's
     with pytest.raises(pytest.fail.Exception, match=r"x.0000-of-0003.npy \(process 0 makes it\)"):
-        signals.target_signal(model, kind, rows, tmp_path / "x.npy", "a")
-    assert [path.name for path in tmp_path.glob("x.*.npy")] == ["x.0001-of-0003.npy"]
+        kept_in(model, kind, rows, tmp_path)
+    assert [path.name for path in tmp_path.glob("*_x.*.npy")] == [f"{kind.name}_x.0001-of-0003.npy"]
     monkeypatch.setattr("distill.ranks.rank", lambda: 0)
-    found = signals.target_signal(model, kind, rows, tmp_path / "x.npy", "a")
-    assert len(list(tmp_path.glob("x.*.npy"))) == 3
+    found = kept_in(model, kind, rows, tmp_path)
+    assert len(list(tmp_path.glob("*_x.*.npy"))) == 3
     assert (found.shape, found.dtype, len(found)) == (whole.shape, whole.dtype, len(whole))
     rows.signals["kept"] = found
     for example in range(len(rows)):
@@ -219,27 +234,27 @@ def test_files_of_several_processes_hold_what_one_file_does(
         assert isinstance(found[place], np.memmap)  # read where it lies
     assert torch.equal(rows.batch(np.arange(4), 0)["kept"], torch.from_numpy(found[0 : len(found)]))
     monkeypatch.setattr("distill.ranks.started", lambda: 1)  # another number of processes makes nothing again
-    before = [path.stat().st_mtime_ns for path in sorted(tmp_path.iterdir())]
-    assert np.array_equal(signals.target_signal(model, kind, rows, tmp_path / "x.npy", "a")[:], found[:])
-    assert [path.stat().st_mtime_ns for path in sorted(tmp_path.iterdir())] == before
+    before = [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*_x.*"))]
+    assert np.array_equal(kept_in(model, kind, rows, tmp_path)[:], found[:])
+    assert [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*_x.*"))] == before
 
 
 def test_a_damaged_file_alone_is_made_again(
     tiny: Tiny, rows: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "TOKENS", 10)
+    monkeypatch.setattr(store, "TOKENS", 10)
     model, kind = tiny("llama"), TargetSignal("hidden")
-    before = np.array(signals.target_signal(model, kind, rows, tmp_path / "x.npy", "a")[:])
-    files = {path: path.stat().st_mtime_ns for path in sorted(tmp_path.glob("x.*.npy"))}
+    before = np.array(kept_in(model, kind, rows, tmp_path)[:])
+    files = {path: path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*_x.*.npy"))}
     damaged = list(files)[1]
     damaged.write_bytes(damaged.read_bytes()[:-4] + b"????")
-    assert np.array_equal(signals.target_signal(model, kind, rows, tmp_path / "x.npy", "a")[:], before)
+    assert np.array_equal(kept_in(model, kind, rows, tmp_path)[:], before)
     assert [path for path in files if path.stat().st_mtime_ns != files[path]] == [damaged]
 
 
 def test_slices_of_several_arrays_are_those_of_one() -> None:
     whole = np.arange(20).reshape(10, 2)
-    made = shards.Shards([whole[:3], whole[3:3], whole[3:4], whole[4:]])
+    made = Shards([whole[:3], whole[3:3], whole[3:4], whole[4:]])
     for start in range(11):
         for stop in range(start, 12):
             assert np.array_equal(made[start:stop], whole[start:stop]), (start, stop)

@@ -12,10 +12,10 @@ from tiny_run import bench, run_tiny, tiny_settings
 from decode.errors import UserError
 from distill.config.training import TargetSettings
 from distill.data.chat import ChatFormat
-from distill.data.context import share_of
+from distill.data.target import share_of
 from distill.data.tokenizer import train_tokenizer
 from distill.stages import stage_fingerprints
-from distill.teacher.signals import check_place, open_target
+from distill.teacher.store import check_place
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_quantisation_that_cannot_be_had_here_is_refused_before_the_first_step
     settings = tiny_settings(tmp_path)
     settings.target.quantization = quantization
     with pytest.raises(UserError, match=wanted):
-        check_place(bench(settings)[0])
+        check_place(settings.target, torch.device("cpu"))
 
 
 def test_the_quantisation_is_asked_of_transformers_and_the_signals_are_those_of_another_model(
@@ -63,8 +63,8 @@ def test_the_quantisation_is_asked_of_transformers_and_the_signals_are_those_of_
     settings.target.quantization = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     assert settings.target.placed
     seen: dict[str, Any] = {}
-    monkeypatch.setattr("distill.data.context.load_model", lambda *_, **options: seen.update(options))
-    open_target(bench(settings)[0])
+    monkeypatch.setattr("distill.data.target.load_model", lambda *_, **options: seen.update(options))
+    bench(settings)[0].open_target()
     assert seen["quantization_config"].load_in_8bit
     assert seen["device"] == torch.device("cpu")
     keys = stage_fingerprints(settings)
@@ -82,7 +82,7 @@ def test_what_a_sharded_target_cannot_do_is_refused(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
     settings.target.sharded = True
     with pytest.raises(UserError, match=r"and 1 was started: start several by torchrun"):
-        check_place(bench(settings)[0])
+        check_place(settings.target, torch.device("cpu"))
     settings.reference.responses.source = "target"
     with pytest.raises(UserError, match=r"a sharded target writes no answers; let others write them"):
         settings.validate()
@@ -113,7 +113,7 @@ def test_the_target_writes_its_prompts_where_it_makes_signals(
     settings.target = TargetSettings(kind="as_is", model="somewhere", **ways)
     opened: list[dict[str, Any]] = []
     model = build_tiny("llama")
-    monkeypatch.setattr("distill.data.context.load_model", lambda *_, **how: (opened.append(how), model)[1])
+    monkeypatch.setattr("distill.data.target.load_model", lambda *_, **how: (opened.append(how), model)[1])
     tokenizer = train_tokenizer(["a text"], 300)
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
     assert bench(settings)[0]._sampler(ChatFormat(tokenizer, None, {})).model() is model

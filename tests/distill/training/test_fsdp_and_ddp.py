@@ -30,7 +30,7 @@ from distill.losses.selection import Selection, top_share
 from distill.modules import CausalLMModule, DistillModule
 from distill.pipeline import write_settings
 from distill.ranks import wait_for
-from distill.teacher.target_distribution import TargetSource
+from distill.teacher.signals import Teacher
 
 HERE = Path(__file__).parents[2] / "support"
 
@@ -237,7 +237,7 @@ def test_the_parts_gradients_average_to_the_whole_step_s(scope: Any, normalisati
     selection = None if scope is None else Selection(0.4, scope, normalisation)
     model = in_double(build_tiny("llama", seed=5, dtype=torch.float64))
     module = DistillModule(
-        model, TrainingSettings(), 4, target=TargetSource(in_double(build_tiny("llama", seed=4, dtype=torch.float64))),
+        model, TrainingSettings(), 4, target=Teacher(in_double(build_tiny("llama", seed=4, dtype=torch.float64))),
         objective=Objective(selection=selection), fused=fused,
     )  # fmt: skip
 

@@ -29,11 +29,12 @@ from distill import trainer as training_speed
 from distill.checkpoints import BestWeights, SafeCheckpointIO
 from distill.config.training import TrainerSettings
 from distill.data.batches import DistillDataModule, Schedule
+from distill.losses.divergences import Divergence
 from distill.losses.objective import Objective
 from distill.losses.selection import Selection
 from distill.modules import CausalLMModule, DistillModule
-from distill.teacher import store as signals
-from distill.teacher.target_distribution import TargetSource
+from distill.teacher.signals import Teacher
+from distill.teacher.store import reference_loss
 from distill.trainer import Speed, fit, operations, peak_operations
 
 Tiny = Callable[..., PreTrainedModel]
@@ -283,7 +284,7 @@ def test_a_target_that_is_run_every_step_is_on_the_device_before_the_first_valid
 ) -> None:
     events: list[str] = []
 
-    class Watched(TargetSource):
+    class Watched(Teacher):
         def to(self, device: torch.device) -> None:
             events.append(f"moved to {device}")
             super().to(device)
@@ -305,9 +306,9 @@ def test_a_target_that_is_run_every_step_is_on_the_device_before_the_first_valid
 def test_a_draft_equal_to_its_reference_has_no_loss_difference(tiny: Tiny, tmp_path: Path, precision: str) -> None:
     rows, model = some_rows(), tiny("llama", seed=5)
     model.set_attn_implementation("eager")  # as runs set it: SDPA in bfloat16 depends on the padding on some CPUs
-    target = TargetSource(tiny("llama", seed=4))
-    rows.signals["reference_loss"] = signals.reference_loss(
-        copy.deepcopy(model), target, rows, tmp_path / "r.npy", "", batch_size=3, precision=precision
+    target = Teacher(tiny("llama", seed=4))
+    rows.signals["reference_loss"] = reference_loss(
+        copy.deepcopy(model), target, rows, Divergence(), precision=precision
     )
     deltas: list[torch.Tensor] = []
 

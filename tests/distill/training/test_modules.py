@@ -22,8 +22,8 @@ from distill.losses.selection import Selection
 from distill.models.lm_head import LMHead, check_head, last_hidden
 from distill.models.loading import checkpoint_layers
 from distill.modules import CausalLMModule, DistillModule, token_counts
-from distill.teacher.store import target_signal
-from distill.teacher.target_distribution import TargetSignal, TargetSource
+from distill.teacher.signals import TargetSignal, Teacher
+from distill.teacher.store import keep_signal
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -35,7 +35,7 @@ def loss_and_gradients(module: L.LightningModule, batch: dict[str, torch.Tensor]
     return loss.item(), [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
-def logits_of(target: TargetSource, batch: dict[str, torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+def logits_of(target: Teacher, batch: dict[str, torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
     """The target's log-probabilities, which are logits of the same distribution."""
     rows = target.rows(batch, mask)
     return rows.log_probs(slice(None), torch.zeros(int(mask.sum()), rows.vocab), 1.0)
@@ -136,7 +136,7 @@ def test_adaspec_with_k_one_is_distillspec_bit_by_bit(tiny: Tiny) -> None:
     rows = some_rows()
     rows.signals["reference_loss"] = np.random.default_rng(1).random(rows.label_count).astype(np.float32)
     batch = rows.batch(np.arange(5), 0)
-    target = TargetSource(tiny("llama", seed=4))
+    target = Teacher(tiny("llama", seed=4))
     plain = loss_and_gradients(DistillModule(tiny("llama", seed=5), TRAINING, 4, target=target), batch)
     for normalisation in ("paper", "official"):
         selection = Selection(1.0, normalisation=normalisation)  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ def test_adaspec_with_k_one_is_distillspec_bit_by_bit(tiny: Tiny) -> None:
 
 def test_adaspec_takes_gradient_from_the_selected_tokens_only(tiny: Tiny) -> None:
     rows = some_rows()
-    target, draft = TargetSource(tiny("llama", seed=4)), tiny("llama", seed=5)
+    target, draft = Teacher(tiny("llama", seed=4)), tiny("llama", seed=5)
     batch = rows.batch(np.arange(5), 0)
     mask = label_mask(batch["labels"])
     with torch.no_grad():
@@ -186,7 +186,7 @@ def test_a_batch_without_labels_gives_zero_loss_connected_to_every_parameter(
     batch = some_rows().batch(np.arange(2), 0)
     batch["labels"].fill_(IGNORE)
     batch["reference_loss"] = torch.empty(0)
-    target = TargetSource(tiny("llama", seed=4))
+    target = Teacher(tiny("llama", seed=4))
     model = tiny("llama", seed=6)
     loss, gradients = loss_and_gradients(
         DistillModule(model, TRAINING, 4, target=target, objective=Objective(selection=selection)), batch
@@ -202,8 +202,8 @@ def test_cached_hidden_states_give_the_recomputed_loss(tiny: Tiny) -> None:
     mask = label_mask(batch["labels"])
     with torch.no_grad():
         hidden = last_hidden(model, batch["input_ids"], mask)
-    recomputed = logits_of(TargetSource(model), batch, mask)
-    cached = TargetSource(model, TargetSignal("hidden"))
+    recomputed = logits_of(Teacher(model), batch, mask)
+    cached = Teacher(model, TargetSignal("hidden"))
     assert cached.model is None
     assert torch.allclose(logits_of(cached, batch | {"target_hidden": hidden}, mask), recomputed, atol=1e-6)
 
@@ -216,18 +216,19 @@ def test_a_target_beside_the_draft_gives_the_losses_and_gradients_of_its_kept_si
     rows, target = some_rows(), tiny("llama", seed=4)
     rows.signals["reference_loss"] = np.random.default_rng(1).random(rows.label_count).astype(np.float32)
     kept, signal = copy.copy(rows), TargetSignal(kind, vocab=LMHead(target).vocab)
-    kept.signals = rows.signals | {signal.name: target_signal(target, signal, rows)}
+    kept.signals = dict(rows.signals)
+    keep_signal(Teacher(target, signal), target, kept)
     schedule, length = Schedule(rows.lengths, 5), 64 if packed else None
 
-    def trained(made: TokenDataset, source: TargetSource) -> tuple[float, list[torch.Tensor]]:
+    def trained(made: TokenDataset, source: Teacher) -> tuple[float, list[torch.Tensor]]:
         source.to(torch.device("cpu"))
         module = DistillModule(
             tiny("llama", seed=5), TRAINING, 4, target=source, objective=Objective(selection=Selection(0.4))
         )
         return loss_and_gradients(module, next(iter(TrainLoader(made, schedule, 1, 0, row_length=length))))
 
-    wanted = trained(kept, TargetSource(target, signal))
-    found = trained(rows, TargetSource(target, TargetSignal("online"), stays=True))
+    wanted = trained(kept, Teacher(target, signal))
+    found = trained(rows, Teacher(target, TargetSignal("online"), stays=True))
     assert found[0] == pytest.approx(wanted[0], rel=1e-6)
     for ours, theirs in zip(found[1], wanted[1], strict=True):
         assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
@@ -235,7 +236,7 @@ def test_a_target_beside_the_draft_gives_the_losses_and_gradients_of_its_kept_si
 
 def test_the_draft_gets_a_copy_of_the_head_of_a_target_that_stays_on_its_own_device(tiny: Tiny) -> None:
     model = tiny("llama-tied", seed=4)  # its head is its embedding
-    source = TargetSource(model, TargetSignal("online"), stays=True)
+    source = Teacher(model, TargetSignal("online"), stays=True)
     source.to(torch.device("meta"))
     assert source.head.linear.weight.device.type == "meta"
     assert {weight.device.type for weight in model.parameters()} == {"cpu"}

@@ -20,8 +20,8 @@ from distill.data.batches import DistillDataModule, Schedule, TokenDataset
 from distill.losses.objective import Objective
 from distill.losses.selection import Selection
 from distill.modules import CausalLMModule, DistillModule
-from distill.teacher import store as signals
-from distill.teacher.target_distribution import TargetSignal, TargetSource
+from distill.teacher.signals import TargetSignal, Teacher
+from distill.teacher.store import keep_signal
 from distill.trainer import fit
 
 Tiny = Callable[..., PreTrainedModel]
@@ -80,7 +80,7 @@ def test_a_kept_signal_that_is_not_finite_is_named_as_the_cause(tiny: Tiny, tmp_
     rows.signals["reference_loss"][rows.label_offsets[3]] = np.nan
     model = copy.deepcopy(tiny("llama", seed=8)).requires_grad_(True)
     module = DistillModule(
-        model, TRAINING, 9, target=TargetSource(tiny("llama", seed=4)), objective=Objective(selection=Selection()),
+        model, TRAINING, 9, target=Teacher(tiny("llama", seed=4)), objective=Objective(selection=Selection()),
     )  # fmt: skip
     step = next(step for step in range(9) if 3 in Schedule(rows.lengths, 2).batch(step))
     with pytest.raises(UserError, match=rf"at step {step} .*kept reference_loss of example 3 is not finite. Remove"):
@@ -92,7 +92,7 @@ def test_a_target_whose_output_is_not_finite_is_refused_while_its_signal_is_made
     model.model.norm.weight.data[0] = torch.inf
     rows = some_rows()
     with pytest.raises(UserError, match=r"target's hidden states are not finite in a batch of examples \[0, 1, 2, 3"):
-        signals.target_signal(model, TargetSignal("hidden"), rows, tmp_path / "h.npy", "")
+        keep_signal(Teacher(model, TargetSignal("hidden")), model, rows, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,19 +12,18 @@ import torch
 from tiny_run import bench, run_tiny, tiny_settings
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.errors import UserError
 from distill import ranks
 from distill.config.drafts import ResponseSettings
 from distill.data.batches import label_mask
-from distill.data.chat import IGNORE
+from distill.data.chat import IGNORE, until_end
+from distill.data.context import StageContext
 from distill.data.response_file import Response, ResponseFile
 from distill.data.tokenizer import train_tokenizer
 from distill.responses import store as response_store
-from distill.responses.store import Job, answered_here, encode_answer, make_jobs, response_rows, until_end
+from distill.responses.store import Job, answered_here, make_jobs, response_rows
+from distill.responses.texts import answered_by_target
 from distill.run_stages import run_stages
 from distill.stages import stage_fingerprints
-from distill.teacher import signals as prepare
-from distill.teacher.signals import answered_by_target
 
 Tiny = Callable[..., PreTrainedModel]
 PROMPTS = [[5, 9, 3], [7], [2, 11, 13, 17, 19, 23, 4, 8], [30, 31]]
@@ -50,24 +49,6 @@ def test_padding_with_the_end_token_is_never_a_label() -> None:
     assert batch["input_ids"].tolist() == [[8, 9, 4, 5, 1], [7, 6, 1, 1, 1]]
     assert batch["labels"].tolist() == [[IGNORE, IGNORE, 4, 5, 1], [IGNORE, 6, 1, IGNORE, IGNORE]]
     assert int(label_mask(batch["labels"]).sum()) == rows.label_count == 5
-
-
-def test_a_prompt_without_any_response_gives_no_label() -> None:
-    rows = response_rows([[8, 9], [7, 6]], [[], [5]], {1})
-    assert rows.label_offsets.tolist() == [0, 0, 1]
-    assert not label_mask(rows.batch(np.array([0]), 1)["labels"]).any()
-
-
-def test_the_end_that_a_server_leaves_out_is_put_back_only_where_the_text_ended(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    end = tokenizer.eos_token_id
-    whole = encode_answer(tokenizer, " 3 pens", ended=True, ends={end}, budget=20)
-    assert whole[-1] == end
-    assert tokenizer.decode(whole[:-1]) == " 3 pens"
-    assert encode_answer(tokenizer, " 3 pens", ended=False, ends={end}, budget=20) == whole[:-1]
-    assert encode_answer(tokenizer, " 3 pens", ended=True, ends={end}, budget=2) == whole[:2]
-    assert encode_answer(tokenizer, "", ended=True, ends={end}, budget=2) == [end]
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------
@@ -154,23 +135,6 @@ def test_the_draft_learns_from_what_the_target_wrote(tmp_path: Path) -> None:
     assert sorted(after.splitlines()) == sorted(before.splitlines())
 
 
-@pytest.mark.parametrize(
-    ("responses", "words"),
-    [
-        (ResponseSettings(share=0), "reference.responses.share is 0"),
-        (ResponseSettings(refresh_every=0), "reference.responses.refresh_every is 0"),
-        (ResponseSettings(top_p=0), "top_p is 0"),
-    ],
-)
-def test_response_settings_that_cannot_work_are_refused(
-    tmp_path: Path, responses: ResponseSettings, words: str
-) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.reference.responses = responses
-    with pytest.raises(UserError, match=words):
-        settings.validate()
-
-
 def test_only_settings_that_decide_the_texts_make_stages_run_again(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
     responses = settings.reference.responses
@@ -198,8 +162,8 @@ def test_responses_may_be_written_in_another_number_format_than_the_signal(tmp_p
     settings.target.training.steps = settings.initial.training.steps = settings.reference.training.steps = 1
     opened: list[torch.dtype] = []
     with pytest.MonkeyPatch.context() as patch:
-        load = prepare.open_target
-        patch.setattr(prepare, "open_target", lambda *a: (opened.append((found := load(*a)).dtype), found)[1])
+        load = StageContext.open_target
+        patch.setattr(StageContext, "open_target", lambda *a: (opened.append((found := load(*a)).dtype), found)[1])
         made, _ = bench(settings)
         run_stages(made, only=("target", "initial", "reference"))
     assert opened == [

@@ -33,7 +33,8 @@ def policy(model: PreTrainedModel, rows: TokenDataset, **settings: Any) -> OnPol
     chosen: dict[str, Any] = {"source": "draft", "max_new_tokens": 5, "refresh_every": 3, "batch_size": 4}
     schedule = Schedule(rows.lengths, 4, seed=1)
     responses = ResponseSettings(**chosen | settings)
-    return OnPolicy(partial(write_texts, model), rows, schedule, 12, responses, 7, 64, {1}, lambda made: None)
+    write, share = partial(write_texts, model), responses.from_draft
+    return OnPolicy(write, rows, schedule, 12, responses, share, 7, 64, {1}, lambda made: None)
 
 
 def picks(own: OnPolicy, step: int) -> Picks:
@@ -87,18 +88,6 @@ def test_mixing_is_by_sample_in_the_share_asked_for(tiny: Tiny) -> None:
     counts = [sum(made is not rows for made, _ in own(step, picks(own, step))) for step in range(200)]
     assert {0, 1, 2, 3} <= set(counts)  # within a step, some and some
     assert sum(counts) / 800 == pytest.approx(0.3, abs=0.05)
-
-
-def test_a_small_buffer_is_used_several_times_and_a_smaller_rest_is_not_written(tiny: Tiny) -> None:
-    rows = some_rows()
-    own = policy(tiny("llama"), rows, buffer=5)
-    found = [content(own(step, picks(own, step))) for step in range(3)]
-    texts = [text for step in found for text in step]
-    assert texts[:5] == texts[5:10]
-    assert len(own._texts[0]) == 5
-    own.steps = 4  # the last window has one step only
-    own(3, picks(own, 3))
-    assert len(own._texts[0]) == 4
 
 
 def test_generating_leaves_the_training_s_chance_alone(tiny: Tiny) -> None:
