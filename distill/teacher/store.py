@@ -491,8 +491,9 @@ def prepare(
                 f"the target's signal ({kind}) needs {size / 1e9:.2f} GB and reference.signal_limit_gb is {limit:g}: "
                 "raise the limit, lower reference.examples, or set reference.signal to topk or online"
             )
+        context.line(f"the target's signal ({kind}): {size / 1e6:,.1f} MB")
         for name, rows in fixed.items():
-            title = f"the target's signal ({kind}, {size / 1e6:,.1f} MB), {name}"
+            title = f"the target's signal ({kind}), {name}"
             with working(context.console, title), context.timed(f"{SIGNAL} {name}", len(rows.ids)):
                 keep_signal(teacher, model, rows, folder, name, key)
         if kind == "topk":

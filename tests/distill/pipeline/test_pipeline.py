@@ -322,7 +322,7 @@ def test_every_signal_trains_and_the_frozen_models_leave_memory(
     settings = tiny_settings(tmp_path)
     settings.reference.signal = signal  # type: ignore[assignment]
     made, text = bench(settings)
-    for module in ("data.placed_target", "teacher.distillation_data"):
+    for module in ("data.target", "teacher.store"):
         monkeypatch.setattr(f"distill.{module}.load_model", load)
     material = prepare(made, Objective(selection=Selection()), selector="reference")
     gc.collect()
@@ -332,14 +332,14 @@ def test_every_signal_trains_and_the_frozen_models_leave_memory(
     kept = set() if signal == "online" else {f"target_{signal}"}
     assert set(material.train.signals) == {"reference_loss"} | kept
     assert (f"the target's signal ({signal}): " in text.getvalue()) == bool(kept)
-    assert ("alpha is off by at most that much" in text.getvalue()) == (signal == "topk")
+    assert ("alpha is off by at most that" in text.getvalue()) == (signal == "topk")
 
 
 def test_a_signal_above_the_limit_is_refused_before_it_is_made(finished: tuple[Path, RunDir]) -> None:
     settings = tiny_settings(finished[0])
     settings.reference.signal, settings.reference.signal_limit_gb = "hidden", 1e-6
     made, _ = bench(settings)
-    with pytest.raises(UserError, match=r"\(hidden\) of [\d,]+ label tokens needs .* MB and reference.signal_limit_gb"):
+    with pytest.raises(UserError, match=r"\(hidden\) needs 0\.00 GB and reference.signal_limit_gb"):
         prepare(made, Objective())
 
 
