@@ -1,8 +1,4 @@
-"""A draft cut from the target: some of its layers, with its embeddings, norm and head.
-
-For families that have no small model. The width is kept, so a cut draft costs about its share of the layers, and
-starts from weights that already fit the target's states; distillation closes the gap that the missing layers leave.
-"""
+"""Layers of a model: drafts cut from the target, LayerSkip's training recipe, progressive stacking."""
 
 import copy
 import math
@@ -18,16 +14,18 @@ from decode.errors import UserError
 from decode.models.families import check_structure, decoder_layers, final_norm, state_of
 from distill.config.training import LayerSkipSettings, StackingSettings
 
+WATCHED = 4  # most exits whose loss is part of a validation
+
 
 def kept_layers(layers: int | list[int], total: int) -> list[int]:
-    """Numbers of the target's layers that are kept.
+    """Returns the numbers of the target's layers that a cut draft keeps.
 
     Args:
-        layers: How many, spread evenly from the first to the last; or which, counted from 0.
-        total: Layers of the target.
+        layers: Number of layers, spread evenly from the first to the last, or the layers themselves, counted from 0.
+        total: Number of layers of the target.
 
     Raises:
-        UserError: more than the target has, or none that could be left out.
+        UserError: The target has fewer layers, or no layer is left out.
     """
     if isinstance(layers, int):
         kept = [0] if layers == 1 else [round(i * (total - 1) / (layers - 1)) for i in range(layers)]
@@ -43,24 +41,25 @@ def kept_layers(layers: int | list[int], total: int) -> list[int]:
 
 @torch.no_grad()
 def cut(target: PreTrainedModel, layers: int | list[int]) -> PreTrainedModel:
-    """A model of the target's family with some of its layers; its weights are copies.
+    """Returns a model with some of the target's layers, and copies of its embeddings, norm and head.
+
+    It is a draft for families that have no small model. Its weights fit the target's states from the start.
 
     Raises:
-        UserError: the layers cannot be reached, or `layers` do not fit.
+        UserError: The layers cannot be accessed, or ``layers`` does not fit.
     """
     check_structure(target)
     stack = decoder_layers(target)
     kept = kept_layers(layers, len(stack))
     config = copy.deepcopy(target.config)
     text = config.get_text_config()
-    for name, value in list(vars(text).items()):  # such as layer_types: one entry a layer
+    for name, value in list(vars(text).items()):  # such as layer_types, with one entry per layer
         if isinstance(value, list) and len(value) == len(stack) and name.endswith(("layers", "types")):
             setattr(text, name, [value[i] for i in kept])
     text.num_hidden_layers = len(kept)
     draft: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
     prefix = next(name for name, module in target.named_modules() if module is stack) + "."
-    weights = target.state_dict()
-    found = {}
+    weights, found = target.state_dict(), {}
     for name in draft.state_dict():
         source = name
         if name.startswith(prefix):
@@ -72,46 +71,41 @@ def cut(target: PreTrainedModel, layers: int | list[int]) -> PreTrainedModel:
     return draft.train(target.training)
 
 
-WATCHED = 4  # exits at most whose loss is part of a validation
-
-
 def dropout_rates(layers: int, step: int, steps: int, highest: float, *, scratch: bool) -> list[float]:
-    """p(l, t) = S(t)·D(l)·p_max, with D(l) = exp(l·ln 2/(L − 1)) − 1 and, from scratch, S(t) = exp(t·ln 2/(T − 1)) − 1.
+    """Returns p(l, t) = S(t)·D(l)·p_max of every layer, with D(l) = exp(l·ln 2/(L − 1)) − 1.
 
     Args:
-        layers: L.
-        step: t, from 0.
-        steps: T.
+        layers: Number of layers, L.
+        step: Optimiser step t, from 0.
+        steps: Number of optimiser steps, T.
         highest: p_max.
-        scratch: the rates rise over the training; otherwise S = 1.
+        scratch: Whether the rates rise over the training, S(t) = exp(t·ln 2/(T − 1)) − 1. Otherwise S = 1.
     """
     time = math.expm1(step * math.log(2) / max(1, steps - 1)) if scratch else 1.0
     return [time * math.expm1(i * math.log(2) / max(1, layers - 1)) * highest for i in range(layers)]
 
 
+def trained_exits(settings: LayerSkipSettings, layers: int) -> list[int]:
+    """Returns the indices of the layers whose exits are trained, ascending, without the last layer."""
+    return sorted({e - 1 for e in settings.exits if e < layers}) or list(range(layers - 1))
+
+
 def exits_on(settings: LayerSkipSettings, layers: int, step: int, steps: int) -> list[int]:
-    """C(t, l): indices of the layers (the last one not among them) whose exits are trained at this step."""
+    """Returns the indices of the layers whose exits are trained at a step, C(t, l), without the last layer."""
     early = trained_exits(settings, layers)
     count = len(early)
-    if settings.curriculum == "gradual":
-        # one more exit every T/(2L) steps, from the last one down
+    if settings.curriculum == "gradual":  # one more exit every T/(2L) steps, from the last one down
         return early[count - min(count, int(step * 2 * (count + 1) / max(1, steps))) :]
     distance = max(1, settings.rotation or count)
     return early[step % distance :: distance]
 
 
-def trained_exits(settings: LayerSkipSettings, layers: int) -> list[int]:
-    """Indices of the layers whose exits are trained, ascending; the last layer is not among them."""
-    return sorted({e - 1 for e in settings.exits if e < layers}) or list(range(layers - 1))
-
-
 def exit_weights(settings: LayerSkipSettings, layers: int, exits: list[int]) -> tuple[list[float], float]:
-    """Weights of the exits and of the last layer; they add up to 1."""
+    """Returns the weights of the exits and of the last layer, whose sum is 1."""
     scale = settings.early_exit_scale
     if settings.weighting == "uniform":
         early, last = [scale] * len(exits), 1.0
-    else:
-        # e(l) = s·Σᵢ≤l i, and for the last layer L − 1 + s·Σᵢ≤L−2 i
+    else:  # e(l) = s·Σᵢ≤l i, and for the last layer L − 1 + s·Σᵢ≤L−2 i
         early = [scale * i * (i + 1) / 2 for i in exits]
         last = layers - 1 + scale * (layers - 2) * (layers - 1) / 2
     total = sum(early) + last or 1.0
@@ -119,16 +113,16 @@ def exit_weights(settings: LayerSkipSettings, layers: int, exits: list[int]) -> 
 
 
 class LayerSkip:
-    """Applies the recipe to a model in training mode; in evaluation no layer is dropped.
+    """Applies LayerSkip's recipe to a model in training mode. In evaluation no layer is dropped.
 
     Args:
-        model: any causal LM whose layers can be found.
-        settings: the recipe.
-        steps: optimiser steps in all.
-        scratch: the model starts from random weights.
+        model: A causal language model whose layers can be accessed.
+        settings: The recipe.
+        steps: Number of optimiser steps.
+        scratch: Whether the model starts from random weights.
 
     Raises:
-        UserError: the layers cannot be reached, or there is only one.
+        UserError: The layers cannot be accessed, or there is only one.
     """
 
     def __init__(self, model: PreTrainedModel, settings: LayerSkipSettings, steps: int, *, scratch: bool) -> None:
@@ -150,11 +144,11 @@ class LayerSkip:
         self._hooks = [layer.register_forward_hook(self._hook(i), with_kwargs=True) for i, layer in enumerate(layers)]
 
     def begin(self, step: int, layers: int | None = None) -> None:
-        """A training step: which exits are trained, and how likely layers are dropped.
+        """Starts a training step, for which it sets the trained exits and the dropout rates of the layers.
 
         Args:
-            step: Its number, from 0.
-            layers: How many layers run at this step; None: all.
+            step: Number of the step, from 0.
+            layers: Number of layers that run at this step. None: all.
         """
         settings, self._running = self.settings, layers or self.count
         self._rates = dropout_rates(self._running, step, self.steps, settings.dropout, scratch=self.scratch)
@@ -162,29 +156,29 @@ class LayerSkip:
         self._states = {}
 
     def watch(self) -> None:
-        """A validation batch: no layer is dropped, and some exits are looked at, the same in every validation."""
+        """Starts a validation batch: no layer is dropped, and some exits are evaluated, always the same ones."""
         exits = trained_exits(self.settings, self.count)
         self._running, self._rates, self._states = self.count, [], {}
         self._exits = exits[:: -(-len(exits) // WATCHED)]
 
     def combine(self, last: Tensor, loss_of: Callable[[Tensor], Tensor], mask: Tensor) -> Tensor:
-        """The last layer's loss together with the exits'.
+        """Returns the weighted sum of the last layer's loss and the exits'.
 
         Args:
-            last: the last layer's loss.
-            loss_of: loss of head inputs ``[rows, width]``.
-            mask: ``[batch, time]``, positions whose states make the rows.
+            last: Loss of the last layer.
+            loss_of: Maps head inputs ``[rows, width]`` to their loss.
+            mask: Positions of the rows, ``[batch, time]``.
         """
         weights, rest = exit_weights(self.settings, self._running, self._exits)
         total = rest * last
         for weight, layer in zip(weights, self._exits):
             if weight:
                 total = total + weight * loss_of(self._norm(self._states[layer][mask]))
-        self._states, self._exits = {}, []  # but not the rates: gradient checkpointing drops the same layers again
+        self._states, self._exits = {}, []  # the rates stay: gradient checkpointing drops the same layers again
         return total
 
     def remove(self) -> None:
-        """Takes the hooks away."""
+        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -204,15 +198,15 @@ class LayerSkip:
 
 
 class ProgressiveStacking:
-    """Which layers of a model are trained at a step.
+    """Trains the first layers of a model alone, and then copies them over the layers above.
 
     Args:
-        model: Any causal LM whose layers can be found.
-        settings: How many layers are trained first, and for how long.
-        steps: Optimiser steps in all.
+        model: A causal language model whose layers can be accessed.
+        settings: Number of the first layers, and share of the steps for them.
+        steps: Number of optimiser steps.
 
     Raises:
-        UserError: The layers cannot be reached, or the model has no more than those trained first.
+        UserError: The layers cannot be accessed, or the model has no more layers than are trained first.
     """
 
     def __init__(self, model: PreTrainedModel, settings: StackingSettings, steps: int) -> None:
@@ -226,9 +220,9 @@ class ProgressiveStacking:
 
     @contextmanager
     def training(self, step: int) -> Iterator[int]:
-        """The model as deep as it is trained at this step; yields its number of layers.
+        """Reduces the model to the layers that are trained at a step, and yields their number.
 
-        The copies are made before the first step at full depth. Evaluation is of the whole model at any time.
+        The copies are made before the first step at full depth. Evaluation always uses the whole model.
         """
         layers = self._layers
         if step == self._copy_step:

@@ -1,4 +1,4 @@
-"""Hidden states to logits at label positions only: no logits that no loss needs."""
+"""The output head on gathered rows, so that logits are computed only where a loss needs them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from decode.models.families import decoder_layers
 from decode.models.heads import some_outputs
 
 MIXTURE = "experts", "gate", "router"
-"""Parts of an MLP that is a mixture of experts: what it returns depends on the family, and on all tokens."""
+"""Attributes of an MLP that is a mixture of experts, whose output depends on the family, and on all tokens."""
 
 
 class LMHead(nn.Module):
-    """Last hidden states to logits, for rows gathered beforehand, as the model's own forward does it.
+    """Maps last hidden states of gathered rows to logits, as the model's own forward does.
 
-    Honours a bias, a multiplier (Cohere), a divisor (Granite) and soft-capping (Gemma). Shares the model's weights.
+    It applies a bias, a multiplier (Cohere), a divisor (Granite) and soft-capping (Gemma), and shares the model's
+    weights.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         linear = model.get_output_embeddings()
         if linear is None:
-            raise UserError(f"{type(model).__name__} has no output head, so it is no causal language model: choose one")
+            raise UserError(f"{type(model).__name__} has no output head: choose a causal language model")
         config = model.config.get_text_config()
         self.linear = linear
         self.scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
@@ -39,27 +40,27 @@ class LMHead(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, scale: float = 1.0, cap: float | None = None) -> LMHead:
-        """A head without a model."""
+        """Returns a head without a model."""
         head = cls.__new__(cls)
         nn.Module.__init__(head)
         head.linear, head.scale, head.cap = linear, scale, cap
         return head
 
     def only(self, ids: Tensor | None) -> LMHead:
-        """The head of these ids only, with a copy of their weights, frozen; of None itself."""
+        """Returns the head of some ids, with a frozen copy of their weights. None: the head itself."""
         return self if ids is None else LMHead.of(some_outputs(self.linear, ids), self.scale, self.cap)
 
     @property
     def vocab(self) -> int:
-        """Ids that have a logit."""
+        """Number of ids that have a logit."""
         return int(self.linear.weight.shape[0])
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[rows, hidden] -> [rows, vocab]``."""
+        """Returns logits ``[rows, vocab]`` of hidden states ``[rows, hidden]``."""
         return self.finish(self.linear(hidden))
 
     def first(self, hidden: Tensor, vocab: int) -> Tensor:
-        """The logits of the first ``vocab`` ids only, ``[rows, vocab]``."""
+        """Returns the logits of the first ``vocab`` ids, ``[rows, vocab]``."""
         if vocab == self.vocab:
             return self(hidden)
         bias = self.linear.bias
@@ -68,19 +69,24 @@ class LMHead(nn.Module):
         )
 
     def finish(self, products: Tensor) -> Tensor:
-        """Multiplier and soft-capping, on the linear layer's output."""
+        """Applies multiplier and soft-capping to the linear layer's output."""
         logits = products if self.scale == 1.0 else products * self.scale
         return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """Derivative of `finish` where it gave these logits: one number, or as many."""
+        """Returns the derivative of `finish` where it gave these logits: a number, or one per logit."""
         return self.scale * (1 - (logits / self.cap).square()) if self.cap else self.scale
 
 
 def last_hidden(model: PreTrainedModel, input_ids: Tensor, mask: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Last hidden states, after the final norm, at the positions ``mask [batch, time]``: ``[rows, hidden]``.
+    """Returns the last hidden states after the final norm, ``[rows, hidden]``, at the positions of a mask.
 
-    ``positions [batch, time]`` begin anew where a row holds several texts, which then do not see each other.
+    Args:
+        model: The model.
+        input_ids: Token ids, ``[batch, time]``.
+        mask: Positions of the rows, ``[batch, time]``.
+        positions: Position ids, ``[batch, time]``, which restart at 0 where a row holds several texts, so that these do
+            not attend to each other. None: one text per row.
     """
     rows = mask.flatten().nonzero()[:, 0]
     packed = {} if positions is None else {"position_ids": positions}
@@ -92,10 +98,10 @@ def last_hidden(model: PreTrainedModel, input_ids: Tensor, mask: Tensor, positio
 
 @contextmanager
 def _last_mlp_at(model: PreTrainedModel, rows: Tensor, shape: torch.Size) -> Iterator[None]:
-    """Inside, the last layer's MLP works on these rows alone: nothing reads what it would make of the others.
+    """Restricts the last layer's MLP inside to some rows, since the output of the others is not used.
 
-    On a one-layer draft that saves a tenth of forward and backward. Models whose layers have no module ``mlp``, and
-    calls with other shapes, go on as they are.
+    This saves a tenth of forward and backward of a one-layer draft. Models whose layers have no module ``mlp``, and
+    calls with other shapes, are not changed.
     """
     mlp = _last_mlp(model)
     if mlp is None or len(rows) in (0, shape.numel()):
@@ -125,25 +131,25 @@ def _last_mlp_at(model: PreTrainedModel, rows: Tensor, shape: torch.Size) -> Ite
 
 
 def _last_mlp(model: PreTrainedModel) -> nn.Module | None:
-    """The MLP of the last layer, where the family calls it so and it is no mixture of experts."""
+    """Returns the module ``mlp`` of the last layer, unless it is a mixture of experts."""
     try:
         layer = decoder_layers(model)[-1]
     except UserError:
         return None
     if layer.training and getattr(layer, "gradient_checkpointing", False):
-        return None  # it would be computed again without the hooks
+        return None  # it would be recomputed without the hooks
     if layer._compiled_call_impl is not None:
-        return None  # new hooks every step would have it compiled anew
+        return None  # new hooks at every step would compile it again
     mlp = getattr(layer, "mlp", None)
     return mlp if isinstance(mlp, nn.Module) and not any(hasattr(mlp, name) for name in MIXTURE) else None
 
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel, head: LMHead) -> None:
-    """Make sure that ``head(last_hidden)`` is what the model's own forward computes.
+    """Checks that ``head(last_hidden)`` is what the model's own forward computes.
 
     Raises:
-        UserError: weights that are not numbers, or an architecture whose logits come from somewhere else too.
+        UserError: Weights are NaN or infinite, or the architecture computes its logits in another way.
     """
     was_training = model.training
     model.eval()
@@ -155,15 +161,14 @@ def check_head(model: PreTrainedModel, head: LMHead) -> None:
     model.train(was_training)
     if not torch.isfinite(wanted).all():
         broken = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
-        raise UserError(
-            f"{type(model).__name__} computes logits that are NaN or infinite"
-            + (f", since its weights {broken} hold such numbers; take a checkpoint from before" if broken else "")
-            + ("" if broken else f" in {model.dtype}; choose float32")
+        advice = (
+            f", as are its weights {broken}: use an earlier checkpoint" if broken else f" in {model.dtype}: use float32"
         )
+        raise UserError(f"{type(model).__name__} computes logits that are NaN or infinite{advice}")
     tolerance = 1e-4 if model.dtype == torch.float32 else 5e-2
     off = (got - wanted).abs().max() / wanted.abs().max().clamp_min(1.0)
     if not off <= tolerance:
         raise UserError(
             f"{type(model).__name__} does not compute its logits as head(last hidden state) (relative difference "
-            f"{off:.1e}), so it cannot be distilled here; please report the model's name"
+            f"{off:.1e}), so it cannot be distilled; please report the model's name"
         )

@@ -1,4 +1,4 @@
-"""Models for training: built from a shape, or loaded from a folder or the Hub."""
+"""Models for training: built from a shape, or loaded from a folder or the Hub; their number formats."""
 
 from __future__ import annotations
 
@@ -25,23 +25,14 @@ from distill.config.run import Settings
 from distill.config.training import Architecture, Attention, ModelSettings
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
-"""What a model and its tokenizer need of a Hub repository."""
-
-
-def build_config(shape: Architecture, vocab: int, tokenizer: PreTrainedTokenizerBase | None = None) -> PretrainedConfig:
-    """The configuration of a model from scratch, its special tokens taken from the tokenizer.
-
-    Raises:
-        UserError: A family that transformers does not know, or fields that it refuses.
-    """
-    return config_for(**vars(shape), vocab=vocab, tokenizer=tokenizer)
+"""Files of a Hub repository that a model and its tokenizer need."""
 
 
 def build_model(
     shape: Architecture, vocab: int, tokenizer: PreTrainedTokenizerBase | None, seed: int
 ) -> PreTrainedModel:
-    """A model with random float32 weights that depend on the seed alone."""
-    config = build_config(shape, vocab, tokenizer)
+    """Returns a model with random float32 weights that depend on the seed alone."""
+    config = config_for(**vars(shape), vocab=vocab, tokenizer=tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -54,17 +45,17 @@ def build_model(
 def load_or_build(
     settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, vocab: int, seed: int
 ) -> PreTrainedModel:
-    """The model that a stage trains, in float32: random weights, or a folder's or Hub repository's."""
+    """Returns the model that a stage trains, in float32, with random weights or those of a folder or Hub repository."""
     if settings.model is None:
         return build_model(settings.architecture, vocab, tokenizer, seed)
     return load_model(settings.model, device="cpu", dtype="float32", trust_remote_code=settings.trust_remote_code)
 
 
 def source_folder(model: str) -> Path:
-    """The folder of a model that is used as it is; a Hub repository is downloaded to the usual cache.
+    """Returns the folder of a model that is used unchanged; a Hub repository is downloaded to the Hub's cache.
 
     Raises:
-        UserError: there is no such model.
+        UserError: The model does not exist, or the Hub cannot be reached.
     """
     if Path(model).is_dir():
         return Path(model)
@@ -75,22 +66,27 @@ def source_folder(model: str) -> Path:
         name, revision = pinned(model)
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, revision=revision.get("revision")))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise _unreachable(model, error) from error
+        if constants.HF_HUB_OFFLINE:
+            raise UserError(f"no model can be found at {model!r}: {OFFLINE}") from error
+        raise UserError(
+            f"no model can be found at {model!r}: give a folder with a config.json, or the name of a Hub repository "
+            f"that can be reached from here ({str(error).strip().splitlines()[0]})"
+        ) from error
 
 
 def count_layers(settings: ModelSettings, vocab: int) -> int:
-    """Layers of a model that is not there yet."""
+    """Returns the number of layers of a model that is not loaded."""
     return int(config_of(settings, vocab).get_text_config().num_hidden_layers)
 
 
 def max_positions(settings: ModelSettings, vocab: int) -> int | None:
-    """Longest text of a model that is not there yet, in tokens; None where its family knows no limit."""
+    """Returns the longest text of a model that is not loaded, in tokens. None: its family has no limit."""
     limit = getattr(config_of(settings, vocab).get_text_config(), "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 
 def count_parameters(settings: ModelSettings, vocab: int) -> int:
-    """Parameters of a model that is not there yet, without allocating it."""
+    """Returns the number of parameters of a model without allocating it."""
     config = config_of(settings, vocab)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
@@ -98,26 +94,17 @@ def count_parameters(settings: ModelSettings, vocab: int) -> int:
 
 
 def config_of(settings: ModelSettings, vocab: int) -> PretrainedConfig:
-    """The configuration of a model that is not there yet; ``vocab`` is for one from scratch."""
+    """Returns the configuration of a model that is not loaded; ``vocab`` is for one from scratch."""
     if settings.model is None:
-        return build_config(settings.architecture, vocab)
+        return config_for(**vars(settings.architecture), vocab=vocab, tokenizer=None)
     return load_config(settings.model, trust_remote_code=settings.trust_remote_code)
 
 
-def _unreachable(model: str, error: Exception) -> UserError:
-    if constants.HF_HUB_OFFLINE:
-        return UserError(f"no model can be found at {model!r}: {OFFLINE}")
-    return UserError(
-        f"no model can be found at {model!r}: give a folder with a config.json, or the name of a Hub repository that "
-        f"can be reached from here ({str(error).strip().splitlines()[0]})"
-    )
-
-
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Lets the model compute its layers' activations again in the backward pass instead of keeping them.
+    """Makes the model recompute its layers' activations in the backward pass.
 
     Raises:
-        UserError: Its architecture cannot.
+        UserError: Its architecture does not support it.
     """
     if not model.supports_gradient_checkpointing:
         raise UserError(
@@ -130,7 +117,7 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 def ready_to_save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """In evaluation mode on the CPU, with the special tokens that generation needs."""
+    """Returns the model in evaluation mode on the CPU, with the special tokens that generation needs."""
     model = model.eval().requires_grad_(True).cpu()
     if model.generation_config is None or model.generation_config.eos_token_id is None:
         model.generation_config = GenerationConfig(
@@ -142,10 +129,10 @@ def ready_to_save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def use_attention(model: PreTrainedModel, name: Attention) -> None:
-    """Has the model compute attention so; ``auto`` leaves it as it was loaded.
+    """Sets the implementation of attention; ``auto`` leaves the one that the model was loaded with.
 
     Raises:
-        UserError: It cannot, or what that needs is not installed.
+        UserError: The model does not support it, or its package is not installed.
     """
     if name == "auto":
         return
@@ -159,11 +146,7 @@ def use_attention(model: PreTrainedModel, name: Attention) -> None:
 
 
 def check_attention(config: PretrainedConfig, name: Attention) -> None:
-    """The same for a model that is not loaded yet.
-
-    Raises:
-        UserError: See `use_attention`.
-    """
+    """Raises the same error for a model that is not loaded."""
     if name == "auto":
         return
     try:
@@ -179,16 +162,16 @@ def _refusal(model: str, name: str, error: Exception) -> UserError:
 
 
 def quantization_config(wanted: dict[str, Any], device: str | torch.device, key: str, instead: str) -> Any:
-    """The configuration for ``from_pretrained``.
+    """Returns the quantisation configuration for ``from_pretrained``.
 
     Args:
         wanted: The setting, such as ``{quant_method: bitsandbytes, load_in_4bit: true}``.
-        device: Where the weights will be.
-        key: Of the setting.
-        instead: What to set if it is left out.
+        device: Device of the weights.
+        key: Name of the setting.
+        instead: What to set in its place.
 
     Raises:
-        UserError: It is not known, its package is not installed, or the device cannot.
+        UserError: The method is unknown, its package is not installed, or the device does not support it.
     """
     try:
         config = AutoQuantizationConfig.from_dict(wanted)
@@ -208,12 +191,12 @@ WEIGHTS = {"bf16-true": "bfloat16", "16-true": "float16", "64": "float64", "64-t
 
 
 def weights_dtype(precision: str) -> str:
-    """The format that Lightning gives a model's weights."""
+    """Returns the number format that Lightning gives a model's weights."""
     return WEIGHTS.get(str(precision), "float32")
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether the device has instructions for products in bfloat16; a CPU without them takes several times as long."""
+    """Returns whether the device has instructions for products in bfloat16; without them they are many times slower."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
@@ -233,26 +216,26 @@ def choose_number_formats(settings: Settings, device: torch.device) -> None:
 
 @contextmanager
 def forward_precision(precision: str, device: torch.device) -> Iterator[None]:
-    """Inside, a forward pass computes as a training step of this precision does."""
+    """Makes forward passes inside compute as a training step of this precision does."""
     dtype = AUTOCAST.get(str(precision))
     with torch.autocast(device.type, dtype, enabled=dtype is not None):
         yield
 
 
 def autocast_to_bfloat16(device: torch.device) -> bool:
-    """Whether matrix products are being computed in bfloat16, as the gradients of the output head may be, too.
+    """Returns whether matrix products are computed in bfloat16, so that the gradients of the output head may be, too.
 
-    Not in float16: gradients smaller than its range are only scaled up after the loss.
+    This does not hold for float16, where gradients are scaled into its range only after the loss.
     """
     return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.bfloat16
 
 
 @contextmanager
 def loss_precision(device: torch.device) -> Iterator[None]:
-    """Inside, no autocast: logits and losses are float32 where the weights are.
+    """Disables autocast inside, so that logits and losses are float32 if the weights are.
 
-    The products that give logits may then round their inputs, not their sums or results: on a GPU to TF32, whose
-    mantissa is longer than that of the half precision the hidden states were computed in; on a CPU to bfloat16.
+    The products that give logits may round their inputs, not their sums or results: on a GPU to TF32, whose mantissa is
+    longer than that of the hidden states' half precision; on a CPU to bfloat16.
     """
     if not torch.is_autocast_enabled(device.type):
         yield

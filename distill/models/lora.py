@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) by peft, on frozen weights that may be held in bfloat16 or fewer bits (QLoRA)."""
+"""Low-rank adapters (LoRA) by peft, on frozen weights that may be in bfloat16 or quantised (QLoRA)."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -13,10 +13,10 @@ from distill.models.loading import quantization_config
 
 
 def check_base(lora: LoraSettings, precision: str, device: torch.device) -> Any:
-    """What transformers' quantizers are told of the frozen weights, None without ``lora.quantization``.
+    """Returns transformers' configuration of the frozen weights' quantisation, or None.
 
     Raises:
-        UserError: They cannot be in this format with this precision of the training, or on this device.
+        UserError: The frozen weights cannot have this format with this precision, or on this device.
     """
     if lora.narrow and precision != "bf16-mixed":
         raise UserError(
@@ -29,21 +29,21 @@ def check_base(lora: LoraSettings, precision: str, device: torch.device) -> Any:
 
 
 class Adapter:
-    """A low-rank adapter in a model, which alone is trained. Its first weights depend on the seed.
+    """A model of which only a low-rank adapter is trained. The adapter's initial weights depend on the seed.
 
     Args:
         whole: The model in float32, into which the adapter is merged at the end.
-        lora: Its settings.
-        seed: Decides its first weights.
-        precision: Of the training, by Lightning's name.
-        device: Where it is trained.
-        load: Reads the same model there, with further options of transformers' ``from_pretrained``.
+        lora: Settings of the adapter.
+        seed: Seed of its initial weights.
+        precision: Lightning's name of the training's precision.
+        device: Device of the training.
+        load: Loads the same model there, with further options of ``from_pretrained``.
 
     Attributes:
-        model: What is trained: ``whole``, or a copy whose adapted layers are in bfloat16 or quantised.
+        model: The model to train: ``whole``, or a copy whose adapted layers are in bfloat16 or quantised.
 
     Raises:
-        UserError: There are no such layers, or the frozen weights cannot be in this format (see `check_base`).
+        UserError: The layers do not exist, or the frozen weights cannot have this format (see `check_base`).
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Adapter:
     ) -> None:
         from peft import LoraConfig, get_peft_model
 
-        few_bits = check_base(lora, precision, device)
+        quantized = check_base(lora, precision, device)
         self.whole = self.model = whole
-        if few_bits is not None:
-            self.model = load(quantization_config=few_bits).train()
+        if quantized is not None:
+            self.model = load(quantization_config=quantized).train()
         elif lora.narrow:
             self.model = copy.deepcopy(whole)
         if lora.narrow:
@@ -83,14 +83,13 @@ class Adapter:
                 layer.get_base_layer().to(torch.bfloat16)
 
     def _layers(self) -> Iterator[tuple[str, Any]]:
-        """The adapted layers by name."""
         from peft.tuners.lora import LoraLayer
 
         return ((name, layer) for name, layer in self.model.named_modules() if isinstance(layer, LoraLayer))
 
     @torch.no_grad()
     def merged(self) -> PreTrainedModel:
-        """The model in float32 with what was learned in its weights."""
+        """Returns the float32 model with the adapter merged into its weights."""
         if self.model is self.whole:
             merged: PreTrainedModel = self._adapted.merge_and_unload()
             return merged

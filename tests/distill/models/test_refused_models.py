@@ -14,5 +14,5 @@ def test_weights_that_are_not_numbers_are_named() -> None:
     model = build_tiny("llama")
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
-    with pytest.raises(UserError, match=r"NaN or infinite.*layers\.0\.mlp\.up_proj\.weight"):
+    with pytest.raises(UserError, match=r"NaN or infinite, as are its weights .*layers\.0\.mlp\.up_proj\.weight"):
         check_head(model, LMHead(model))
