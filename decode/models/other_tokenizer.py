@@ -1,9 +1,9 @@
-"""A draft model of another vocabulary, in the role of one of the target's own.
+"""Draft models with another tokenizer than the target's.
 
-It drafts in the intersection of the two (token-level intersection, arXiv 2502.05202): its distribution, renormalised to
-the tokens that both have, is one more q for the exact rule, and the residual covers all other tokens. What tokens have
-in common is the bytes of their text, not the signs that a tokenizer writes them with (``Ġthe`` and ``▁the``), and for
-special tokens their role.
+They draft in the intersection of the two vocabularies (token-level intersection, arXiv 2502.05202): the draft's
+distribution, renormalised to the common tokens, is an ordinary q for the exact rule, and the residual covers all other
+tokens. Tokens are equal if the bytes of their text are, however a tokenizer writes them (``Ġthe`` and ``▁the``), and
+special tokens if their role is.
 """
 
 import re
@@ -21,10 +21,10 @@ from decode.errors import UserError
 from decode.models.heads import FeatureHead
 from decode.models.runner import Runner, WrappedRunner
 
-LEAST = 100  # fewest tokens an intersection may have: less does not even spell the letters, digits and signs of English
+LEAST = 100  # fewest tokens of an intersection: fewer do not even spell the letters, digits and signs of English
 BOS, EOS = "<bos>", "<eos>"
 Token = bytes | str
-"""A token whatever its tokenizer: the bytes of its text; `BOS`, `EOS` or the content of another special token."""
+"""A token of any tokenizer: the bytes of its text, or `BOS`, `EOS` or the content of another special token."""
 SPACE = "\u2581"  # SentencePiece's sign for a space
 RAW_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's tokens for bytes that no other token spells
 
@@ -37,11 +37,11 @@ class Vocabulary:
     """The tokens of one tokenizer that its model knows.
 
     Attributes:
-        tokens: by id.
-        ids: by token; where several ids have one text the lowest, and a raw byte only where no other token spells it.
+        tokens: tokens by id.
+        ids: ids by token; of several ids with one text the lowest, and a raw byte only where no other token spells it.
 
     Raises:
-        UserError: a tokenizer of another kind, whose pieces have no text of their own.
+        UserError: the tokenizer is neither byte-level nor like SentencePiece, so its tokens have no text of their own.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int, whose: str) -> None:
@@ -53,44 +53,46 @@ class Vocabulary:
                 f"the {whose}'s tokenizer ({type(tokenizer).__name__}) is neither byte-level nor like SentencePiece, "
                 "so its tokens cannot be compared with another vocabulary's; use a draft of the target's model family"
             )
-        self.size = size
-        self._model = backend.model
+        self.size, self._model = size, backend.model
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        roles = {tokenizer.bos_token_id: BOS} | {tokenizer.eos_token_id: EOS}  # of a token with both, the end counts
+        roles = {tokenizer.bos_token_id: BOS} | {tokenizer.eos_token_id: EOS}  # a token with both roles is an end
         named = {i: token for token, i in tokenizer.get_vocab().items() if i < size}
-        self.tokens: dict[int, Token] = {
-            i: roles[i] if i in roles else token if i in special else self._bytes(token) for i, token in named.items()
-        }
-        last = sorted(named, key=lambda i: (RAW_BYTE.fullmatch(named[i]) is not None, i), reverse=True)
-        self.ids: dict[Token, int] = {self.tokens[i]: i for i in last}
+        self.tokens: dict[int, Token] = {}
+        raw = set()
+        for i, token in named.items():
+            byte = None if self.byte_level else RAW_BYTE.fullmatch(token)
+            if i in roles or i in special:
+                self.tokens[i] = roles.get(i, token)
+            elif byte:
+                self.tokens[i] = bytes([int(byte[1], 16)])
+                raw.add(i)
+            elif not self.byte_level:
+                self.tokens[i] = token.replace(SPACE, " ").encode()
+            elif all(character in BYTES for character in token):
+                self.tokens[i] = bytes(BYTES[character] for character in token)
+            else:
+                self.tokens[i] = token.encode()
+        self.ids: dict[Token, int] = {self.tokens[i]: i for i in sorted(named, key=lambda i: (i in raw, i), reverse=True)}
         self._unknown = self.ids.get(EOS, 0)
 
-    def _bytes(self, token: str) -> bytes:
-        if self.byte_level:
-            known = all(character in BYTES for character in token)
-            return bytes(BYTES[character] for character in token) if known else token.encode()
-        raw = RAW_BYTE.fullmatch(token)
-        return bytes([int(raw[1], 16)]) if raw else token.replace(SPACE, " ").encode()
-
     def spell(self, token: Token | None) -> list[int]:
-        """A token of another vocabulary in this one's ids: its own id, or at least one id that spells its text."""
+        """A token of another vocabulary in ids of this one: its own id, or at least one id that spells its text.
+
+        The tokenizer's own merges split the text, without anything before it.
+        """
         if token in self.ids:
             return [self.ids[token]]
         if token in (None, BOS, EOS):  # GPT-2 and others begin texts with the token that ends them
             return [self._unknown]
         text = token.encode() if isinstance(token, str) else token or b""
-        return [i for i in self._split(text) if i < self.size] or [self._unknown]
-
-    def _split(self, text: bytes) -> list[int]:
-        """The tokenizer's own merges on a piece of text: nothing is put before it, as at the start of a text."""
         if self.byte_level:
-            written = "".join(CHARACTERS[byte] for byte in text)
+            ids = [piece.id for piece in self._model.tokenize("".join(CHARACTERS[byte] for byte in text))]
         else:
             try:
-                written = text.decode().replace(" ", SPACE)
+                ids = [piece.id for piece in self._model.tokenize(text.decode().replace(" ", SPACE))]
             except UnicodeDecodeError:  # a part of a character
-                return [self.ids[bytes([byte])] for byte in text if bytes([byte]) in self.ids]
-        return [piece.id for piece in self._model.tokenize(written)]
+                ids = [self.ids[bytes([byte])] for byte in text if bytes([byte]) in self.ids]
+        return [i for i in ids if i < self.size] or [self._unknown]
 
 
 class Intersection:
@@ -134,7 +136,7 @@ class Intersection:
         return rows.index_copy_(1, target, logits[:, draft])
 
     def sentence(self, prompt: Collection[int]) -> str:
-        """How much of the target's vocabulary, and of the tokens of some prompts, the draft can draft."""
+        """Which part of the target's vocabulary, and of the tokens of some prompts, the draft can draft."""
         shared, whole = len(self.shared), len(self.target.tokens)
         known = sum(i in self.shared for i in prompt) / max(1, len(prompt))
         return (

@@ -1,8 +1,8 @@
-"""Prompts and chats to token ids, the only place that does it.
+"""Prompts and chats to token ids, and ids back to text.
 
-Training, evaluation and decoding call the same functions, so that a prompt has the same ids wherever it is read. Where
-a tokenizer puts a start token before texts (Llama, Mistral, Gemma), prompts begin with exactly one. A chat is what its
-template writes and nothing more, as transformers and the engines read it: a start token only where the template has it.
+Training, evaluation and decoding call the same functions, so that a prompt has the same ids everywhere. Where a
+tokenizer puts a start token before texts (Llama, Mistral, Gemma), prompts begin with exactly one. A chat is the text of
+its template and nothing more, as in transformers and the engines: it has a start token only if the template writes it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,20 +21,17 @@ Message = Mapping[str, Any]
 
 
 def start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before every text by itself: one start token, or nothing."""
+    """Ids that the tokenizer itself puts before every text: one start token, or none."""
     whole, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
     before = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
     return [int(i) for i in whole[:before]]
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a prompt, ready to be continued: no end token.
-
-    Where the tokenizer puts a start token before texts there is exactly one, whether the text already begins with it
-    or not.
+    """Ids of a prompt, without an end token; see `batch_prompt_ids`.
 
     Raises:
-        UserError: nothing is left to continue.
+        UserError: the prompt has no ids.
     """
     (ids,) = batch_prompt_ids(tokenizer, [text])
     if not ids:
@@ -43,7 +40,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def batch_prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """`prompt_ids` of many texts; an empty one has no ids where the tokenizer has no start token."""
+    """Ids of prompts. Where the tokenizer has a start token they begin with exactly one, also if the text has it."""
     start, found = start_ids(tokenizer), []
     for ids in plain_ids(tokenizer, texts):
         while start and ids[: len(start)] == start:
@@ -55,12 +52,10 @@ def batch_prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -
 def chat_ids(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template_args: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Ids of a chat, followed by what its template writes where the assistant's turn begins.
-
-    They are those of transformers' ``apply_chat_template``.
+    """Ids of a chat up to the beginning of the assistant's turn, equal to transformers' ``apply_chat_template``.
 
     Args:
-        tokenizer: of the target, with a chat template.
+        tokenizer: the target's tokenizer, with a chat template.
         messages: the turns so far.
         template_args: further variables of the template, such as ``enable_thinking``.
 
@@ -71,7 +66,7 @@ def chat_ids(
 
 
 def written_ids(tokenizer: PreTrainedTokenizerBase, chat: str) -> list[int]:
-    """Ids of a chat that a template has written; nothing is added.
+    """Ids of a chat that a template has written.
 
     Raises:
         UserError: the template wrote nothing.
@@ -83,23 +78,23 @@ def written_ids(tokenizer: PreTrainedTokenizerBase, chat: str) -> list[int]:
 
 
 def user_says(text: str, system: str | None = None) -> list[Message]:
-    """The messages of a chat that begins with what a user says, after a system message if there is one."""
+    """The messages of a chat that begins with a user's turn, after a system message if one is given."""
     opening = [{"role": "system", "content": system}] if system else []
     return [*opening, {"role": "user", "content": text.strip()}]
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> None:
-    """Refuse a chat template that does not write the assistant's turns, or not the system message to be used.
+    """Refuse a chat template that leaves out the assistant's turns, or the system message that is to be used.
 
     Raises:
-        UserError: which of them it does not write or accept.
+        UserError: which of them it leaves out or refuses.
     """
-    answer = {"role": "assistant", "content": "MARKED ANSWER"}
+    question, answer = user_says("MARKED QUESTION"), {"role": "assistant", "content": "MARKED ANSWER"}
     try:
-        with_answer = render_chat(tokenizer, [*user_says("MARKED QUESTION"), answer], ask=False)
+        refuses = answer["content"] not in render_chat(tokenizer, [*question, answer], ask=False)
     except UserError:
-        with_answer = answer["content"]  # it accepts no chat that ends like this, and so cannot be asked
-    if answer["content"] not in with_answer:
+        refuses = False  # a template may refuse chats that end with the assistant's turn
+    if refuses:
         raise UserError(
             "the chat template does not write the assistant's turns, so it is none to chat with; give the tokenizer "
             "the model's own template, or continue plain text (--chat false)"
@@ -122,12 +117,12 @@ def render_chat(
     ask: bool,
     template_args: Mapping[str, Any] | None = None,
 ) -> str:
-    """A chat as its template writes it.
+    """The text of a chat.
 
     Args:
-        tokenizer: of the target, with a chat template.
+        tokenizer: the target's tokenizer, with a chat template.
         messages: the turns.
-        ask: end with what stands before the assistant's next turn (``add_generation_prompt``).
+        ask: end with the beginning of the assistant's next turn (``add_generation_prompt``).
         template_args: further variables of the template.
 
     Raises:
@@ -139,36 +134,29 @@ def render_chat(
             "prompts (--chat false, data.chat false)"
         )
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=False,
-            add_generation_prompt=ask,
-            **(template_args or {}),
-        )
+        turns, args = [dict(message) for message in messages], template_args or {}
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask, **args))
     except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise UserError(f"the chat template does not accept these messages: {error}") from error
-    return str(text)
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of texts as they are, without start and end tokens."""
+    """Ids of texts, without start and end tokens."""
     found: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     return found
 
 
 def continuation_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of texts that follow other text: no start token, and no space put before the first word.
+    """Ids of texts that follow other text: without a start token, and without a space before the first word.
 
-    SentencePiece tokenizers write "▁" before the first word of any text. There the texts are encoded after a line
-    break, whose ids are taken off again.
+    SentencePiece tokenizers write "▁" before the first word of any text. With them the texts are encoded after a line
+    break, whose ids are removed again.
     """
-    first = tokenizer.convert_ids_to_tokens(plain_ids(tokenizer, ["a"])[0])[0]
-    if not first.startswith("▁"):
-        return plain_ids(tokenizer, texts)
-    anchor = plain_ids(tokenizer, ["\n"])[0]
-    encoded = plain_ids(tokenizer, [f"\n{text}" for text in texts])
     bare = plain_ids(tokenizer, texts)
-    cut = len(anchor)
+    if not tokenizer.convert_ids_to_tokens(plain_ids(tokenizer, ["a"])[0])[0].startswith("▁"):
+        return bare
+    anchor = plain_ids(tokenizer, ["\n"])[0]
+    encoded, cut = plain_ids(tokenizer, [f"\n{text}" for text in texts]), len(anchor)
     return [long[cut:] if long[:cut] == anchor else short for long, short in zip(encoded, bare, strict=True)]
 
 
@@ -187,15 +175,15 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return end
 
 
-INCOMPLETE = "\ufffd"  # what a decoder shows for bytes that are no whole character yet
+INCOMPLETE = "\ufffd"  # the character in decoded text for bytes that are no whole character yet
 
 
 class Detokenizer:
-    """Token ids in, text out; the pieces joined are the text of all ids at once.
+    """Turns token ids into text piece by piece; the joined pieces are the text of all ids at once.
 
-    A piece is held back while its last bytes are no whole character. Each piece is decoded together with the one
-    before it, because many tokenizers treat the first token of a text differently (spaces). `tokenizers`' DecodeStream
-    does the same for fast tokenizers only, and does not give out what it holds back at the end.
+    A piece is held back until its last bytes are a whole character. Each piece is decoded together with the one before
+    it, because many tokenizers treat the first token of a text differently (spaces). `tokenizers`' DecodeStream does
+    the same for fast tokenizers only, and does not return what it holds back at the end.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
@@ -203,28 +191,25 @@ class Detokenizer:
         self.skip = skip_special_tokens
         self.ids: list[int] = []
         self._before = 0  # first id of the last piece
-        self._shown = 0  # ids whose text has been given out
+        self._shown = 0  # ids whose text has been returned
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of some ids on their own."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=self.skip, clean_up_tokenization_spaces=False))
 
-    def push(self, ids: Iterable[int]) -> str:
-        """Add ids; returns the text that is certain by now, possibly none."""
+    def push(self, ids: Iterable[int], *, last: bool = False) -> str:
+        """Add ids; returns the text that is certain by now, possibly none, or all of it after the last ids."""
         self.ids += ids
-        return self._new(hold=True)
-
-    def finish(self) -> str:
-        """What was held back."""
-        return self._new(hold=False)
-
-    def _new(self, hold: bool) -> str:
         text = self.text(self.ids[self._before :])
         known = self.text(self.ids[self._before : self._shown])
-        if len(text) <= len(known) or (hold and text.endswith(INCOMPLETE)):
+        if len(text) <= len(known) or (not last and text.endswith(INCOMPLETE)):
             return ""
         self._before, self._shown = self._shown, len(self.ids)
         return text[len(known) :]
+
+    def finish(self) -> str:
+        """The text that was held back."""
+        return self.push([], last=True)
 
 
 def marked(
@@ -234,14 +219,14 @@ def marked(
     rejected: Sequence[Sequence[int]],
     alone: bool = False,
 ) -> list[dict[str, str]]:
-    """Tokens as ``{text, who}``: accepted, corrected, bonus, target, and rejected before what replaced it.
+    """Tokens as ``{text, who}``: accepted, corrected, bonus or target, each after the tokens rejected in its place.
 
     Args:
-        detokenizer: holds what came before.
+        detokenizer: has read the text before.
         tokens: the next tokens.
-        written_by: as `Round.written_by` tells it.
-        rejected: for each token the drafted ones that were rejected at its place; at most three are shown.
-        alone: nobody drafts, so the target's tokens are no bonus.
+        written_by: `Round.written_by`.
+        rejected: for each token the drafted ones that were rejected in its place; at most three are shown.
+        alone: there is no drafter, so the target's tokens are no bonus.
     """
     names = {"draft": "accepted", "fix": "corrected", "target": "target" if alone else "bonus"}
     pieces = []
@@ -260,15 +245,14 @@ def stop_at(
 ) -> Iterator[tuple[Round, list[int]]]:
     """Cut rounds after the first token that completes one of the strings, by transformers' own criterion.
 
-    A round emits several tokens, so the text may end inside it; what follows is dropped, as if the tokens had come
-    one by one.
+    A round emits several tokens, so the text may end inside it; the rest of the round is dropped.
 
     Args:
         rounds: from `decode.loop.rounds`.
         prompt: token ids before the first round.
-        tokenizer: of the target.
-        strings: the stop strings; none passes the rounds through.
-        found: told how many tokens were dropped, once a string is complete.
+        tokenizer: the target's tokenizer.
+        strings: the stop strings; with none, rounds are passed through.
+        found: called with the number of dropped tokens once a string is complete.
     """
     if not strings:
         yield from rounds
