@@ -72,7 +72,9 @@ class Vocabulary:
                 self.tokens[i] = bytes(BYTES[character] for character in token)
             else:
                 self.tokens[i] = token.encode()
-        self.ids: dict[Token, int] = {self.tokens[i]: i for i in sorted(named, key=lambda i: (i in raw, i), reverse=True)}
+        self.ids: dict[Token, int] = {
+            self.tokens[i]: i for i in sorted(named, key=lambda i: (i in raw, i), reverse=True)
+        }
         self._unknown = self.ids.get(EOS, 0)
 
     def spell(self, token: Token | None) -> list[int]:
