@@ -3,21 +3,24 @@
 import sys
 from pathlib import Path
 
+import yaml
+
 from decode.commands.parsing import config_paths, parse, run_main, take_flag
 from decode.errors import UserError
 
-ABOUT = """Trains a draft model for a target: target -> initial draft -> reference (DistillSpec) -> draft (AdaSPEC),
-measures all drafts and exports the one that export.choose names, under <output_dir>/<name>/. Stages whose inputs have
-not changed are skipped, and an interrupted run continues where it was. Flags that are not settings: --dry-run (the
-whole run with tiny random models of the same architectures, no network, under two minutes), --show-example (print one
-training example with its label mask, then stop), --estimate (a few steps of every part with the run's own models and
-data: tokens, disk, memory and time of the whole, then stop), --tracker wandb|csv|tensorboard|none (short for
---tracker.kind)."""
+ABOUT = """Trains drafts for a target: target -> student -> drafts (DistillSpec; with a reference AdaSPEC), measures all
+of them and exports the one that export.choose names, under <output_dir>/<name>/. Stages whose inputs have not changed
+are skipped, and an interrupted run continues where it was. Flags that are not settings: --dry-run (the whole run with
+tiny random models of the same architectures, no network, under two minutes), --show-example (print one training example
+with its label mask, then stop), --estimate (run a few steps of every part with the run's own models and data, and print
+tokens, memory and time of the whole), --tracker wandb|csv|tensorboard|none (short for --tracker.kind),
+--drafts.NAME.KEY VALUE (change one draft)."""
 
 EXAMPLES = """\
   python -m distill --config configs/quickstart.yaml
-  python -m distill --config configs/quickstart.yaml --name wider --initial.architecture.hidden-size 96 --dry-run
+  python -m distill --config configs/quickstart.yaml --name wider --student.architecture.hidden-size 96 --dry-run
   python -m distill --config configs/quickstart.yaml --show-example
+  python -m distill --config configs/quickstart.yaml --name k20 --drafts.adaspec.k 0.2
   python -m distill bench                                     how fast AdaSPEC trains here; own settings: --speed.*
   python -m distill ablate --config configs/ablation.yaml     variations of AdaSPEC over several seeds
   wandb sweep configs/sweeps/distill.yaml                     grids of settings"""
@@ -26,10 +29,9 @@ BENCH = """Measures AdaSPEC's training steps and the memory of its loss against 
 Hugging Face's Trainer, on the pair of a configuration: its trained run if there is one, else random weights. Without
 --config, configs/quickstart.yaml."""
 
-ABLATE = """Trains AdaSPEC and each of `comparisons`, a variation of it, with several seeds, and compares them with
-DistillSpec of the same seed by offline alpha on the same texts. Target, initial draft and reference are taken from a
-run beside it where they are the same. Finished drafts are kept; the table grows with each new one. Without --config,
-configs/ablation.yaml."""
+ABLATE = """Trains each of the drafts with several seeds, and compares them with the first one of the same seed by
+offline alpha on the same texts. Target, student and references are taken from another run where they are the same.
+Finished drafts are kept; the table grows with each new one. Without --config, configs/ablation.yaml."""
 
 FOREIGN = {"bench", "probes", "ablation", "design"}  # sections of a shared configuration of other commands
 TRACKER = {"tracker": "tracker.kind"}
@@ -52,18 +54,25 @@ def main(argv: list[str] | None = None) -> None:
         check_alone(f"python -m distill {'--dry-run' if dry_run else '--estimate'}")
     from distill.config.run import Settings
 
+    options = take_draft_options(argv)
     settings = parse(
         Settings, argv, prog="python -m distill", description=ABOUT, examples=EXAMPLES, foreign=FOREIGN, aliases=TRACKER
     )
+    for option, (name, key, value) in options.items():
+        found = next((draft for draft in settings.drafts if draft.name == name), None)
+        if found is None or key not in vars(found):
+            known = [draft.name for draft in settings.drafts] if found is None else list(vars(found))
+            raise UserError(f"{option}: {name if found is None else key!r} is not one of {', '.join(known)}")
+        setattr(found, key, yaml.safe_load(value))
     from distill.pipeline import run_pipeline, show_example
 
     if measure:
         from decode.progress import output_console
-        from distill.estimate import measured_estimate
+        from distill.estimate import estimate
         from distill.estimate import show as show_estimate
 
         console = output_console()
-        return show_estimate(measured_estimate(settings, console), settings, console)
+        return show_estimate(*estimate(settings, console), console)
     if dry_run:
         from distill.dry_run import shrink
 
@@ -72,6 +81,20 @@ def main(argv: list[str] | None = None) -> None:
         show_example(settings)
     else:
         run_pipeline(settings)
+
+
+def take_draft_options(argv: list[str]) -> dict[str, tuple[str, str, str]]:
+    """Remove the options ``--drafts.NAME.KEY VALUE`` from the arguments; return name, key and value of each."""
+    found, rest = {}, list(argv)
+    argv.clear()
+    while rest:
+        option, equals, value = rest.pop(0).partition("=")
+        parts = option.split(".")
+        if parts[0] == "--drafts" and len(parts) == 3 and (equals or rest):
+            found[option] = parts[1], parts[2].replace("-", "_"), value if equals else rest.pop(0)
+        else:
+            argv.append(option + equals + value)
+    return found
 
 
 def _bench(argv: list[str]) -> None:

@@ -1,28 +1,26 @@
 """Checkpoints that a kill at any moment leaves sound: written aside, renamed, checked before they are used.
 
-A checkpoint is a zip file whose members carry CRC-32 sums, so one that was cut short or altered is recognised without
-a description beside it; of sharded weights it is a folder of `torch.distributed.checkpoint`, whose description tells
-which bytes of which file there have to be.
+A checkpoint is a zip file whose members carry CRC-32 sums, so one that was cut short or altered is recognised; of
+sharded weights it is a folder of `torch.distributed.checkpoint`, whose metadata holds the sizes of its files.
 """
 
 from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed import checkpoint as sharded
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -32,150 +30,76 @@ from distill import ranks
 from distill.config.training import TrainingSettings
 from distill.files import remove
 
-REST = "meta.pt"  # what Lightning calls the file of everything but weights and optimisers in a sharded checkpoint
+META = "meta.pt"  # Lightning's file of everything but weights and optimisers in a sharded checkpoint
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoint format, written aside and renamed."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Writes the checkpoint safely."""
+        """Write the checkpoint atomically."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_safely(Path(path), lambda file: torch.save(checkpoint, file))
 
 
-class BackgroundCheckpointIO(AsyncCheckpointIO):
-    """Lightning's writing in a thread, in which older checkpoints are removed, too, once the newer ones are there."""
-
-    def remove_checkpoint(self, path: Any) -> None:
-        """Removes one after all that is being written."""
-        self._ensure_setup()
-        assert self._executor is not None
-        self._executor.submit(super().remove_checkpoint, path)
-
-
-class _Movable(ModelCheckpoint):
-    """Keeps to the folder it is given, also where a checkpoint was written when the run's folder was elsewhere."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state back, with every path in this folder."""
-        assert self.dirpath is not None
-        super().load_state_dict(_moved(state_dict, str(state_dict["dirpath"]), str(self.dirpath)))
-
-    def _should_remove_checkpoint(self, trainer: L.Trainer, previous: str, current: str) -> bool:
-        return previous != current  # Lightning keeps the one that a run was continued from for ever
-
-
-class ResumeCheckpoint(_Movable):
-    """Everything needed to go on, every so many steps and at the end; the two newest are kept.
-
-    Where a validation follows a step, the checkpoint follows the validation: a continued run has its result.
+class BestWeights(Callback):
+    """Keeps the weights of the best validation on the CPU, and in every checkpoint.
 
     Args:
-        folder: Where they go, as ``step-N.ckpt``.
-        every: Steps between them.
-        best: Keeps the best weights; files of it that a checkpoint here names are left until it is removed.
+        monitor: The logged metric by which validations are compared.
+        mode: Whether its smallest or its largest value is the best.
     """
 
-    def __init__(self, folder: Path, every: int, best: BestWeights) -> None:
-        super().__init__(
-            folder,
-            "step-{step:08d}",
-            monitor="step",
-            mode="max",
-            save_top_k=2,
-            auto_insert_metric_name=False,
-            every_n_train_steps=every,
-            enable_version_counter=False,
-        )
-        self.every, self.best = every, best
-        self.best_of: dict[str, str] = {}
-        best.keep = self.best_of.values
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        """Saves after a whole step that no validation follows."""
-        batch = trainer.fit_loop.epoch_loop.batch_idx + 1
-        validated = trainer.is_last_batch or batch % (trainer.val_check_batch or 1) == 0
-        if batch % trainer.accumulate_grad_batches == 0 and trainer.global_step % self.every == 0 and not validated:
-            self._save(trainer)
+    def __init__(self, monitor: str, mode: Literal["min", "max"]) -> None:
+        self.monitor, self.sign = monitor, 1 if mode == "max" else -1
+        self.value: float | None = None
+        self.weights: dict[str, Any] = {}
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Saves after the validation of a step."""
-        if trainer.global_step % self.every == 0 or trainer.is_last_batch:
-            self._save(trainer)
+        """Take the weights if they are the best so far."""
+        value = float(trainer.callback_metrics[self.monitor])
+        if trainer.state.fn != "fit" or (self.value is not None and self.sign * value <= self.sign * self.value):
+            return
+        self.value, model = value, cast(nn.Module, pl_module.model)
+        if isinstance(trainer.strategy, Fsdp):
+            whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            self.weights = get_model_state_dict(model, options=whole)  # on the first rank
+        elif ranks.is_first():
+            frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+            self.weights = {
+                name: value.detach().to("cpu", copy=True)
+                for name, value in model.state_dict().items()
+                if name not in frozen
+            }
 
     def state_dict(self) -> dict[str, Any]:
-        """With the best weights of each checkpoint's time."""
-        return super().state_dict() | {"best_of": self.best_of}
+        """Return the best value and its weights."""
+        return {"value": self.value, "weights": self.weights}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes it back."""
-        super().load_state_dict(state_dict)
-        self.best_of |= _moved(state_dict["best_of"], str(state_dict["dirpath"]), str(self.dirpath))
-
-    def _save(self, trainer: L.Trainer) -> None:
-        if not self._should_skip_saving_checkpoint(trainer):
-            check_finite: Callable[[], None] = getattr(trainer.lightning_module, "check_finite", lambda: None)
-            check_finite()
-            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
-
-    def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
-        self.best_of[filepath] = self.best.best_model_path  # before saving: it is part of the state
-        super()._save_checkpoint(trainer, filepath)
-
-    def _remove_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
-        super()._remove_checkpoint(trainer, filepath)
-        weights = self.best_of.pop(filepath, "")
-        if weights and weights != self.best.best_model_path:
-            self.best._remove_checkpoint(trainer, weights)
-
-
-class BestWeights(_Movable):
-    """The weights of the best validation, as ``best-N.ckpt``."""
-
-    keep: Callable[[], Any] = staticmethod(tuple)
-
-    def __init__(self, folder: Path, monitor: str, mode: Literal["min", "max"]) -> None:
-        super().__init__(
-            folder,
-            "best-{step:08d}",
-            monitor=monitor,
-            mode=mode,
-            save_weights_only=True,
-            auto_insert_metric_name=False,
-            save_on_train_epoch_end=False,
-            enable_version_counter=False,
-        )
-
-    def _remove_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
-        if filepath not in self.keep():
-            super()._remove_checkpoint(trainer, filepath)
+        """Restore them."""
+        self.value, self.weights = state_dict["value"], state_dict["weights"]
 
     def restore(self, model: nn.Module) -> None:
-        """Loads them.
+        """Load the best weights into a model.
 
         Raises:
             UserError: There was no validation.
         """
-        if not self.best_model_path:
+        if self.value is None:
             raise UserError(
                 "the stage ended before its first validation, so there are no weights to keep: set "
                 "trainer.validate_every to at most the number of steps"
             )
-        if Path(self.best_model_path).is_dir():
-            own = {f"model.{name}": value for name, value in model.state_dict().items()}
-            sharded.load({"state_dict": own}, checkpoint_id=self.best_model_path, no_dist=True)
-            return
-        state = torch.load(self.best_model_path, map_location="cpu", weights_only=True)["state_dict"]
-        whole = all(weight.requires_grad for weight in model.parameters())  # of an adapter there is nothing else
-        model.load_state_dict({name.removeprefix("model."): value for name, value in state.items()}, strict=whole)
+        whole = all(weight.requires_grad for weight in model.parameters())  # an adapter is saved alone
+        model.load_state_dict(self.weights, strict=whole)
 
 
 def newest_sound(folder: Path, note: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint to go on from that is sound and whose best weights are; others are removed."""
+    """Return the newest sound checkpoint to continue from; damaged ones are removed."""
     candidates = sorted(folder.glob("step-*.ckpt"), reverse=True)
     for path in candidates:
-        if is_sound(path) and all(is_sound(folder / Path(best).name) for best in _best_named_in(path)):
+        if is_sound(path):
             note(f"continuing from step {int(path.stem.split('-')[1])}")
             return path
         note(f"{path.name} is damaged or incomplete and is not used")
@@ -187,50 +111,34 @@ def newest_sound(folder: Path, note: Callable[[str], None]) -> Path | None:
 
 
 def is_sound(path: Path) -> bool:
-    """Whether a checkpoint is whole and unaltered."""
+    """Return whether a checkpoint is whole and unaltered."""
     try:
         if path.is_dir():
             places = sharded.FileSystemReader(path).read_metadata().storage_data.values()
             whole = all((path / of.relative_path).stat().st_size >= of.offset + of.length for of in places)
-            return whole and is_sound(path / REST)
+            return whole and is_sound(path / META)
         with zipfile.ZipFile(path) as file:
             return file.testzip() is None
     except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError, pickle.UnpicklingError, EOFError):
         return False
 
 
-def _best_named_in(path: Path) -> list[str]:
-    """The best weights at the time of a checkpoint; none before the first validation."""
-    path, name = (path / REST if path.is_dir() else path), path.name
-    states = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["callbacks"].values()
-    named = [(Path(file).name, best) for state in states for file, best in state.get("best_of", {}).items()]
-    return [best for file, best in named if file == name and best]
-
-
-def _moved(value: Any, old: str, new: str) -> Any:
-    """The same with paths in another folder."""
-    if isinstance(value, dict):
-        return {_moved(key, old, new): _moved(item, old, new) for key, item in value.items()}
-    return new + value[len(old) :] if isinstance(value, str) and value.startswith(old) else value
-
-
 class Fsdp(ModelParallelStrategy):
     """PyTorch's second FSDP under Lightning; runs on CPUs too.
 
-    Every rank writes its share of a checkpoint, a folder of `torch.distributed.checkpoint`, from which any number of
-    ranks can go on.
+    Every rank writes its share of a checkpoint, a folder from which any number of ranks can go on.
 
     Args:
-        hybrid: a copy on every machine (HSDP).
-        background: Write checkpoints in a thread of every rank, from a copy on the CPU, one at a time.
+        world: Number of ranks.
+        machines: Number of machines, each with a copy of the weights (HSDP); 1: weights are spread over all ranks.
     """
 
-    def __init__(self, *, hybrid: bool = False, background: bool = False) -> None:
-        super().__init__(save_distributed_checkpoint=True)
-        self.hybrid = hybrid
-        self._thread = ThreadPoolExecutor(1) if background else None
-        self._jobs: list[Future[None]] = []
-        self._group: distributed.ProcessGroup | None = None  # of the threads: training must not wait in theirs
+    def __init__(self, world: int, machines: int = 1) -> None:
+        copies = machines if machines > 1 else world
+        super().__init__(
+            data_parallel_size=copies, tensor_parallel_size=world // copies, save_distributed_checkpoint=True
+        )
+        self.hybrid = machines > 1
 
     @property
     def sharding_mesh(self) -> DeviceMesh:
@@ -238,68 +146,18 @@ class Fsdp(ModelParallelStrategy):
         return self.device_mesh if self.hybrid else self.device_mesh["data_parallel"]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Writes the folder aside, then renames it."""
+        """Write the folder aside, then rename it."""
         path = Path(self.broadcast(filepath))
         aside = path.with_name(f".tmp-{path.name}")
-        self._wait()
-        state = {"state_dict": checkpoint.pop("state_dict")}
-        state |= {f"optimizer_{n}": own for n, own in enumerate(checkpoint.pop("optimizer_states", []))}
         if self.is_global_zero:
             remove(aside)
-            aside.mkdir(parents=True)
-            torch.save(checkpoint, aside / REST)  # at once: training changes what it refers to
         self.barrier()
-        if self._thread:
-            self._group = self._group or distributed.new_group(backend="gloo")
-            saved = sharded.async_save(state, checkpoint_id=aside, process_group=self._group)
-            assert isinstance(saved, Future)
-            self._do(lambda: self._rename(aside, path, saved))
-        else:
-            with _cause_shown():
-                sharded.save(state, checkpoint_id=aside)
-            self._rename(aside, path)
-            self.barrier()
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes one, once what is being written is there."""
-        self._do(lambda: super(Fsdp, self).remove_checkpoint(filepath))
-
-    def teardown(self) -> None:
-        """Waits for what is being written."""
-        self._wait()
-        super().teardown()
-
-    def _rename(self, aside: Path, path: Path, saved: Future[Any] | None = None) -> None:
-        if saved:
-            with _cause_shown():
-                saved.result()  # in the first rank: that all have written
+        super().save_checkpoint(checkpoint, aside, storage_options)
+        self.barrier()
         if self.is_global_zero:
             remove(path)
             aside.rename(path)
-
-    def _do(self, job: Callable[[], None]) -> None:
-        if self._thread:
-            self._jobs.append(self._thread.submit(job))
-        else:
-            job()
-
-    def _wait(self) -> None:
-        while self._jobs:
-            self._jobs.pop(0).result()
-
-    def _setup_distributed(self) -> None:
-        super()._setup_distributed()
-        machines = self.num_nodes if self.hybrid else self.world_size
-        self._data_parallel_size, self._tensor_parallel_size = machines, self.world_size // machines
-
-
-@contextmanager
-def _cause_shown() -> Iterator[None]:
-    """Inside, what kept a rank from writing is raised itself, such as its disk's being full."""
-    try:
-        yield
-    except sharded.CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from error
+        self.barrier()
 
 
 def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh) -> Any:

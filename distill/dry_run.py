@@ -1,13 +1,12 @@
 """``--dry-run``: any configuration, run through to its report in a minute or two, with tiny random models.
 
 Every stage takes the path that the real run will take (from scratch, fine-tuning, LoRA, as it is; the family of each
-model; the data's template; precision; selection; comparisons), so a mistake shows before the hours it would cost.
+model; the data's template; precision; selection), so a mistake shows before the hours it would cost.
 Nothing is downloaded: models of the same families are made on the spot, and rows of data sets that are not local
 files are word problems in their place.
 """
 
 import copy
-import math
 import shutil
 import string
 from dataclasses import replace
@@ -53,15 +52,14 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     if folder.exists():
         shutil.rmtree(folder)
     console.print(f"dry run of {settings.name}, in {folder}", highlight=False)
-    largest = math.ceil(4 / min(draft.k for draft in (small.draft, *small.comparisons)))  # batch, see plan_draft
-    _shrink_data(small.data, folder / "rows", max(48, 2 * largest), console)
+    _shrink_data(small.data, folder / "rows", 48, console)
     tokenizer = load_corpus(small.data, seed=small.seed).tokenizer
-    for stage, width, layers in (("target", 64, 2), ("initial", 32, 1)):
+    for stage, width, layers in (("target", 64, 2), ("student", 32, 1)):
         model: ModelSettings = getattr(small, stage)
         model.trust_remote_code = False  # no foreign code is needed for models made here
         own_head = untie and stage == "target"
         name = model.package.file if model.package else model.model
-        model.package = None
+        model.package, model.lora.quantization = None, None
         if name is None:
             shape = model.architecture
             grouped = shape.kv_heads is not None and shape.kv_heads < shape.heads
@@ -74,37 +72,33 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
             model.model = save_tiny(made, tokenizer, folder / "models" / stage)
         if model.trained:
             _shorten(model.training)
-    small.initial.layers, small.target.layerskip.exits = 1, []
-    small.eagle = replace(small.eagle, layers=[], heads=None, kv_heads=None, intermediate_size=None)
+    small.student.layers, small.target.layerskip.exits = 1, []
     small.stages_at_once = 1  # another process takes longer to start than the stages do
     if small.target.stacking is not None:
         small.target.stacking.layers = 1
-    _shorten(small.reference.training)
-    small.reference.examples = max(16, largest)
-    responses = small.reference.responses  # short, and written here whatever server is meant to
+    small.target.devices, small.target.sharded, small.target.quantization = [], False, None
+    _shorten(small.training)
+    for draft in small.drafts:  # as long as the section training, with its batches
+        draft.training = {key: v for key, v in draft.training.items() if key not in ("steps", "epochs", "batch_size")}
+    small.teacher.examples = 16
+    responses = small.teacher.responses  # short, and written here whatever server is meant to
     responses.max_new_tokens, responses.batch_size, responses.refresh_every = 8, 8, STEPS // 2
     if responses.server.answers:
         others = ", ".join(responses.server.addresses) or responses.server.engine
         console.print(f"  the target made here answers in place of {others}", highlight=False)
         responses.server.url, responses.server.urls, responses.server.engine = None, [], None
-    for draft in (small.draft, *small.comparisons):
-        draft.epochs = None if draft.epochs is None else 1.0
     trainer, evaluation = small.trainer, small.evaluation
     trainer.validate_every, trainer.validation_examples = STEPS // 2, 8
     trainer.devices, trainer.num_nodes, trainer.strategy, trainer.accumulate = 1, 1, "auto", min(2, trainer.accumulate)
     if trainer.accelerator not in ("auto", "cpu") and not torch.cuda.is_available():
         trainer.accelerator = "cpu"
     if not torch.cuda.is_available():
-        trainer.attention, trainer.compile = "auto", "none"
-        for training in (small.target.training, small.initial.training, small.reference.training):
+        trainer.attention = "auto"
+        for training in (small.target.training, small.student.training, small.training):
             training.optimizer = "adamw" if training.optimizer == "adamw_8bit" else training.optimizer
     evaluation.prompts, evaluation.accuracy_prompts, evaluation.decode_prompts = 4, 4, 2
     evaluation.max_new_tokens, evaluation.repeats = 8, 1
     evaluation.draft_lengths = sorted(evaluation.draft_lengths)[:2]
-    small.target.devices, small.target.sharded, small.target.quantization = [], False, None
-    for lora in (small.target.lora, small.initial.lora, small.reference.lora):
-        if lora is not None:
-            lora.quantization = None
     small.tracker.mode, small.export.hub = "offline", HubSettings()
     return small
 

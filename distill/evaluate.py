@@ -24,10 +24,9 @@ from decode.models.loading import open_draft
 from decode.models.pair import described, own_warp
 from decode.models.teacher_forcing import TeacherForcedLogits
 from decode.progress import Progress, as_current
-from distill.config.drafts import PLAIN
 from distill.data.context import MEASUREMENT, StageContext
 from distill.data.corpus import test_suite
-from distill.files import account_of
+from distill.stages import account_of
 
 Text = tuple[list[int], int]  # token ids, and how many of them are the prompt
 PROFILE_TURNS, COST_TURNS = 12, 8
@@ -106,14 +105,13 @@ class Evaluation:
         self.histograms, self.threads = Histograms(), torch.get_num_threads()
         self.target = context.load_target(self.settings.dtype)
         self.best = self.run.chosen(self.full.export.choose)
-        trust = self.full.initial.trust_remote_code
+        trust = self.full.student.trust_remote_code
         self.models = {
             name: open_draft(path, self.target, self.tokenizer, trust_remote_code=trust)
             for name, path in self.run.drafts.items()
         }
-        pair = dict.fromkeys((self.run.names["reference"], self.run.names["draft"]))
         reduced = {n for n, m in self.models.items() if isinstance(m, FeatureHead) and m.draft_ids() is not None}
-        self.shown = [name for name in pair if name not in reduced]
+        self.shown = [name for name in self.run.trained if name not in reduced]
         source, settings = self.full.data.source, self.settings
         whole = test_suite(
             context.corpus, source, max(settings.prompts, settings.accuracy_prompts, settings.decode_prompts)
@@ -229,17 +227,15 @@ class Evaluation:
         }
 
     def _pairs(self, alphas: dict[str, OfflineAlpha], mode: str) -> list[dict[str, Any]]:
-        """Returns the differences of the exported draft and AdaSPEC from the other trained drafts.
+        """Returns the differences of the exported draft from the others, and of each draft from its reference.
 
-        The last row compares the first trained draft with the undistilled one. A row's label names what both trainings
-        had in common.
+        The last row compares the first draft with the student before distillation. A row's label names what both
+        trainings had in common.
         """
-        first, base = self.run.names["initial"], self.run.names["reference"]
-        trained = [name for name in alphas if name != first]
-        pairs = [(self.best, name) for name in trained]
-        pairs += [(name, base) for name in (self.run.names["draft"], PLAIN) if name in trained]
+        pairs = [(self.best, name) for name in self.run.trained]
+        pairs += [(draft.name, draft.reference) for draft in self.full.drafts if draft.reference is not None]
         found = []
-        for a, b in dict.fromkeys([*pairs, (base, first)]):
+        for a, b in dict.fromkeys([*pairs, (self.run.trained[0], self.run.start)]):
             if a == b:
                 continue
             one, other = (account_of(self.run.draft_record(name)) for name in (a, b))
@@ -260,7 +256,7 @@ class Evaluation:
         widest = max(cost.verify_cost)
         predicted = {name: speedups_by_length(own, cost, widest - 1) for name, own in greedy.items()}
         speedups = predicted[self.best]
-        needed = [least for k in speedups if (least := break_even(k, cost)) is not None]
+        needed = [b for k in speedups if (b := break_even(k, cost.cost_ratio, cost.v, cost.overhead)) is not None]
         return {
             "draft": self.best,
             "cost_ratio": cost.cost_ratio,
@@ -278,25 +274,23 @@ class Evaluation:
     def _entries(self, best: Mapping[str, int | None]) -> list[BenchEntry]:
         """Returns what is timed: the exported draft at every length asked for, others at their predicted best length.
 
-        Others are the drafts of the stages and AdaSPEC. An untrained head is left out. Trees of heads are as deep as
-        the longest chain.
+        An untrained head is left out. Trees of heads are as deep as the longest chain.
         """
         lengths = sorted({*self.settings.draft_lengths, best[self.best] or 1})
-        names = dict.fromkeys([*self.run.names.values(), self.best, *({PLAIN} & set(self.models))])
-        heads = [name for name in names if isinstance(self.models[name], FeatureHead)]
+        heads = [name for name in self.models if isinstance(self.models[name], FeatureHead)]
         found = []
         for temperature in self.settings.temperatures:
-            for name in names:
-                if name in heads and name == self.run.names["initial"]:
+            for name in self.models:
+                if name in heads and name == self.run.start:
                     continue
                 method = "eagle" if name in heads else "vanilla"
                 for k in lengths if name == self.best else [best[name] or 1]:
                     options = MethodOptions(draft_length=k)
                     found.append(BenchEntry(method, name, options, temperature=temperature, name=f"{name} {k}"))
         depth = max(entry.options.draft_length or 1 for entry in found)
-        trees = list(zip(self.full.eagle.tree_widths, self.full.eagle.tree_nodes))
+        trees = list(zip(self.settings.tree_widths, self.settings.tree_nodes))
         for temperature in self.settings.temperatures if heads else ():
-            for name in dict.fromkeys((self.run.names["reference"], self.best)):
+            for name in dict.fromkeys((self.run.trained[0], self.best)):
                 for width, nodes in trees:
                     options = MethodOptions(draft_length=depth, tree_width=width, tree_nodes=nodes)
                     label = f"{name}-tree {width}/{nodes}"

@@ -18,8 +18,7 @@ from decode.errors import UserError
 from decode.models.heads import FeatureHead
 from distill import ranks
 from distill.checkpoints import FirstBad, Fsdp, explain, shard
-from distill.config.drafts import EagleSettings
-from distill.config.training import CompileLoss, TrainingSettings
+from distill.config.training import StudentSettings, TrainingSettings
 from distill.data.batches import Batch, OptimizerStep, example_of_rows, label_mask
 from distill.losses.chunked import LossRequest, LossRows, can_fuse, fused_loss, plain_loss
 from distill.losses.next_token import next_token_hits, next_token_loss
@@ -53,7 +52,6 @@ class TrainingModule(L.LightningModule):
     mode: Literal["min", "max"] = "min"
 
     model: Any
-    compile_loss: CompileLoss = "off"  # as `TrainerSettings.compile_loss`, which `fit` sets
     selected: Tensor | None = None  # no buffer: each rank counts its own
 
     def __init__(
@@ -63,6 +61,7 @@ class TrainingModule(L.LightningModule):
         self.model, self.training_settings, self.steps, self.seed = model, training, steps, seed
         self.history: list[dict[str, float]] = []  # Every validation's metrics with its step
         self.last_loss: Tensor | None = None  # The latest training loss, on the device
+        self.log_every = 0  # Steps between logged ones; 0 outside a training
         # in a list: its weights are the model's, not to be counted twice
         self._head = [LMHead(model)] if isinstance(model, PreTrainedModel) else []
         self._sums: Tensor | None = None
@@ -73,8 +72,7 @@ class TrainingModule(L.LightningModule):
     @property
     def logs_this_step(self) -> bool:
         """Whether Lightning's loggers take this step's values; only then are they computed and read."""
-        every: int = 0 if self._trainer is None else self._trainer.log_every_n_steps  # type: ignore[attr-defined]
-        return every > 0 and (self.global_step + 1) % every == 0
+        return self.log_every > 0 and (self.global_step + 1) % self.log_every == 0
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Last hidden states ``[rows, hidden]`` where a label is predicted, and those positions ``[batch, time]``."""
@@ -179,6 +177,7 @@ class TrainingModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Moves the counts of selected tokens to this rank's device."""
+        self.log_every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if self.selected is not None:
             self.selected = self.selected.to(self.device)
 
@@ -386,8 +385,8 @@ class DistillModule(TrainingModule):
     def _loss(self, drafted: Drafted, request: LossRequest) -> LossRows:
         if not (self.fused and can_fuse(drafted.head)):
             return plain_loss(drafted.hidden, drafted.head, drafted.target, request)
-        compiled = self.compile_loss == "on" or (self.compile_loss == "auto" and drafted.hidden.is_cuda)
-        return fused_loss(drafted.hidden, drafted.head, drafted.target, request, compiled=compiled)
+        on_gpu = drafted.hidden.is_cuda  # there the kernels are compiled
+        return fused_loss(drafted.hidden, drafted.head, drafted.target, request, compiled=on_gpu)
 
     def _choose_in_step(
         self, request: LossRequest, objective: Objective, drafted: Drafted, step: OptimizerStep, number: int
@@ -438,7 +437,7 @@ class HeadModule(DistillModule):
     model: FeatureHead
 
     def __init__(
-        self, model: FeatureHead, training: TrainingSettings, steps: int, *, settings: EagleSettings, **options: Any
+        self, model: FeatureHead, training: TrainingSettings, steps: int, *, settings: StudentSettings, **options: Any
     ) -> None:
         super().__init__(model, training, steps, **options)
         self.settings = settings

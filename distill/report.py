@@ -167,7 +167,7 @@ def build_page(report: Row, run_dir: Path) -> Page:
         blocks += [Heading("Samples", "The mark of a token shows which model generated it."), Samples(shown)]
     if export:
         target, draft = str(run_dir / "target"), str(run_dir / "export")
-        kind = settings.get("eagle", {}).get("kind")
+        kind = settings.get("student", {}).get("kind")
         kind = kind if kind in card.KINDS.values() else "draft"
         blocks.append(Heading("Use", f"The exported {'draft' if kind == 'draft' else 'head'} is in `{draft}`."))
         blocks += [Code(lines, title) for title, _, lines in card.commands(target, draft, kind=kind, **export)]

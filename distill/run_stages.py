@@ -1,302 +1,384 @@
-"""The stages of a run in order, each skipped if nothing it depends on has changed."""
+"""The stages of a run in order: the target and the student are prepared, then each draft is distilled."""
 
-import json
-import os
-import shutil
+from __future__ import annotations
+
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.errors import UserError
-from decode.models.heads import FeatureHead, head_config, load_head
-from decode.models.loading import load_model, stop_ids
+from decode.models.heads import FeatureHead, head_config, load_head, save_head
+from decode.models.loading import DTYPES, check_tokenizers, gguf_file, load_model, load_tokenizer, stop_ids
 from decode.models.writing import write_texts
 from decode.progress import working
 from distill import ranks
 from distill.checks import check_inputs
-from distill.config.drafts import AdaSpecSettings
-from distill.config.run import Settings
-from distill.config.training import TrainingSettings
-from distill.data.batches import TokenDataset
+from distill.config.drafts import DraftSettings
+from distill.config.training import ModelSettings, StudentSettings, TargetSettings, TrainerSettings, TrainingSettings
+from distill.data.batches import DistillDataModule, Schedule, TokenDataset, keeps_apart
+from distill.data.chat import IGNORE
 from distill.data.context import StageContext
-from distill.files import RunDir, StageRecord, remove
-from distill.losses.objective import Objective
+from distill.files import remove, save_tokenizer
+from distill.losses.objective import objective_of
+from distill.models.layers import LayerSkip, ProgressiveStacking, cut
 from distill.models.lm_head import LMHead, check_head
-from distill.models.loading import ready_to_save
+from distill.models.loading import count_parameters, load_or_build, ready_to_save, source_folder
 from distill.models.lora import Adapter
-from distill.modules import DistillModule, HeadModule
-from distill.report import display
-from distill.responses.on_policy import HeadTexts
-from distill.responses.texts import answered_by_target, fixed_texts
-from distill.stages import Distillation, StageResult, data_key, distil, language_model, say_size, stage_fingerprints
+from distill.modules import CausalLMModule, DistillModule, HeadModule, TrainingModule, token_counts
+from distill.responses.on_policy import HeadTexts, OnPolicy, Writer
+from distill.responses.texts import answered_by_original, answered_by_target, fixed_texts
+from distill.stages import Account, StageRecord, account_of, stage_fingerprints
 from distill.teacher.heads import start_from_target
 from distill.teacher.store import prepare
+from distill.tracking import for_stage
+from distill.trainer import fit
+
+MOST_SELECTED = 100
+"""Length of the list of tokens that AdaSPEC selects most."""
+ONE_ROW = 1 << 30
+"""Tokens of a row that every batch fits into."""
 
 
-def begin(
-    context: StageContext, objective: Objective, share: float, training: TrainingSettings, steps: int, seed: int
-) -> Distillation:
-    """The training of a draft model that starts from the initial draft (see `distill.stages.Begin`)."""
-    full, settings = context.settings, context.settings.reference
-    load = partial(
-        load_model, context.run.path("initial"), dtype="float32", trust_remote_code=full.initial.trust_remote_code
-    )
-    model = load(device="cpu").train()
-    check_head(model, LMHead(model))
-    parameters = model.num_parameters()
-    adapter = None
-    if settings.lora is not None:
-        again = partial(load, device=context.device)
-        adapter = Adapter(model, settings.lora, full.seed, full.trainer.precision, context.device, again)
-        model = adapter.model
-    data = prepare(context, objective, share, selector="reference")
-    say_size(context, model, parameters)
-    fused = full.trainer.fused_loss
-    module = DistillModule(model, training, steps, target=data.teacher, objective=objective, fused=fused, seed=seed)
+@dataclass
+class StageResult:
+    """A finished stage: a model to be saved with its tokenizer, or a folder to be linked to."""
 
-    def trained() -> PreTrainedModel:
-        return ready_to_save(module.model if adapter is None else adapter.merged(), context.corpus.tokenizer)
+    record: StageRecord
+    model: PreTrainedModel | FeatureHead | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    source: Path | None = None
 
-    return Distillation(
-        module,
-        data.train,
-        data.validation,
-        parameters,
-        trained,
-        lambda schedule: data.on_policy(context, partial(write_texts, model), schedule, steps, seed),
-    )
-
-
-KINDS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}  # settings' names for the heads, as people write them
-
-
-def initial(context: StageContext, key: str) -> StageResult:
-    """A head for the target, its vocabulary chosen; an EAGLE-3 one starts from the target's weights where they fit."""
-    settings, console = context.settings.eagle, context.console
-    target = context.load_target("float32", "cpu")
-    config = head_config(target.config.get_text_config(), settings.version, **settings.shape())
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(context.settings.seed)
-        head = FeatureHead(config)
-    if head.reduced:
-        ids, share = frequent(_texts(context, target), int(config.draft_vocab_size), int(config.vocab_size))
-        head.set_vocabulary(ids)
-        console.print(f"  {len(ids):,} tokens drafted, {share:.1%} of the training labels", highlight=False)
-    elif settings.version == 3:
-        head.set_vocabulary(torch.arange(int(config.vocab_size)))
-    if settings.version == 3 and settings.init == "target":
-        left = start_from_target(head, target)
-        console.print(
-            "  starts from the target's last layer" + (f", but for {', '.join(left)}" if left else ""), highlight=False
-        )
-    elif settings.version == 3:
-        with torch.no_grad():  # the target's own directions are where the head's will end
-            rows, ids_or_all = target.get_output_embeddings().weight, head.draft_ids()
-            head.lm_head.weight.copy_(rows[: int(config.vocab_size)] if ids_or_all is None else rows[ids_or_all])
-    parameters = sum(p.numel() for p in head.parameters())
-    console.print(f"  {parameters:,} parameters", highlight=False)
-    if parameters >= target.num_parameters():
-        raise UserError(
-            f"the head has {parameters:,} parameters and the target {target.num_parameters():,}: a draft has to be "
-            "smaller; lower eagle.intermediate_size or eagle.draft_vocab"
-        )
-    return StageResult(StageRecord(key, parameters=parameters), head, context.corpus.tokenizer)
-
-
-def frequent(rows: TokenDataset, count: int, vocab: int) -> tuple[torch.Tensor, float]:
-    """The most frequent label tokens (FR-Spec, arXiv 2502.14856), ascending, and their share of all labels.
-
-    Ties and tokens that never occur by their ids.
-    """
-    counts = np.bincount(rows.labels[rows.labels >= 0], minlength=vocab)
-    ids = np.sort(np.argsort(-counts, kind="stable")[:count])
-    return torch.from_numpy(ids), float(counts[ids].sum() / max(1, counts.sum()))
-
-
-def begin_eagle_stages(
-    context: StageContext, objective: Objective, share: float, training: TrainingSettings, steps: int, seed: int
-) -> Distillation:
-    """The training of a head that starts from the initial one (see `distill.stages.Begin`)."""
-    full = context.settings
-    head = load_head(context.run.path("initial")).train()
-    data = prepare(context, objective, share, head=head, selector="reference")
-    how: dict[str, Any] = {
-        "target": data.teacher,
-        "settings": full.eagle,
-        "objective": objective,
-        "fused": full.trainer.fused_loss,
-    }
-    module = HeadModule(head, training, steps, **how, seed=seed)
-    parameters = sum(p.numel() for p in head.parameters())
-    writer = None if not share else HeadTexts(head, context.load_target("float32"), full.eagle.steps)
-    return Distillation(
-        module,
-        data.train,
-        data.validation,
-        parameters,
-        lambda: head.eval().cpu(),
-        lambda schedule: None if writer is None else data.on_policy(context, writer, schedule, steps, seed),
-    )
-
-
-def _texts(context: StageContext, target: PreTrainedModel) -> TokenDataset:
-    """The texts that the head will be trained on, as far as they do not depend on it."""
-    responses = context.settings.reference.responses
-    if responses.from_target and not responses.server.answers:
-        return answered_by_target(context)[0]  # in the target's own place and number format
-    return fixed_texts(context, target, stop_ids(target, context.corpus.tokenizer))[0]
-
-
-TEXTS = ("prompts", "responses", "original")  # folders of a run's work with what the target wrote
-
-
-def siblings(run: RunDir) -> list[RunDir]:
-    """The other runs in the same output folder."""
-    folder = run.folder.parent
-    return [RunDir(path) for path in sorted(folder.iterdir()) if path != run.folder] if folder.is_dir() else []
-
-
-def adopt(
-    run: RunDir, settings: Settings, others: Iterable[RunDir], only: Collection[str] | None = None
-) -> dict[str, Path]:
-    """Takes stages over from runs that made them from the same inputs; returns whose folder each one was.
-
-    The target's signals come with them, and the target's texts from runs with the same data. Files are linked where the
-    file system allows it, since nothing is ever changed in place; texts, to which a run adds lines, are copied.
-
-    Args:
-        run: takes over what it does not have.
-        settings: its own.
-        others: runs to look at.
-        only: stages to take; None takes all.
-    """
-    taken, others, donors = {}, list(others), []
-    for stage, (key, _) in stage_fingerprints(settings).items():
-        if (only is not None and stage not in only) or run.finished(stage, key) is not None:
-            continue
-        found = ((donor, donor.finished(stage, key)) for donor in others)
-        donor, record = next(((d, r) for d, r in found if r is not None), (None, None))
-        if donor is not None and record is not None:
-            source = donor.path(stage)
-            run.put(stage, record, lambda path, source=source: _link(source, path))  # type: ignore[misc]
-            taken[stage] = source
-            donors.append(donor)
-    if ranks.is_first():
-        same = [other for other in others if _same_data(other, settings)]
-        for donor in sorted([*donors, *same], key=lambda one: (one in same, one in donors), reverse=True):
-            for folder in ("signals", *TEXTS) if donor in same else ("signals",):
-                _take_over_files(donor, run, folder)
-    return taken
-
-
-def _same_data(donor: RunDir, settings: Settings) -> bool:
-    """Whether a run has distilled on the same examples, with responses by the same rule."""
-    noted = donor.noted("reference")
-    if noted is None:
-        return False
-    ours = data_key(settings) | {"responses": settings.reference.responses.key()}
-    theirs = noted.made_from | {"responses": noted.made_from.get("reference", {}).get("responses")}
-    return all(theirs.get(name) == value for name, value in json.loads(json.dumps(ours)).items())
-
-
-def _take_over_files(donor: RunDir, run: RunDir, folder: str) -> None:
-    """Files of a run's work that are not there yet; each carries the fingerprint of what it is good for."""
-    for file in sorted((donor.work / folder).glob("*")):
-        place = run.work / folder / file.name
-        if not file.name.startswith(".") and not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            if folder in TEXTS:
-                shutil.copy2(file, place)
-            else:
-                _link_file(str(file), str(place))
-
-
-def _link(source: Path, path: Path) -> None:
-    """A folder of links to the files of another, or the same link where it is one."""
-    if source.is_symlink():
-        path.symlink_to(source.resolve(), target_is_directory=True)
-    else:
-        shutil.copytree(source, path, copy_function=_link_file)
-
-
-def _link_file(source: str, path: str) -> None:
-    try:
-        os.link(source, path)
-    except OSError:  # another file system, or one without links
-        shutil.copy2(source, path)
+    def save(self, folder: Path) -> None:
+        """Write config.json, model.safetensors and the tokenizer, or the link."""
+        if self.source is not None:
+            folder.symlink_to(self.source.resolve(), target_is_directory=True)
+            return
+        assert self.model is not None
+        assert self.tokenizer is not None
+        if isinstance(self.model, FeatureHead):
+            folder.mkdir(parents=True)
+            save_head(self.model, folder)
+        else:
+            self.model.save_pretrained(folder)
+        save_tokenizer(self.tokenizer, folder)
 
 
 def run_stages(
     context: StageContext, only: Collection[str] | None = None, *, check: bool = True, take_over: bool = True
 ) -> list[str]:
-    """Runs the stages (``only`` some of them) that are not up to date; returns their names.
+    """Run the stages that are not up to date.
 
-    Unless the target alone is wanted, data and models are checked before the first one, if ``check`` is true. With
-    ``take_over`` a target, signals and texts that another run made from the same inputs are not made again.
+    Args:
+        context: Settings, data and folder.
+        only: Stages to run. None: all.
+        check: Check data and models before the first training, unless the target alone is wanted.
+        take_over: Take stages that another run made from the same inputs.
+
+    Returns:
+        The names of the stages that were made.
     """
     settings, run, console = context.settings, context.run, context.console
-    keys = stage_fingerprints(settings)
-    ran: list[str] = []
-    for stage, title, make in plan_stages(context):
+    head = settings.student.is_head
+    makers: dict[str, tuple[str, Callable[[str], StageResult]]] = {
+        "target": (f"target ({settings.target.kind})", partial(language_model, context, "target")),
+        "initial": (
+            f"student ({settings.student.kind})",
+            partial(untrained_head, context) if head else partial(language_model, context, "initial"),
+        ),
+        **{draft.name: (_title(draft), partial(distil, context, draft)) for draft in settings.drafts},
+    }
+    made: list[str] = []
+    for stage, (key, made_from) in stage_fingerprints(settings).items():
         if only is not None and stage not in only:
             continue
-        key, made_from = keys[stage]
+        title, make = makers[stage]
         console.print(f"[bold]{title}[/bold]", highlight=False)
-        if run.finished(stage, key) is not None:
+        if run.record(stage, key) is not None:
             console.print(f"  up to date: {run.path(stage)}", highlight=False)
             if ranks.is_first():
                 remove(run.work / f"checkpoints-{stage}")  # a kill may have left them
             continue
         if (noted := run.noted(stage)) is not None and noted.fingerprint == key:
             console.print(f"  {run.path(stage)} is not as it was written, and is made again", highlight=False)
-        taken = adopt(run, settings, siblings(run), only=("target",)) if take_over and stage == "target" else {}
-        if check and not ran and (only is None or "initial" in only):
+        if take_over and (source := run.take_over(stage, key)) is not None:
+            console.print(f"  taken from {source}, made from the same inputs", highlight=False)
+            continue
+        if check and not made and only != ("target",):
             with working(console, "checking data and models", bars=False):
                 check_inputs(context)
         started = time.monotonic()
-        if taken:
-            console.print(f"  the same one is in {taken[stage]}", highlight=False)
-        else:
-            with working(console, title, bars=False):
-                made = make(key)
-                made.record.made_from = made_from
-                run.put(stage, made.record, made.save)
-        ran.append(stage)
+        with working(console, title, bars=False):
+            result = make(key)
+            result.record.made_from = made_from
+            run.put(stage, result.record, result.save)
+        made.append(stage)
         console.print(f"  {run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]", highlight=False)
-    return ran
+    return made
 
 
-def plan_stages(context: StageContext) -> list[tuple[str, str, Callable[[str], StageResult]]]:
-    """Name, title and maker of every stage, in order."""
-    settings, draft = context.settings, context.settings.draft
-    if settings.eagle.enabled:
-        kind = KINDS[settings.eagle.kind]
-        names = f"untrained head: {kind}", kind, f"{kind} + {display(draft.name)}"
-        make_initial, begin_draft = partial(initial, context), begin_eagle_stages
-    else:
-        names = (
-            f"initial draft ({settings.initial.kind})",
-            f"DistillSpec, {settings.reference.divergence}",
-            display(draft.name),
+def _title(draft: DraftSettings) -> str:
+    by = f", the {draft.k:.0%} of tokens with the largest dL against {draft.reference}" if draft.selects else ""
+    return f"draft {draft.name}: {draft.divergence}{by}"
+
+
+# -- the target and the student ---------------------------------------------------------------------------------------
+
+
+def language_model(context: StageContext, stage: str, key: str) -> StageResult:
+    """Return the target or the student: taken as it is, or trained on next tokens."""
+    full, tokenizer = context.settings, context.corpus.tokenizer
+    settings: ModelSettings = full.target if stage == "target" else full.student
+    own = stage == "target" and full.data.tokenizer is None  # the examples' tokenizer is the target's
+    if settings.model is not None and not own:  # its tokenizer has to mean the same by every id
+        check_tokenizers(tokenizer, load_tokenizer(settings.model, trust_remote_code=settings.trust_remote_code))
+    if settings.kind == "as_is":
+        assert settings.model is not None
+        round_to = settings.round_to if isinstance(settings, TargetSettings) else None
+        if gguf_file(settings.model) is None and round_to is None:
+            record = StageRecord(key, parameters=count_parameters(settings, len(tokenizer)))
+            return StageResult(record, source=source_folder(settings.model))
+        model = load_model(settings.model, device="cpu", dtype=settings.dtype)
+        if round_to is not None:
+            model = model.to(DTYPES[round_to])
+        _say_size(context, model, model.num_parameters())
+        record = StageRecord(key, parameters=model.num_parameters())
+        return StageResult(record, ready_to_save(model, tokenizer), tokenizer)
+    offset = ("target", "initial").index(stage)
+    if isinstance(settings, StudentSettings) and settings.kind == "cut":
+        model = cut(context.load_target("float32", "cpu"), settings.layers)
+    else:  # a draft with as many ids as the target's embedding can be served without padding
+        vocab = len(tokenizer)
+        if stage != "target":
+            trust = full.target.trust_remote_code
+            config = AutoConfig.from_pretrained(context.run.target, trust_remote_code=trust)
+            vocab = int(config.get_text_config().vocab_size)
+        model = load_or_build(settings, tokenizer, vocab, full.seed + offset)
+    record = StageRecord(key, parameters=model.num_parameters())
+    check_head(model.train(), LMHead(model))
+    _say_size(context, model, record.parameters)
+    if not settings.trained:
+        return StageResult(record, ready_to_save(model, tokenizer), tokenizer)
+    rows, validation = TokenDataset.of(context.corpus.train), context.validation
+    if isinstance(settings, TargetSettings) and settings.layerskip.own_answers:
+        rows, validation = answered_by_original(context, model.to(context.device))
+    elif not context.corpus.answered:
+        rows, validation = answered_by_target(context)
+    if settings.training.prompt_loss:
+        rows = rows.all_labelled()
+    trainer, adapter = _trainer_of(context, settings), None
+    if settings.kind == "lora":
+        assert settings.model is not None
+        trust = settings.trust_remote_code
+        load = partial(load_model, settings.model, device=context.device, dtype="float32", trust_remote_code=trust)
+        adapter = Adapter(model, settings.lora, full.seed, trainer.precision, context.device, load)
+        model = adapter.model
+    steps = settings.training.steps_for(len(rows))
+    module = CausalLMModule(model, settings.training, steps, seed=full.seed)
+    if isinstance(settings, TargetSettings) and settings.stacking is not None:  # from scratch
+        module.stacking = ProgressiveStacking(model, settings.stacking, steps)
+    if isinstance(settings, TargetSettings) and settings.layerskip.enabled:
+        module.layerskip = LayerSkip(model, settings.layerskip, steps, scratch=settings.kind == "scratch")
+    schedule = schedule_of(rows, settings.training, full.seed * 10 + offset)
+    record.history, record.seconds = _fit(context, stage, key, module, rows, validation, schedule, steps, trainer)
+    if module.layerskip is not None:
+        module.layerskip.remove()
+    model = module.model if adapter is None else adapter.merged()
+    return StageResult(record, ready_to_save(model, tokenizer), tokenizer)
+
+
+def _trainer_of(context: StageContext, settings: ModelSettings) -> TrainerSettings:
+    """Return the trainer of a language model, with the model's own precision.
+
+    In bfloat16 on a CPU the gradient of PyTorch's fused attention takes several times as long as that of the plain one.
+    """
+    trainer = context.settings.trainer
+    precision = settings.precision or trainer.precision
+    slow = trainer.attention == "auto" and "bf16" in precision and context.device.type == "cpu"
+    return replace(trainer, precision=precision, attention="eager" if slow else trainer.attention)
+
+
+def untrained_head(context: StageContext, key: str) -> StageResult:
+    """Return a head for the target, with its vocabulary; an EAGLE-3 head starts from the target's weights."""
+    settings, console = context.settings.student, context.console
+    target = context.load_target("float32", "cpu")
+    assert settings.version is not None
+    config = head_config(target.config.get_text_config(), settings.version, draft_vocab=settings.draft_vocab)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(context.settings.seed)
+        head = FeatureHead(config)
+    if head.reduced:
+        responses = context.settings.teacher.responses
+        if responses.from_target and not responses.server.answers:
+            rows, _ = answered_by_target(context)  # in the target's own place and number format
+        else:
+            rows, _, _ = fixed_texts(context, target, stop_ids(target, context.corpus.tokenizer))
+        ids, share = frequent(rows, int(config.draft_vocab_size), int(config.vocab_size))
+        head.set_vocabulary(ids)
+        console.print(f"  {len(ids):,} tokens drafted, {share:.1%} of the training labels", highlight=False)
+    elif settings.version == 3:
+        head.set_vocabulary(torch.arange(int(config.vocab_size)))
+    if settings.version == 3:
+        left = start_from_target(head, target)
+        console.print(
+            "  starts from the target's last layer" + (f", but for {', '.join(left)}" if left else ""), highlight=False
         )
-        make_initial, begin_draft = partial(language_model, context, "initial"), begin
+    parameters = sum(p.numel() for p in head.parameters())
+    _say_size(context, head, parameters)
+    if parameters >= target.num_parameters():
+        raise UserError(
+            f"the head has {parameters:,} parameters and the target {target.num_parameters():,}: a draft has to be "
+            "smaller; lower student.draft_vocab"
+        )
+    return StageResult(StageRecord(key, parameters=parameters), head, context.corpus.tokenizer)
 
-    def draft_stage(stage: str, adaspec: AdaSpecSettings | None) -> Callable[[str], StageResult]:
-        return lambda key: distil(context, stage, key, begin_draft, adaspec)
 
-    stages: list[tuple[str, str, Callable[[str], StageResult]]] = [
-        ("target", f"target ({settings.target.kind})", partial(language_model, context, "target")),
-        ("initial", names[0], make_initial),
-        ("reference", f"reference: {names[1]}", draft_stage("reference", None)),
-        ("draft", f"draft: {names[2]}, k = {draft.k:g}, iso {draft.iso}", draft_stage("draft", draft)),
-    ]
-    for other in settings.comparisons:
-        title = f"comparison: {other.name} ({other.method}, k = {other.k:g}, iso {other.iso})"
-        stages.append((other.name, title, draft_stage(other.name, other)))
-    return stages
+def frequent(rows: TokenDataset, count: int, vocab: int) -> tuple[torch.Tensor, float]:
+    """Return the most frequent label tokens (FR-Spec, arXiv 2502.14856), ascending, and their share of all labels.
+
+    Ties are broken by the ids, as is the order of tokens that never occur.
+    """
+    counts = np.bincount(rows.labels[rows.labels >= 0], minlength=vocab)
+    ids = np.sort(np.argsort(-counts, kind="stable")[:count])
+    return torch.from_numpy(ids), float(counts[ids].sum() / max(1, counts.sum()))
+
+
+# -- drafts -----------------------------------------------------------------------------------------------------------
+
+
+def schedule_of(rows: TokenDataset, training: TrainingSettings, seed: int) -> Schedule:
+    """Return which examples make which step of a training."""
+    return Schedule(rows.lengths, training.batch_size, training.length_bucket, seed)
+
+
+def distil(context: StageContext, draft: DraftSettings, key: str) -> StageResult:
+    """Return a draft that starts from the student: by DistillSpec, or with a reference by AdaSPEC."""
+    started = time.monotonic()
+    full, run = context.settings, context.run
+    training = draft.training_of(full.training)
+    steps = training.steps_for(len(context.examples))
+    seed = full.seed if draft.seed is None else draft.seed
+    objective = objective_of(draft, steps, full.teacher.temperature)
+    module: DistillModule
+    writer: Writer | None
+    if full.student.is_head:
+        head = load_head(run.path("initial")).train()
+        data = prepare(context, objective, draft.on_policy, head=head, selector=draft.reference)
+        writer = HeadTexts(head, context.load_target("float32"), full.student.steps) if draft.on_policy else None
+        module = HeadModule(
+            head, training, steps, target=data.teacher, settings=full.student, objective=objective, seed=seed
+        )
+        parameters = sum(p.numel() for p in head.parameters())
+    else:
+        trust = full.student.trust_remote_code
+        model = load_model(run.path("initial"), device="cpu", dtype="float32", trust_remote_code=trust).train()
+        check_head(model, LMHead(model))
+        parameters = model.num_parameters()
+        data = prepare(context, objective, draft.on_policy, selector=draft.reference)
+        _say_size(context, model, parameters)
+        writer = partial(write_texts, model)
+        module = DistillModule(model, training, steps, target=data.teacher, objective=objective, seed=seed)
+    train, validation = data.train, data.validation
+    schedule = schedule_of(train, training, seed * 10 + 2)
+    own = data.on_policy(context, writer, schedule, steps, seed) if writer is not None else None
+    prepared = time.monotonic() - started
+    history, seconds = _fit(context, draft.name, key, module, train, validation, schedule, steps, full.trainer, own)
+    steps = int(history[-1]["step"])  # a callback may have ended the training early
+    tokens = sum(train.labels_of(schedule.batch(step)) for step in range(steps)) if own is None else own.label_tokens
+    selected, before = module.selected, 0
+    if selected is not None:
+        assert draft.reference is not None
+        record = run.record(draft.reference)
+        before = account_of(record).teacher_tokens if record is not None else 0
+    used = Account(
+        optimiser_steps=steps,
+        examples=steps * training.batch_size,
+        teacher_tokens=tokens,
+        selected_tokens=tokens if selected is None else int(selected.sum()),
+        cumulative_teacher_tokens=tokens + before,
+    )
+    tokenizer = context.corpus.tokenizer
+    most = [] if selected is None else token_counts(selected)[:MOST_SELECTED]
+    labels = train.labels[train.labels != IGNORE]
+    record = StageRecord(
+        key,
+        parameters=parameters,
+        seconds=prepared + seconds,
+        account=vars(used),
+        history=history,
+        selected=[(tokenizer.decode([token]), count) for token, count in most],
+        label_shares=[float((labels == token).mean()) for token, _ in most],
+    )
+    trained = module.model.eval().cpu() if full.student.is_head else ready_to_save(module.model, tokenizer)
+    return StageResult(record, trained, tokenizer)
+
+
+def _fit(
+    context: StageContext,
+    stage: str,
+    key: str,
+    module: TrainingModule,
+    train: TokenDataset,
+    validation: TokenDataset,
+    schedule: Schedule,
+    steps: int,
+    trainer: TrainerSettings,
+    own: OnPolicy | None = None,
+) -> tuple[list[dict[str, float]], float]:
+    """Train; return the learning curve and the seconds, those before an interruption included."""
+    selection = module.objective.selection if isinstance(module, DistillModule) else None
+    batches = DistillDataModule(
+        train,
+        validation,
+        schedule,
+        steps,
+        context.pad_id,
+        texts=own,
+        look_ahead=selection is not None and selection.scope == "global",  # all tokens of a step are needed at once
+        row_length=_row_length(context, module),
+        workers=context.settings.data.loader_workers,
+    )
+    history, seconds = fit(
+        module,
+        batches,
+        trainer,
+        context.run.checkpoints(stage, key),
+        name=stage,
+        logger=for_stage(context.logger, stage),
+        console=context.console,
+    )
+    seen = batches.seen
+    if seen.batches == steps * trainer.accumulate:  # not continued from a checkpoint
+        context.seen[stage] = seen
+    context.console.print(
+        f"  {seen.tokens:,} tokens read, {seen.speed:,.0f} a second, {seen.padding:.1%} padding", highlight=False
+    )
+    return history, seconds
+
+
+def _row_length(context: StageContext, module: TrainingModule) -> int | None:
+    """Return the tokens of the rows that examples are packed into; None, with a printed reason, if not packed."""
+    wanted = context.settings.trainer.packing
+    if wanted is None:
+        return None
+    models: list[Any] = [module.model, getattr(getattr(module, "target", None), "model", None)]
+    if isinstance(module.model, FeatureHead):
+        reason = "feature heads read one text a row"
+    elif isinstance(module, CausalLMModule) and module.layerskip is not None:
+        reason = "LayerSkip drops layers of whole rows"
+    elif not all(model is None or keeps_apart(model) for model in models):
+        reason = f"the attention of {type(module.model).__name__} does not keep the examples of a row apart"
+    else:
+        return ONE_ROW if context.settings.trainer.attention.startswith("flash") else wanted
+    context.console.print(f"  not packed: {reason}; batches are of similar lengths instead", highlight=False)
+    return None
+
+
+def _say_size(context: StageContext, model: PreTrainedModel | FeatureHead, parameters: int) -> None:
+    context.console.print(f"  {type(model).__name__}, {parameters:,} parameters", highlight=False)

@@ -1,6 +1,6 @@
-"""Lightning's trainer for every stage: what it is given of ours, and how a killed training goes on.
+"""Lightning's trainer for every stage, and how a killed training goes on.
 
-A training of S steps is one epoch of Lightning's. The loader carries its place, the batches and all random numbers are
+A training of S steps is one epoch. The loader's state is its place, and the batches and all random numbers are
 functions of the step, so a run that was killed and continued ends with the weights of an uninterrupted one.
 """
 
@@ -19,158 +19,106 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
-from lightning.pytorch.callbacks import Callback, ProgressBar, RichProgressBar, Timer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar, Timer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
-from torch import nn
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.families import decoder_layers
-from decode.models.heads import FeatureHead
 from decode.progress import EVERY, Progress, output_console
 from distill import ranks
-from distill.checkpoints import (
-    BackgroundCheckpointIO,
-    BestWeights,
-    Fsdp,
-    ResumeCheckpoint,
-    SafeCheckpointIO,
-    newest_sound,
-)
+from distill.checkpoints import BestWeights, Fsdp, SafeCheckpointIO, newest_sound
 from distill.config.training import SHARDED, TrainerSettings
 from distill.data.batches import DistillDataModule, Seen
 from distill.models.loading import checkpoint_layers, use_attention
 from distill.modules import TrainingModule
 
 
-class StageProgressBar(RichProgressBar):
-    """Lightning's bar under the stage's name."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(refresh_rate=5)
-        self.name = name
-
-    def _get_train_description(self, current_epoch: int) -> str:
-        return self.name
-
-
 class ProgressLines(Callback):
-    """A line now and then: steps done, the values that a progress bar shows, and the time left."""
+    """Shows steps done, the values of a progress bar, and the time left."""
 
     def __init__(self, console: Console, name: str) -> None:
         self.console, self.name = console, name
-        self._progress: Progress | None = None  # none yet where Lightning fails to begin
+        self.progress: Progress | None = None  # none yet where Lightning fails to begin
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Begins to print."""
-        self._progress, self._read = (progress := Progress(self.console)), 0.0
+        """Begin to print."""
+        self.progress, self.read = Progress(self.console), 0.0
         name = self.name if stage == "fit" else f"{self.name}: validation before training"
-        self._work = progress.__enter__().add(name)
+        self.work = self.progress.__enter__().add(name)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Notes the step that the run continues from."""
-        self._work.begin(trainer.global_step, trainer.max_steps)
+        """Note the step that the run continues from."""
+        self.work.begin(trainer.global_step, trainer.max_steps)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Notes the step, and now and then the values."""
-        self._work.update(done=trainer.global_step)
-        if (now := time.monotonic()) - self._read > EVERY / 4:
+        """Note the step, and now and then the values."""
+        self.work.update(done=trainer.global_step)
+        if (now := time.monotonic()) - self.read > EVERY / 4:
             values = trainer.progress_bar_metrics.items()
-            self._work.detail, self._read = " ".join(f"{name} {float(value):.4f}" for name, value in values), now
+            self.work.detail, self.read = " ".join(f"{name} {float(value):.4f}" for name, value in values), now
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Ends."""
-        if self._progress is not None:
-            self._progress.__exit__(None, None, None)
+        """End."""
+        if self.progress is not None:
+            self.progress.__exit__(None, None, None)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Ends."""
-        assert self._progress is not None
-        self._progress.__exit__(None, None, None)
+        """End."""
+        assert self.progress is not None
+        self.progress.__exit__(None, None, None)
 
 
 class Speed(Callback):
-    """Logs ``tokens_per_second`` of all processes, ``padding``, ``memory_gb``, and ``mfu`` of language models on a GPU.
-
-    MFU (model FLOPs utilisation) is the trained model's `operations` over what the device can do in that time, where
-    its peak is known; the target's forward passes are not in it.
+    """Times steps and validations; logs ``tokens_per_second`` of all processes, ``padding`` and ``memory_gb``.
 
     Args:
         seen: What the loader has drawn.
-        console: Told where a GPU's peak is not known.
     """
 
-    def __init__(self, seen: Seen, console: Console) -> None:
-        self.seen, self.console = seen, console
-        self._peak: int | None = None
-        self._mark = self._logged_at = 0.0
-        self._logged = 0
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+        self.mark = self.logged_at = 0.0
+        self.logged = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begins to count."""
-        if pl_module.device.type == "cuda" and not isinstance(pl_module.model, FeatureHead):
-            self._peak = peak_operations(pl_module.device, str(trainer.precision))
-            if self._peak is None:
-                name = torch.cuda.get_device_name(pl_module.device)
-                self.console.print(f"  mfu is not logged: no peak is known of {name} in {trainer.precision}")
-        self._mark, self._logged_at, self._logged = time.perf_counter(), self.seen.seconds, self.seen.tokens
+        """Begin to count."""
+        self.mark, self.logged_at, self.logged = time.perf_counter(), self.seen.seconds, self.seen.tokens
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begins to time a validation."""
-        self._mark = time.perf_counter()
+        """Begin to time a validation."""
+        self.mark = time.perf_counter()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Counts it by itself."""
+        """Count a validation by itself."""
         now = time.perf_counter()
-        self.seen.validation, self._mark = self.seen.validation + now - self._mark, now
+        self.seen.validation, self.mark = self.seen.validation + now - self.mark, now
         self.seen.validations += 1
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Counts a batch; logs after the steps that Lightning logs."""
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count a batch; log after the steps that Lightning logs."""
         now = time.perf_counter()
-        spent, self._mark = now - self._mark, now
+        spent, self.mark = now - self.mark, now
         self.seen.first = self.seen.first or spent
         self.seen.seconds, self.seen.batches = self.seen.seconds + spent, self.seen.batches + 1
-        whole = (trainer.fit_loop.epoch_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if not whole or trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
-        spent, tokens = self.seen.seconds - self._logged_at, self.seen.tokens - self._logged
-        self._logged_at, self._logged = self.seen.seconds, self.seen.tokens
-        rate = tokens / max(spent, 1e-9)
-        values = {"tokens_per_second": rate * trainer.world_size, "padding": self.seen.padding}
-        values["memory_gb"] = peak_memory(pl_module.device) / 1e9
-        if self._peak is not None:
-            values["mfu"] = operations(pl_module.model) * rate / self._peak  # type: ignore[arg-type]
+        spent, tokens = self.seen.seconds - self.logged_at, self.seen.tokens - self.logged
+        self.logged_at, self.logged = self.seen.seconds, self.seen.tokens
+        rate, memory = tokens / max(spent, 1e-9), peak_memory(pl_module.device) / 1e9
+        values = {"tokens_per_second": rate * trainer.world_size, "padding": self.seen.padding, "memory_gb": memory}
         pl_module.log_dict(values)
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most memory taken so far, in bytes: of the GPU, or of this process."""
+    """Return the most memory taken so far, in bytes: of the GPU, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def peak_operations(device: torch.device, precision: str) -> int | None:
-    """Operations a second that a GPU is sold with in the number format of its matrix products; None: not known."""
-    formats = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
-    return get_available_flops(device, formats.get(precision.split("-")[0], torch.float32))
-
-
-def operations(model: nn.Module) -> int:
-    """Operations of a training step for a token: 2 forward and 4 backward a parameter, 2 backward where it is frozen.
-
-    A table of embeddings is looked up, so it does not count unless it is the head too; nor does attention to other
-    tokens.
-    """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    looked_up = {id(table) for table in tables if head is None or table is not head.weight}
-    counted = (weight for weight in model.parameters() if id(weight) not in looked_up)
-    return sum(weight.numel() * (6 if weight.requires_grad else 4) for weight in counted)
 
 
 def fit(
@@ -184,7 +132,7 @@ def fit(
     console: Console | None = None,
     callbacks: tuple[Callback, ...] = (),
 ) -> tuple[list[dict[str, float]], float]:
-    """Train to the end, from the last sound checkpoint in ``work`` if there is one; ends with the best weights.
+    """Train to the end, from the newest sound checkpoint in ``work`` if there is one; ends with the best weights.
 
     Args:
         module: What to train. Afterwards its ``model`` holds the weights of the best validation, in the first process.
@@ -192,7 +140,7 @@ def fit(
         settings: Trainer settings.
         work: Folder for checkpoints. They are left there, for the caller to remove once the result is safe.
         name: Shown beside the progress.
-        logger: Where losses and validations go.
+        logger: Where losses and validations are logged.
         console: Where progress is shown.
         callbacks: Further Lightning callbacks, beside those of the settings.
 
@@ -202,27 +150,36 @@ def fit(
     """
     console = console or output_console()
     checkpoint = newest_sound(work, lambda text: console.print(f"  {text}"))
-    if settings.gradient_checkpointing and isinstance(module.model, PreTrainedModel):
-        checkpoint_layers(module.model)
     if isinstance(module.model, PreTrainedModel):
         use_attention(module.model, settings.attention)
-    module.compile_loss = settings.compile_loss
+        if settings.gradient_checkpointing:
+            checkpoint_layers(module.model)
     sharded = settings.strategy in SHARDED
-    in_thread = settings.checkpoint_background and not sharded  # what is sharded has threads of its own
     plain = copy.deepcopy(module.model) if sharded and ranks.is_first() else module.model
-    best, timer = BestWeights(work, module.monitor, module.mode), Timer()
-    resume = ResumeCheckpoint(work, settings.checkpoint_every or settings.validate_every, best)
+    best, timer = BestWeights(module.monitor, module.mode), Timer()
+    resume = ModelCheckpoint(
+        work,
+        "step-{step:08d}",
+        monitor="step",
+        mode="max",
+        save_top_k=2,
+        save_on_train_epoch_end=False,  # after every validation
+        auto_insert_metric_name=False,
+        enable_version_counter=False,
+    )
     further = [*settings.callback_instances(), *callbacks]
-    bar = settings.extra.get("enable_progress_bar", True) and console.is_terminal and not console.quiet
-    if bar and not any(isinstance(callback, ProgressBar) for callback in further):
-        further.append(StageProgressBar(name))
-    elif not bar:
+    bar = any(isinstance(callback, ProgressBar) for callback in further)
+    if not bar:
         further.append(ProgressLines(console, name))
+    strategy: Any = settings.strategy
+    if sharded:
+        world = ranks.process_count(settings.accelerator, settings.devices, settings.num_nodes)
+        strategy = Fsdp(world, settings.num_nodes if settings.strategy == "hsdp" else 1)
     options = {
         "accelerator": settings.accelerator,
         "devices": settings.devices,
         "num_nodes": settings.num_nodes,
-        "strategy": _sharding(settings) if sharded else settings.strategy,
+        "strategy": strategy,
         "accumulate_grad_batches": settings.accumulate,
         "inference_mode": not sharded,
         "precision": settings.precision,
@@ -232,15 +189,15 @@ def fit(
         "num_sanity_val_steps": 0,
         "log_every_n_steps": settings.log_every,
         "logger": logger or False,
-        "callbacks": [timer, Speed(data.seen, console), *further, best, resume],
+        "callbacks": [timer, Speed(data.seen), *further, best, resume],
         "profiler": settings.profiler_instance(),
-        "plugins": [BackgroundCheckpointIO(SafeCheckpointIO()) if in_thread else SafeCheckpointIO()],
-        "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in further),
+        "plugins": [SafeCheckpointIO()],
+        "enable_progress_bar": bar,
         "enable_model_summary": False,
         "use_distributed_sampler": False,
         "default_root_dir": work,
     }
-    with quiet(), _compiled(module, settings), _products(settings):
+    with quiet(), _products(settings):
         try:
             trainer = L.Trainer(**options | settings.extra)
         except (ValueError, MisconfigurationException) as error:
@@ -255,27 +212,6 @@ def fit(
     if ranks.is_first():
         best.restore(plain)
     return module.history, timer.time_elapsed("train")
-
-
-def _sharding(settings: TrainerSettings) -> Fsdp:
-    return Fsdp(hybrid=settings.strategy == "hsdp", background=settings.checkpoint_background)
-
-
-@contextmanager
-def _compiled(module: TrainingModule, settings: TrainerSettings) -> Iterator[None]:
-    """Inside, the layers of the module's language model are compiled, if that is wanted.
-
-    One after the other, in place: equal layers share their code, and the names of weights stay.
-    """
-    wanted = settings.compile != "none" and isinstance(module.model, PreTrainedModel)
-    layers = list(decoder_layers(module.model)) if wanted else []
-    for layer in layers:
-        layer.compile(mode=settings.compile, dynamic=None)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._compiled_call_impl = None
 
 
 @contextmanager

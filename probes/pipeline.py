@@ -22,8 +22,9 @@ from distill import ranks
 from distill.data.context import StageContext
 from distill.data.corpus import test_suite
 from distill.files import write_json
-from distill.pipeline import alone_in, run_of, say_end
+from distill.pipeline import alone_in, say_end
 from distill.run_stages import run_stages
+from distill.stages import run_of
 from distill.tracking import finish, for_stage, make_logger
 from probes.exit_search import METHODS, Choice, best_of, fastest_options, find_subset, predict_all, run_best
 from probes.features import Features, collect, exit_layers

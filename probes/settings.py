@@ -103,7 +103,7 @@ def shrink(settings: ProbesSettings, console: Console | None = None) -> ProbesSe
     assert isinstance(small, ProbesSettings)
     probes = small.probes
     probes.layers = []  # those of the tiny target
-    probes.draft = probes.draft and small.initial.model
+    probes.draft = probes.draft and small.student.model
     probes.prompts, probes.validation_prompts, probes.test_prompts = 16, 8, 8
     probes.max_new_tokens, probes.positions, probes.batch_size = 12, None, 8
     probes.max_epochs, probes.window, probes.thresholds = 2, 4, probes.thresholds[:2]

@@ -12,15 +12,15 @@ from decode.sampling import LogitsWarper
 from decode.trace import clustered_ratio
 from decode.verify import overlap
 
-DEPTH = 5  # drafted tokens of a feature head whose acceptance is measured; deeper ones are assumed to equal the last
+DEPTH = 5  # drafted tokens of a feature head whose acceptance is measured; deeper ones are taken to be as the last
 
 
 @dataclass
 class OfflineAlpha:
     """Acceptance at every response position."""
 
-    texts: list[list[float]]  # Σₓ min(p(x), q(x)) at each response position, one list for each text
-    # the number of each text's prompt: texts of one prompt are one observation; empty: all prompts differ
+    texts: list[list[float]]  # Σₓ min(p(x), q(x)) at each response position, one list a text
+    # the number of each text's prompt: texts of one prompt are one observation; each has its own if empty
     prompts: list[int] = field(default_factory=list)
 
     @property
@@ -70,18 +70,19 @@ def offline_alphas(
     depth: int = 1,
     seen: Callable[[TeacherForcedLogits], None] | None = None,
 ) -> dict[str, list[OfflineAlpha]]:
-    """Measure drafts on texts that the target generated, with one forward of the target for all drafts.
+    """Measure drafts on texts that the target generated, which it reads once for all of them.
 
     Args:
         target: p.
         drafts: q, by name.
         texts: (token ids, prompt length) of each text; those without a response are left out.
-        warp: logits to probabilities.
-        depth: number of drafted tokens of feature heads.
+        warp: the decoding mode.
+        depth: drafted tokens that feature heads are asked about.
         seen: called with the logits of every text.
 
     Returns:
-        For each draft the acceptance as first drafted token; of feature heads then as second, third, ….
+        For each draft the acceptance by text and position as first drafted token, of feature heads then as second,
+        third, …: for means, errors, paired comparisons and replays.
     """
     texts = [(ids, prompt_length) for ids, prompt_length in texts if len(ids) > prompt_length]
     found: dict[str, list[dict[int, list[float]]]] = {}  # by draft, depth and text
@@ -101,11 +102,11 @@ def offline_alphas(
 
 
 def prefixes(warp: LogitsWarper, ids: Sequence[int], prompt_length: int) -> list[Sequence[int]] | None:
-    """The tokens before each response token, for a warp that reads them; otherwise None."""
+    """What stands before each response token, for a warp that looks at it."""
     return [ids[:i] for i in range(prompt_length, len(ids))] if warp.needs_prefix else None
 
 
 def prompt_numbers(texts: Iterable[tuple[Sequence[int], int]]) -> list[int]:
-    """The number of the distinct prompt of each text (token ids, prompt length)."""
+    """For (token ids, prompt length) of each text: which distinct prompt it has."""
     seen: dict[tuple[int, ...], int] = {}
     return [seen.setdefault(tuple(ids[:prompt_length]), len(seen)) for ids, prompt_length in texts]

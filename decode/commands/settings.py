@@ -150,9 +150,9 @@ class ProfileSettings(SuiteSettings, ChatSettings, SamplingSettings, LoadSetting
     longest: PositiveInt = 15
     """Longest draft to predict."""
     batch_sizes: list[PositiveInt] = field(default_factory=list)
-    """Also measure costs and predict speedup and goodput at each of these batch sizes. The best draft lengths are
-    written into the speculation_profile.json of the draft's folder, if there is one, as vLLM takes them
-    (num_speculative_tokens_per_batch_size)."""
+    """Also measure the costs of so many texts at once, and predict speedup and goodput at each of these batch sizes.
+    The best draft lengths are written into the speculation_profile.json of the draft's folder, where there is one, as
+    vLLM takes them (num_speculative_tokens_per_batch_size), and into its model card."""
     json: bool = False
     """Print one JSON object."""
 
@@ -201,14 +201,15 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
     """Methods to compare, among them transformers' generate, generate-assistant, generate-assistant-dynamic and
     generate-prompt-lookup; empty: all that the given models and files allow. Options of one method follow its
     name, NAME:option=value:...: ears:beta=0.2, adaptix:order=2, adaspeed:exit_layer=4, vanilla:draft_length=5."""
-    baselines: bool = True
+    peers: bool = True
     """Also run transformers' own generation: plain, with the draft as assistant, with prompt lookup."""
     draft_lengths: list[PositiveInt] = field(default_factory=list)
     """Run the fixed-length methods once with each of these."""
-    batch_sizes: list[PositiveInt] = field(default_factory=lambda: [1])
-    """Sequences decoded at once; the methods are compared at each of these batch sizes. With a size above 1 the default
-    methods are: no draft, fixed draft lengths (--draft-lengths, else 1, 2, 4 and 8), cost-optimal, and transformers'
-    generate on batches. Each batch size gets --limit prompts, but at least two for each place of the batch."""
+    batch_sizes: list[PositiveInt] = field(default_factory=list)
+    """Decode this many texts at once; the methods are compared at each of these batch sizes instead of on one text.
+    Default methods: no draft, fixed draft lengths (--draft-lengths, else 1, 2, 4 and 8), cost-optimal, and
+    transformers' generate on batches. Each batch size gets --limit prompts, but at least two per place of the
+    batch."""
     suite: list[str] = field(default_factory=lambda: ["arithmetic"])
     """Prompts: arithmetic, chat, gsm8k, humaneval, mbpp, mmlu, alpaca, mt_bench, spec_bench, cnn_dailymail, xsum, open;
     a local file, whose columns say what it is, or NAME=PATH; arithmetic:2 is a difficulty, chat:qa a category."""
@@ -216,6 +217,9 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
     """Prompts of each suite (also --prompts), a sample chosen by the seed, evenly from its categories; null: all."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0])
     """0 is greedy; the smallest other value is 0.001."""
+    alpha_temperatures: list[Temperature] = field(default_factory=list)
+    """Also measure the drafts' offline α at these temperatures, without top-k, top-p and min-p, on texts that the
+    target writes for the prompts: the number that compares drafts."""
     max_new_tokens: PositiveInt = 128
     """Maximum number of new tokens per text."""
     repeats: PositiveInt = 3
@@ -261,7 +265,7 @@ def bench_settings(argv: Sequence[str], description: str = "", examples: str = "
     if not given:
         settings.suite = default_suites(content.get("data"))
     settings.target = settings.target or str(run / "target")
-    if not settings.draft and (found := next((f for f in (run / "export", run / "draft") if f.is_dir()), None)):
+    if not settings.draft and (found := next((f for f in (run / "export", run / "adaspec") if f.is_dir()), None)):
         settings.draft = [str(found)]
     settings.output = settings.output or str(run)
     return settings

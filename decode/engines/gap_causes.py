@@ -144,7 +144,7 @@ def _eagle3(draft: Path, config: Mapping[str, Any], layers: int | None) -> list[
             f"the head reads state {layers} of {layers} layers, which follows the target's last norm; vLLM and "
             "llama.cpp give the one before it, SGLang none"
         )
-        remedy = f"train it on three states below {layers} (eagle.layers)"
+        remedy = f"train it on three states below {layers}"
         found.append(Cause("last state captured", evidence, remedy))
     if trained and ((captured and captured != trained) or (sglang and [i + 1 for i in sglang] != list(trained))):
         evidence = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -88,24 +88,6 @@ else:
     ShareBelowOne = restricted_number_type("ShareBelowOne", float, [(">=", 0), ("<", 1)])
 
 
-LATER = {"later": True}
-"""Metadata of a setting that came after others were in fingerprints: while it has its default it is in none, so that
-what was made before there was such a setting stays valid."""
-
-
-def decisive(section: Any) -> dict[str, Any]:
-    """A section's settings for a fingerprint: all but those that came later and have their default."""
-    values = asdict(section)
-    for one in fields(section):
-        value = getattr(section, one.name)
-        default = one.default if one.default_factory is MISSING else one.default_factory()
-        if one.metadata == LATER and value == default:
-            del values[one.name]
-        elif is_dataclass(value):
-            values[one.name] = decisive(value)
-    return values
-
-
 Kind = Literal["auto", "pairs", "chat", "text"]
 Overlong = Literal["drop", "cut"]
 
@@ -117,12 +99,12 @@ class DataSettings:
     source: str = "arithmetic"
     """`arithmetic` (built in, no download), a preset (gsm8k, alpaca, mbpp, ...), a file or folder, a data set's name
     on the Hugging Face Hub, or `target`: an instruct target writes its own prompts, and answers them (see prompts;
-    reference.responses says how it answers)."""
+    teacher.responses says how it answers)."""
     prompts: PromptSettings = field(default_factory=PromptSettings)
     """With source target: how prompts are written, chosen and mixed with those of a file."""
     hub_config: str | None = None
     """Configuration of the Hub data set, where it has several; null: the preset's, or the only one."""
-    revision: str | None = field(default=None, metadata=LATER)
+    revision: str | None = None
     """Branch, tag or commit of the Hub data set; null: as it is at the time."""
     train_file: str | None = None
     """Local training rows (json, jsonl, csv, parquet or txt); with a preset as source its template is used."""
@@ -175,7 +157,7 @@ class DataSettings:
     workers: PositiveInt | None = None
     """Processes that tokenise; null: as many as cores where there are many rows. The result is kept in the run's
     work/corpus, and read from there by all processes of a training and by later runs of it."""
-    streaming: bool = field(default=False, metadata=LATER)
+    streaming: bool = False
     """Read rows of the Hub, or of json lines, csv and parquet files, one by one and no more than may be needed (four
     times the examples asked for), and keep them in files (where `datasets` caches) instead of memory. The examples are
     then the first of the source, not a sample of all of it: not for sources sorted by topic."""
@@ -197,10 +179,7 @@ class DataSettings:
 
     def key(self) -> dict[str, Any]:
         """The settings that decide what the examples are, not how they are made and read."""
-        key = decisive(self)
-        for name in ("workers", "loader_workers"):
-            del key[name]
-        return key
+        return {name: value for name, value in asdict(self).items() if name not in ("workers", "loader_workers")}
 
     def templates(self) -> tuple[str, str] | None:
         """The templates of one's own; line breaks and tabs that a shell or YAML left as two characters are made one."""
@@ -245,7 +224,7 @@ class DataSettings:
             if getattr(self, key) is not None:
                 raise UserError(
                     f"data.source is target and data.{key} is {getattr(self, key)!r}: prompts of one's own are given "
-                    "with data.prompts.file, or name the file as data.source with reference.responses.source target"
+                    "with data.prompts.file, or name the file as data.source with teacher.responses.source target"
                 )
 
 

@@ -8,8 +8,8 @@ from jsonargparse.typing import ClosedUnitInterval, PositiveInt
 from decode.errors import UserError
 from decode.method_options import Seed, Temperature, check_numbers
 from distill.config.data import DataSettings
-from distill.config.drafts import AdaSpecSettings, ComparisonSettings, DistillSettings, EagleSettings, check_names
-from distill.config.training import SHARDED, InitialDraftSettings, TargetSettings, TrainerSettings
+from distill.config.drafts import DraftSettings, TeacherSettings
+from distill.config.training import SHARDED, StudentSettings, TargetSettings, TrainerSettings, TrainingSettings
 
 
 @dataclass
@@ -29,10 +29,9 @@ class HubSettings:
 class ExportSettings:
     """How the exported draft is written."""
 
-    choose: str = "draft"
-    """Draft that is exported and leads the report: draft (the section draft's), the name of a trained draft in the
-    report's table (such as distillspec, or a comparison's), or best: the trained draft with the highest
-    acceptance rate on the validation examples. Reported figures are measured on the test examples in each case."""
+    choose: str = "best"
+    """Name of the draft that is exported and leads the report, or best: the one with the highest acceptance rate on the
+    validation examples. Reported figures are measured on the test examples in each case."""
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
     """Number format of the exported weights; keep: as trained."""
     draft_length: PositiveInt | None = None
@@ -61,8 +60,8 @@ class TrackerSettings:
     """W&B only: user or team; none means the account's default."""
     tags: list[str] = field(default_factory=list)
     """W&B only: tags of the run."""
-    log_draft: bool = True
-    """W&B only: record the exported draft as an artifact (its files are read in place, not copied)."""
+    log_draft: bool = False
+    """W&B only: upload the exported draft's weights as an artifact; metrics and tables are logged in any case."""
 
 
 @dataclass
@@ -81,7 +80,11 @@ class EvaluationSettings:
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
     """Decoding modes: 0 is greedy."""
     draft_lengths: list[PositiveInt] = field(default_factory=lambda: [2, 4, 6, 8])
-    """Draft lengths tried with the final draft."""
+    """Draft lengths tried with the exported draft."""
+    tree_widths: list[PositiveInt] = field(default_factory=lambda: [4])
+    """Trees tried with a feature head: nodes expanded a level, one entry for each of tree_nodes."""
+    tree_nodes: list[PositiveInt] = field(default_factory=lambda: [8])
+    """Nodes of each tree (EAGLE-2: 60, for a machine on which checking 60 tokens costs little more than one)."""
     repeats: PositiveInt = 1
     """Times each speed is measured; the median counts."""
     batch_size: PositiveInt = 32
@@ -96,11 +99,16 @@ class EvaluationSettings:
         for key in ("temperatures", "draft_lengths"):
             if not getattr(self, key):
                 raise UserError(f"evaluation.{key} is empty: give at least one")
+        if len(self.tree_widths) != len(self.tree_nodes):
+            raise UserError(
+                f"evaluation.tree_widths is {self.tree_widths} and evaluation.tree_nodes {self.tree_nodes}: expected "
+                "equal lengths"
+            )
 
 
 @dataclass
 class Settings:
-    """All settings of a run: target -> initial draft -> reference (DistillSpec) -> draft (AdaSPEC) -> report."""
+    """All settings of a run: target, student, teacher -> drafts -> measurement, report and export."""
 
     name: str = "run"
     """Name of the run, and of its folder."""
@@ -111,23 +119,20 @@ class Settings:
     threads: PositiveInt | None = None
     """CPU threads for training; null: PyTorch's choice (all cores)."""
     stages_at_once: PositiveInt = 1
-    """Stages at work at the same time on a CPU, where they do not need one another: each in a process of its own with
-    its share of the threads, which small models use better than all of them together. The target and the reference
-    have all threads. On GPUs, and where several processes train together, stages follow one after another."""
+    """Number of drafts that are trained at the same time on a CPU, each in a process with its share of the threads. On
+    GPUs, and where several processes train one model, stages follow one after another."""
     data: DataSettings = field(default_factory=DataSettings)
     """The corpus."""
     target: TargetSettings = field(default_factory=TargetSettings)
-    """The target."""
-    initial: InitialDraftSettings = field(default_factory=InitialDraftSettings)
-    """The undistilled draft."""
-    eagle: EagleSettings = field(default_factory=EagleSettings)
-    """Feature heads in place of draft models."""
-    reference: DistillSettings = field(default_factory=DistillSettings)
-    """DistillSpec."""
-    draft: AdaSpecSettings = field(default_factory=AdaSpecSettings)
-    """AdaSPEC."""
-    comparisons: list[ComparisonSettings] = field(default_factory=list)
-    """Further drafts for the report, such as AdaSPEC in another accounting."""
+    """The model whose decoding is to become faster."""
+    student: StudentSettings = field(default_factory=StudentSettings)
+    """Shape and start of every draft."""
+    teacher: TeacherSettings = field(default_factory=TeacherSettings)
+    """What the target gives to every draft."""
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    """Distillation of every draft that does not say otherwise."""
+    drafts: list[DraftSettings] = field(default_factory=list)
+    """The drafts, in the order in which they are trained."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     """Measurements."""
     export: ExportSettings = field(default_factory=ExportSettings)
@@ -137,24 +142,34 @@ class Settings:
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     """The machine."""
 
+    def draft(self, name: str) -> DraftSettings:
+        """The draft of this name."""
+        return next(draft for draft in self.drafts if draft.name == name)
+
     def validate(self) -> None:
         """Check everything that can be judged without loading a model or data."""
         self.validate_run()
         self.data.validate()
         self.target.validate("target")
+        self.student.validate("student")
+        self.teacher.validate()
+        if not self.drafts:
+            raise UserError("drafts is empty: give at least one, such as drafts: [{name: distillspec}]")
+        earlier: list[str] = []
+        for index, draft in enumerate(self.drafts):
+            draft.validate(f"drafts[{index}]", self.training, earlier)
+            earlier.append(draft.name)
+        if self.export.choose not in ("best", *earlier):
+            raise UserError(
+                f"export.choose is {self.export.choose!r}, expected best or one of the drafts: {', '.join(earlier)}"
+            )
         if self.data.from_target:
             self._check_own_prompts()
-        self.eagle.validate()
-        if self.eagle.enabled:
-            self.eagle.check_reference(self.reference)
-        else:
-            self.initial.validate("initial")
-        self.reference.validate()
-        self.draft.validate("draft")
-        for index, comparison in enumerate(self.comparisons):
-            comparison.validate(f"comparisons[{index}]")
-        check_names(self.draft, self.comparisons)
-        self._check_drafting_steps()
+        if self.student.steps < 2 and any(draft.accepted_only for draft in self.drafts):
+            raise UserError(
+                f"drafts[].accepted_only needs a feature head of two drafting steps or more, and student.kind is "
+                f"{self.student.kind}, student.unroll {self.student.unroll}"
+            )
         self.evaluation.validate()
         self.trainer.validate()
         if self.trainer.strategy in SHARDED:
@@ -167,33 +182,22 @@ class Settings:
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise UserError(f"name is {self.name!r}, expected a plain folder name")
 
-    def _check_drafting_steps(self) -> None:
-        """Refuses chains that end at a rejection where there is one drafting step."""
-        names = [draft.name for draft in (self.draft, *self.comparisons) if draft.weigh_by == "accepted"]
-        if names and not (self.eagle.enabled and self.eagle.steps > 1):
-            raise UserError(
-                f"weigh_by of {', '.join(names)} is accepted, which decides where a feature head's further drafting "
-                f"steps go on, with eagle.kind {self.eagle.kind} and eagle.unroll {self.eagle.unroll}: train a head of "
-                "at least two drafting steps, or set weigh_by to none"
-            )
+    @property
+    def on_policy(self) -> bool:
+        """Whether a draft writes training texts of its own."""
+        return any(draft.on_policy for draft in self.drafts)
 
     def _check_own_prompts(self) -> None:
-        """What has to be so where the data are prompts without answers."""
-        responses = self.reference.responses
-        if not responses.from_target and responses.from_draft < 1:
+        """Refuse prompts without answers that nobody answers."""
+        if not self.teacher.responses.from_target:
             raise UserError(
-                f"data.source is target, whose prompts have no answers, and reference.responses.source is "
-                f"{responses.source}: set it to target (or reference.responses.fixed to target)"
-            )
-        if responses.from_draft and responses.fixed != "target":
-            raise UserError(
-                "data.source is target, whose prompts have no answers, and reference.responses.fixed is dataset: set "
-                "it to target, which then answers those that the draft does not, and those for validation"
+                "data.source is target, whose prompts have no answers, and teacher.responses.source is "
+                f"{self.teacher.responses.source}: set it to target"
             )
         self.check_unanswered()
 
     def check_unanswered(self) -> None:
-        """Refuses to train a target on prompts without answers."""
+        """Refuse to train a target on prompts without answers."""
         if self.data.from_target and self.target.trained and not self.target.layerskip.own_answers:
             raise UserError(
                 f"data.source is target and target.kind is {self.target.kind}, which would train the target on answers "
@@ -201,47 +205,38 @@ class Settings:
             )
 
     def _check_placed_target(self) -> None:
-        """Refuses what needs a target that is whole, or where the draft is."""
-        responses, target = self.reference.responses, self.target
+        """Refuse what needs a target that is whole, or on the draft's device."""
+        responses, target = self.teacher.responses, self.target
         if target.sharded and responses.from_target and not responses.server.answers:
             raise UserError(
-                f"target.sharded is set and reference.responses.source is {responses.source}: a sharded target writes "
-                "no answers; let others write them (reference.responses.server: urls or engine)"
+                "target.sharded is set and teacher.responses.source is target: a sharded target writes no responses; "
+                "let servers write them (teacher.responses.server: urls or engine)"
             )
         if target.sharded and self.data.from_target and self.data.prompts.writes:
             raise UserError(
                 "target.sharded is set and data.source is target: a sharded target writes no prompts; give them with "
                 "data.prompts.file and data.prompts.file_share 1, or set target.devices or target.quantization instead"
             )
-        own = responses.from_draft or any(draft.on_policy for draft in (self.draft, *self.comparisons))
-        if own and (target.sharded or (target.placed and self.eagle.enabled)):
+        if self.on_policy and (target.sharded or (target.placed and self.student.is_head)):
             raise UserError(
-                "the draft writes its own training texts (reference.responses.source or on_policy), which needs an "
-                "unsharded target: set target.sharded to false; for feature heads (eagle.kind), set target.devices to "
-                "[] and target.quantization to null as well"
-            )
-        if own and self.reference.lora is not None and self.reference.lora.narrow:
-            raise UserError(
-                "the draft writes its own training texts (reference.responses.source or on_policy), which it cannot "
-                "with low-precision frozen weights: set reference.lora.base to float32 and reference.lora.quantization "
-                "to null"
+                "drafts[].on_policy is set, which needs an unsharded target: set target.sharded to false; for feature "
+                "heads set target.devices to [] and target.quantization to null as well"
             )
 
     def _check_sharding(self) -> None:
-        """Refuses what needs a model's weights in one place."""
-        trainings = {"target": self.target, "initial": self.initial}
-        muon = [name for name, model in trainings.items() if model.trained and model.training.uses_muon]
-        muon += ["reference"] if self.reference.training.uses_muon else []
-        adapters = [name for name, model in trainings.items() if model.kind == "lora"]
-        adapters += ["reference"] if self.reference.lora is not None else []
-        problems = [f"{name}.training.optimizer muon" for name in muon] + [f"{name} with lora" for name in adapters]
-        if self.reference.responses.from_draft:
-            problems.append(f"reference.responses.source {self.reference.responses.source}")
-        problems += [f"on_policy of {draft.name}" for draft in (self.draft, *self.comparisons) if draft.on_policy]
-        if self.target.layerskip.enabled:
-            problems.append("target.layerskip")
-        if self.eagle.enabled:
-            problems.append("feature heads (eagle.kind)")
+        """Refuse what needs a model's weights in one place."""
+        trainings = {"target": self.target, "student": self.student}
+        problems = [
+            f"{name}.training.optimizer {model.training.optimizer}"
+            for name, model in trainings.items()
+            if model.trained and model.training.uses_muon
+        ]
+        if any(draft.training_of(self.training).uses_muon for draft in self.drafts):
+            problems.append("training.optimizer muon")
+        problems += [f"{name}.kind lora" for name, model in trainings.items() if model.kind == "lora"]
+        problems += ["drafts[].on_policy"] * self.on_policy
+        problems += ["target.layerskip"] * self.target.layerskip.enabled
+        problems += [f"student.kind {self.student.kind}"] * self.student.is_head
         if problems:
             raise UserError(
                 f"trainer.strategy is {self.trainer.strategy}, which shards the weights and does not support "

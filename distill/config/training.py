@@ -5,16 +5,14 @@ import difflib
 import re
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, OpenUnitInterval, PositiveFloat, PositiveInt
 
 from decode.errors import UserError
-from distill.config.data import LATER, ShareBelowOne
+from distill.config.data import ShareBelowOne
 
 Attention = Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"]
-Compile = Literal["none", "default", "reduce-overhead", "max-autotune"]
-CompileLoss = Literal["auto", "on", "off"]
 Precision = Literal[
     "auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "32", "bf16", "16", "64",
     "transformer-engine", "transformer-engine-float16",
@@ -60,8 +58,8 @@ class TrainerSettings:
     between machines is slow; or another name that Lightning knows."""
     accumulate: PositiveInt = 1
     """Micro-batches per optimiser step: batch_size / accumulate examples at a time, over all devices, in less memory.
-    The result is the same, except that with draft.scope microbatch AdaSPEC selects the top k within each
-    micro-batch; draft.scope global makes the selection independent of it."""
+    The result is the same, except that with drafts[].scope microbatch AdaSPEC selects the top k within each
+    micro-batch; global makes the selection independent of it."""
     packing: PositiveInt | None = None
     """Several training examples in a row of about so many tokens, which do not see each other: the same losses and
     gradients, but for rounding, with little padding where a row holds eight examples or more. Attention over a row
@@ -71,22 +69,11 @@ class TrainerSettings:
     attention: Attention = "auto"
     """How draft, target and reference compute attention, by transformers' name; auto: sdpa where the model has it.
     flash_attention_2 reads packed rows without a mask, and needs a GPU, the package flash-attn and bf16 precision."""
-    compile: Compile = "none"
-    """torch.compile's mode for the layers of the model that is trained. Worth its minute on a GPU; feature heads are
-    not compiled."""
     tf32: bool = False
     """Let float32 products of a GPU round their inputs to TF32 (10 bits of mantissa): several times faster."""
     precision: Precision = "32-true"
     """Lightning's precision: 32-true; bf16-mixed on GPUs and CPUs that multiply in bfloat16 (losses stay in float32);
     auto: bf16-mixed there, elsewhere 32-true."""
-    fused_loss: bool = True
-    """Compute the distillation loss in chunks of rows, with its gradient in closed form and only for the selected
-    tokens: several times faster, and memory of a chunk instead of all tokens times the vocabulary. false: the plain
-    form, by autograd on whole logits, to check it against."""
-    compile_loss: CompileLoss = "auto"
-    """Compile the kernels of the fused loss (fused_loss) with torch.compile: fewer reads and writes of logits. auto: on
-    a GPU only. on: on a CPU too, which needs a C++ compiler and about a minute; worthwhile for large
-    vocabularies. The result is equal up to rounding."""
     gradient_checkpointing: bool = False
     """Keep of each layer's activations only its input, and compute the others again in the backward pass: the same
     gradients in a fraction of the memory, for about a third more time. For targets of billions of parameters and long
@@ -95,13 +82,7 @@ class TrainerSettings:
     """Largest norm of the gradient; 0: not clipped."""
     validate_every: PositiveInt = 100
     """Steps between validations. The best validated weights are kept: largest alpha for drafts, smallest loss for
-    models trained on next tokens."""
-    checkpoint_every: PositiveInt | None = None
-    """Steps between the checkpoints that a killed run continues from, so what a kill costs at most; null: one after
-    every validation. The two newest are kept."""
-    checkpoint_background: bool = False
-    """Write checkpoints in a background thread, from a copy of the weights and the optimiser state. The copy is on the
-    device; under fsdp and hsdp each process copies its shard to CPU memory."""
+    models trained on next tokens. Each validation is followed by a checkpoint, from which a killed run continues."""
     validation_examples: PositiveInt = 128
     """Validation examples used at each validation during training (see validate_every)."""
     log_every: PositiveInt = 20
@@ -214,6 +195,13 @@ class TrainingSettings:
         """Whether muon updates the weight matrices."""
         return self.optimizer.startswith("muon")
 
+    def steps_for(self, examples: int) -> int:
+        """Return the optimiser steps of a training on a number of examples."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return max(1, round(self.epochs * examples / self.batch_size))
+
     def validate(self, where: str) -> None:
         """Check that the length of the training is given exactly once."""
         if (self.steps is None) == (self.epochs is None):
@@ -253,6 +241,7 @@ class PackageSettings:
 
 
 Kind = Literal["scratch", "finetune", "lora", "as_is", "cut"]
+StudentKind = Literal["scratch", "finetune", "lora", "as_is", "cut", "eagle", "eagle3"]
 
 
 @dataclass
@@ -291,10 +280,10 @@ class LoraSettings:
     """Dropout on the adapter's input."""
     modules: list[str] = field(default_factory=list)
     """Names of the layers that get an adapter; empty: every linear layer but the head."""
-    base: Literal["float32", "bfloat16"] = field(default="float32", metadata=LATER)
+    base: Literal["float32", "bfloat16"] = "float32"
     """Format of the adapted layers' frozen weights during training. bfloat16 halves their memory and needs precision
     bf16-mixed. The adapter is merged into the float32 weights, which are kept on the CPU meanwhile."""
-    quantization: dict[str, Any] | None = field(default=None, metadata=LATER)
+    quantization: dict[str, Any] | None = None
     """Quantise the adapted layers' frozen weights: a transformers quantization_config, such as {quant_method:
     bitsandbytes, load_in_4bit: true, bnb_4bit_quant_type: nf4} (QLoRA, arXiv 2305.14314). The package has to be
     installed. null: not quantised."""
@@ -329,7 +318,7 @@ class LayerSkipSettings:
     less."""
     own_answers: bool = False
     """Train a given target (finetune or lora) on its own answers to the data's prompts, generated before this training,
-    so that it changes less; reference.responses sets how they are generated. false: on the data's responses."""
+    so that it changes less; teacher.responses sets how they are generated. false: on the data's responses."""
     exits: list[PositiveInt] = field(default_factory=list)
     """Exit layers that are trained (the number of layers that run); empty: all but the last. A short training of a deep
     model gets further with few."""
@@ -350,8 +339,8 @@ class StackingSettings:
 class ModelSettings:
     """Where a model comes from and what is done to it before distillation."""
 
-    kind: Kind = "scratch"
-    """scratch (random weights, then trained), finetune (all weights), lora, as_is, or, for the draft, cut: some of the
+    kind: StudentKind = "scratch"
+    """scratch (random weights, then trained), finetune (all weights), lora, as_is, or for the student cut: some of the
     target's own layers, trained on next tokens only if training.steps or training.epochs is set."""
     model: str | None = None
     """Folder, Hub name or GGUF file to start from; not for scratch and cut. A Hub name may have a branch,
@@ -362,7 +351,7 @@ class ModelSettings:
     """Shape of a model from scratch; ignored otherwise."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
     """Next-token training of the model; ignored for as_is."""
-    precision: Precision | None = field(default=None, metadata=LATER)
+    precision: Precision | None = None
     """Lightning's precision of that training; null: trainer.precision. auto: bf16-mixed where the processor multiplies
     in bfloat16, which costs a model of some million parameters a quarter less time, elsewhere 32-true."""
     lora: LoraSettings = field(default_factory=LoraSettings)
@@ -403,16 +392,16 @@ class TargetSettings(ModelSettings):
 
     layerskip: LayerSkipSettings = field(default_factory=LayerSkipSettings)
     """LayerSkip's training recipe, so that the target's own early layers can draft (see python -m probes)."""
-    round_to: Literal["float16", "bfloat16"] | None = field(default=None, metadata=LATER)
+    round_to: Literal["float16", "bfloat16"] | None = None
     """Round the weights of a target with kind as_is to 16 bits (for a GGUF file or a float32 model). float16 changes a
     weight by at most 0.05 %; the quantisation of a GGUF file has already changed it by several percent. The
     folder is half as large and CPUs read it in half the time; they still compute in float32 (decode's --pack).
     null: unchanged."""
-    stacking: StackingSettings | None = field(default=None, metadata=LATER)
+    stacking: StackingSettings | None = None
     """For a target from scratch, in one process: train few layers first (progressive stacking). null: all from the
     first step on."""
     devices: list[str] = field(default_factory=list)
-    """Devices of the frozen target while it answers, computes signals and, with reference.signal online, runs during
+    """Devices of the frozen target while it answers, computes signals and, with teacher.signal online, runs during
     the draft's training, such as ["cuda:4", "cuda:5"]: of each machine, divided among its processes. A process
     with several devices spreads the target's layers over them (needs accelerate). Empty: the draft's device. The
     target's own training and the final measurement use trainer.devices."""
@@ -435,7 +424,7 @@ class TargetSettings(ModelSettings):
     def validate(self, where: str) -> None:
         """Check the kind, then as for `ModelSettings`."""
         if self.kind == "cut":
-            raise UserError(f"{where}.kind is cut, which is for initial: a draft is cut from the target")
+            raise UserError(f"{where}.kind is cut, which is for student: a draft is cut from the target")
         if self.layerskip.own_answers and not (self.layerskip.enabled and self.kind in ("finetune", "lora")):
             raise UserError(
                 f"{where}.layerskip.own_answers is for a given target that is trained with layerskip, and {where}.kind "
@@ -452,16 +441,53 @@ class TargetSettings(ModelSettings):
 
 
 @dataclass
-class InitialDraftSettings(ModelSettings):
-    """The undistilled draft, from which both the reference and the draft start."""
+class StudentSettings(ModelSettings):
+    """What every draft starts from: a language model of any kind, or a feature head on the target (eagle, eagle3)."""
 
+    kind: StudentKind = "scratch"
+    """scratch, finetune, lora, as_is or cut as above; eagle: an EAGLE-1 head, one layer on the target's last hidden
+    state, with the target's embedding and output head; eagle3: an EAGLE-3 head on a low, a middle and a high state,
+    with an output head of its own. Of a head, the keys below alone are read."""
     layers: int | list[int] = 1
-    """With kind cut: how many of the target's layers are kept, spread evenly from the first to the last, or a list of
-    which, counted from 0. A draft of few layers is faster, one of many closer to the target."""
+    """With kind cut: number of the target's layers that are kept, spread evenly from the first to the last, or a list
+    of layers, counted from 0. A draft of few layers is faster, one of many closer to the target."""
+    draft_vocab: PositiveInt | None = None
+    """Heads: number of tokens that can be drafted, the most frequent ones of the training labels (FR-Spec); null: all.
+    4,000 to 16,000 of some 50,000 make the output head cheaper and leave few tokens to the target."""
+    unroll: PositiveInt | None = None
+    """Heads: drafting steps trained at once on the head's own states (training-time test); null: 1 for eagle, 7 for
+    eagle3, as published. Each step costs as much as the first and keeps acceptance up deeper into a draft."""
+    noise: NonNegativeFloat = 0.2
+    """eagle: width of the uniform noise on the features, times 512 / length, as published; 0: none."""
+    decay: ClassVar[float] = 0.8  # weight of each further drafting step's loss against the one before, as published
+    feature_weight: ClassVar[float] = 1.0  # EAGLE-1: of the smooth L1 distance from the target's states
+    ce_weight: ClassVar[float] = 0.1  # EAGLE-1: of the divergence from the target
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is a feature head."""
+        return self.kind in ("eagle", "eagle3")
+
+    @property
+    def version(self) -> int | None:
+        """1 or 3 of a head, as in EAGLE-1 and EAGLE-3; None of a language model."""
+        return {"eagle": 1, "eagle3": 3}.get(self.kind)
+
+    @property
+    def steps(self) -> int:
+        """Drafting steps trained at once; 1 of a language model."""
+        return (self.unroll or (7 if self.kind == "eagle3" else 1)) if self.is_head else 1
+
+    @property
+    def trained(self) -> bool:
+        """Whether it is trained on next tokens before it is distilled."""
+        return not self.is_head and super().trained
 
     def validate(self, where: str) -> None:
         """Check the layers as far as they do not depend on the target, then as for `ModelSettings`."""
+        if self.is_head:
+            return
         super().validate(where)
         lowest = self.layers if isinstance(self.layers, int) else len(self.layers)
         if self.kind == "cut" and lowest < 1:
-            raise UserError(f"{where}.layers is {self.layers}, wanted a number of 1 or more, or a list of layers")
+            raise UserError(f"{where}.layers is {self.layers}, expected a number of 1 or more, or a list of layers")

@@ -25,7 +25,8 @@ from distill.data.corpus import Corpus, kept_corpus, load_corpus
 from distill.data.own_prompts import PromptSampler, user_turn
 from distill.data.response_file import ResponseFile
 from distill.data.target import open_placed, shard_layers
-from distill.files import RunDir, files_state
+from distill.files import files_state
+from distill.stages import RunDir
 
 DATA, MEASUREMENT = "the data", "measurement and export"
 """Names in `StageContext.measured`: the reading of the data, and the end of a run, before the names of its parts."""
@@ -95,7 +96,7 @@ class StageContext:
         """The prompts that the target writes."""
         target, settings, tokenizer = self.settings.target, self.settings.data.prompts, chat.tokenizer
         ends = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-        turn, dtype = user_turn(chat, ends), self.settings.reference.responses.dtype or target.dtype
+        turn, dtype = user_turn(chat, ends), self.settings.teacher.responses.dtype or target.dtype
         names = "temperature", "top_p", "max_tokens", "batch_size", "openings", "openings_share"
         made_from = {
             "target": files_state([str(target.model)]) or target.model,
@@ -122,7 +123,7 @@ class StageContext:
     @cached_property
     def examples(self) -> TokenDataset:
         """The examples for distillation."""
-        return TokenDataset.of(self.corpus.train, self.settings.reference.examples)
+        return TokenDataset.of(self.corpus.train, self.settings.teacher.examples)
 
     def load_target(self, dtype: str | None = None, device: str | torch.device | None = None) -> PreTrainedModel:
         """The run's target, whole on one device; None: in its own number format, where this process trains.

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from decode.bench.datasets import PRESETS, Row, quiet_datasets
 from decode.bench.scorers import SCORERS
 from decode.bench.suites import Prompt, Suite
-from decode.errors import UserError
+from decode.errors import UserError, read_json
 from decode.models.loading import load_tokenizer
 from decode.progress import current
 from distill import ranks
@@ -44,7 +44,7 @@ from distill.data.chat import (
 from distill.data.own_prompts import PromptSampler, prompt_rows
 from distill.data.sources import SPLITS, LeftOut, SourceRows, load_rows
 from distill.data.tokenizer import train_tokenizer
-from distill.files import checksum, files_state, fingerprint, read_sealed, remove, sealed, write_json
+from distill.files import checksum, files_state, fingerprint, remove, write_json
 
 VERSION = 2  # raised when a change of the code changes which examples are made of the same rows
 PATIENCE = 600.0  # seconds for which another process may find data of process 0 that differ from its own
@@ -351,7 +351,7 @@ def kept_corpus(
     key, began = fingerprint(VERSION, transformers.__version__, settings.key(), files, own, made_from), time.monotonic()
 
     def there() -> Corpus | None:
-        note = read_sealed(folder / "corpus.json") or {}
+        note = read_json(folder / "corpus.json")
         if not ranks.is_first() and note.get("key", key) != key and time.monotonic() - began > PATIENCE:
             raise UserError(
                 f"process {ranks.rank()} has other data than process 0, which made {folder}: give both the same "
@@ -378,7 +378,7 @@ def kept_corpus(
         getattr(corpus, split).save_to_disk(str(temporary / split))
     corpus.tokenizer.save_pretrained(temporary / "tokenizer")
     about = {name: getattr(corpus, name) for name in ("fingerprint", "kind", "answered", "chat", "notes")}
-    write_json(temporary / "corpus.json", sealed({"key": key, "files": _checksums(temporary), "about": about}))
+    write_json(temporary / "corpus.json", {"key": key, "files": _checksums(temporary), "about": about})
     remove(folder)
     temporary.rename(folder)
     return there() or corpus

@@ -26,7 +26,7 @@ WORD = re.compile(r"\w+")
 Triple = tuple[str, ...]
 ORDER = ("test", "validation", "train")  # prompts are dealt out in this order: more training ones change no other split
 PROBE = "\ue000prompt\ue001"  # replaces the user's words while their place in a rendered chat is searched; in no text
-INSTEAD = "name a file with prompts as data.source with reference.responses.source target"
+INSTEAD = "name a file with prompts as data.source with teacher.responses.source target"
 
 
 class PromptFilter:

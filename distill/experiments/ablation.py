@@ -26,15 +26,15 @@ from decode.method_options import Seed
 from decode.models.loading import open_draft
 from decode.models.pair import own_warp
 from decode.progress import output_console, working
-from distill.config.drafts import ComparisonSettings, ResponseSettings
-from distill.config.run import Settings
+from distill.config.drafts import ResponseSettings
+from distill.config.run import ExportSettings, Settings
 from distill.data.context import StageContext
 from distill.experiments.target_texts import Text, target_texts
-from distill.files import account_of, fingerprint, write_json
-from distill.pipeline import alone_in, run_of
+from distill.files import fingerprint, write_json
+from distill.pipeline import alone_in
 from distill.report import display, signed
-from distill.run_stages import adopt, run_stages, siblings
-from distill.stages import stage_fingerprints
+from distill.run_stages import run_stages
+from distill.stages import account_of, run_of, stage_fingerprints
 from distill.teacher.store import Array, Kept, cached
 
 Row = dict[str, Any]
@@ -244,7 +244,7 @@ class AblationSettings:
 
 @dataclass
 class AblateSettings(Settings):
-    """A run's settings, of which `draft` and `comparisons` are the variants."""
+    """A run's settings, of which `drafts` are the variants."""
 
     ablation: AblationSettings = field(default_factory=AblationSettings)
     """Over which seeds."""
@@ -261,21 +261,19 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
     """
     settings.validate()
     settings.ablation.validate()
-    console, made = console or output_console(), variants(settings)
+    console, made = console or output_console(), {draft.name: draft for draft in settings.drafts}
+    references = [name for name in made if any(draft.selects and draft.reference == name for draft in made.values())]
     drafts = [
         replace(variant, name=drafted(name, seed), seed=seed)
         for seed in settings.ablation.seeds
         for name, variant in made.items()
     ]
-    full = replace(settings, comparisons=drafts)
+    full = replace(settings, drafts=[*(made[name] for name in references), *drafts], export=ExportSettings())
     full.validate()
     run = run_of(full)
     bench = StageContext(full, run, console)
     with alone_in(run, full, console):
-        taken = adopt(run, full, siblings(run))
-        if taken:
-            console.print(f"already made: {', '.join(taken)}", highlight=False)
-        run_stages(bench, ("target", "initial", "reference"))
+        run_stages(bench, ("target", "initial", *references))
         meter, measured = Meter(bench, settings.ablation.batch_size), Measured(list(made))
         for seed in settings.ablation.seeds:
             for name, variant in made.items():
@@ -286,15 +284,6 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
                 measured.add(name, asdict(variant), seed, meter.measure(draft), used)
                 write_table(run.folder, measured, console)
     return run.folder
-
-
-def variants(settings: Settings) -> dict[str, ComparisonSettings]:
-    """By name: DistillSpec as long as the reference (EAGLE), the settings' draft (AdaSPEC), and the comparisons."""
-    names = run_of(settings).names
-    shared = {key: getattr(settings.draft, key) for key in ("epochs", "lr")}
-    plain = ComparisonSettings(name=names["reference"], method="distillspec", k=1.0, iso="epochs", **shared)
-    draft = ComparisonSettings(**asdict(settings.draft) | {"name": names["draft"]})
-    return {variant.name: variant for variant in (plain, draft, *settings.comparisons)}
 
 
 def drafted(name: str, seed: int) -> str:
@@ -324,7 +313,7 @@ class Meter:
 
     def measure(self, draft: str) -> dict[str, list[OfflineAlpha]]:
         """Acceptance of a draft in every mode, of a feature head's sampled one as first, second, … drafted token."""
-        depth = DRAFTED if self.bench.settings.eagle.enabled else 1
+        depth = DRAFTED if self.bench.settings.student.is_head else 1
         return {mode: self._alphas(draft, mode, depth if mode == "sampled" else 1) for mode in MODES}
 
     def _alphas(self, draft: str, mode: str, depth: int) -> list[OfflineAlpha]:
@@ -332,7 +321,7 @@ class Meter:
         ends = np.cumsum([len(ids) - start for ids, start in texts])
 
         def parts() -> Iterator[tuple[slice, Array]]:
-            bench, trust = self.bench, self.bench.settings.initial.trust_remote_code
+            bench, trust = self.bench, self.bench.settings.student.trust_remote_code
             model = open_draft(bench.run.path(draft), self.target, bench.corpus.tokenizer, trust_remote_code=trust)
             warp = own_warp(self.target, MODES[mode], {})
             with working(self.bench.console, f"  acceptance of {draft}, {mode}"):

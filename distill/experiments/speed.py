@@ -37,14 +37,13 @@ from decode.models.huggingface_runner import free_memory
 from decode.models.loading import load_model, load_tokenizer
 from decode.models.runner import synchronize
 from decode.progress import output_console, working
-from distill.checks import plan_draft, plan_reference
-from distill.config.drafts import AdaSpecSettings
+from distill.config.drafts import DraftSettings
 from distill.config.run import Settings
 from distill.config.training import TrainerSettings, TrainingSettings
 from distill.data.batches import DistillDataModule, Schedule, TokenDataset
 from distill.data.chat import IGNORE
 from distill.data.corpus import load_corpus
-from distill.files import RunDir, write_json
+from distill.files import write_json
 from distill.losses.chunked import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
 from distill.losses.objective import Objective
@@ -53,6 +52,7 @@ from distill.models.lm_head import LMHead
 from distill.models.loading import load_or_build
 from distill.models.optimizers import make_optimizer, make_schedule
 from distill.modules import DistillModule
+from distill.stages import RunDir
 from distill.teacher import store
 from distill.teacher.signals import HiddenRows, TargetSignal, Teacher
 from distill.trainer import fit, quiet
@@ -439,10 +439,10 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
     """
     settings.validate()
     settings.speed.validate()
-    if settings.eagle.enabled or settings.data.from_target:
+    if settings.student.is_head or settings.data.from_target:
         raise UserError(
             "distill bench measures the training of draft models on a data set's texts, and these settings are of "
-            f"{'a feature head' if settings.eagle.enabled else 'texts that the target writes'}: take "
+            f"{'a feature head' if settings.student.is_head else 'texts that the target writes'}: take "
             "configs/quickstart.yaml or configs/gsm8k-pythia.yaml"
         )
     hf_logging.disable_progress_bar()
@@ -472,36 +472,35 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
 def _prepare(settings: TrainingBenchSettings, folder: Path) -> tuple[TrainingCase, str]:
     """The three models in folders, and what to train on: the run's own if it is finished, else random weights."""
     run, names = RunDir(Path(settings.output_dir) / settings.name), ("target", "initial", "reference")
-    trained = all(run.record(name) is not None for name in names)
+    # AdaSPEC as the run has it: its first draft with a reference
+    draft = next((draft for draft in settings.drafts if draft.selects), DraftSettings())
+    stages = ("target", "initial", draft.reference or "reference")
+    trained = all(run.record(stage) is not None for stage in stages)
     if not trained:
-        settings.data.train_examples = min(settings.data.train_limit or 1000, settings.reference.examples or 1000)
+        settings.data.train_examples = min(settings.data.train_limit or 1000, settings.teacher.examples or 1000)
     given, tokenizer = settings.target, None
     if given.model is not None and settings.data.tokenizer is None:
         tokenizer = load_tokenizer(given.model, trust_remote_code=given.trust_remote_code)
     corpus = load_corpus(settings.data, seed=settings.seed, tokenizer=tokenizer)
     vocab = len(corpus.tokenizer)
-    for number, name in enumerate(names):
+    for number, (name, stage) in enumerate(zip(names, stages)):
         if trained:
-            (folder / name).symlink_to(run.path(name).resolve())
+            (folder / name).symlink_to(run.path(stage).resolve())
         else:
-            source = settings.target if name == "target" else settings.initial
+            source = settings.target if name == "target" else settings.student
             model = load_or_build(source, corpus.tokenizer, vocab, number)
             if name == "reference" and source.kind != "scratch":
                 for parameter in model.parameters():  # not the draft itself, or there is nothing to rank by
                     parameter.data.mul_(1.01)
             model.save_pretrained(folder / name)
-    rows = TokenDataset.of(corpus.train, settings.reference.examples)
-    drafts = [settings.draft, *(other for other in settings.comparisons if other.method == "adaspec")]
-    # AdaSPEC as the run has it: its draft, or the first comparison without a variation of our own
-    draft = next((draft for draft in drafts if not draft.variations), AdaSpecSettings())
-    reference = settings.reference.training
-    plan = plan_draft(plan_reference(reference, len(rows)), draft.k, draft.iso)
+    rows = TokenDataset.of(corpus.train, settings.teacher.examples)
+    training = draft.training_of(settings.training)
     selection = Selection(draft.k, draft.scope, draft.normalisation)
     models = [load_model(folder / name, device="cpu", dtype="float32") for name in ("target", "initial")]
-    signal = TargetSignal.of(settings.reference, min(LMHead(model).vocab for model in models))
-    schedule = Schedule(rows.lengths, plan.batch_size, reference.length_bucket, settings.seed)
+    signal = TargetSignal.of(settings.teacher, min(LMHead(model).vocab for model in models))
+    schedule = Schedule(rows.lengths, training.batch_size, training.length_bucket, settings.seed)
     job = TrainingCase(
-        str(folder), rows, reference, settings.trainer, selection, signal, settings.speed.steps, schedule,
+        str(folder), rows, training, settings.trainer, selection, signal, settings.speed.steps, schedule,
         settings.seed,
     )  # fmt: skip
     sizes = [model.num_parameters() for model in models]

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from decode.models.loading import stop_ids
 from decode.progress import track
-from distill.config.data import decisive
 from distill.config.drafts import ResponseSettings
 from distill.data.batches import TokenDataset
 from distill.data.context import StageContext
@@ -43,7 +42,7 @@ def target_texts(
     """
     rows = TokenDataset.of(split, count)
     jobs = make_jobs(rows, split.select(range(len(rows))), how, bench.settings.data.max_length)
-    made_from = made_from | {"how": decisive(how), "prompts": len(jobs), "seed": bench.settings.seed}
+    made_from = made_from | {"how": how.written(), "prompts": len(jobs), "seed": bench.settings.seed}
     file = ResponseFile(path, made_from)
     file.open()
     writer = answered_here(target, how, bench.settings.seed, stop_ids(target, bench.corpus.tokenizer))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from distill.config.drafts import AdaSpecSettings, DistillSettings, DivergenceName
+from distill.config.drafts import DraftSettings
 from distill.losses.chunked import LossRequest, TargetRows
 from distill.losses.divergences import Divergence
 from distill.losses.selection import Selection, delta_loss
@@ -87,22 +87,17 @@ class Objective:
         )
 
 
-def divergence_of(settings: DistillSettings, name: DivergenceName | None = None) -> Divergence:
-    """Returns the divergence with the settings' parameters. ``name`` None: the one that the settings name."""
-    return Divergence(name or settings.divergence, settings.jsd_beta, settings.tv_weight, settings.temperature)
-
-
-def objective_of(draft: AdaSpecSettings, reference: DistillSettings, steps: int) -> Objective:
+def objective_of(draft: DraftSettings, steps: int, temperature: float = 1.0) -> Objective:
     """Returns the objective of a draft.
 
     Args:
         draft: The draft's settings.
-        reference: DistillSpec's settings, whose divergence the draft has unless it names another.
         steps: Optimiser steps of the training.
+        temperature: Divisor of the logits.
     """
     return Objective(
-        divergence_of(reference, draft.divergence),
-        None if draft.selects_all else Selection(draft.k, draft.scope, draft.normalisation),
+        Divergence(draft.divergence, draft.jsd_beta, draft.tv_weight, temperature),
+        Selection(draft.k, draft.scope, draft.normalisation) if draft.selects else None,
         round(draft.kl_first * steps),
-        draft.weigh_by == "accepted",
+        draft.accepted_only,
     )

@@ -33,7 +33,7 @@ def kept_layers(layers: int | list[int], total: int) -> list[int]:
         kept = list(layers)
     if kept != sorted(set(kept)) or not kept or kept[0] < 0 or kept[-1] >= total or len(kept) >= total:
         raise UserError(
-            f"initial.layers is {layers} and the target has {total} layers: wanted a number from 1 to {total - 1}, or "
+            f"student.layers is {layers} and the target has {total} layers: wanted a number from 1 to {total - 1}, or "
             f"different layers from 0 to {total - 1} in ascending order, at least one left out"
         )
     return kept

@@ -204,14 +204,14 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 def choose_number_formats(settings: Settings, device: torch.device) -> None:
     """Replaces ``auto`` in a run's settings: bfloat16 where the device multiplies in it, elsewhere float32."""
-    fast, reference = multiplies_bfloat16(device), settings.reference
-    for section in (settings.trainer, settings.target, settings.initial):
+    fast, teacher = multiplies_bfloat16(device), settings.teacher
+    for section in (settings.trainer, settings.target, settings.student):
         if section.precision == "auto":
             section.precision = "bf16-mixed" if fast else "32-true"
-    if reference.responses.dtype == "auto":
-        reference.responses.dtype = "bfloat16" if fast else None
-    if reference.signal_autocast == "auto":
-        reference.signal_autocast = fast
+    if teacher.responses.dtype == "auto":
+        teacher.responses.dtype = "bfloat16" if fast else None
+    if teacher.signal_autocast == "auto":
+        teacher.signal_autocast = fast
 
 
 @contextmanager

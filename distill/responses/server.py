@@ -21,7 +21,7 @@ from distill.responses import vllm_generate
 from distill.responses.store import Answer, Job, Response
 
 KEPT = "What is finished is kept: run the same command again to continue"
-WHERE = "reference.responses.server"
+WHERE = "teacher.responses.server"
 
 
 def client_of(server: ServerSettings, url: str, **options: Any) -> openai.OpenAI:

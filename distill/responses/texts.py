@@ -29,17 +29,17 @@ def fixed_texts(
     made_from: dict[str, Any] = {
         "target": record.fingerprint,
         "corpus": context.corpus.fingerprint,
-        "examples": settings.reference.examples,
+        "examples": settings.teacher.examples,
         "quantization": target_settings.quantization,
         "dtype": target_settings.dtype,
     }
     splits = {"train": context.examples, "validation": context.validation}
-    if settings.reference.responses.from_target:
+    if settings.teacher.responses.from_target:
         made_from |= {"seed": settings.seed, "max_length": settings.data.max_length}
-        made_from |= {"responses": settings.reference.responses.key()}
+        made_from |= {"responses": settings.teacher.responses.key()}
         splits = _answered(context, target, ends, splits, made_from, context.run.target)
     splits = {split: replace(rows, signals={}, tokens={}) for split, rows in splits.items()}
-    if settings.reference.training.prompt_loss:
+    if settings.training.prompt_loss:
         splits["train"], made_from["prompt_loss"] = splits["train"].all_labelled(), True
     return splits["train"], splits["validation"], fingerprint(made_from)
 
@@ -59,7 +59,7 @@ def answered_by_original(context: StageContext, model: PreTrainedModel) -> tuple
         "corpus": context.corpus.fingerprint,
         "seed": settings.seed,
         "max_length": settings.data.max_length,
-        "responses": settings.reference.responses.written(),
+        "responses": settings.teacher.responses.written(),
     }
     splits = {"train": TokenDataset.of(context.corpus.train), "validation": context.validation}
     ends = stop_ids(model, context.corpus.tokenizer)
@@ -77,7 +77,7 @@ def _answered(
     folder: str = "responses",
 ) -> dict[str, TokenDataset]:
     """The splits' prompts with the responses of the target at a path, kept in a folder of the run's work."""
-    settings, tokenizer = context.settings.reference.responses, context.corpus.tokenizer
+    settings, tokenizer = context.settings.teacher.responses, context.corpus.tokenizer
     seed, limit, own = context.settings.seed, context.settings.data.max_length, context.settings.target.dtype
 
     def writer() -> Answer:

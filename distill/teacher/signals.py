@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.heads import FeatureHead
-from distill.config.drafts import DistillSettings, Signal
+from distill.config.drafts import Signal, TeacherSettings
 from distill.data.batches import Batch, Ints, TokenDataset, label_mask
 from distill.losses.chunked import RowIndex, TargetRows, pick
 from distill.losses.divergences import LEAST_TAIL, FoldedDistributions, TokenDistributions, log_probs
@@ -133,7 +133,7 @@ class TargetSignal:
     autocast: bool = False
 
     @classmethod
-    def of(cls, settings: DistillSettings, vocab: int, temperature: float = 1.0) -> TargetSignal:
+    def of(cls, settings: TeacherSettings, vocab: int, temperature: float = 1.0) -> TargetSignal:
         """The signal of the settings, over ``vocab`` ids; ``auto`` is hidden (see `store.choose_signal` for runs)."""
         kind: Signal = "hidden" if settings.signal == "auto" else settings.signal
         half, autocast = settings.signal_dtype == "bfloat16", settings.signal_autocast is True

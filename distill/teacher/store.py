@@ -140,7 +140,7 @@ def check_room(wanted: Sequence[Kept]) -> None:
         names = ", ".join(kept.path.name for kept in wanted[:4])
         raise UserError(
             f"{len(wanted)} files ({names}) need {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {folder}: "
-            "free some space, use fewer reference.examples, or set reference.signal to online"
+            "free some space, use fewer teacher.examples, or set teacher.signal to online"
         )
 
 
@@ -374,7 +374,7 @@ def choose_signal(context: StageContext, size_of: Callable[[Signal], int], key: 
         size_of: Bytes of a kind.
         key: Fingerprint of the texts and the target.
     """
-    settings, note = context.settings.reference, context.run.work / "signals" / "kind.json"
+    settings, note = context.settings.teacher, context.run.work / "signals" / "kind.json"
     if settings.signal != "auto":
         return settings.signal
     about = fingerprint(key, settings.signal_dtype, settings.signal_k, settings.signal_limit_gb)
@@ -394,7 +394,7 @@ def choose_signal(context: StageContext, size_of: Callable[[Signal], int], key: 
     kind: Signal = next((kind for kind in kinds if size_of(kind) <= room), "online")
     if kind != "hidden":
         sizes = ", ".join(f"{kind} {size_of(kind) / 1e9:.2f} GB" for kind in kinds)
-        context.line(f"signal: {kind} ({sizes}; reference.signal_limit_gb and the disk leave {room / 1e9:.2f} GB)")
+        context.line(f"signal: {kind} ({sizes}; teacher.signal_limit_gb and the disk leave {room / 1e9:.2f} GB)")
     write_json(note, {"kind": kind, "made_from": about})
     return kind
 
@@ -425,7 +425,7 @@ class DistillData:
         """The draft's own texts, which ``write`` writes; None without a share."""
         if not self.share:
             return None
-        settings, limit = context.settings.reference.responses, context.settings.data.max_length
+        settings, limit = context.settings.teacher.responses, context.settings.data.max_length
         return OnPolicy(
             write, self.train, schedule, steps, settings, self.share, seed, limit, self.ends, self.add_signals
         )
@@ -453,7 +453,7 @@ def prepare(
         selector: The draft by which the objective selects tokens.
 
     Raises:
-        UserError: The signal is larger than ``reference.signal_limit_gb`` or the free disk.
+        UserError: The signal is larger than ``teacher.signal_limit_gb`` or the free disk.
     """
     settings, run, folder = context.settings, context.run, context.run.work / "signals"
     model = context.open_target()
@@ -466,12 +466,12 @@ def prepare(
         ids = head.draft_ids()
         draft_vocab = None if ids is None else len(ids)
     elif draft_vocab is None:
-        config = AutoConfig.from_pretrained(run.path("initial"), trust_remote_code=settings.initial.trust_remote_code)
+        config = AutoConfig.from_pretrained(run.path("initial"), trust_remote_code=settings.student.trust_remote_code)
         draft_vocab = int(config.get_text_config().vocab_size)
     vocab = min(draft_vocab or LMHead(model).vocab, LMHead(model).vocab)
 
     def teacher_of(kind: Signal) -> Teacher:
-        how = replace(settings.reference, signal=kind)
+        how = replace(settings.teacher, signal=kind)
         signal = TargetSignal.of(how, vocab, objective.divergence.temperature)
         return Teacher(model, signal, head, stays=settings.target.placed)
 
@@ -485,11 +485,11 @@ def prepare(
     teacher = teacher_of(kind)
     teacher.to(context.device)
     if kind != "online":
-        size, limit = size_of(kind), settings.reference.signal_limit_gb
+        size, limit = size_of(kind), settings.teacher.signal_limit_gb
         if size > limit * 1e9:
             raise UserError(
-                f"the target's signal ({kind}) needs {size / 1e9:.2f} GB and reference.signal_limit_gb is {limit:g}: "
-                "raise the limit, lower reference.examples, or set reference.signal to topk or online"
+                f"the target's signal ({kind}) needs {size / 1e9:.2f} GB and teacher.signal_limit_gb is {limit:g}: "
+                "raise the limit, lower teacher.examples, or set teacher.signal to topk or online"
             )
         context.line(f"the target's signal ({kind}): {size / 1e6:,.1f} MB")
         for name, rows in fixed.items():
@@ -501,7 +501,7 @@ def prepare(
             context.line(f"the top {teacher.signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
     reference: PreTrainedModel | FeatureHead | None = None
     ranking, precision = objective.divergence, settings.trainer.precision
-    steps = 1 if head is None else settings.eagle.steps
+    steps = 1 if head is None else settings.student.steps
     if objective.selection is not None:
         assert selector is not None
         record = run.record(selector)
@@ -509,7 +509,7 @@ def prepare(
         if head is not None:
             reference = load_head(run.path(selector)).to(context.device)
         else:
-            trust, dtype = settings.initial.trust_remote_code, weights_dtype(precision)
+            trust, dtype = settings.student.trust_remote_code, weights_dtype(precision)
             path = run.path(selector)
             reference = load_model(path, device=context.device, dtype=dtype, trust_remote_code=trust)
             use_attention(reference, settings.trainer.attention)

@@ -18,17 +18,16 @@ from decode.sampling import LogitsWarper
 from decode.verify import overlap
 from distill.config.run import EvaluationSettings, Settings
 from distill.evaluate import Evaluation, Histograms, lifts
-from distill.files import RunDir
 from distill.pipeline import measure
+from distill.stages import RunDir
 
 
 def test_every_draft_is_timed_at_its_own_best_length_and_the_final_one_at_those_asked_for_too() -> None:
     evaluation = Evaluation.__new__(Evaluation)  # without the models of a run
     evaluation.settings = EvaluationSettings(draft_lengths=[2, 9], temperatures=[0.0, 1.0])
-    names = {"initial": "undistilled", "reference": "distillspec", "draft": "kl-tv"}
-    evaluation.run, evaluation.full = RunDir(Path(), ["adaspec", "more-data"], names), Settings()
+    evaluation.run, evaluation.full = RunDir(Path(), ["distillspec", "adaspec", "kl-tv"]), Settings()
     evaluation.best = "kl-tv"
-    best = {"undistilled": 3, "distillspec": 5, "kl-tv": 6, "adaspec": 0, "more-data": 4}
+    best = {"undistilled": 3, "distillspec": 5, "kl-tv": 6, "adaspec": 0}
     evaluation.models = dict.fromkeys(best)
     timed = {(c.draft, c.options.draft_length, c.temperature) for c in evaluation._entries(best)}
     wanted = {("undistilled", 3), ("distillspec", 5), ("adaspec", 1), ("kl-tv", 2), ("kl-tv", 6), ("kl-tv", 9)}
@@ -37,7 +36,7 @@ def test_every_draft_is_timed_at_its_own_best_length_and_the_final_one_at_those_
 
 def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path: Path) -> None:
     """Tokens over Σ (c·k + v(k + 1)), with the costs of the row's own block."""
-    settings = tiny_settings(tmp_path, comparisons=[])
+    settings = tiny_settings(tmp_path)
     settings.evaluation = EvaluationSettings(
         prompts=3, accuracy_prompts=3, max_new_tokens=12, draft_lengths=[2], temperatures=[0.0, 1.0], repeats=1
     )

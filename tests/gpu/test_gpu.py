@@ -23,8 +23,8 @@ from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_draft_runner, open_runner
 from decode.models.loading import load_model
 from decode.sampling import LogitsWarper, TorchRng
-from distill.config.drafts import EagleSettings
 from distill.config.run import Settings
+from distill.config.training import StudentSettings
 from distill.pipeline import run_pipeline
 
 DEVICE = os.environ.get("DRAFTSMITH_TEST_DEVICE", "cuda")
@@ -114,7 +114,7 @@ def test_sixteen_bits_decode_and_accept_nearly_all_of_their_own(dtype: torch.dty
 
 def settings_in(folder: Path, **changes: Any) -> Settings:
     """A run of seconds on the device."""
-    settings = tiny_settings(folder, comparisons=[], **changes)
+    settings = tiny_settings(folder, **changes)
     settings.trainer.accelerator = "gpu" if CUDA else "cpu"
     settings.trainer.devices = 1
     evaluation = settings.evaluation
@@ -132,16 +132,16 @@ def report_of(settings: Settings) -> Path:
 @pytest.mark.parametrize("signal", ["hidden", "topk", "log_probs", "online"])
 def test_a_whole_run_with_every_kind_of_signal(tmp_path: Path, signal: str) -> None:
     settings = settings_in(tmp_path)
-    settings.reference.signal = signal  # type: ignore[assignment]
+    settings.teacher.signal = signal  # type: ignore[assignment]
     assert report_of(settings).is_file()
 
 
-@pytest.mark.parametrize("eagle", [EagleSettings(), EagleSettings(kind="eagle3", unroll=2, draft_vocab=64)])
+@pytest.mark.parametrize("change", [{}, {"student": StudentSettings(kind="eagle3", unroll=2, draft_vocab=64)}])
 @pytest.mark.parametrize("signal", ["hidden", "online"])
-def test_a_target_on_a_device_of_its_own_and_batches_made_ahead(tmp_path: Path, signal: Any, eagle: Any) -> None:
-    settings = settings_in(tmp_path, eagle=eagle)
+def test_a_target_on_a_device_of_its_own_and_batches_made_ahead(tmp_path: Path, signal: Any, change: Any) -> None:
+    settings = settings_in(tmp_path, **change)
     settings.target.architecture.layers = 4
-    settings.reference.signal, settings.target.devices, settings.data.loader_workers = signal, ["cpu"], 2
+    settings.teacher.signal, settings.target.devices, settings.data.loader_workers = signal, ["cpu"], 2
     assert report_of(settings).is_file()
 
 
@@ -149,7 +149,7 @@ def test_a_target_on_a_device_of_its_own_and_batches_made_ahead(tmp_path: Path, 
 def test_a_quantised_target(tmp_path: Path, signal: Any) -> None:
     pytest.importorskip("bitsandbytes")
     settings = settings_in(tmp_path)
-    settings.reference.signal = signal
+    settings.teacher.signal = signal
     settings.target.quantization = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     assert report_of(settings).is_file()
 
@@ -160,15 +160,12 @@ def test_a_whole_run_in_bf16_mixed(tmp_path: Path) -> None:
     assert report_of(settings).is_file()
 
 
-def test_a_whole_run_with_layerskip_lora_and_texts_of_the_target_and_the_draft(tmp_path: Path) -> None:
-    from distill.config.training import LoraSettings
-
+def test_a_whole_run_with_layerskip_and_texts_of_the_target_and_the_draft(tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
     settings.target.layerskip.enabled = True
-    settings.reference.lora = LoraSettings(rank=2)
-    responses = settings.reference.responses
+    responses = settings.teacher.responses
     responses.source, responses.max_new_tokens, responses.batch_size, responses.refresh_every = "target", 8, 4, 4
-    settings.draft.name, settings.draft.on_policy = "own-texts", 0.5
+    settings.drafts[1].on_policy = 0.5
     assert report_of(settings).is_file()
 
 
@@ -176,14 +173,14 @@ def test_a_whole_run_with_layerskip_lora_and_texts_of_the_target_and_the_draft(t
 def test_a_whole_run_with_feature_heads(tmp_path: Path, kind: str) -> None:
     settings = settings_in(tmp_path)
     settings.target.architecture.layers = 4
-    settings.eagle = EagleSettings(kind=kind, unroll=2, draft_vocab=64 if kind == "eagle3" else None)  # type: ignore[arg-type]
+    settings.student = StudentSettings(kind=kind, unroll=2, draft_vocab=64 if kind == "eagle3" else None)  # type: ignore[arg-type]
     assert report_of(settings).is_file()
 
 
 def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     whole, broken = settings_in(tmp_path / "whole"), settings_in(tmp_path / "broken")
     run_tiny(whole)
-    with killed("reference", 7):
+    with killed("distillspec", 7):
         run_tiny(broken)
     _, resumed, _ = run_tiny(broken)
     states = [

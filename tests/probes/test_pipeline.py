@@ -12,8 +12,9 @@ from tiny_run import tiny_settings
 
 from decode.errors import UserError
 from distill.data.context import StageContext
-from distill.pipeline import alone_in, run_of
+from distill.pipeline import alone_in
 from distill.run_stages import run_stages
+from distill.stages import run_of
 from probes.__main__ import main
 from probes.pipeline import run_probes
 from probes.settings import ProbeSettings, ProbesSettings, shrink
@@ -109,7 +110,7 @@ def test_a_given_target_is_trained_on_its_own_answers_and_compared_with_what_it_
     settings = settings_in(tmp_path)
     settings.target.kind, settings.target.model = "lora", str(finished[0] / "target")
     settings.target.layerskip.exits, settings.target.layerskip.own_answers = [1], True
-    settings.reference.responses.max_new_tokens = 8
+    settings.teacher.responses.max_new_tokens = 8
     settings.validate()
     run = run_of(settings)
     run_stages(StageContext(settings, run, Console(quiet=True)), only=("target",))

@@ -17,31 +17,33 @@ from safetensors.torch import load_file
 from tiny_run import run_tiny, tiny_settings
 
 from distill import ranks
-from distill.config.drafts import EagleSettings
 from distill.config.run import Settings
+from distill.config.training import StudentSettings
 
 
 def settings_of(way: str, folder: Path) -> Settings:
     """A short run, in one of the ways to train."""
-    settings = tiny_settings(folder, comparisons=[])
-    for training in (settings.target.training, settings.initial.training, settings.reference.training):
+    settings = tiny_settings(folder)
+    for training in (settings.target.training, settings.student.training, settings.training):
         training.steps = 4
-    settings.trainer.validate_every, settings.trainer.compile_loss = 2, "off"
-    reference = settings.reference
+    settings.trainer.validate_every = 2
+    teacher, adaspec = settings.teacher, settings.drafts[1]
     if way == "hidden":
-        reference.signal, settings.draft.scope, settings.trainer.accumulate = "hidden", "global", 2
+        teacher.signal, adaspec.scope, settings.trainer.accumulate = "hidden", "global", 2
     elif way == "topk":
-        reference.signal, settings.draft.normalisation = "topk", "response"
+        teacher.signal, adaspec.normalisation = "topk", "response"
     elif way == "packed":
-        reference.signal, settings.trainer.packing = "log_probs", 300
+        teacher.signal, settings.trainer.packing = "log_probs", 300
     elif way == "own":
-        responses, reference.signal = reference.responses, "online"
-        responses.source, responses.max_new_tokens, responses.batch_size, responses.refresh_every = "mixed", 6, 4, 2
+        responses, teacher.signal = teacher.responses, "online"
+        responses.max_new_tokens, responses.batch_size, responses.refresh_every = 6, 4, 2
+        for draft in settings.drafts:
+            draft.on_policy = 0.5
         settings.target.layerskip.enabled = True
     else:
         settings.target.architecture.layers = 4
         vocabulary = 64 if way == "eagle3" else None
-        settings.eagle = EagleSettings(kind=way, unroll=2, draft_vocab=vocabulary)  # type: ignore[arg-type]
+        settings.student = StudentSettings(kind=way, unroll=2, draft_vocab=vocabulary)  # type: ignore[arg-type]
     return settings
 
 
@@ -67,7 +69,7 @@ def train(folder: Path, way: str) -> None:
         with pytest.raises(RuntimeError, match=r"a tensor of \[2\] is on the CPU, others are on the GPU"):
             torch.ones(2, device=GPU) + torch.ones(2)
         _, other, _ = run_tiny(settings_of(way, folder / "gpu"))
-    for stage in ("target", "reference", "draft"):
+    for stage in ("target", "distillspec", "adaspec"):
         ours, theirs = (load_file(run.path(stage) / "model.safetensors") for run in (one, other))
         gap = max(float((ours[name].float() - theirs[name].float()).abs().max()) for name in ours)
         print(f"{way} {stage}: the largest difference of a weight is {gap:.1e}")

@@ -34,15 +34,15 @@ from tiny_run import tiny_settings
 
 import distill.evaluate  # noqa: F401  (the pipeline loads it late; here it is loaded once, before all starts)
 from distill import pipeline, run_stages
-from distill.config.drafts import ComparisonSettings
+from distill.config.drafts import DraftSettings
 from distill.config.run import Settings
-from distill.files import RunDir
+from distill.stages import RunDir
 from distill.trainer import ProgressLines
 
 HERE = Path(__file__).parent
 INTERVAL = 5
 """Steps between checkpoints."""
-STAGES = ("target", "initial", "reference", "draft", "equal-tokens", "own-texts")
+STAGES = ("target", "initial", "distillspec", "adaspec", "equal-tokens", "own-texts")
 DISTILLED = [phase for stage in STAGES[2:] for phase in (f"{stage}: signals", stage)]
 PHASES = ("target", "initial", *DISTILLED, "evaluation", "export", "report")
 """Parts of a run in order, among which kills are spread."""
@@ -54,10 +54,10 @@ def soak_settings(folder: Path) -> Settings:
     """A run with everything that is kept on disk: responses, signals, texts of the draft, LayerSkip's chance."""
     settings = tiny_settings(folder, name="run")
     settings.target.layerskip.enabled = True
-    responses = settings.reference.responses
+    responses = settings.teacher.responses
     responses.source, responses.max_new_tokens, responses.batch_size, responses.refresh_every = "target", 8, 4, 4
-    own = ComparisonSettings(name="own-texts", iso="epochs", on_policy=0.5, divergence="tv", kl_first=0.5, seed=3)
-    settings.comparisons.append(own)
+    own = DraftSettings(name="own-texts", on_policy=0.5, divergence="tv", kl_first=0.5, seed=3)
+    settings.drafts.append(own)
     settings.trainer.validate_every = INTERVAL
     evaluation = settings.evaluation
     evaluation.prompts = evaluation.accuracy_prompts = 4
@@ -381,7 +381,7 @@ def damage_all(
 ) -> list[str]:
     """Damages one file after the other in a finished run, starts it again, and returns the faults."""
     faults: list[str] = []
-    late = Kill("draft", moments(events)["draft"].index(f"step {2 * INTERVAL + 1}") + 1)
+    late = Kill("draft", moments(events)["adaspec"].index(f"step {2 * INTERVAL + 1}") + 1)
     for victim in victims:
         for how in (truncate, alter):
             if victim.again:

@@ -15,19 +15,18 @@ import pytest
 from rich.console import Console
 
 from distill.config.data import DataSettings
-from distill.config.drafts import AdaSpecSettings, ComparisonSettings, DistillSettings
+from distill.config.drafts import DraftSettings, TeacherSettings
 from distill.config.run import Settings, TrackerSettings
 from distill.config.training import (
     Architecture,
-    InitialDraftSettings,
+    StudentSettings,
     TargetSettings,
     TrainerSettings,
     TrainingSettings,
 )
 from distill.data.context import StageContext
-from distill.files import RunDir
-from distill.pipeline import run_of
-from distill.run_stages import adopt, run_stages
+from distill.run_stages import run_stages
+from distill.stages import RunDir, run_of, stage_fingerprints
 from distill.trainer import ProgressLines
 
 
@@ -44,13 +43,16 @@ def tiny_settings(folder: Path, **changes: Any) -> Settings:
             architecture=Architecture(hidden_size=24, layers=2, heads=2, positions=256),
             training=copy.copy(training),
         ),
-        initial=InitialDraftSettings(
+        student=StudentSettings(
             architecture=Architecture(hidden_size=16, layers=1, heads=2, positions=256),
             training=copy.copy(training),
         ),
-        reference=DistillSettings(examples=20, training=copy.copy(training)),
-        draft=AdaSpecSettings(k=0.4),
-        comparisons=[ComparisonSettings(name="equal-tokens", iso="teacher_tokens")],
+        teacher=TeacherSettings(examples=20),
+        training=copy.copy(training),
+        drafts=[
+            DraftSettings(name="distillspec"),
+            DraftSettings(name="adaspec", reference="distillspec"),
+        ],
         trainer=TrainerSettings(accelerator="cpu", validate_every=5, validation_examples=8, log_every=3),
         tracker=TrackerSettings(kind="none"),
     )
@@ -83,8 +85,13 @@ def _usual() -> tuple[RunDir, TemporaryDirectory[str]]:
 
 
 def begun(settings: Settings) -> Settings:
-    """The settings, with the usual target and undistilled draft in the run's folder where they ask for these."""
-    adopt(run_of(settings), settings, [_usual()[0]], only=("target", "initial"))
+    """Return the settings; their run takes over the usual target and student where they ask for these."""
+    usual, cache = _usual()[0], Path(settings.output_dir) / "cache"
+    for stage in ("target", "initial"):
+        key = stage_fingerprints(settings)[stage][0]
+        if usual.record(stage, key) is not None and not (cache / key).is_symlink():
+            cache.mkdir(parents=True, exist_ok=True)
+            (cache / key).symlink_to(usual.path(stage))
     return settings
 
 

@@ -12,7 +12,7 @@ from heads import make_head
 from decode.__main__ import main
 from decode.bench.datasets import PRESETS
 from decode.bench.suites import load_suite
-from decode.commands.dry_run import preset_row, shrink, write_rows
+from decode.commands.dry_run import preset_row, row_with, shrink, write_rows
 from decode.commands.settings import BenchSettings
 from decode.errors import UserError
 from decode.models.heads import save_head
@@ -34,7 +34,7 @@ def test_a_benchmark_of_models_suites_stores_and_probes_that_are_not_here_runs_t
         "suite": ["mt_bench", "gsm8k"],
         "corpus": ["ultrachat", "missing.txt"],
         "probes": "runs/none/probes",
-        "baselines": False,
+        "peers": False,
         "chat": True,
         "output": str(tmp_path / "out"),
     }
@@ -59,11 +59,16 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_made(tmp_path):
 
 @pytest.mark.parametrize("source", [name for name in PRESETS if name != "arithmetic"])
 def test_stand_in_rows_can_be_read_as_every_suite_and_split(source, tmp_path):
-    files = write_rows(tmp_path, source, lambda *problem: preset_row(source, *problem))
+    file = write_rows(tmp_path, source, lambda *problem: preset_row(source, *problem), merged=True)["all"]
     for split in ("train", "test"):
-        suite = load_suite(f"{source}={files[split]}", split=split, limit=2)
+        suite = load_suite(f"{source}={file}", split=split, limit=2)
         assert len(suite.prompts) == 2
         assert suite.prompts[0].text
+
+
+def test_a_row_has_the_columns_asked_for():
+    row = row_with(["question", "hint"], "me/mine", "How many?", "3", 0)
+    assert row == {"question": "How many?", "hint": "3"}
 
 
 @pytest.mark.parametrize(
@@ -92,6 +97,6 @@ def test_a_model_on_this_machine_tells_its_own_family(tmp_path):
 def test_a_feature_head_is_stood_in_for_by_one(tiny, tmp_path, capsys):
     save_head(make_head(tiny("llama"), 3), tmp_path)
     options = ["--target", "Qwen/Qwen2.5-72B-Instruct", "--draft", str(tmp_path), "--output", str(tmp_path / "out")]
-    assert main(["bench", *options, "--methods", "eagle,eagle-tree", "--no-baselines", "--dry-run"]) == 0
+    assert main(["bench", *options, "--methods", "eagle,eagle-tree", "--no-peers", "--dry-run"]) == 0
     rows = json.loads((tmp_path / "out-dry-run/report.json").read_text())["methods"]
     assert {"eagle", "eagle-tree"} <= {row["name"] for row in rows}

@@ -96,7 +96,7 @@ def test_a_model_that_ignores_positions_is_not_packed(monkeypatch: pytest.Monkey
 
 
 def test_a_run_says_how_much_of_its_batches_was_padding(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = tiny_settings(tmp_path, comparisons=[])
+    settings = tiny_settings(tmp_path)
     settings.trainer.packing = 2048  # a row for the four examples of a step
 
     def not_of_targets(model: PreTrainedModel) -> bool:
@@ -109,4 +109,4 @@ def test_a_run_says_how_much_of_its_batches_was_padding(tmp_path: Any, monkeypat
     assert shares[1:] == [0, 0, 0]
     assert shares[0] > 0
     assert "not packed: the attention of LlamaForCausalLM" in printed
-    assert run.record("draft") is not None
+    assert run.record("adaspec") is not None

@@ -21,10 +21,9 @@ from distill.data.chat import ChatFormat
 from distill.data.context import StageContext
 from distill.data.own_prompts import ORDER, PromptFilter, Sample, prompt_of, prompt_rows, user_turn
 from distill.dry_run import shrink
-from distill.files import RunDir
-from distill.pipeline import run_of
 from distill.responses.texts import answered_by_target
 from distill.run_stages import run_stages
+from distill.stages import RunDir, run_of
 
 Tiny = Callable[..., PreTrainedModel]
 CHAT_ML = (
@@ -72,7 +71,7 @@ def test_the_token_that_the_template_writes_after_the_words_ends_them_as_the_mod
 def test_a_template_without_a_users_turn_is_refused_with_the_next_step(template: str | None, told: str) -> None:
     with pytest.raises(UserError, match=told) as error:
         user_turn(chat(template), {0})  # type: ignore[arg-type]
-    assert "reference.responses.source target" in str(error.value)
+    assert "teacher.responses.source target" in str(error.value)
 
 
 # -- the filter -------------------------------------------------------------------------------------------------------
@@ -218,9 +217,9 @@ def own_run(folder: Path, tiny: Tiny, **changes: object) -> Settings:
         source="target", train_examples=16, validation_examples=8, test_examples=4, max_length=128,
         prompts=PromptSettings(**(LOOSE | changes)),  # type: ignore[arg-type]
     )  # fmt: skip
-    made.reference.responses.source = "target"
-    made.reference.responses.max_new_tokens = 12
-    made.reference.examples = None
+    made.teacher.responses.source = "target"
+    made.teacher.responses.max_new_tokens = 12
+    made.teacher.examples = None
     return made
 
 
@@ -280,11 +279,10 @@ def test_the_same_seed_gives_the_same_prompts_and_a_killed_run_goes_on_with_them
 def test_a_run_on_prompts_of_the_target_trains_every_stage_on_its_answers(tmp_path: Path, tiny: Tiny) -> None:
     made = own_run(tmp_path, tiny)
     made.validate()
-    made.comparisons = []
     for part in (made.initial, made.reference):
         part.training.steps = 2
     one, said = context(made)
-    assert run_stages(one) == ["target", "initial", "reference", "draft"]
+    assert run_stages(one) == ["target", "initial", "distillspec", "adaspec"]
     train, validation = answered_by_target(one)
     assert len(train) == 16
     assert train.label_count > 16
@@ -296,8 +294,8 @@ def test_a_run_on_prompts_of_the_target_trains_every_stage_on_its_answers(tmp_pa
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda s: setattr(s.reference.responses, "source", "dataset"), r"reference\.responses\.source is dataset"),
-        (lambda s: setattr(s.reference.responses, "source", "draft"), r"reference\.responses\.fixed is dataset"),
+        (lambda s: setattr(s.teacher.responses, "source", "dataset"), r"reference\.responses\.source is dataset"),
+        (lambda s: setattr(s.teacher.responses, "source", "draft"), r"reference\.responses\.fixed is dataset"),
         (lambda s: setattr(s.target, "kind", "finetune"), r"target\.kind is finetune"),
         (lambda s: setattr(s.data, "train_file", "x.jsonl"), r"data\.train_file is 'x\.jsonl'"),
     ],

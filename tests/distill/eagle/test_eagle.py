@@ -29,32 +29,30 @@ from decode.models.heads import FeatureHead, head_config, load_head
 from decode.models.loading import load_model
 from decode.sampling import LogitsWarper, TorchRng
 from distill.__main__ import FOREIGN
-from distill.config.drafts import AdaSpecSettings, ComparisonSettings, EagleSettings
+from distill.config.drafts import DraftSettings
 from distill.config.run import ExportSettings, Settings
-from distill.config.training import LoraSettings, TargetSettings, TrainingSettings
+from distill.config.training import StudentSettings, TrainingSettings
 from distill.data.batches import TokenDataset, example_of_rows, label_mask
 from distill.experiments.ablation import AblateSettings, Meter, ablate
 from distill.export.head import check_files, check_head_path, export_head
-from distill.files import RunDir
 from distill.losses.chunked import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
 from distill.losses.objective import Objective
 from distill.modules import HeadModule
-from distill.pipeline import run_of
 from distill.run_stages import frequent, run_stages
-from distill.stages import stage_fingerprints
+from distill.stages import RunDir, run_of, stage_fingerprints
 from distill.teacher.heads import drafting_steps
 from distill.teacher.signals import FEATURES, TargetSignal, Teacher
 from distill.teacher.store import keep_signal
 
-STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
+STAGES = ["target", "initial", "distillspec", "adaspec", "kl-tv"]
 
 
 def head_settings(folder: Path, kind: str, **changes):  # type: ignore[no-untyped-def]
     settings = tiny_settings(folder, **changes)
     settings.target.architecture.layers = 4
-    settings.eagle = EagleSettings(kind=kind, unroll=2, draft_vocab=64 if kind == "eagle3" else None)  # type: ignore[arg-type]
-    settings.comparisons = [ComparisonSettings(name="equal-tokens", iso="teacher_tokens")]
+    settings.student = StudentSettings(kind=kind, unroll=2, draft_vocab=64 if kind == "eagle3" else None)  # type: ignore[arg-type]
+    settings.drafts.append(DraftSettings(name="kl-tv", divergence="kl_tv"))
     return settings
 
 
@@ -81,11 +79,11 @@ def test_a_run_makes_every_head_and_learns(run) -> None:
         assert any(not torch.equal(weights[name], first[name]) for name in first), stage
         history = folder.record(stage).history
         assert history[-1]["loss"] < history[0]["loss"], stage
-    assert not torch.equal(heads["draft"].fc.weight, heads["reference"].fc.weight)
+    assert not torch.equal(heads["adaspec"].fc.weight, heads["reference"].fc.weight)
     account = {stage: folder.record(stage).account for stage in STAGES[2:]}
-    assert account["draft"]["selected_tokens"] < account["draft"]["teacher_tokens"]
+    assert account["adaspec"]["selected_tokens"] < account["adaspec"]["teacher_tokens"]
     assert account["reference"]["selected_tokens"] == account["reference"]["teacher_tokens"]
-    assert account["draft"]["cumulative_teacher_tokens"] > account["draft"]["teacher_tokens"]
+    assert account["adaspec"]["cumulative_teacher_tokens"] > account["adaspec"]["teacher_tokens"]
     assert run_tiny(settings)[0] == []  # nothing has changed
 
 
@@ -93,7 +91,7 @@ def test_a_run_makes_every_head_and_learns(run) -> None:
 def test_training_sees_what_decoding_will_draft(run, all_tokens: bool) -> None:
     """The rows of every drafting step are what the head gives by teacher forcing, with the target's true features."""
     settings, folder = run
-    head = load_head(folder.path("reference"))
+    head = load_head(folder.path("distillspec"))
     rows, source, target = rows_and_source(settings, folder, head)
     example = (rows.all_labelled() if all_tokens else rows).batch(torch.arange(3).numpy(), 0)
     mask = label_mask(example["labels"])
@@ -117,10 +115,10 @@ def test_a_chain_goes_on_from_the_tokens_that_are_accepted(
 ) -> None:
     """Every second token is accepted, by a coin just below its acceptance. What follows is as if all had been."""
     settings, folder = run
-    head = load_head(folder.path("reference"))
+    head = load_head(folder.path("distillspec"))
     rows, source, _ = rows_and_source(settings, folder, head)
     batch = (rows.all_labelled() if all_tokens else rows).batch(torch.arange(4).numpy(), 0)
-    eagle = replace(settings.eagle, unroll=4)
+    eagle = replace(settings.student, unroll=4)
     objective = Objective(Divergence("kl_tv"), accepted_only=True)
     module = HeadModule(head, TrainingSettings(), 1, settings=eagle, target=source, objective=objective)
     coins = lambda alpha: alpha + torch.where(torch.arange(len(alpha)) % 2 == 0, -1e-3, 1e-3)  # noqa: E731
@@ -141,27 +139,25 @@ def test_a_chain_goes_on_from_the_tokens_that_are_accepted(
     assert [module.weight(step) for step in range(3)] == [1.0] * 3  # a row counts by being reached
 
 
-def test_weights_by_accepted_tokens_want_a_head_of_several_steps_and_all_tokens(tmp_path: Path) -> None:
-    own = AdaSpecSettings(name="accepted", weigh_by="accepted", k=1.0)
-    with pytest.raises(UserError, match=r"accepted is accepted, .* eagle\.kind none"):
-        tiny_settings(tmp_path, draft=own, comparisons=[]).validate()
-    settings = head_settings(tmp_path, "eagle3", draft=own)
+def test_chains_that_end_at_a_rejection_need_a_head_of_several_steps_and_no_reference(tmp_path: Path) -> None:
+    settings = head_settings(tmp_path, "eagle3")
+    settings.drafts[0].accepted_only = True
     settings.validate()
-    settings.eagle.unroll = 1
-    with pytest.raises(UserError, match="at least two drafting steps"):
+    settings.student.unroll = 1
+    with pytest.raises(UserError, match="two drafting steps or more"):
         settings.validate()
-    settings.eagle.unroll, settings.draft.k = 2, 0.4
-    with pytest.raises(UserError, match=r"draft\.k is 0\.4: .* set draft\.k to 1"):
+    settings.student.unroll, settings.drafts[1].accepted_only = 2, True
+    with pytest.raises(UserError, match="accepted_only and a reference"):
         settings.validate()
 
 
 def test_features_and_signal_under_autocast_are_those_of_the_target_in_bfloat16(run) -> None:
     settings, folder = run
-    rows, source, target = rows_and_source(settings, folder, load_head(folder.path("reference")))
+    rows, source, target = rows_and_source(settings, folder, load_head(folder.path("distillspec")))
     kept = {}
     for name, autocast in (("exact", False), ("half", True)):
         signal = TargetSignal("topk", k=8, vocab=source.head.vocab, autocast=autocast)
-        keep_signal(Teacher(target, signal, load_head(folder.path("reference"))), target, rows)
+        keep_signal(Teacher(target, signal, load_head(folder.path("distillspec"))), target, rows)
         kept[name] = rows.tokens["features"].copy()
     ids = torch.tensor(rows.ids[rows.offsets[0] : rows.offsets[1]])[None].long()
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
@@ -173,13 +169,14 @@ def test_features_and_signal_under_autocast_are_those_of_the_target_in_bfloat16(
 
 def test_the_ablation_measures_heads_seed_by_seed(run) -> None:
     again = copy.deepcopy(run[0])
-    again.name, again.comparisons = "ablation", []
+    again.name = "ablation"
+    again.drafts = again.drafts[:2]
     again.evaluation.prompts, again.evaluation.max_new_tokens = 4, 6
     settings = AblateSettings(**vars(again))
     settings.ablation.seeds = [3, 4]
     text = io.StringIO()
     folder = ablate(settings, Console(file=text, width=200))
-    assert "already made: target, initial, reference" in text.getvalue()
+    assert text.getvalue().count("made from the same inputs") == 3
     content = json.loads((folder / "ablation.json").read_text())
     assert [(row["name"], row["seeds"]) for row in content["variants"]] == [("eagle", 2), ("eagle-adaspec", 2)]
     assert content["verdict"].startswith("EAGLE + AdaSPEC − EAGLE: ")
@@ -195,7 +192,7 @@ def test_the_ablation_measures_heads_seed_by_seed(run) -> None:
 
 def test_cached_states_are_those_of_a_forward_pass(run) -> None:
     settings, folder = run
-    head = load_head(folder.path("reference"))
+    head = load_head(folder.path("distillspec"))
     rows, source, target = rows_and_source(settings, folder, head)
     stored = torch.from_numpy(np.load(folder.work / "signals" / f"{FEATURES}_train.npy"))
     with torch.no_grad():
@@ -212,9 +209,9 @@ def test_a_target_beside_the_head_trains_the_same_one(run, tmp_path: Path) -> No
     settings, folder = run
     again = copy.deepcopy(settings)
     again.name, again.output_dir = "online", str(tmp_path)
-    again.reference.signal, again.target.devices = "online", ["cpu"]
+    again.teacher.signal, again.target.devices = "online", ["cpu"]
     run_tiny(again)
-    one, two = (load_file(path / "draft" / "model.safetensors") for path in (folder.folder, tmp_path / "online"))
+    one, two = (load_file(path / "adaspec" / "model.safetensors") for path in (folder.folder, tmp_path / "online"))
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-3)  # Adam makes much of a last digit
 
@@ -223,11 +220,11 @@ def test_a_killed_training_ends_with_the_weights_of_an_undisturbed_one(run, tmp_
     settings, _ = run
     again = copy.deepcopy(settings)
     again.output_dir = str(tmp_path)
-    for stage, step in {"reference": 7, "draft": 9}.items():
+    for stage, step in {"distillspec": 7, "adaspec": 9}.items():
         with killed(stage, step):
             run_tiny(again)
     run_tiny(again)
-    for stage in ("reference", "draft"):
+    for stage in ("distillspec", "adaspec"):
         one, two = (load_file(run_of(s).path(stage) / "model.safetensors") for s in (settings, again))
         assert all(torch.equal(one[name], two[name]) for name in one), stage
 
@@ -236,22 +233,21 @@ def test_a_target_of_another_run_is_taken_over(run, tmp_path: Path) -> None:
     settings, folder = run
     plain = tiny_settings(Path(settings.output_dir), name="plain")
     plain.target = settings.target
-    plain.comparisons = []
     assert stage_fingerprints(plain)["target"] == stage_fingerprints(settings)["target"]
     ran, other, printed = run_tiny(plain)
-    assert "the same one is in" in printed
-    assert ran == ["target", "initial", "reference", "draft"]
+    assert "made from the same inputs" in printed
+    assert ran == ["initial", "distillspec", "adaspec"]
     one, two = (load_file(r.target / "model.safetensors") for r in (folder, other))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_the_exported_head_decodes_like_the_trained_one(run, tmp_path: Path) -> None:
     settings, folder = run
-    out = export_head(folder.draft, folder.target, tmp_path / "head", {}, ExportSettings(draft_length=3))
+    out = export_head(folder.path("adaspec"), folder.target, tmp_path / "head", {}, ExportSettings(draft_length=3))
     target = load_model(folder.target, device="cpu", dtype="float32")
     runner = open_runner(target)
     texts = []
-    for path in (folder.draft, out):
+    for path in (folder.path("adaspec"), out):
         head = HeadRunner(load_head(path, target), target)
         for method in ("eagle", "eagle-tree"):
             options = MethodOptions(draft_length=3, tree_width=3, tree_nodes=8)
@@ -262,7 +258,7 @@ def test_the_exported_head_decodes_like_the_trained_one(run, tmp_path: Path) -> 
     config = json.loads((out / "config.json").read_text())
     assert config["num_assistant_tokens"] == 3
     assert config["torch_dtype"] == "float32"
-    if settings.eagle.kind == "eagle3":
+    if settings.student.kind == "eagle3":
         assert config["architectures"] == ["LlamaForCausalLMEagle3"]
         assert (config["vocab_size"], config["draft_vocab_size"]) == (target.config.vocab_size, 64)
         assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [
@@ -276,8 +272,8 @@ def test_the_exported_head_decodes_like_the_trained_one(run, tmp_path: Path) -> 
 
 def test_a_head_over_the_whole_vocabulary_is_exported_as_engines_load_it(tmp_path: Path) -> None:
     settings = head_settings(tmp_path, "eagle3")
-    settings.target.training = settings.initial.training = TrainingSettings(steps=1, batch_size=4)
-    settings.eagle.draft_vocab = None
+    settings.target.training = settings.student.training = TrainingSettings(steps=1, batch_size=4)
+    settings.student.draft_vocab = None
     made, _ = bench(settings)
     assert run_stages(made, ("target", "initial")) == ["target", "initial"]
     folder = made.run
@@ -298,7 +294,7 @@ def test_a_head_over_the_whole_vocabulary_is_exported_as_engines_load_it(tmp_pat
 
 def test_an_incomplete_export_is_noticed(run, tmp_path: Path) -> None:
     _, folder = run
-    out = export_head(folder.draft, folder.target, tmp_path / "head", {}, ExportSettings(draft_length=3))
+    out = export_head(folder.path("adaspec"), folder.target, tmp_path / "head", {}, ExportSettings(draft_length=3))
     config = json.loads((out / "config.json").read_text())
     del config["rms_norm_eps"]
     (out / "config.json").write_text(json.dumps(config))
@@ -382,79 +378,58 @@ def test_the_recipe_shares_the_quickstarts_target(config: str) -> None:
     assert keys[0]["target"][0] == keys[1]["target"][0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        (EagleSettings(kind="eagle", ce_weight=0.0), "ce_weight"),
-        (EagleSettings(kind="eagle", layers=[1, 2, 3]), "layers"),
-        (EagleSettings(unroll=0), "unroll"),
-        (EagleSettings(tree_widths=[2, 3]), "tree_widths"),
-        (EagleSettings(kind="eagle3", layers=[1, 2, 2]), "three different"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(settings: EagleSettings, named: str) -> None:
-    with pytest.raises(UserError, match=named):
-        Settings(eagle=settings, target=TargetSettings(kind="as_is", model="x")).validate()
-
-
 def test_the_selection_settings_reach_the_heads(tmp_path: Path) -> None:
-    settings = head_settings(tmp_path, "eagle", draft=AdaSpecSettings(k=0.25))
-    settings.comparisons = []
+    settings = head_settings(tmp_path, "eagle")
+    settings.drafts[1].k = 0.25
     _, folder, _ = run_tiny(begun(settings))
-    account = folder.record("draft").account
+    account = folder.record("adaspec").account
     assert account["selected_tokens"] == pytest.approx(0.25 * account["teacher_tokens"], rel=0.05)
 
 
-def test_an_adapter_and_sharding_are_refused(tmp_path: Path) -> None:
+def test_sharding_is_refused(tmp_path: Path) -> None:
     settings = head_settings(tmp_path, "eagle")
-    settings.reference.lora = LoraSettings()
-    with pytest.raises(UserError, match=r"reference\.lora"):
-        settings.validate()
-    settings.reference.lora = None
     settings.trainer.strategy = "fsdp"
-    with pytest.raises(UserError, match="feature heads"):
+    with pytest.raises(UserError, match=r"student\.kind eagle"):
         settings.validate()
 
 
 def test_heads_are_trained_with_everything_that_drafts_are(tmp_path: Path) -> None:
     """Top-k and bfloat16 signals, another divergence, Muon, a selection over accumulated batches, prompts."""
-    wide = AdaSpecSettings(name="wide", scope="global", divergence="kl_tv")
-    settings = head_settings(tmp_path, "eagle3", draft=wide)
-    reference = settings.reference
-    reference.signal, reference.signal_dtype, reference.signal_k = "topk", "bfloat16", 16
-    reference.divergence, reference.training.optimizer, reference.training.prompt_loss = "lk_hybrid", "muon", True
+    settings = head_settings(tmp_path, "eagle3")
+    teacher, plain, wide = settings.teacher, *settings.drafts[:2]
+    plain.divergence, wide.scope, wide.divergence = "lk_hybrid", "global", "kl_tv"
+    teacher.signal, teacher.signal_dtype, teacher.signal_k = "topk", "bfloat16", 16
+    settings.training.optimizer, settings.training.prompt_loss = "muon", True
     settings.trainer.accumulate, settings.trainer.precision = 2, "bf16-mixed"
-    settings.comparisons = []
     _, folder, printed = run_tiny(begun(settings))
     assert re.search(r"the target's signal \(topk\): [\d.]+ MB", printed)
-    account = folder.record("draft").account
+    account = folder.record("adaspec").account
     assert 0 < account["selected_tokens"] < account["teacher_tokens"]
     signals = {path.name: np.load(path) for path in (folder.work / "signals").glob("*_train.npy")}
     assert signals["features_train.npy"].dtype == np.int16
     rows = bench(settings)[0].examples
     assert len(signals["target_topk_train.npy"]) == len(rows.ids) - len(rows)  # every token but each text's first
     assert signals["target_topk_train.npy"].shape[1:] == (2, 16)
-    for stage in ("reference", "draft"):
+    for stage in ("distillspec", "adaspec"):
         history = folder.record(stage).history
         assert history[-1]["loss"] < history[0]["loss"], stage
 
 
 def test_a_head_writes_texts_of_its_own(tmp_path: Path) -> None:
-    own = AdaSpecSettings(name="accepted", weigh_by="accepted", k=1.0, normalisation="paper")
-    settings = head_settings(tmp_path, "eagle3", draft=own)
-    responses = settings.reference.responses
-    responses.source, responses.max_new_tokens, responses.refresh_every = "draft", 8, 6
-    settings.reference.training.steps, settings.comparisons = 8, []
+    drafts = [DraftSettings(name="accepted", accepted_only=True, on_policy=1.0)]
+    settings = tiny_settings(tmp_path, drafts=drafts, student=StudentSettings(kind="eagle3", unroll=2, draft_vocab=64))
+    settings.target.architecture.layers, settings.training.steps = 4, 8
+    settings.teacher.responses.max_new_tokens, settings.teacher.responses.refresh_every = 8, 6
     _, folder, _ = run_tiny(begun(settings))
-    account = folder.record("draft").account
+    account = folder.record("accepted").account
     assert 0 < account["teacher_tokens"] <= 9 * account["examples"]  # of eight tokens and an end
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_head_of_some_tokens_starts_from_its_target_and_is_lossless(kind: str, tmp_path: Path) -> None:
     settings = head_settings(tmp_path, kind)
-    settings.target.training = settings.initial.training = TrainingSettings(steps=1, batch_size=4)
-    settings.eagle.draft_vocab = 32
+    settings.target.training = settings.student.training = TrainingSettings(steps=1, batch_size=4)
+    settings.student.draft_vocab = 32
     made, _ = bench(settings)
     run_stages(made, ("target", "initial"))
     head = load_head(made.run.path("initial"))

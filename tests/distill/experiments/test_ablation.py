@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +16,26 @@ from tiny_run import begun, run_tiny, tiny_settings
 from decode.bench.offline_acceptance import OfflineAlpha, paired, prompt_numbers
 from decode.bench.prediction import replay
 from decode.errors import UserError
-from distill.config.drafts import AdaSpecSettings, ComparisonSettings, DistillSettings
+from distill.config.drafts import DraftSettings
 from distill.experiments.ablation import AblateSettings, Measured, ablate, verdict
-from distill.files import RunDir
 from distill.losses.divergences import Divergence
 from distill.losses.objective import objective_of
 from distill.losses.selection import Selection
-from distill.pipeline import run_of
-from distill.stages import stage_fingerprints
+from distill.stages import RunDir
 
 STEPS = 10
 
 
 def objective(**settings: Any) -> Any:
-    return objective_of(ComparisonSettings(name="variant", **settings), DistillSettings(), STEPS)
+    return objective_of(DraftSettings(name="variant", **settings), STEPS)
 
 
-def test_a_selection_of_all_tokens_asks_for_no_reference() -> None:
-    assert objective(k=1.0).selection is None
-    assert objective(k=1.0, normalisation="response").selection is not None
-    assert objective(k=0.9).selection is not None
-
-
-def test_plain_adaspec_is_the_objective_it_was() -> None:
-    plain = objective_of(AdaSpecSettings(), DistillSettings(divergence="jsd"), STEPS)
+def test_a_reference_selects_its_share_of_tokens_and_no_reference_all() -> None:
+    assert objective().selection is None
+    assert objective(reference="other", k=1.0).selection is None
+    plain = objective(reference="other", divergence="jsd")
     assert plain.divergence == Divergence("jsd")
-    assert plain.selection == Selection(0.4)
+    assert plain.selection == Selection(0.4, normalisation="paper")
     assert {plain.divergence_at(step).name for step in range(STEPS)} == {"jsd"}
 
 
@@ -50,75 +44,55 @@ def test_the_loss_switches_after_the_share_of_forward_kl_and_the_ranking_does_no
     names = [switched.divergence_at(step).name for step in range(STEPS)]
     assert names == ["forward_kl"] * 3 + ["tv"] * 7
     assert switched.divergence.name == "tv"
-    without = objective(method="distillspec", k=1.0, divergence="tv", kl_first=0.3)
-    assert without.selection is None
-    assert without.divergence_at(2).name == "forward_kl"
 
 
 @pytest.mark.parametrize(
     ("draft", "words"),
     [
-        (AdaSpecSettings(kl_first=0.3, divergence="tv"), "with divergence, kl_first set this is not AdaSPEC"),
-        (AdaSpecSettings(name="a", kl_first=1.0), "draft.kl_first is 1.0"),
-        (AdaSpecSettings(name="a", divergence="kl"), "draft.divergence is 'kl', expected forward_kl"),  # type: ignore[arg-type]
-        (AdaSpecSettings(name="a", on_policy=1.5), "draft.on_policy is 1.5"),
-        (AdaSpecSettings(seed=-1), "draft.seed is -1"),
-        (AdaSpecSettings(name="reference"), "draft.name is 'reference', which is taken"),
-        (ComparisonSettings(name="signals"), "the name of a file under work/"),
-        (ComparisonSettings(name="adaspec"), "names a standard draft"),
+        (DraftSettings(name="a", kl_first=1.0), r"drafts\[1\].kl_first is 1.0"),
+        (DraftSettings(name="a", divergence="kl"), r"drafts\[1\].divergence is 'kl', expected forward_kl"),  # type: ignore[arg-type]
+        (DraftSettings(name="a", seed=-1), r"drafts\[1\].seed is -1"),
+        (DraftSettings(name="a", reference="b"), r"reference is 'b', expected the name of an earlier draft"),
+        (DraftSettings(name="a", training={"epoch": 2}), "training.epoch is no key of the section training"),
+        (DraftSettings(name="a", training={"lr": -1.0}), r"drafts.a.training.lr is -1.0"),
+        (DraftSettings(name="a", training={"steps": 3, "epochs": 1.0}), "both are set; give exactly one"),
+        (DraftSettings(name="a", accepted_only=True), "accepted_only needs a feature head"),
+        (DraftSettings(name="signals"), "a file or folder of every run"),
+        (DraftSettings(name="export"), "a file or folder of every run"),
+        (DraftSettings(name="distillspec"), "used twice"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, draft: Any, words: str) -> None:
-    settings = tiny_settings(tmp_path, comparisons=[])
-    if isinstance(draft, ComparisonSettings):
-        settings.comparisons = [draft]
-    else:
-        settings.draft = draft
+def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, draft: DraftSettings, words: str) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.drafts[1] = draft
     with pytest.raises(UserError, match=words):
         settings.validate()
 
 
-def test_a_variation_in_place_of_adaspec_bears_its_own_name_in_reports(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path, draft=AdaSpecSettings(name="tv-after-kl", divergence="tv", kl_first=0.3))
-    settings.comparisons.append(ComparisonSettings(name="adaspec"))
-    settings.validate()
-    assert list(run_of(settings).drafts) == ["undistilled", "distillspec", "tv-after-kl", "equal-tokens", "adaspec"]
-
-
-def test_settings_left_alone_keep_the_fingerprint_and_others_change_it(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    before, parts = stage_fingerprints(settings)["draft"]
-    assert set(parts["adaspec"]) == {"k", "scope", "normalisation", "iso", "epochs", "lr"}
-    for change in ({"seed": 1}, {"on_policy": 0.5}, {"weigh_by": "accepted"}):
-        other = replace(settings, draft=replace(settings.draft, **change))
-        assert stage_fingerprints(other)["draft"][0] != before
-        assert stage_fingerprints(other)["reference"] == stage_fingerprints(settings)["reference"]
-
-
-def test_a_draft_may_write_its_own_texts_where_the_reference_does_not(tmp_path: Path) -> None:
-    own = ComparisonSettings(name="own", method="distillspec", k=1.0, iso="epochs", on_policy=1.0)
-    seeded = ComparisonSettings(name="seeded", method="distillspec", k=1.0, iso="epochs", seed=7)
-    settings = tiny_settings(tmp_path, comparisons=[own, seeded])
-    settings.reference.responses.max_new_tokens = 4
+def test_a_draft_may_have_its_own_training_texts_and_order(tmp_path: Path) -> None:
+    drafts = [DraftSettings(name="distillspec"), DraftSettings(name="own", on_policy=1.0)]
+    drafts += [DraftSettings(name="seeded", seed=7), DraftSettings(name="short", training={"epochs": 1.0})]
+    settings = tiny_settings(tmp_path, drafts=drafts)
+    settings.teacher.responses.max_new_tokens = 4
     _, run, _ = run_tiny(begun(settings))
-    accounts = {stage: run.record(stage).account for stage in ("reference", "own", "seeded")}  # type: ignore[union-attr]
-    assert (
-        accounts["own"]["teacher_tokens"] <= 4 * accounts["own"]["examples"] < accounts["reference"]["teacher_tokens"]
-    )
-    assert accounts["seeded"]["examples"] == accounts["reference"]["examples"]
-    weights = {stage: (run.path(stage) / "model.safetensors").read_bytes() for stage in ("reference", "own", "seeded")}
-    assert len(set(weights.values())) == 3
+    accounts = {draft.name: run.draft_record(draft.name).account for draft in drafts}
+    tokens = accounts["own"]["teacher_tokens"]
+    assert tokens <= 4 * accounts["own"]["examples"] < accounts["distillspec"]["teacher_tokens"]
+    assert accounts["seeded"]["examples"] == accounts["distillspec"]["examples"]
+    assert accounts["short"]["optimiser_steps"] == 5  # of 20 examples in batches of 4
+    assert len({(run.path(draft.name) / "model.safetensors").read_bytes() for draft in drafts}) == 4
 
 
 def test_the_ablation_compares_seed_by_seed_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    _, donor, _ = run_tiny(begun(tiny_settings(tmp_path, comparisons=[])))
-    tiny = tiny_settings(tmp_path, name="ablation", comparisons=[ComparisonSettings(name="late-tv", divergence="tv")])
+    run_tiny(begun(tiny_settings(tmp_path)))
+    tiny = tiny_settings(tmp_path, name="ablation")
+    tiny.drafts.append(DraftSettings(name="late-tv", divergence="tv"))
     tiny.evaluation.prompts, tiny.evaluation.max_new_tokens = 4, 6
     settings = AblateSettings(**vars(tiny))
     settings.ablation.seeds = [3, 4]
     text = io.StringIO()
     folder = ablate(settings, Console(file=text, width=200))
-    assert "already made: target, initial, reference" in text.getvalue()
+    assert text.getvalue().count("made from the same inputs") == 3
     content = json.loads((folder / "ablation.json").read_text())
     assert [row["name"] for row in content["variants"]] == ["distillspec", "adaspec", "late-tv"]
     assert [row["seeds"] for row in content["variants"]] == [2, 2, 2]
@@ -130,7 +104,6 @@ def test_the_ablation_compares_seed_by_seed_and_goes_on_where_it_was(tmp_path: P
     ablate(AblateSettings(**vars(tiny), ablation=settings.ablation), Console(file=again, width=200))
     assert again.getvalue().count("up to date") == 3 + 6
     assert json.loads((folder / "ablation.json").read_text())["variants"] == content["variants"]
-    assert donor.record("draft") is not None
 
 
 def measured(gains: dict[str, list[float]]) -> Measured:
@@ -141,7 +114,7 @@ def measured(gains: dict[str, list[float]]) -> Measured:
         for seed, gain in enumerate(by_seed):
             alpha = OfflineAlpha([[0.5 + gain + (gain != 0) * wiggle] * 3 for wiggle in noise])
             used = {"optimiser_steps": 1, "teacher_tokens": 2, "selected_tokens": 1, "seconds": 3.0}
-            found.add(name, asdict(AdaSpecSettings()), seed, {"sampled": [alpha], "greedy": [alpha]}, used)
+            found.add(name, asdict(DraftSettings()), seed, {"sampled": [alpha], "greedy": [alpha]}, used)
     return found
 
 

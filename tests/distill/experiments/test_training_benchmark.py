@@ -104,4 +104,4 @@ def test_settings_that_measure_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nearest known key is 'speed.steps'"):
         main(["bench", "--config", str(config), "--speed.step", "3"])
     with pytest.raises(UserError, match=r"these settings are of a feature head"):
-        main(["bench", "--config", str(config), "--eagle.kind", "eagle"])
+        main(["bench", "--config", str(config), "--student.kind", "eagle"])

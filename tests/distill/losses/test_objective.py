@@ -6,8 +6,8 @@ import torch
 from families import build_tiny, in_double
 
 from decode.models.heads import FeatureHead, head_config
-from distill.config.drafts import EagleSettings, Scope
-from distill.config.training import TrainingSettings
+from distill.config.drafts import Scope
+from distill.config.training import StudentSettings, TrainingSettings
 from distill.data.batches import Schedule, TokenDataset, TrainLoader
 from distill.losses.objective import Objective
 from distill.losses.selection import Selection
@@ -34,7 +34,7 @@ def test_the_paper_s_normalisation_divides_by_the_selected_rows_and_by_none_that
         head,
         TrainingSettings(),
         1,
-        settings=EagleSettings(kind="eagle3", unroll=STEPS),
+        settings=StudentSettings(kind="eagle3", unroll=STEPS),
         target=Teacher(target, TargetSignal("online"), head),
         objective=Objective(selection=Selection(0.5, scope, "paper")),
     )

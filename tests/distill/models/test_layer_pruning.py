@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.families import decoder_layers, final_norm, state_of
-from distill.config.training import InitialDraftSettings, LoraSettings, TrainingSettings
+from distill.config.training import StudentSettings, LoraSettings, TrainingSettings
 from distill.models.layers import cut, kept_layers
 from distill.models.lm_head import LMHead, check_head
 
@@ -29,7 +29,7 @@ def test_layers_are_spread_from_the_first_to_the_last(layers: int | list[int], w
 
 @pytest.mark.parametrize("layers", [8, 0, [], [3, 1], [1, 1], [-1], [8], list(range(8))])
 def test_layers_that_the_target_does_not_have_or_that_are_all_are_refused(layers: int | list[int]) -> None:
-    with pytest.raises(UserError, match=r"initial.layers is .* the target has 8 layers: wanted a number from 1 to 7"):
+    with pytest.raises(UserError, match=r"student.layers is .* the target has 8 layers: wanted a number from 1 to 7"):
         kept_layers(layers, 8)
 
 
@@ -66,28 +66,28 @@ def _like(output: object, state: torch.Tensor) -> object:
 
 
 def test_a_cut_draft_is_distilled_with_or_without_training_of_its_own(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path, comparisons=[], initial=InitialDraftSettings(kind="cut"))
+    settings = tiny_settings(tmp_path, student=StudentSettings(kind="cut"))
     ran, run, _ = run_tiny(settings)
-    assert ran == ["target", "initial", "reference", "draft"]
+    assert ran == ["target", "initial", "distillspec", "draft"]
     target, initial = (load_file(run.path(stage) / "model.safetensors") for stage in ("target", "initial"))
     kept = [name for name in initial if "layers.1." not in name]
     assert all(torch.equal(initial[name], target[name]) for name in kept)
     assert run.record("initial").history == []  # type: ignore[union-attr]
-    settings.initial.training = TrainingSettings(steps=2, batch_size=4)
+    settings.student.training = TrainingSettings(steps=2, batch_size=4)
     ran, run, _ = run_tiny(settings)
-    assert ran == ["initial", "reference", "draft"]
+    assert ran == ["initial", "distillspec", "draft"]
     assert [row["step"] for row in run.record("initial").history] == [0, 2]  # type: ignore[union-attr]
 
 
 def test_more_layers_than_the_target_has_are_refused_before_training(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path, initial=InitialDraftSettings(kind="cut", layers=2))
+    settings = tiny_settings(tmp_path, student=StudentSettings(kind="cut", layers=2))
     with pytest.raises(UserError, match="the target has 2 layers"):
         run_tiny(settings)
     assert not list(tmp_path.rglob("*.safetensors"))
-    settings.initial.layers = 0
+    settings.student.layers = 0
     with pytest.raises(UserError, match=r"initial\.layers is 0"):
         settings.validate()
-    settings.initial.model = "somewhere"
+    settings.student.model = "somewhere"
     with pytest.raises(UserError, match=r"wanted no model .it is cut from the target"):
         settings.validate()
     settings.target.kind = "cut"
@@ -96,17 +96,17 @@ def test_more_layers_than_the_target_has_are_refused_before_training(tmp_path: P
 
 
 def test_an_adapter_learns_is_merged_and_is_the_same_after_a_kill(tmp_path: Path) -> None:
-    whole, killed_run = (tiny_settings(tmp_path / name, comparisons=[]) for name in ("whole", "killed"))
+    whole, killed_run = (tiny_settings(tmp_path / name) for name in ("whole", "killed"))
     for settings in (whole, killed_run):
         settings.reference.lora = LoraSettings(rank=2)
     _, wanted, _ = run_tiny(begun(whole))
-    with killed("reference", 3):  # before the first checkpoint: the adapter starts from the same weights
+    with killed("distillspec", 3):  # before the first checkpoint: the adapter starts from the same weights
         run_tiny(begun(killed_run))
     with killed("draft", 7):
         run_tiny(killed_run)
     _, got, _ = run_tiny(killed_run)
     initial = load_file(wanted.path("initial") / "model.safetensors")
-    for stage in ("reference", "draft"):
+    for stage in ("distillspec", "draft"):
         ours, theirs = (load_file(run.path(stage) / "model.safetensors") for run in (got, wanted))
         assert theirs.keys() == initial.keys()  # merged: no trace of the adapter
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs), stage

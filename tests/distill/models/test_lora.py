@@ -50,14 +50,14 @@ def test_what_was_learned_on_bfloat16_weights_is_added_to_the_float32_ones(famil
 
 
 def test_a_draft_and_a_target_are_trained_on_bfloat16_weights(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path, comparisons=[])
+    settings = tiny_settings(tmp_path)
     _, run, _ = run_tiny(begun(settings))
     settings.name, lora = "adapted", LoraSettings(rank=2, base="bfloat16")
     settings.target.kind, settings.target.model, settings.target.lora = "lora", str(run.target), lora
-    settings.reference.lora, settings.trainer.precision = lora, "bf16-mixed"
+    settings.trainer.precision = "bf16-mixed"
     _, adapted, _ = run_tiny(settings)
-    for stage in ("target", "draft"):
-        start = load_file((run.target if stage == "target" else adapted.path("initial")) / "model.safetensors")
+    for stage in ("target",):
+        start = load_file(run.target / "model.safetensors")
         ended = load_file(adapted.path(stage) / "model.safetensors")
         assert {w.dtype for w in ended.values()} == {torch.float32}
         changed = {name for name, w in ended.items() if not torch.equal(w, start[name])}
@@ -66,21 +66,15 @@ def test_a_draft_and_a_target_are_trained_on_bfloat16_weights(tmp_path: Path) ->
     assert losses[-1] < losses[0]
 
 
-def test_weights_in_fewer_bits_need_mixed_precision_and_no_texts_of_the_draft(tmp_path: Path) -> None:
+def test_weights_that_cannot_be_used_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
-    settings.reference.lora = LoraSettings(base="bfloat16")
+    _, run, _ = run_tiny(begun(settings))
+    settings.name, settings.target.kind, settings.target.model = "adapted", "lora", str(run.target)
+    settings.target.lora = LoraSettings(base="bfloat16")
     with pytest.raises(UserError, match=r"precision is 32-true.*need bf16-mixed"):
         run_tiny(settings)
-    assert not (tmp_path / "tiny" / "target").exists()
-    settings.reference.responses.source = "mixed"
-    with pytest.raises(UserError, match=r"low-precision frozen weights: set reference\.lora\.base to float32"):
-        settings.validate()
-
-
-def test_bits_that_cannot_be_used_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.reference.lora = LoraSettings(quantization={"quant_method": "nf3"})
+    settings.target.lora = LoraSettings(quantization={"quant_method": "nf3"})
     settings.trainer.precision = "bf16-mixed"
     with pytest.raises(UserError, match=r"lora\.quantization is .*nf3.*cannot be used here.*lora\.base to bfloat16"):
         run_tiny(settings)
-    assert not (tmp_path / "tiny" / "target").exists()
+    assert not (tmp_path / "adapted" / "target").exists()

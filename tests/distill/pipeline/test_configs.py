@@ -26,9 +26,9 @@ from distill.__main__ import FOREIGN
 from distill.config.run import Settings
 from distill.data.context import StageContext
 from distill.dry_run import shrink as shrink_run
-from distill.files import RunDir
 from distill.pipeline import complete_settings
 from distill.run_stages import run_stages
+from distill.stages import RunDir
 from probes.pipeline import run_probes
 from probes.settings import ProbesSettings
 from probes.settings import shrink as shrink_probes
@@ -126,7 +126,7 @@ def test_files_with_all_that_any_file_asks_for_run_through(path: Path, tmp_path:
         compare.run(small)
         rows = json.loads((Path(str(small.output)) / "report.json").read_text())["methods"]
         assert {row["name"] for row in rows} >= {spec.replace(":", " ") for spec in small.methods}
-        assert all(row["tokens_per_second"] > 0 for row in rows if not row["baseline"])
+        assert all(row["tokens_per_second"] > 0 for row in rows if not row["peer"])
     elif isinstance(settings, ProbesSettings):
         report = run_probes(shrink_probes(settings, quiet), quiet)
         assert report["probes"]

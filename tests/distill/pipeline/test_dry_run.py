@@ -12,14 +12,14 @@ from distill.__main__ import FOREIGN
 from distill.config.data import DataSettings
 from distill.config.drafts import EagleSettings
 from distill.config.run import Settings
-from distill.config.training import Architecture, InitialDraftSettings, TargetSettings, TrainingSettings
+from distill.config.training import Architecture, StudentSettings, TargetSettings, TrainingSettings
 from distill.data.context import StageContext
 from distill.dry_run import shrink, stand_in
-from distill.files import RunDir
 from distill.models.lm_head import LMHead, check_head
 from distill.models.loading import build_model, count_parameters
 from distill.pipeline import run_pipeline
 from distill.run_stages import run_stages
+from distill.stages import RunDir
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
@@ -37,7 +37,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_dry_run_goes_on_to_report_and_export(tmp_path: Path) -> None:
     settings = load(QUICKSTART, tmp_path)
-    settings.comparisons = []
     run = run_pipeline(shrink(settings, Console(quiet=True)), Console(quiet=True))
     for path in ("report.json", "report.html", "export/model.safetensors", "export/speculation_profile.json"):
         assert (run.folder / path).stat().st_size > 0
@@ -48,9 +47,9 @@ def test_models_from_the_hub_take_the_path_of_their_kind(kind: str, tmp_path: Pa
     settings = Settings(
         output_dir=str(tmp_path),
         target=TargetSettings(kind=kind, model="lmsys/vicuna-7b-v1.3", training=TrainingSettings(epochs=1)),  # type: ignore[arg-type]
-        initial=InitialDraftSettings(kind=kind, model="double7/vicuna-68m", training=TrainingSettings(epochs=1)),  # type: ignore[arg-type]
+        student=StudentSettings(kind=kind, model="double7/vicuna-68m", training=TrainingSettings(epochs=1)),  # type: ignore[arg-type]
     )
-    settings.reference.training.epochs = 1
+    settings.training.epochs = 1
     small = shrink(settings, Console(quiet=True))
     assert small.target.kind == kind
     ran = run_stages(StageContext(small, RunDir(tmp_path / small.name), Console(quiet=True)))
@@ -83,7 +82,7 @@ def test_templates_of_the_users_own_decide_the_columns_of_the_stand_in() -> None
 
 def test_a_second_dry_run_replaces_the_first(tmp_path: Path) -> None:
     settings = Settings(output_dir=str(tmp_path), name="x")
-    for part in (settings.target, settings.initial, settings.reference):
+    for part in (settings.target, settings.student, settings.reference):
         part.training.steps = 1
     shrink(settings, Console(quiet=True))
     (tmp_path / "x-dry-run" / "left").mkdir(parents=True)
@@ -93,7 +92,6 @@ def test_a_second_dry_run_replaces_the_first(tmp_path: Path) -> None:
 
 def test_the_sizes_of_a_head_are_those_that_the_tiny_target_has(tmp_path: Path) -> None:
     settings = load(QUICKSTART, tmp_path)
-    settings.comparisons = []
     settings.eagle = EagleSettings("eagle3", intermediate_size=14336, heads=9, kv_heads=8, layers=[2, 16, 29], unroll=1)
     settings.draft.k = 0.05  # batches of 80
     small = shrink(settings, Console(quiet=True))

@@ -27,10 +27,10 @@ def file(tmp_path: Path, tiny: Callable[..., PreTrainedModel]) -> Path:
 
 
 def test_a_gguf_file_becomes_a_plain_folder_and_drafts_are_trained_for_it(file: Path, tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path, target=TargetSettings(kind="as_is", model=str(file)), comparisons=[])
-    settings.initial.architecture.hidden_size = 8
+    settings = tiny_settings(tmp_path, target=TargetSettings(kind="as_is", model=str(file)))
+    settings.student.architecture.hidden_size = 8
     ran, run, _ = run_tiny(settings)
-    assert ran == ["target", "initial", "reference", "draft"]
+    assert ran == ["target", "initial", "distillspec", "adaspec"]
     saved = AutoModelForCausalLM.from_pretrained(run.target)
     assert not run.target.is_symlink()
     assert "quantization_config" not in saved.config.to_dict()
@@ -42,8 +42,8 @@ def test_a_gguf_file_becomes_a_plain_folder_and_drafts_are_trained_for_it(file: 
 
 def test_the_weights_of_a_file_are_rounded_where_that_is_asked_for(file: Path, tmp_path: Path) -> None:
     target = TargetSettings(kind="as_is", model=str(file), round_to="float16")
-    settings = tiny_settings(tmp_path, target=target, comparisons=[])
-    settings.initial.architecture.hidden_size = 8
+    settings = tiny_settings(tmp_path, target=target)
+    settings.student.architecture.hidden_size = 8
     _, run, _ = run_tiny(settings)
     given = load_model(file, device="cpu", dtype="float32")
     saved = load_model(run.target, device="cpu", dtype="float32")

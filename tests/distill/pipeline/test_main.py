@@ -82,7 +82,7 @@ def test_the_whole_run_goes_to_its_report_and_a_second_one_changes_nothing(
     folder = tmp_path / "runs/tiny"
     report = folder / "report.json"
     assert {path.name for path in folder.iterdir()} >= {
-        "target", "initial", "reference", "draft", "export", "report.json", "report.html", "settings.yaml", "work",
+        "target", "initial", "distillspec", "adaspec", "export", "report.json", "report.html", "settings.yaml", "work",
     }  # fmt: skip
     assert not list(folder.rglob(".tmp-*"))
     before = report.stat().st_mtime_ns
@@ -125,7 +125,7 @@ def test_help_explains_every_key_and_shows_examples(capsys: pytest.CaptureFixtur
     for argv in (["--help"], ["bench", "--help"], ["ablate", "--help"]):
         status, out, _ = run(capsys, *argv)
         assert status == 0
-        assert "--reference.training.batch-size" in out
+        assert "--training.batch-size" in out
     assert "--speed.steps" in run(capsys, "bench", "-h")[1]
     assert "examples:\n  python -m distill --config" in run(capsys, "--help")[1]
 

@@ -20,16 +20,17 @@ from decode.models.loading import load_model
 from distill.config.drafts import ComparisonSettings
 from distill.config.run import Settings
 from distill.config.training import TargetSettings, TrainerSettings
-from distill.files import RunDir, StageRecord, only_one
+from distill.files import only_one
+from distill.stages import RunDir, StageRecord
 from distill.losses.objective import Objective
 from distill.losses.selection import Selection
 from distill.models.loading import checkpoint_layers
-from distill.pipeline import complete_settings, run_of, run_pipeline
-from distill.stages import StageResult, language_model, stage_fingerprints
+from distill.pipeline import complete_settings, run_pipeline
+from distill.stages import StageResult, language_model, run_of, stage_fingerprints
 from distill.teacher.store import prepare
 from distill.trainer import fit
 
-STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
+STAGES = ["target", "initial", "distillspec", "adaspec", "equal-tokens"]
 
 
 @pytest.fixture(scope="module")
@@ -76,21 +77,21 @@ def test_an_up_to_date_run_reads_no_data(finished: tuple[Path, RunDir], monkeypa
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        (setting("draft.k", 0.5), ["draft"]),
-        (setting("reference.training.lr", 1e-4), ["reference", "draft", "equal-tokens"]),
-        (setting("initial.architecture.hidden_size", 8), ["initial", "reference", "draft", "equal-tokens"]),
+        (setting("draft.k", 0.5), ["adaspec"]),
+        (setting("training.lr", 1e-4), ["distillspec", "adaspec", "equal-tokens"]),
+        (setting("initial.architecture.hidden_size", 8), ["initial", "distillspec", "adaspec", "equal-tokens"]),
         (setting("target.training.steps", 9), STAGES),
         (setting("data.difficulty", 2), STAGES),
         (setting("seed", 5), STAGES),
         (setting("trainer.precision", "bf16-mixed"), STAGES),
-        (setting("initial.precision", "auto"), ["initial", "reference", "draft", "equal-tokens"]),
+        (setting("initial.precision", "auto"), ["initial", "distillspec", "adaspec", "equal-tokens"]),
         (setting("data.test_examples", 3), []),
         (setting("evaluation.prompts", 3), []),
         (setting("trainer.log_every", 1), []),
         (setting("trainer.gradient_checkpointing", True), []),
         (setting("target.lora.rank", 3), []),  # not used by a target from scratch
         (setting("threads", 2), []),
-        (setting("reference.signal_limit_gb", 5.0), []),
+        (setting("teacher.signal_limit_gb", 5.0), []),
     ],
 )
 def test_a_changed_setting_makes_its_stage_and_the_later_ones_run_again(
@@ -111,7 +112,7 @@ def test_a_model_is_trained_in_its_own_precision_and_the_drafts_in_the_trainers(
 
     monkeypatch.setattr("distill.stages.fit", note)
     monkeypatch.setattr("distill.models.loading.multiplies_bfloat16", lambda device: can)
-    settings = tiny_settings(tmp_path, comparisons=[])
+    settings = tiny_settings(tmp_path)
     settings.target.precision = "auto"
     complete_settings(settings, Console(quiet=True))
     run_tiny(settings)
@@ -128,7 +129,7 @@ def test_gradient_checkpointing_trains_the_same_models(
         checkpoint_layers(model)
 
     monkeypatch.setattr("distill.trainer.checkpoint_layers", checkpoint)
-    settings = tiny_settings(tmp_path, comparisons=[])
+    settings = tiny_settings(tmp_path)
     settings.trainer.gradient_checkpointing = True
     ran, run, _ = run_tiny(settings)
     assert changed == ["LlamaForCausalLM"] * 4
@@ -156,10 +157,10 @@ def test_a_changed_draft_setting_runs_that_stage_only(finished: tuple[Path, RunD
 
 def test_a_damaged_folder_is_made_again(finished: tuple[Path, RunDir]) -> None:
     folder, run = finished
-    weights = run.draft / "model.safetensors"
+    weights = run.path("adaspec") / "model.safetensors"
     sound = {name: tensor.clone() for name, tensor in load_file(weights).items()}
     weights.write_bytes(weights.read_bytes()[:-10])
-    assert run_tiny(tiny_settings(folder))[0] == ["draft"]
+    assert run_tiny(tiny_settings(folder))[0] == ["adaspec"]
     again = load_file(weights)
     assert all((again[name] == sound[name]).all() for name in sound)
 
@@ -192,7 +193,7 @@ def test_every_stage_is_a_plain_folder_that_transformers_loads(finished: tuple[P
 
 def test_records_hold_the_account_of_every_draft(finished: tuple[Path, RunDir]) -> None:
     _, run = finished
-    reference, draft, other = (run.record(stage) for stage in ("reference", "draft", "equal-tokens"))
+    reference, draft, other = (run.record(stage) for stage in ("distillspec", "adaspec", "equal-tokens"))
     assert reference is not None
     assert draft is not None
     assert other is not None
@@ -218,7 +219,7 @@ def test_a_full_disk_leaves_no_half_written_folder(finished: tuple[Path, RunDir]
 
     with pytest.raises(OSError, match="No space left"):
         other.put("draft", StageRecord("key"), fail)
-    assert other.record("draft") is None
+    assert other.record("adaspec") is None
     assert [path for path in tmp_path.rglob("*") if path.is_file() or "draft" in path.name] == []
     kept = run.record("target")
     with pytest.raises(OSError, match="No space left"):
@@ -230,7 +231,6 @@ def test_a_model_taken_as_it_is_becomes_a_link_and_may_be_shared(finished: tuple
     _, run = finished
     settings = tiny_settings(tmp_path)
     settings.target = TargetSettings(kind="as_is", model=str(run.target))
-    settings.comparisons = []
     made, _ = bench(settings)
     result = language_model(made, "target", "key")
     assert result.source == run.target
@@ -252,7 +252,7 @@ def test_a_model_taken_as_it_is_becomes_a_link_and_may_be_shared(finished: tuple
         (setting("initial.model", "somewhere"), r"initial.model is 'somewhere': wanted no model"),
         (setting("initial.architecture.heads", 3), r"hidden_size is 16, which 3 heads do not divide"),
         (setting("reference.divergence", "reverse"), r"reference.divergence is 'reverse', expected forward_kl"),
-        (setting("reference.examples", 0), r"reference.examples is 0"),
+        (setting("teacher.examples", 0), r"teacher.examples is 0"),
         (setting("comparisons", [ComparisonSettings(name="adaspec")]), r"names a standard draft"),
         (setting("comparisons", [ComparisonSettings()]), r"comparisons\[0\].name is ''"),
         (setting("name", "a/b"), r"name is 'a/b', expected a plain folder name"),
@@ -271,7 +271,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_runs(tmp_path: Pa
 
 def test_a_draft_larger_than_the_target_is_refused_before_training(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
-    settings.initial.architecture.layers = 9
+    settings.student.architecture.layers = 9
     with pytest.raises(UserError, match=r"the draft has [\d,]+ parameters and the target [\d,]+: a draft has to be"):
         run_tiny(settings)
     assert not list(tmp_path.rglob("*.safetensors"))
@@ -279,7 +279,7 @@ def test_a_draft_larger_than_the_target_is_refused_before_training(tmp_path: Pat
 
 def test_an_unknown_model_family_or_folder_says_what_is_wanted(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
-    settings.initial.architecture.model_type = "lama"
+    settings.student.architecture.model_type = "lama"
     with pytest.raises(UserError, match=r"architecture.model_type 'lama' cannot be built"):
         run_tiny(settings)
     settings = tiny_settings(tmp_path, target=TargetSettings(kind="as_is", model=str(tmp_path / "nowhere")))
@@ -320,11 +320,11 @@ def test_every_signal_trains_and_the_frozen_models_leave_memory(
         return model
 
     settings = tiny_settings(tmp_path)
-    settings.reference.signal = signal  # type: ignore[assignment]
+    settings.teacher.signal = signal  # type: ignore[assignment]
     made, text = bench(settings)
     for module in ("data.target", "teacher.store"):
         monkeypatch.setattr(f"distill.{module}.load_model", load)
-    material = prepare(made, Objective(selection=Selection()), selector="reference")
+    material = prepare(made, Objective(selection=Selection()), selector="distillspec")
     gc.collect()
     target, reference = (ref() for ref in loaded)
     assert reference is None
@@ -337,9 +337,9 @@ def test_every_signal_trains_and_the_frozen_models_leave_memory(
 
 def test_a_signal_above_the_limit_is_refused_before_it_is_made(finished: tuple[Path, RunDir]) -> None:
     settings = tiny_settings(finished[0])
-    settings.reference.signal, settings.reference.signal_limit_gb = "hidden", 1e-6
+    settings.teacher.signal, settings.teacher.signal_limit_gb = "hidden", 1e-6
     made, _ = bench(settings)
-    with pytest.raises(UserError, match=r"\(hidden\) needs 0\.00 GB and reference.signal_limit_gb"):
+    with pytest.raises(UserError, match=r"\(hidden\) needs 0\.00 GB and teacher.signal_limit_gb"):
         prepare(made, Objective())
 
 
@@ -347,9 +347,9 @@ def test_a_signal_above_the_limit_is_refused_before_it_is_made(finished: tuple[P
     ("change", "named"),
     [
         (lambda s: setattr(s.target.training, "batch_size", 49), "target.training.batch_size is 49 and there are 48"),
-        (lambda s: setattr(s.reference.training, "batch_size", 21), "reference.training.batch_size is 21"),
+        (lambda s: setattr(s.training, "batch_size", 21), "training.batch_size is 21"),
         (lambda s: setattr(s.draft, "k", 0.1), "over k, for adaspec, is 40"),
-        (lambda s: setattr(s.initial.architecture, "positions", 16), "initial.architecture.positions is 16"),
+        (lambda s: setattr(s.student.architecture, "positions", 16), "initial.architecture.positions is 16"),
     ],
 )
 def test_what_would_be_found_hours_later_is_found_before_anything_is_trained(tmp_path: Path, change, named) -> None:
@@ -368,10 +368,10 @@ def test_an_occupied_output_path_is_one_clear_line(tmp_path: Path) -> None:
 
 def test_a_training_that_a_callback_ended_is_accounted_as_long_as_it_was(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
-    settings.reference.training.steps = 40
+    settings.training.steps = 40
     stop = {"class_path": "EarlyStopping", "init_args": {"monitor": "validation_loss", "patience": 1, "min_delta": 9.0}}
     settings.trainer.callbacks = [stop]
-    record = run_tiny(settings)[1].record("reference")
+    record = run_tiny(settings)[1].record("distillspec")
     assert record is not None
     assert record.account["optimiser_steps"] == record.history[-1]["step"] == 10
     assert record.account["examples"] == 40

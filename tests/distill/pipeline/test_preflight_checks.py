@@ -10,7 +10,7 @@ from tiny_run import bench, tiny_settings
 
 from decode.errors import UserError
 from distill.checks import check_inputs, check_machine
-from distill.config.drafts import EagleSettings
+from distill.config.training import StudentSettings
 from distill.models.loading import choose_number_formats, use_attention
 from distill.teacher.store import choose_signal
 
@@ -37,24 +37,24 @@ def test_a_gpu_without_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_formats_that_are_auto_are_bfloat16_where_the_processor_multiplies_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can: bool
 ) -> None:
-    for module in ("models.precision", "pipeline.preflight_checks"):
+    for module in ("models.loading", "checks"):
         monkeypatch.setattr(f"distill.{module}.multiplies_bfloat16", lambda device: can)
     settings = tiny_settings(tmp_path)
     settings.trainer.precision = settings.target.precision = "auto"
-    settings.reference.responses.dtype = settings.reference.signal_autocast = "auto"
+    settings.teacher.responses.dtype = settings.teacher.signal_autocast = "auto"
     choose_number_formats(settings, torch.device("cpu"))
     wanted = ("bf16-mixed", "bf16-mixed", "bfloat16", True) if can else ("32-true", "32-true", None, False)
-    reference = settings.reference
+    teacher = settings.teacher
     assert wanted == (
         settings.trainer.precision,
         settings.target.precision,
-        reference.responses.dtype,
-        reference.signal_autocast,
+        teacher.responses.dtype,
+        teacher.signal_autocast,
     )
-    settings.trainer.precision, reference.signal_autocast = "bf16-mixed", True  # asked for by name
+    settings.trainer.precision, teacher.signal_autocast = "bf16-mixed", True  # asked for by name
     context, printed = bench(settings)
     check_inputs(context)
-    slower = "several times slower than in float32: trainer.precision bf16-mixed, reference.signal_autocast"
+    slower = "several times slower than in float32: trainer.precision bf16-mixed, teacher.signal_autocast"
     assert (slower in printed.getvalue().replace("\n", " ")) is not can
 
 
@@ -66,7 +66,7 @@ def test_an_attention_and_an_optimiser_that_are_not_here(tmp_path: Path) -> None
     with pytest.raises(UserError, match="which LlamaForCausalLM cannot use here"):
         use_attention(build_tiny("llama"), "flash_attention_2")
     settings.trainer.attention = "eager"
-    settings.reference.training.optimizer = "adamw_8bit"
+    settings.training.optimizer = "adamw_8bit"
     with pytest.raises(UserError, match="adamw_8bit, which runs on GPUs, and the training runs on cpu: choose adamw"):
         check_inputs(bench(settings)[0])
 
@@ -81,8 +81,8 @@ def test_a_gpu_that_is_not_here(tmp_path: Path) -> None:
 
 def test_servers_of_which_none_answers(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
-    settings.reference.responses.source = "target"
-    settings.reference.responses.server.urls = ["http://127.0.0.1:9/v1", "http://127.0.0.1:1/v1"]
+    settings.teacher.responses.source = "target"
+    settings.teacher.responses.server.urls = ["http://127.0.0.1:9/v1", "http://127.0.0.1:1/v1"]
     context, _ = bench(settings)
     check_inputs(context)  # the target that they serve has to be trained first
     settings.target.kind = "as_is"
@@ -90,12 +90,12 @@ def test_servers_of_which_none_answers(tmp_path: Path) -> None:
         check_machine(context, {})
 
 
-@pytest.mark.parametrize("eagle", [EagleSettings(), EagleSettings(kind="eagle"), EagleSettings(kind="eagle3")])
-def test_a_disk_that_will_not_hold_the_signal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eagle: EagleSettings
-) -> None:
-    settings = tiny_settings(tmp_path, eagle=eagle)
-    settings.reference.signal, settings.target.architecture.layers = "hidden", 4
+@pytest.mark.parametrize("kind", ["scratch", "eagle", "eagle3"])
+def test_a_disk_that_will_not_hold_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    settings = tiny_settings(tmp_path)
+    if kind != "scratch":
+        settings.student = StudentSettings(kind=kind)  # type: ignore[arg-type]
+    settings.teacher.signal, settings.target.architecture.layers = "hidden", 4
     context, _ = bench(settings)
     check_inputs(context)
     with_free(monkeypatch, 1000)
@@ -119,7 +119,7 @@ def test_the_signal_is_the_first_that_there_is_room_for_and_stays(
         "online",
     ]
     assert chosen(10_000_000, "a") == chosen(1000, "a") == "hidden"  # the disk is full of it by now
-    settings.reference.signal_limit_gb = 0.002
+    settings.teacher.signal_limit_gb = 0.002
     assert chosen(10_000_000, "a") == "topk"
-    settings.reference.signal = "online"
+    settings.teacher.signal = "online"
     assert chosen(10_000_000, "a") == "online"

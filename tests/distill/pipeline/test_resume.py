@@ -13,11 +13,10 @@ from tiny_run import bench, killed, run_tiny, tiny_settings
 from decode.errors import UserError
 from distill.checkpoints import BestWeights
 from distill.config.run import Settings
-from distill.files import RunDir
-from distill.pipeline import run_of
 from distill.run_stages import run_stages
+from distill.stages import RunDir, run_of
 
-STAGES = ["target", "initial", "reference", "draft", "equal-tokens"]
+STAGES = ["target", "initial", "distillspec", "adaspec", "equal-tokens"]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ def assert_same(whole: dict[str, dict[str, torch.Tensor]], run: RunDir, *stages:
 
 def test_every_stage_continues_from_its_checkpoint(whole: dict[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
-    steps = {"target": 7, "initial": 11, "reference": 5, "draft": 9}
+    steps = {"target": 7, "initial": 11, "distillspec": 5, "draft": 9}
     for stage, step in steps.items():
         with killed(stage, step):
             run_tiny(settings)
@@ -140,12 +139,12 @@ def test_a_stage_altered_without_a_change_of_size_is_made_again_and_said_so(
     whole: dict[str, dict[str, torch.Tensor]], finished: tuple[Settings, RunDir]
 ) -> None:
     settings, run = finished
-    weights = run.path("draft") / "model.safetensors"
+    weights = run.path("adaspec") / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
     ran, run, printed = run_tiny(settings)
-    assert ran == ["draft"]
+    assert ran == ["adaspec"]
     assert f"{run.path('draft')} is not as it was written, and is made again" in printed
     assert_same(whole, run)
 
@@ -154,8 +153,8 @@ def test_a_note_of_a_stage_that_was_altered_is_not_believed(finished: tuple[Sett
     _, run = finished
     note = run.work / "draft.json"
     note.write_text(note.read_text().replace('"optimiser_steps": 12', '"optimiser_steps": 13'))
-    assert run.record("draft") is None
-    assert run.record("reference") is not None
+    assert run.record("adaspec") is None
+    assert run.record("distillspec") is not None
 
 
 def test_a_stage_of_a_time_before_checksums_stays_valid(finished: tuple[Settings, RunDir]) -> None:
@@ -164,7 +163,7 @@ def test_a_stage_of_a_time_before_checksums_stays_valid(finished: tuple[Settings
     content = json.loads(note.read_text())
     del content["seal"], content["checksums"]
     note.write_text(json.dumps(content))
-    assert run.record("draft") is not None
+    assert run.record("adaspec") is not None
 
 
 def test_checkpoints_that_a_kill_left_beside_a_finished_stage_are_cleared_away(

@@ -44,7 +44,11 @@ def stages_changed(settings, **changes) -> set[str]:  # type: ignore[no-untyped-
 
 
 def test_the_number_format_that_a_trained_target_is_read_in_decides_what_is_distilled(tmp_path: Path) -> None:
-    assert stages_changed(tiny_settings(tmp_path), target__dtype="bfloat16") == {"reference", "draft", "equal-tokens"}
+    assert stages_changed(tiny_settings(tmp_path), target__dtype="bfloat16") == {
+        "distillspec",
+        "adaspec",
+        "equal-tokens",
+    }
 
 
 def test_a_target_that_is_taken_as_it_is_stays_whatever_is_trained_for_it(tmp_path: Path) -> None:
@@ -59,7 +63,7 @@ def test_a_target_that_is_taken_as_it_is_stays_whatever_is_trained_for_it(tmp_pa
 def test_the_parts_of_a_step_decide_a_selection_within_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stages_changed(tiny_settings(tmp_path), trainer__accumulate=2) == {"draft", "equal-tokens"}
     assert stages_changed(tiny_settings(tmp_path), trainer__devices=2) == {"draft", "equal-tokens"}
-    everything = tiny_settings(tmp_path, comparisons=[])
+    everything = tiny_settings(tmp_path)
     everything.draft.k = 1.0
     assert stages_changed(everything, trainer__accumulate=2) == set()
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -85,28 +89,28 @@ SETTINGS = {
     "trained": "",
     "adapters": "--target.kind=lora --target.model=none --reference.lora.rank=8 --draft.name=own --draft.on_policy=0.5",
     "answers": "--target.kind=as_is --target.model=none --eagle.kind=eagle3 --data.source=target "
-    "--reference.responses.source=target --reference.responses.server.url=http://127.0.0.1:1/v1",
+    "--teacher.responses.source=target --teacher.responses.server.url=http://127.0.0.1:1/v1",
 }
 MADE_BEFORE = {
     "trained": {
         "data": "e8d37c35",
         "target": "8a69fa93",
         "initial": "302cd519",
-        "reference": "572287e5",
+        "distillspec": "572287e5",
         "draft": "21d0bb55",
     },
     "adapters": {
         "data": "e8d37c35",
         "target": "790a65b7",
         "initial": "3c41d00c",
-        "reference": "15629cc4",
+        "distillspec": "15629cc4",
         "draft": "26c8db5d",
     },
     "answers": {
         "data": "166c873a",
         "target": "cdb969cb",
         "initial": "36f72826",
-        "reference": "9cdd658e",
+        "distillspec": "9cdd658e",
         "draft": "2503df64",
     },
 }
@@ -124,10 +128,10 @@ def test_a_new_setting_leaves_what_was_made_before_valid(which: str) -> None:
 def test_a_draft_that_learns_the_targets_texts_before_it_is_distilled_depends_on_them(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
     before = keys.stage_fingerprints(settings)["initial"]
-    settings.reference.responses.temperature = 0.5
+    settings.teacher.responses.temperature = 0.5
     assert keys.stage_fingerprints(settings)["initial"] == before  # the data has responses
     settings.data.source, settings.target.kind, settings.target.model = "target", "as_is", str(tmp_path)
-    settings.reference.responses.source = "target"
+    settings.teacher.responses.source = "target"
     before = keys.stage_fingerprints(settings)["initial"]
-    settings.reference.responses.temperature = 0.7
+    settings.teacher.responses.temperature = 0.7
     assert keys.stage_fingerprints(settings)["initial"] != before

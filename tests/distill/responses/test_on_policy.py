@@ -112,9 +112,9 @@ def test_a_checkpoint_of_another_number_of_processes_is_refused(tiny: Tiny) -> N
 
 
 def on_policy_settings(folder: Path, **responses: Any) -> Settings:
-    settings = begun(tiny_settings(folder, comparisons=[]))
+    settings = begun(tiny_settings(folder))
     chosen: dict[str, Any] = {"source": "draft", "max_new_tokens": 8, "refresh_every": 4, "batch_size": 8}
-    settings.reference.responses = ResponseSettings(**chosen | responses)
+    settings.teacher.responses = ResponseSettings(**chosen | responses)
     return settings
 
 
@@ -127,19 +127,19 @@ def test_a_killed_run_trains_on_the_same_texts_and_ends_with_the_same_weights(
     tmp_path: Path, responses: dict[str, Any], signal: Any
 ) -> None:
     whole, cut = (on_policy_settings(tmp_path / name, **responses) for name in ("whole", "cut"))
-    whole.reference.signal = cut.reference.signal = signal
+    whole.teacher.signal = cut.teacher.signal = signal
     _, wanted, _ = run_tiny(whole)
-    for stage, step in (("reference", 7), ("draft", 11)):  # between two refreshes, and after the last one
+    for stage, step in (("distillspec", 7), ("adaspec", 11)):  # between two refreshes, and after the last one
         with killed(stage, step):
             run_tiny(cut)
     _, got, _ = run_tiny(cut)
-    for stage in ("reference", "draft"):
+    for stage in ("distillspec", "adaspec"):
         ours, theirs = (load_file(run.path(stage) / "model.safetensors") for run in (got, wanted))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs), stage
         account, other = (run.record(stage).account for run in (got, wanted))  # type: ignore[union-attr]
         assert account == other
         assert 0 < account["teacher_tokens"] <= 12 * 10 * (8 if not responses else 200)
-    assert got.record("draft").account["selected_tokens"] > 0  # type: ignore[union-attr]
+    assert got.record("adaspec").account["selected_tokens"] > 0  # type: ignore[union-attr]
 
 
 def test_prompts_of_the_drafts_own_texts_are_labelled_too_where_they_are_of_the_others(tiny: Tiny) -> None:

@@ -191,9 +191,9 @@ def test_a_run_continues_with_the_responses_that_a_server_had_given(tmp_path: Pa
     def dying(body: dict[str, Any], number: int) -> Reply:
         return good(body, number) if number <= 7 else (500, {}, b"")
 
-    settings = tiny_settings(tmp_path, comparisons=[])
-    settings.reference.responses = ResponseSettings(source="target", max_new_tokens=8)
-    server = settings.reference.responses.server
+    settings = tiny_settings(tmp_path)
+    settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=8)
+    server = settings.teacher.responses.server
     server.concurrency, server.retries = 1, 0
     with serving(Played(dying)) as played:
         server.urls = [played.url]
@@ -203,7 +203,7 @@ def test_a_run_continues_with_the_responses_that_a_server_had_given(tmp_path: Pa
     with serving(Played(good)) as played:
         server.urls = [played.url]
         ran, _, printed = run_tiny(settings)
-    assert ran == ["reference", "draft"]
+    assert ran == ["distillspec", "adaspec"]
     assert "train: 20, 13 of them written now" in printed
     assert len(played.bodies) == 13 + 8
 
@@ -240,9 +240,9 @@ class LLM:
 
 
 def vllm_settings(folder: Path, **server: Any) -> Settings:
-    settings = tiny_settings(folder, comparisons=[])
-    settings.reference.training.steps = 2
-    settings.reference.responses = ResponseSettings(
+    settings = tiny_settings(folder)
+    settings.training.steps = 2
+    settings.teacher.responses = ResponseSettings(
         source="target", temperature=0.0, max_new_tokens=8, server=ServerSettings(engine="vllm", **server)
     )
     return settings
@@ -304,7 +304,7 @@ def test_vllm_writes_what_the_target_writes_here(tmp_path: Path) -> None:
 
     def written(name: str, engine: Literal["vllm"] | None) -> dict[str, list[list[int]]]:
         settings = vllm_settings(tmp_path / name)
-        settings.reference.responses.server.engine = engine
+        settings.teacher.responses.server.engine = engine
         settings.target = TargetSettings(kind="as_is", model=str(target))
         found = answers(run_tiny(settings)[1].work)
         return {split: [line["ids"] for line in lines] for split, lines in found.items()}

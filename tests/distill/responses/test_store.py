@@ -112,23 +112,23 @@ def test_what_is_missing_is_written_as_it_was_before(tiny: Tiny, monkeypatch: py
 
 
 def test_the_draft_learns_from_what_the_target_wrote(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path, comparisons=[])
-    settings.reference.responses = ResponseSettings(source="target", max_new_tokens=10, batch_size=8)
+    settings = tiny_settings(tmp_path)
+    settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=10, batch_size=8)
     ran, run, printed = run_tiny(settings)
-    assert ran == ["target", "initial", "reference", "draft"]
+    assert ran == ["target", "initial", "distillspec", "adaspec"]
     assert "the target's responses, train: 20, 20 of them written now" in printed
     made, _ = bench(settings)
     lines = [json.loads(line) for line in (run.work / "responses/train.jsonl").read_text().splitlines()]
     assert sorted(line["example"] for line in lines) == list(range(20))
     manifest = json.loads((run.work / "responses/train.json").read_text())
     assert manifest["responses"]["temperature"] == 1.0
-    account = run.record("reference").account  # type: ignore[union-attr]
+    account = run.record("distillspec").account  # type: ignore[union-attr]
     assert account["teacher_tokens"] <= 12 * 4 * 10
-    jobs = make_jobs(made.examples, made.corpus.train[: len(made.examples)], settings.reference.responses, 512)
+    jobs = make_jobs(made.examples, made.corpus.train[: len(made.examples)], settings.teacher.responses, 512)
     assert all(made.corpus.tokenizer.decode(job.ids) == job.text for job in jobs)
     before = (run.work / "responses/train.jsonl").read_bytes()
     (run.work / "responses/train.jsonl").write_bytes(before[: len(before) // 2])
-    settings.draft.k = 0.5  # another draft of the same texts
+    settings.drafts[1].k = 0.5  # another draft of the same texts
     _, _, printed = run_tiny(settings)
     assert "of them written now" in printed
     after = (run.work / "responses/train.jsonl").read_bytes()
@@ -137,35 +137,35 @@ def test_the_draft_learns_from_what_the_target_wrote(tmp_path: Path) -> None:
 
 def test_only_settings_that_decide_the_texts_make_stages_run_again(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
-    responses = settings.reference.responses
-    key = stage_fingerprints(settings)["reference"]
+    responses = settings.teacher.responses
+    key = stage_fingerprints(settings)["distillspec"]
     responses.temperature = 0.3  # the data set's responses are not sampled
-    assert stage_fingerprints(settings)["reference"] == key
+    assert stage_fingerprints(settings)["distillspec"] == key
     responses.source = "target"
-    target = stage_fingerprints(settings)["reference"]
+    target = stage_fingerprints(settings)["distillspec"]
     assert target != key
     responses.refresh_every, responses.server.retries = 7, 9
-    assert stage_fingerprints(settings)["reference"] == target
+    assert stage_fingerprints(settings)["distillspec"] == target
     responses.temperature = 0.4
-    assert stage_fingerprints(settings)["reference"] != target
+    assert stage_fingerprints(settings)["distillspec"] != target
     responses.dtype = "bfloat16"
     assert stage_fingerprints(settings)["target"] == stage_fingerprints(tiny_settings(tmp_path))["target"]
-    other = stage_fingerprints(settings)["reference"]
+    other = stage_fingerprints(settings)["distillspec"]
     responses.dtype = None
-    assert stage_fingerprints(settings)["reference"] != other
+    assert stage_fingerprints(settings)["distillspec"] != other
 
 
 def test_responses_may_be_written_in_another_number_format_than_the_signal(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
-    settings.reference.responses.source, settings.reference.responses.max_new_tokens = "target", 8
-    settings.reference.responses.dtype = "bfloat16"
-    settings.target.training.steps = settings.initial.training.steps = settings.reference.training.steps = 1
+    settings.teacher.responses.source, settings.teacher.responses.max_new_tokens = "target", 8
+    settings.teacher.responses.dtype = "bfloat16"
+    settings.target.training.steps = settings.student.training.steps = settings.training.steps = 1
     opened: list[torch.dtype] = []
     with pytest.MonkeyPatch.context() as patch:
         load = StageContext.open_target
         patch.setattr(StageContext, "open_target", lambda *a: (opened.append((found := load(*a)).dtype), found)[1])
         made, _ = bench(settings)
-        run_stages(made, only=("target", "initial", "reference"))
+        run_stages(made, only=("target", "initial", "distillspec"))
     assert opened == [
         torch.float32,
         torch.bfloat16,
@@ -176,8 +176,8 @@ def test_responses_may_be_written_in_another_number_format_than_the_signal(tmp_p
 
 def test_several_processes_write_what_one_does_each_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_store, "GROUP", 1)
-    settings = tiny_settings(tmp_path, comparisons=[])
-    settings.reference.responses = ResponseSettings(source="target", max_new_tokens=4, batch_size=8)
+    settings = tiny_settings(tmp_path)
+    settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=4, batch_size=8)
     run_stages(bench(settings)[0], only=("target",))
 
     def rows() -> list[list[int]]:
