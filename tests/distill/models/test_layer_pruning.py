@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.families import decoder_layers, final_norm, state_of
-from distill.config.training import StudentSettings, LoraSettings, TrainingSettings
+from distill.config.training import LoraSettings, StudentSettings, TrainingSettings
 from distill.models.layers import cut, kept_layers
 from distill.models.lm_head import LMHead, check_head
 

@@ -21,12 +21,11 @@ from distill.config.drafts import ComparisonSettings
 from distill.config.run import Settings
 from distill.config.training import TargetSettings, TrainerSettings
 from distill.files import only_one
-from distill.stages import RunDir, StageRecord
 from distill.losses.objective import Objective
 from distill.losses.selection import Selection
 from distill.models.loading import checkpoint_layers
 from distill.pipeline import complete_settings, run_pipeline
-from distill.stages import StageResult, language_model, run_of, stage_fingerprints
+from distill.stages import RunDir, StageRecord, StageResult, language_model, run_of, stage_fingerprints
 from distill.teacher.store import prepare
 from distill.trainer import fit
 
