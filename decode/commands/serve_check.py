@@ -17,7 +17,7 @@ from decode.bench.session import Session
 from decode.bench.statistics import plain
 from decode.commands.checks import check_models, measure_options, open_pair, open_suites, told_chat, use_chat
 from decode.commands.settings import ServeCheckSettings, required
-from decode.engines.gap_causes import Cause, causes_in_files
+from decode.engines.gap_causes import Cause
 from decode.engines.gguf import convert
 from decode.engines.launch import COMMANDS, check_engine
 from decode.engines.serve_check import CheckOptions, serve_check, time_untrained_draft, write_untrained_draft
@@ -25,7 +25,6 @@ from decode.engines.settings import EngineSettings
 from decode.errors import UserError, choose, read_json, scratch_folder, write_section, write_text
 from decode.models.heads import FeatureHead
 from decode.models.loading import stop_ids
-from decode.models.pair import Pair
 from decode.progress import output_console
 
 COLUMNS = {
@@ -46,7 +45,7 @@ def run(settings: ServeCheckSettings) -> None:
         if settings.draft_shape is not None:
             count = write_untrained_draft(untrained, str(settings.target), settings.draft_shape, settings.seed)
             settings = dataclasses.replace(settings, draft=str(untrained))
-        pair = _open(settings)
+        pair = open_pair(settings, settings.draft)
         assert pair.draft is not None
         chat = use_chat(settings, pair.tokenizer)
         if told := told_chat(settings, chat):
@@ -64,13 +63,11 @@ def run(settings: ServeCheckSettings) -> None:
             if settings.draft_shape is not None:
                 rows = plain(time_untrained_draft(settings.engine, engine, items, options, status.update))
             else:
-                stops, folders = (
-                    sorted(stop_ids(pair.target, pair.tokenizer)),
-                    (str(settings.target), str(settings.draft)),
-                )
                 checked = serve_check(
-                    settings.engine, engine, pair.target, pair.draft, items, stops, options, status.update, folders
-                )
+                    settings.engine, engine, pair.target, pair.draft, items,
+                    sorted(stop_ids(pair.target, pair.tokenizer)), options, status.update,
+                    (str(settings.target), str(settings.draft)),
+                )  # fmt: skip
     if settings.draft_shape is not None:
         result = {"draft_shape": settings.draft_shape, "parameters": count, "rows": rows}
         return print(json.dumps(result)) if settings.json else show_untrained(result, settings.engine)
@@ -79,18 +76,6 @@ def run(settings: ServeCheckSettings) -> None:
     for path in record(result, Path(str(settings.draft)), Path(settings.output) if settings.output else None):
         console.print(f"[dim]wrote {path}")
     print(json.dumps(result, ensure_ascii=False)) if settings.json else show(checked.rows, checked.causes)
-
-
-def _open(settings: ServeCheckSettings) -> Pair:
-    """The pair; where it cannot be opened, the causes that its files show are added to the error."""
-    try:
-        return open_pair(settings, settings.draft)
-    except UserError as error:
-        causes = causes_in_files(str(settings.target), str(settings.draft), context=0, engine=settings.engine)
-        if not causes:
-            raise
-        found = "".join(f"\n{cause.name}: {cause.evidence}; {cause.remedy}" for cause in causes)
-        raise UserError(f"the draft cannot be served: {error}{found}") from error
 
 
 def check(settings: ServeCheckSettings) -> None:
