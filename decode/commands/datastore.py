@@ -1,4 +1,4 @@
-"""``python -m decode datastore build`` and ``trigrams build``: what retrieval drafts from, made from texts."""
+"""``python -m decode datastore build`` and ``trigrams build``: the stores of retrieval drafters, built from texts."""
 
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -27,21 +27,21 @@ def read_corpus(
     """Token ids of every document.
 
     Args:
-        inputs: text or .jsonl files; and suites, by name or as files of other kinds, which give prompt and answer of
-            their training split.
+        inputs: text or .jsonl files; suites, by name or as files of other kinds, give prompt and answer of their
+            training split.
         tokenizer: of the target.
         texts: most texts of each suite.
-        seed: chooses them.
+        seed: of the choice of texts.
 
     Raises:
-        UserError: something is neither a file nor a suite.
+        UserError: an input is neither a file nor a suite.
     """
     rows = set(READERS) - {".txt", ".jsonl"}
     files = [name for name in inputs if Path(name).is_file() and Path(name).suffix.lower() not in rows]
     suites = [name for name in inputs if name not in files]
     for name in suites:
-        known = Path(name).suffix in SUFFIXES | set(READERS) or "/" in name
-        if "=" not in name and known and not Path(name).is_file():
+        is_path = Path(name).suffix in SUFFIXES | set(READERS) or "/" in name
+        if "=" not in name and is_path and not Path(name).is_file():
             raise UserError(f"there is no file {name!r}; give text or .jsonl files, or suites such as arithmetic")
     for name in suites:
         for prompt in load_suite(name, limit=texts, seed=seed, split="train").prompts:
@@ -51,7 +51,7 @@ def read_corpus(
 
 
 def build_datastore(settings: StoreSettings, datastore: bool = True) -> None:
-    """Build the datastore, and beside it the tri-gram table, from the same texts; or the table alone."""
+    """Build the n-gram table and, unless `datastore` is false, the datastore from the same texts."""
     required(settings, "tokenizer", "input", "output")
     tokenizer = load_tokenizer(str(settings.tokenizer), trust_remote_code=settings.trust_remote_code)
     folder, began = Path(str(settings.output)), time.perf_counter()
@@ -74,13 +74,13 @@ def write_stores(
     datastore: bool = True,
     orders: Collection[int] = (3,),
 ) -> list[Path]:
-    """Write n-gram tables, and the datastore if wanted.
+    """Write an n-gram table of each order, and the datastore.
 
     Args:
         text: as `decode.drafters.corpus_files.join_documents` returns it.
         folder: to write to.
-        tokenizer: that made the ids.
-        datastore: also sort all suffixes.
+        tokenizer: of the ids.
+        datastore: whether to sort all suffixes into a datastore.
         orders: n of the n-grams of each table.
     """
     fingerprint = tokenizer_fingerprint(tokenizer)

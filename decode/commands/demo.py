@@ -1,6 +1,6 @@
-"""``python -m decode demo``: type a prompt, and watch a text being written without and with the draft, side by side.
+"""``python -m decode demo``: a text written without and with the draft, side by side.
 
-Both decode in turn in one process, the one that has computed for less time first: the longer text is the faster one.
+Both decode in turn in one process, the one that has spent less time first, so that the longer text is the faster one.
 """
 
 import math
@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from decode.commands.checks import open_pair
-from decode.commands.generate import LEGEND, STYLES, Generation, colored, start
+from decode.commands.generate import LEGEND, Generation, colored, start
 from decode.commands.settings import DemoSettings, GenerateSettings
 from decode.errors import UserError
 from decode.methods import METHODS
@@ -24,27 +24,27 @@ from decode.models.heads import FeatureHead
 from decode.models.pair import Pair
 from decode.progress import output_console
 
-OTHER_ROWS = 8  # rows of the terminal that are not text: frames, legend, result
+OTHER_ROWS = 8  # rows of the terminal for frames, legend and result
 
 
 @dataclass
 class Side:
     """One of the texts that are being written."""
 
-    title: str  # above it
-    generation: Generation  # the text
-    seconds: float = 0.0  # computed for it so far, the prompt's reading included
-    done: bool = False  # whether it has ended
+    title: str
+    generation: Generation
+    seconds: float = 0.0  # spent so far, including the time for the prompt
+    done: bool = False
 
     def advance(self) -> None:
-        """One round."""
+        """One step."""
         began = time.perf_counter()
         self.done = next(self.generation.pieces, None) is None
         self.seconds += time.perf_counter() - began
 
     @property
     def speed(self) -> float:
-        """Tokens a second, so far."""
+        """Tokens per second so far."""
         return len(self.generation.ids) / self.seconds if self.seconds else 0.0
 
     def panel(self, console: Console) -> Panel:
@@ -58,14 +58,14 @@ class Side:
 
 
 def race(sides: Sequence[Side]) -> Iterator[None]:
-    """Advance the side that has computed least, until all have ended."""
+    """Advance the side that has spent the least time, until all have ended."""
     while going := [side for side in sides if not side.done]:
         min(going, key=lambda side: side.seconds).advance()
         yield
 
 
 def result(plain: Side, drafted: Side, greedy: bool) -> str:
-    """How much faster the draft made it, and whether the text is the same."""
+    """How much faster decoding is with the draft, and whether the text is the same."""
     gain = drafted.speed / plain.speed if plain.speed else math.nan
     if plain.generation.ids == drafted.generation.ids:
         text = "the same text, token by token"
@@ -84,21 +84,18 @@ def show(sides: Sequence[Side], console: Console, greedy: bool) -> None:
         for _ in sides:
             grid.add_column(ratio=1)
         grid.add_row(*(side.panel(console) for side in sides))
-        return Group(
-            grid, Text("  ").join(Text(meaning, STYLES[who]) for who, meaning in LEGEND.items() if who != "rejected")
-        )
+        return Group(grid, LEGEND)
 
-    with Live(view(), console=console, refresh_per_second=12, auto_refresh=False, transient=False) as live:
-        shown = time.monotonic()
+    with Live(view(), console=console, auto_refresh=False) as live:
+        refreshed = time.monotonic()
         for _ in race(sides):
-            if console.is_terminal and time.monotonic() - shown > 1 / 12:
+            if console.is_terminal and time.monotonic() - refreshed > 1 / 12:
                 live.update(view(), refresh=True)
-                shown = time.monotonic()
+                refreshed = time.monotonic()
         live.update(view(), refresh=True)
-    if not console.is_terminal:  # there Live itself begins a new line
+    if not console.is_terminal:  # on a terminal Live itself begins a new line
         console.print()
-    plain, drafted = sides
-    console.print(result(plain, drafted, greedy), style="bold", highlight=False)
+    console.print(result(sides[0], sides[1], greedy), style="bold", highlight=False)
 
 
 def prompts(settings: DemoSettings, console: Console) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import json
 import random
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,96 +38,70 @@ from decode.models.other_tokenizer import ForeignDraft
 from decode.models.pair import Pair, described
 from decode.models.tokens import Detokenizer, chat_ids, marked, prompt_ids, stop_at, user_says
 from decode.sampling import TorchRng
-from decode.trace import FORMULAS, Round, Trace
+from decode.trace import FORMULAS, Trace
 
 
 @dataclass
 class Generation:
-    """A text, and how it came about."""
+    """A text with the record of its decoding."""
 
     prompt: list[int]  # token ids
-    method: str  # the method's name
+    method: str
     lossless: bool  # whether the output distribution is the target's
-    seed: int  # of sampling
-    # rounds as marked text (`decode.models.tokens.marked`), to be iterated once while the text is generated
+    seed: int
+    # steps as marked text (`decode.models.tokens.marked`); iterating over them generates the text, once
     pieces: Iterator[list[dict[str, str]]] = field(default_factory=lambda: iter(()), repr=False)
     ids: list[int] = field(default_factory=list)  # tokens generated so far
-    trace: Trace = field(default_factory=Trace, repr=False)  # rounds so far
+    trace: Trace = field(default_factory=Trace, repr=False)
     text: str = ""  # text so far
     tokens: list[dict[str, str]] = field(default_factory=list, repr=False)  # marked tokens so far
-    # once the text has ended, what ended it: eos, stop (a stop string), length (max_new_tokens) or context (it is full)
+    # what ended the text: eos, stop (a stop string), length (max_new_tokens) or context (it is full); None before
     finish_reason: str | None = None
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Acceptance, block efficiency and times; `decode.trace.FORMULAS` says how they are computed."""
+        """Acceptance, accepted length and times; their formulas are in `decode.trace.FORMULAS`."""
         return dict(plain(self.trace.metrics()))
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""
-        return {
-            "text": self.text,
-            "ids": self.ids,
-            "prompt_ids": self.prompt,
-            "method": self.method,
-            "lossless": self.lossless,
-            "seed": self.seed,
-            "finish_reason": self.finish_reason,
-            "metrics": self.metrics,
-            "tokens": self.tokens,
-        }
+        names = ("text", "ids", "method", "lossless", "seed", "finish_reason", "metrics", "tokens")
+        return {"prompt_ids": self.prompt} | {name: getattr(self, name) for name in names}
 
 
-STYLES = {
-    "accepted": "green",
-    "rejected": "red strike",
-    "corrected": "yellow",
-    "bonus": "cyan",
-    "target": "default",
+STYLES = {"accepted": "green", "rejected": "red strike", "corrected": "yellow", "bonus": "cyan", "target": "default"}
+"""Colours of tokens in the terminal, by who wrote them."""
+LEGEND = Text("  ").join(Text(WRITERS[who], STYLES[who]) for who in ("accepted", "rejected", "corrected", "bonus"))
+STATISTICS = FORMULAS | {
+    "tokens": "generated, the end-of-text token included",
+    "rounds": "target forwards after the prompt was read",
+    "tokens_per_second": "tokens / total_seconds, including the time for the prompt",
+    "drafted_per_round": "Σk / rounds",
+    "prefill_seconds": "time for the prompt, by target and draft",
+    "draft_seconds": "time for drafting",
+    "verify_seconds": "time for the target's forwards, verification and bookkeeping",
+    "total_seconds": "wall time",
 }
-"""How ``--show`` marks who wrote a token."""
-
-LEGEND = {who: WRITERS[who] for who in ("accepted", "rejected", "corrected", "bonus")}
+"""Formulas of the statistics that ``--show`` prints."""
 
 
 def colored(pieces: Sequence[dict[str, str]]) -> Text:
-    """Marked text in the colours of those who wrote it; a rejected line end is a sign, so that it breaks no line."""
+    """Marked text in the colours of those who wrote it; a rejected line end is shown as a sign."""
     shown = ((p["text"].replace("\n", "⏎") if p["who"] == "rejected" else p["text"], p["who"]) for p in pieces)
     return Text.assemble(*((text, STYLES[who]) for text, who in shown))
 
 
 def show_statistics(generation: Generation, console: Console) -> None:
-    """The statistics of the rounds, each with its formula."""
-    console.print()
-    legend = Text("  ").join(Text(meaning, STYLES[who]) for who, meaning in LEGEND.items())
-    console.print(legend)
+    """Print the statistics of the rounds with their formulas."""
     kind = "lossless" if generation.lossless else "relaxed: the output is not distributed as the target's"
     table = Table(title=f"{generation.method} ({kind})", title_justify="left", box=None, pad_edge=False)
     table.add_column("")
     table.add_column("", justify="right")
     table.add_column("formula", style="dim")
-    metrics = generation.trace.metrics()
-    for name, formula in STATISTICS.items():
-        value = metrics[name]
-        if value == value:
-            number = f"{value:d}" if isinstance(value, int) else f"{value:.3f}"
-            table.add_row(name, number, formula or FORMULAS[name])
-    console.print(table)
-
-
-STATISTICS = {
-    "tokens": "generated, the end-of-text token included",
-    "rounds": "target forwards after the prompt was read",
-    "tokens_per_second": "tokens / total_seconds, the prompt's reading included",
-    "block_efficiency": "",
-    "drafted_per_round": "Σk / rounds",
-    **dict.fromkeys(("alpha", "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance"), ""),
-    "prefill_seconds": "reading the prompt, by target and draft",
-    "draft_seconds": "proposing",
-    "verify_seconds": "the target's forwards, verification and bookkeeping",
-    "total_seconds": "wall time",
-}
-"""What ``--show`` prints of the rounds, with the formulas that `FORMULAS` does not have."""
+    for name, value in generation.trace.metrics().items():
+        if name in STATISTICS and value == value:
+            table.add_row(name, f"{value:d}" if isinstance(value, int) else f"{value:.3f}", STATISTICS[name])
+    console.print("", LEGEND, table, sep="\n")
 
 
 def generate(
@@ -172,7 +146,7 @@ def generate(
 
 
 def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> Generation:
-    """Load everything and make ready to generate; nothing is generated before ``pieces`` is read.
+    """Load everything and prepare a generation; nothing is generated before ``pieces`` is iterated.
 
     Raises:
         UserError: an unknown or incomplete method, models that do not fit, a prompt that cannot be decoded.
@@ -225,50 +199,36 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
         rng=TorchRng(seed, pair.runner.device),
         trace=generation.trace,
     )
-    alone = METHODS[method][0] == "none"
+    alone, detokenizer = METHODS[method][0] == "none", Detokenizer(tokenizer)
 
     def stopped(dropped: int) -> None:
         generation.finish_reason = "stop"
         generation.trace.tokens -= dropped
 
-    cut = stop_at(source, ids, tokenizer, settings.stop, stopped)
-    pieces = _pieces(generation, cut, Detokenizer(tokenizer), alone)
-    generation.pieces = _finish(generation, pieces, settings, ends)
+    def noted(pieces: list[dict[str, str]]) -> list[dict[str, str]]:
+        generation.tokens += pieces
+        generation.text += "".join(piece["text"] for piece in pieces if piece["who"] != "rejected")
+        return pieces
+
+    def steps() -> Iterator[list[dict[str, str]]]:
+        writer = "target"
+        for result, new in stop_at(source, ids, tokenizer, settings.stop, stopped):
+            rejected: list[list[int]] = [[] for _ in new]
+            if len(new) == result.accepted + 1:
+                rejected[-1] = result.rejected_at_end
+            pieces = marked(detokenizer, new, result.written_by[: len(new)], rejected, alone)
+            generation.ids += new
+            writer = pieces[-1]["who"] if pieces else writer
+            yield noted(pieces)
+        if rest := detokenizer.finish():
+            yield noted([{"text": rest, "who": writer}])
+        if generation.ids and generation.ids[-1] in ends:
+            generation.finish_reason = "eos"
+        elif generation.finish_reason != "stop":
+            generation.finish_reason = "length" if len(generation.ids) >= settings.max_new_tokens else "context"
+
+    generation.pieces = steps()
     return generation
-
-
-def _finish(
-    generation: Generation, pieces: Iterator[list[dict[str, str]]], settings: GenerateSettings, ends: Collection[int]
-) -> Iterator[list[dict[str, str]]]:
-    """The pieces; after the last one, the generation says what ended it."""
-    yield from pieces
-    if generation.ids and generation.ids[-1] in ends:
-        generation.finish_reason = "eos"
-    elif generation.finish_reason != "stop":
-        generation.finish_reason = "length" if len(generation.ids) >= settings.max_new_tokens else "context"
-
-
-def _pieces(
-    generation: Generation, source: Iterable[tuple[Round, list[int]]], detokenizer: Detokenizer, alone: bool
-) -> Iterator[list[dict[str, str]]]:
-    writer = "target"
-    for result, new in source:
-        rejected: list[list[int]] = [[] for _ in new]
-        if len(new) == result.accepted + 1:
-            rejected[-1] = result.rejected_at_end
-        pieces = marked(detokenizer, new, result.written_by[: len(new)], rejected, alone)
-        generation.ids += new
-        writer = pieces[-1]["who"] if pieces else writer
-        yield _note(generation, pieces)
-    rest = detokenizer.finish()
-    if rest:
-        yield _note(generation, [{"text": rest, "who": writer}])
-
-
-def _note(generation: Generation, pieces: list[dict[str, str]]) -> list[dict[str, str]]:
-    generation.tokens += pieces
-    generation.text += "".join(piece["text"] for piece in pieces if piece["who"] != "rejected")
-    return pieces
 
 
 def read_prompt(settings: GenerateSettings) -> str:
@@ -284,7 +244,7 @@ def read_prompt(settings: GenerateSettings) -> str:
 
 
 def run(settings: GenerateSettings) -> None:
-    """Generate one text as the settings say, to standard output."""
+    """Generate one text to standard output."""
     generation = start(settings, read_prompt(settings))
     if settings.json:
         for _ in generation.pieces:
@@ -297,11 +257,9 @@ def run(settings: GenerateSettings) -> None:
             if settings.show:
                 console.print(colored(pieces), end="")
             else:
-                sys.stdout.write("".join(p["text"] for p in pieces if p["who"] != "rejected"))
-            sys.stdout.flush()
+                print("".join(p["text"] for p in pieces if p["who"] != "rejected"), end="", flush=True)
     finally:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        print(flush=True)
         if generation.finish_reason == "context":
             used = len(generation.prompt) + len(generation.ids)
             print(f"the text ends here because the model's context is full: {used} tokens", file=sys.stderr)

@@ -6,7 +6,6 @@ import io
 
 import pytest
 from pairs import save_pair
-from rich.console import Console
 
 from decode.commands import demo
 from decode.commands.settings import DemoSettings, GenerateSettings
@@ -57,15 +56,6 @@ def test_a_demo_without_a_draft_is_refused_unless_the_method_needs_none(folder):
     with pytest.raises(UserError, match="--draft"):
         demo.run(settings_for(folder, draft=None))
     demo.run(settings_for(folder, draft=None, method="prompt-lookup", max_new_tokens=2))
-
-
-def test_a_long_text_shows_its_end(folder):
-    generation = demo.start(GenerateSettings(**vars(settings_for(folder))), "a")
-    generation.tokens = [{"text": f"line {i}\n", "who": "target"} for i in range(100)]
-    console = Console(file=io.StringIO(), width=80, height=20)
-    console.print(demo.Side("t", generation).panel(console))
-    assert "line 99" in console.file.getvalue()
-    assert "line 50" not in console.file.getvalue()
 
 
 @pytest.mark.parametrize(("temperature", "told"), [(0.0, "near tie"), (0.7, "another draw from the same distribution")])

@@ -15,7 +15,7 @@ from decode.commands.generate import run, start
 from decode.commands.settings import GenerateSettings
 from decode.errors import UserError
 from decode.models.loading import load_model
-from decode.models.tokens import Detokenizer, chat_ids, marked, prompt_ids, stop_at
+from decode.models.tokens import Detokenizer, chat_ids, marked, prompt_ids
 
 
 @pytest.fixture(scope="module")
@@ -86,38 +86,12 @@ def test_a_stop_string_ends_the_text_where_transformers_ends_it(folder, method):
     assert len(ours.ids) < 40
 
 
-def test_rounds_pass_untouched_without_stop_strings():
-    rounds = [("round", [1, 2]), ("round", [3])]
-    assert list(stop_at(rounds, [0], make_tokenizer(), [])) == rounds
-
-
-def test_greedy_text_is_the_targets_whatever_drafts(folder):
-    texts = set()
-    for method in ("autoregressive", "vanilla", "prompt-lookup"):
-        generation = start(settings_for(folder, method=method), "Tom has 3 apples")
-        for _ in generation.pieces:
-            pass
-        texts.add(generation.text)
-        assert generation.lossless
-    assert len(texts) == 1
-
-
 def test_json_holds_text_ids_metrics_and_who_wrote_what(folder, capsys):
     run(settings_for(folder, json=True, temperature=1.0, seed=7))
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() == {
-        "text",
-        "ids",
-        "prompt_ids",
-        "method",
-        "lossless",
-        "seed",
-        "finish_reason",
-        "metrics",
-        "tokens",
-    }
-    assert found["method"] == "vanilla"
-    assert found["seed"] == 7
+    keys = {"text", "ids", "prompt_ids", "method", "lossless", "seed", "finish_reason", "metrics", "tokens"}
+    assert found.keys() == keys
+    assert (found["method"], found["seed"]) == ("vanilla", 7)
     assert found["text"] == Detokenizer(make_tokenizer()).text(found["ids"])
     assert "".join(t["text"] for t in found["tokens"] if t["who"] != "rejected") == found["text"]
     assert found["metrics"]["tokens"] == len(found["ids"]) == 24
@@ -179,17 +153,6 @@ def test_chat_puts_the_prompt_into_the_template(folder):
         chat_ids(make_tokenizer(), [{"role": "user", "content": "Hi"}])
 
 
-def test_a_template_that_nobody_asked_for_is_announced(folder, capsys):
-    for chat, said in ((None, True), (True, False), (False, False)):
-        start(settings_for(folder, chat=chat), "Hi")
-        assert ("chat template (--chat false" in capsys.readouterr().err) == said
-
-
-def test_a_system_message_without_a_chat_is_refused(folder):
-    with pytest.raises(UserError, match="without --chat false"):
-        settings_for(folder, chat=False, system="Be brief.")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -203,17 +166,10 @@ def test_a_system_message_without_a_chat_is_refused(folder):
         ({"target": None}, "--target is missing"),
         ({"dtype": "f32"}, "choose auto or one of float32"),
         ({"draft_length": 0}, "draft_length is 0"),
-        ({"beta": -1}, "beta is -1"),
-        ({"typical_epsilon": -1}, "typical_epsilon is -1"),
-        ({"threshold": 7}, "threshold is 7"),
-        ({"target_acceptance": -2}, "target_acceptance is -2"),
-        ({"threads": -1}, "threads is -1"),
         ({"stop": ["a", ""]}, "empty text"),
-        ({"seed": -1}, "seed is -1"),
         ({"seed": 10**30}, "seed is 1000"),
-        ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": 1e-40}, "temperature is 1e-40"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"chat": False, "system": "Be brief."}, "without --chat false"),
         ({"top_p": 0.0}, "top_p is 0.0"),
     ],
 )
