@@ -20,7 +20,7 @@ distill: $(READY)  ## train target, reference and draft; measure, export and rep
 probe: $(READY)  ## train acceptance probes for every layer and compare early-exit methods
 	$(BIN)/python -m probes --config $(CONFIG) $(ARGS)
 
-bench: $(READY)  ## compare decoding methods and peers on the trained pair
+bench: $(READY)  ## compare decoding methods and baselines on the trained pair
 	$(BIN)/python -m decode bench --config $(CONFIG) $(ARGS)
 
 smollm2: CONFIG = configs/smollm2.yaml

@@ -256,7 +256,7 @@ class Evaluation:
         widest = max(cost.verify_cost)
         predicted = {name: speedups_by_length(own, cost, widest - 1) for name, own in greedy.items()}
         speedups = predicted[self.best]
-        needed = [b for k in speedups if (b := break_even(k, cost.cost_ratio, cost.v, cost.overhead)) is not None]
+        needed = [least for k in speedups if (least := break_even(k, cost)) is not None]
         return {
             "draft": self.best,
             "cost_ratio": cost.cost_ratio,

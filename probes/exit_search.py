@@ -1,7 +1,8 @@
 """The choice of exit layer, stop rule and threshold: speedups are predicted, then the best settings are run."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from decode.bench.benchmark import Benchmark
 from decode.bench.costs import CostMeter
 from decode.bench.entries import BenchEntry
 from decode.bench.exit_costs import Costs, measure
-from decode.bench.prediction import replayed_speedup, speedup_of_rounds
+from decode.bench.prediction import replayed_speedup, speedup
+from decode.bench.records import paired_ratios
 from decode.bench.session import BenchOptions, Session
-from decode.bench.statistics import median_interval, paired_ratios, plain
+from decode.bench.statistics import median_interval, plain
 from decode.bench.suites import Suite
 from decode.drafters.early_exit import Text, search
 from decode.drafters.probe import KINDS, AcceptanceProbe
@@ -119,8 +121,8 @@ def predict(
             d, a = simulate(outcome, confidence, window, threshold or 0.0, product=method in PRODUCT)
             drafted += d
             accepted += a
-        c = cost.cost_ratio + cost.draft_overhead + costs.confidence.get(rule, 0.0)
-        speed = speedup_of_rounds(drafted, accepted, c, cost.v, cost.overhead)
+        priced = replace(cost, draft_overhead=cost.draft_overhead + costs.confidence.get(rule, 0.0))
+        speed = speedup(sum(accepted) + len(accepted), Counter(drafted), priced)
         found.append(Choice(method, exit_layer, window, threshold, speed, sum(accepted) / max(1, sum(drafted))))
     return found
 
@@ -246,7 +248,7 @@ def run_best(
     for row in rows:
         rivals = [other for other in rows if other["title"] == row["title"]]
         row["best"] = row is max(rivals, key=lambda other: other["tokens_per_second"] or 0.0)
-    records = {name: record for (_, _, name), record in benchmark.records.items()}
+    records = {name: record for (*_, name), record in benchmark.records.items()}
     reference = records[next(row["name"] for row in rows if row["best"] and row["title"] == "layerskip")]
     for row in rows:
         if records[row["name"]].texts and reference.texts:

@@ -13,47 +13,51 @@ import torch
 
 from decode.models.other_tokenizer import ForeignRunner
 from decode.models.runner import Runner, synchronize
-from decode.stopping import RoundCosts
+from decode.stopping import RoundCosts, between
 
-LONGEST = 15  # draft lengths are compared up to here: v is measured for 1 to 16 tokens
+LONGEST = 15  # v(n) is measured for n up to LONGEST + 1
 BURST = 5  # most draft forwards in a row before a target forward is timed
 SETTLE, STEADY = 0.03, 8
-"""Seconds of one-token target forwards until the processor has settled, and how many are timed then."""
+"""Seconds of one-token target forwards before timing starts, and the number of those that are timed."""
 
 
 @dataclass
 class CostModel:
-    """Costs of one pair on one machine."""
+    """Costs of one pair on one machine, in forwards of the target over one token of each sequence."""
 
     cost_ratio: float  # c; 0 without a draft model
     verify_cost: dict[int, float]  # v(n) at the measured n, v(1) = 1
-    overhead: float = 0.0  # o, bookkeeping of a round beyond that of a plain step, in one-token target forwards
-    draft_overhead: float = 0.0  # bookkeeping of a drafted token, in the same unit; it adds to c
+    overhead: float = 0.0  # o, bookkeeping of a speculative round beyond that of a plain step
+    draft_overhead: float = 0.0  # bookkeeping of a drafted token
     target_seconds: float = 0.0  # median time of a one-token target forward
     draft_seconds: float = 0.0  # median time of a one-token draft forward
-    context: int = 0  # tokens in the caches while measuring
-    batch: int = 1  # texts in every forward, each with n tokens in the target's; a forward of this many is the unit
-    step_overhead: float = 0.0  # bookkeeping of a plain step, in the same unit
+    context: int = 0  # tokens in the caches during the measurement
+    batch: int = 1  # sequences in every forward
+    step_overhead: float = 0.0  # bookkeeping of a plain step
 
     def v(self, n: float) -> float:
-        """The cost of an n-token target forward; linear between measured points, and beyond the last one."""
+        """Cost of an n-token target forward: linear between measured points, and along the upper half beyond them."""
         widths = sorted(self.verify_cost)
         if n in self.verify_cost:
             return self.verify_cost[int(n)]
-        if len(widths) == 1:
-            return self.verify_cost[widths[0]]
-        high = next((i for i, w in enumerate(widths) if w > n), None)
-        left, right = (widths[len(widths) // 2 - 1], widths[-1]) if high is None else (widths[high - 1], widths[high])
-        a, b = self.verify_cost[left], self.verify_cost[right]
-        return a + (b - a) * (n - left) / (right - left)
+        if n <= widths[-1] or len(widths) == 1:
+            return between(self.verify_cost, n)
+        middle, last = widths[len(widths) // 2 - 1], widths[-1]
+        return between({middle: self.verify_cost[middle], last: self.verify_cost[last]}, n)
+
+    @property
+    def plain(self) -> float:
+        """Cost of a plain step, bookkeeping included."""
+        return 1 + self.step_overhead
 
     def of_round(self, drafted: float) -> float:
-        """The cost of a round that drafts so many tokens, bookkeeping included."""
-        return drafted * (self.cost_ratio + self.draft_overhead) + self.v(drafted + 1) + self.overhead
+        """Cost of a round with this number of drafted tokens, bookkeeping included."""
+        drafting = drafted * (self.cost_ratio + self.draft_overhead)
+        return drafting + self.v(drafted + 1) + self.overhead + self.step_overhead
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> CostModel:
-        """From a report's `to_dict`."""
+        """The inverse of `to_dict`."""
         return cls(**{**content, "verify_cost": {int(n): float(v) for n, v in content["verify_cost"]}})
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,26 +70,26 @@ def round_costs(costs: Iterable[CostModel]) -> RoundCosts:
     step, draft, verify = {}, {}, {}
     for cost in costs:
         unit, b = cost.target_seconds, cost.batch
-        step[b] = unit * (1 + cost.step_overhead)
+        step[b] = unit * cost.plain
         draft[b] = unit * (cost.cost_ratio + cost.draft_overhead)
         verify[b] = {n: unit * (v + cost.overhead + cost.step_overhead) for n, v in cost.verify_cost.items()}
     return RoundCosts(step, draft, verify)
 
 
 class CostMeter:
-    """Forwards of a pair, timed in the order in which decoding runs them.
+    """Times the forwards of a pair in the order in which decoding runs them.
 
-    A one-token target forward follows several others, as without a draft; the draft's follow each other, and an n-token
-    target forward follows n − 1 of them (at most `BURST`). Timed apart from each other the same forwards take up to
-    twice as long or half as long, for what the caches of the processor hold. Turns may be spread over a benchmark, so
-    that costs and speeds are measured under the same load of the machine.
+    A one-token target forward follows several others, as without a draft; draft forwards follow each other, and an
+    n-token target forward follows n − 1 of them (at most `BURST`). In isolation the same forwards take between half and
+    twice the time, depending on what the processor's caches hold. Turns may be spread over a benchmark, so that costs
+    and speeds are measured under the same load of the machine.
 
     Args:
         target: the target.
         draft: the draft model, if there is one.
         widths: the n of v(n).
-        context: tokens before the measured ones; less where a model's context is shorter.
-        batch: texts in every forward; more than one are read for a whole `run`, not for a `turn`.
+        context: tokens before the measured ones; fewer if a model's context is shorter.
+        batch: sequences in every forward.
     """
 
     def __init__(
@@ -114,14 +118,9 @@ class CostMeter:
         self.verifying: dict[int, list[float]] = {n: [] for n in self.widths}
         self.turns = 0
 
-    def turn(self) -> None:
-        """Time every forward once more; the caches are empty afterwards."""
-        with self._filled() as (target, draft):
-            self._turn(target, draft)
-
     @contextmanager
     def _filled(self) -> Iterator[tuple[Texts, Texts]]:
-        """Texts of `context` tokens on caches of target and draft; the same ones where the target drafts."""
+        """Sequences of `context` tokens in the caches of target and draft (the same ones if the target drafts)."""
         with ExitStack() as stack, torch.inference_mode():
             opened = {id(runner): stack.enter_context(_texts(runner, self.batch)) for runner in self.runners}
             for text in (text for texts in opened.values() for text in texts):
@@ -148,14 +147,14 @@ class CostMeter:
             self._back(target)
         self.turns += 1
 
-    def _back(self, texts: Texts) -> None:
-        for text in texts:
-            text.truncate(self.context)
-
     def _steps(self, texts: Texts, count: int) -> list[float]:
         times = [self._time(texts, 1) for _ in range(count)]
         self._back(texts)
         return times
+
+    def _back(self, texts: Texts) -> None:
+        for text in texts:
+            text.truncate(self.context)
 
     def _time(self, texts: Texts, n: int) -> float:
         first = texts[0]
@@ -169,35 +168,31 @@ class CostMeter:
         synchronize(first.device)
         return time.perf_counter() - began
 
-    def cost(self, share: float = 0.5) -> CostModel:
-        """Costs from the median of all times so far, or from another quantile of them.
-
-        Other work on the machine makes single forwards slower, the long ones most; a lower quantile sees less of it.
-        """
-        one = float(np.quantile(self.plain, share))
-        spent = float(np.quantile(self.drafting, share)) if self.drafting else 0.0
-        verify = {1: 1.0} | {n: float(np.quantile(times, share)) / one for n, times in self.verifying.items()}
+    def cost(self) -> CostModel:
+        """Costs from the medians of all times so far."""
+        one = float(np.median(self.plain))
+        spent = float(np.median(self.drafting)) if self.drafting else 0.0
+        verify = {1: 1.0} | {n: float(np.median(times)) / one for n, times in self.verifying.items()}
         seconds = {"target_seconds": one, "draft_seconds": spent}
         return CostModel(spent / one, verify, **seconds, context=self.context, batch=self.batch)
 
     def run(self, repeats: int = 21, seconds: float = 5.0, least: int | None = None) -> CostModel:
         """Up to `repeats` turns; after `least` in all (None: five, of a batch two), none begins after `seconds`."""
         began, least = time.perf_counter(), least or (5 if self.batch == 1 else 2)
-        with ExitStack() as stack:
-            texts = stack.enter_context(self._filled()) if self.batch > 1 else None
+        with self._filled() as texts:
             for turn in range(repeats):
                 if self.turns >= least and turn and time.perf_counter() - began > seconds:
                     break
-                self.turn() if texts is None else self._turn(*texts)
+                self._turn(*texts)
         return self.cost()
 
 
-Texts = Sequence[Runner]  # a runner of each text
+Texts = Sequence[Runner]  # one runner for each sequence
 
 
 @contextmanager
 def _texts(runner: Runner, count: int) -> Iterator[Texts]:
-    """Texts that the runner reads together; a single one on its own cache."""
+    """Sequences that the runner reads together; a single one uses the runner's own cache."""
     forks: list[Runner] = [] if count == 1 else runner.fork(count)
     try:
         yield forks or [runner]
@@ -207,27 +202,29 @@ def _texts(runner: Runner, count: int) -> Iterator[Texts]:
 
 
 class ForwardTimer:
-    """Seconds spent inside the forwards of some runners, their forks included.
+    """Seconds inside the forwards of some runners and their forks.
 
     Attributes:
         seconds: of all forwards.
-        prompt_seconds: of those of them that gave no logits.
+        prompt_seconds: of the forwards that gave no logits.
+        forwards: number of forwards of the first runner that gave logits; one over several sequences counts once.
+        inside: whether a forward is running.
     """
 
     seconds = prompt_seconds = 0.0
-    forwards = 0  # of the first runner that gave logits; one over several texts counts once
+    forwards = 0
     inside = False
 
 
 @contextmanager
 def time_forwards(*runners: Runner) -> Iterator[ForwardTimer]:
-    """Add up the time of all forwards, those of early layers among them; what is left of a round is bookkeeping."""
+    """Add up the time of all forwards, including those of early layers; the rest of a round is bookkeeping."""
     timer = ForwardTimer()
     different = list({id(r): r for r in runners}.values())
 
     def timed(read: Callable[..., torch.Tensor], device: torch.device, first: bool) -> Callable[..., torch.Tensor]:
         def call(*args: Any, **extra: Any) -> torch.Tensor:
-            if timer.inside:  # a forward over several texts that is made of theirs
+            if timer.inside:  # a forward over several sequences that calls those of each
                 return read(*args, **extra)
             synchronize(device)
             began, timer.inside = time.perf_counter(), True

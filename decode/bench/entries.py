@@ -1,5 +1,6 @@
-"""What a benchmark compares: entries, the baselines that every comparison needs, and how an entry runs."""
+"""What a benchmark compares: entries, the baselines of every comparison, and how an entry runs."""
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -9,10 +10,10 @@ from transformers import PreTrainedModel
 
 from decode.bench.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES, TransformersBaseline
 from decode.bench.costs import round_costs, time_forwards
-from decode.bench.session import BASELINE, Session
-from decode.bench.statistics import Record, TimedText
+from decode.bench.records import Record, TimedText
+from decode.bench.session import BASELINE, Item, Session
 from decode.errors import UserError
-from decode.loop import Method, Output, Target, decode
+from decode.loop import Method, Output, Target, decode, decode_texts
 from decode.method_options import MethodOptions, split_spec
 from decode.methods import DRAFTED, HEADED, METHODS, SELF_SPECULATIVE, MethodInputs, build, is_lossless
 from decode.models.heads import FeatureHead
@@ -20,7 +21,9 @@ from decode.models.other_tokenizer import DraftModel
 from decode.sampling import TorchRng
 from decode.verify import JensenShannon
 
-REFERENCE = "generate"  # what `speedup_vs_generate` is measured against, and what greedy texts have to equal
+REFERENCE = "generate"  # the method of `speedup_vs_generate`, whose texts greedy ones have to equal
+TURN_SEED = 101  # distance of the seeds of a chat's turns
+Chat = Sequence[Item]  # the turns of one prompt
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,12 @@ class BenchEntry:
 
     # a name of `decode.methods.METHODS` or of `decode.bench.baselines.TRANSFORMERS_BASELINES`
     method: str
-    draft: str | None = None  # which of the session's drafts it uses
-    options: MethodOptions = field(default_factory=MethodOptions)  # what the method leaves open
+    draft: str | None = None  # name of a draft of the session
+    options: MethodOptions = field(default_factory=MethodOptions)
     stop: str | None = None  # another stop rule than the method's own
     rule: str | None = None  # another acceptance rule than the method's own
     temperature: float = 0.0  # 0 is greedy
-    name: str = ""  # how rows call it; the method's name if left empty
+    name: str = ""  # name in rows; empty: the method's name
 
     @property
     def label(self) -> str:
@@ -48,20 +51,13 @@ class BenchEntry:
 
     @property
     def adapts_to_costs(self) -> bool:
-        """Whether the lengths of its drafts depend on what they cost."""
+        """Whether the draft lengths depend on measured costs."""
         return self.options.never_slower or _stop_of(self.method, self.stop) == "cost-optimal"
 
     @property
     def lossless(self) -> bool:
         """Whether the output's distribution is the target's."""
         return self.method in TRANSFORMERS_BASELINES or is_lossless(self.method, self.rule)
-
-
-def with_baselines(entries: list[BenchEntry], temperature: float) -> list[BenchEntry]:
-    """The entries of one temperature, the baselines first."""
-    given = {c.method: c for c in reversed(entries)}
-    baselines = [given.get(m, BenchEntry(m, temperature=temperature)) for m in (BASELINE, REFERENCE)]
-    return baselines + [c for c in entries if c not in baselines]
 
 
 def plan(
@@ -74,7 +70,7 @@ def plan(
     stop: str | None = None,
     rule: str | None = None,
 ) -> list[BenchEntry]:
-    """Entries for all combinations, with names that tell them apart.
+    """Entries for all combinations, with unique names.
 
     Methods may carry options of their own (`split_spec`). Methods of a fixed length get one entry for each of
     `draft_lengths`; without any, the length that the draft was exported with (``num_assistant_tokens`` of its
@@ -84,32 +80,27 @@ def plan(
     for temperature in temperatures:
         for spec in methods:
             method, own = split_spec(spec)
-            base = replace(options or MethodOptions(), **own)
-            probe = BenchEntry(method)
-            fitting = [name for name in drafts if suits(method, drafts[name])]
-            for draft in fitting if probe.needs_draft and drafts else [None]:
-                fixed = method == "generate-assistant" or (probe.needs_draft and _stop_of(method, stop) == "length")
-                several = fixed and draft_lengths and "draft_length" not in own
-                lengths: Sequence[int | None] = draft_lengths if several else [base.draft_length]
+            base, needs_draft = replace(options or MethodOptions(), **own), BenchEntry(method).needs_draft
+            fitting = [name for name, draft in drafts.items() if suits(method, draft)]
+            fixed = method == "generate-assistant" or (needs_draft and _stop_of(method, stop) == "length")
+            several = fixed and draft_lengths and "draft_length" not in own
+            lengths: Sequence[int | None] = draft_lengths if several else [base.draft_length]
+            ours = method not in TRANSFORMERS_BASELINES and method != BASELINE
+            for draft in fitting if needs_draft and drafts else [None]:
                 for length in lengths:
-                    name = spec.replace(":", " ")
-                    if len(lengths) > 1:
-                        name += f" k={length}"
-                    if len(drafts) > 1 and draft is not None:
-                        name += f" ({draft})"
-                    if fixed and length is None and draft is not None:
-                        length = exported_length(drafts[draft])
-                    ours = (
-                        {} if method in TRANSFORMERS_BASELINES or method == BASELINE else {"stop": stop, "rule": rule}
-                    )
+                    name = spec.replace(":", " ") + (f" k={length}" if len(lengths) > 1 else "")
+                    if draft is not None:
+                        name += f" ({draft})" if len(drafts) > 1 else ""
+                        length = exported_length(drafts[draft]) if fixed and length is None else length
                     entries.append(
                         BenchEntry(
                             method,
                             draft,
                             replace(base, draft_length=length),
-                            temperature=temperature,
-                            name=name,
-                            **ours,
+                            stop if ours else None,
+                            rule if ours else None,
+                            temperature,
+                            name,
                         )
                     )
     return entries
@@ -120,43 +111,46 @@ def _stop_of(method: str, stop: str | None) -> str | None:
 
 
 def suits(method: str, draft: DraftModel) -> bool:
-    """Whether a draft can take part in a method: transformers takes plain models only, EAGLE's trees need a head."""
+    """Whether a method takes a draft: transformers takes plain models only, EAGLE's trees need a head."""
     if method in NEEDS_DRAFT:
         return isinstance(draft, PreTrainedModel)
     return method not in HEADED or isinstance(draft, FeatureHead)
 
 
 def exported_length(draft: DraftModel) -> int | None:
-    """The draft length that the draft's generation config (a head's configuration) carries, if any."""
+    """The draft length in the draft's generation config (of a head, its configuration), if any."""
     source = draft.config if isinstance(draft, FeatureHead) else draft.generation_config
     length = getattr(source, "num_assistant_tokens", None)
     return int(length) if length else None
 
 
 class EntryRun:
-    """An entry put together: one system for each repeat, so that no repeat has learned from another."""
+    """An entry ready to run: one copy of its method for each repeat, so that no repeat has learned from another.
 
-    def __init__(self, session: Session, entry: BenchEntry) -> None:
-        self.entry = entry
-        self.session = session
-        self.samples: list[Output] = []  # annotated outputs of the first prompts
-        self.note = ""  # why it could not run, if so
+    Attributes:
+        record: the timed sequences.
+        samples: annotated outputs of the first prompts.
+        note: why transformers refused the entry; empty if it ran.
+    """
+
+    def __init__(self, session: Session, entry: BenchEntry, batch_size: int = 1) -> None:
+        self.entry, self.session, self.batch_size = entry, session, batch_size
+        self.samples: list[Output] = []
+        self.note = ""
         self.warp = replace(session.options.warp, temperature=entry.temperature)
         self.draft = session.drafts[entry.draft] if entry.draft is not None else None
-        self.record = Record(greedy=self.warp.greedy)  # its timed texts
-        self.peer: TransformersBaseline | None = None
+        self.record = Record(greedy=self.warp.greedy, batch_size=batch_size)
+        self.baseline: TransformersBaseline | None = None
         self.systems: list[Method] = []
         if entry.method in TRANSFORMERS_BASELINES:
             draft = session.draft_models.get(entry.draft or "")
             assert draft is None or isinstance(draft, PreTrainedModel), "plan leaves all others out"
             length = entry.options.draft_length
-            self.peer = TransformersBaseline(entry.method, session.model, draft, self.warp, session.stop_ids, length)
-        else:
-            self.systems = [self._build() for _ in range(session.options.repeats + 1)]  # the last one warms up
-
-    def _build(self) -> Method:
-        session, entry = self.session, self.entry
-        costs = session.round_costs.get(entry.draft)  # measured before the first text, and fixed from then on
+            self.baseline = TransformersBaseline(
+                entry.method, session.model, draft, self.warp, session.stop_ids, length
+            )
+            return
+        costs = session.round_costs.get(entry.draft)  # measured before the first text and fixed from then on
         if costs is None and entry.draft is not None and entry.draft in session.costs:
             costs = round_costs([session.costs[entry.draft]])
         inputs = MethodInputs(
@@ -169,43 +163,99 @@ class EntryRun:
             entry.options,
             costs,
         )
-        return build(entry.method, inputs, stop=entry.stop, rule=entry.rule)
+        for _ in range(session.options.repeats + 1):  # the last one warms up
+            self.systems.append(build(entry.method, inputs, stop=entry.stop, rule=entry.rule))
 
     def about(self) -> dict[str, Any]:
-        """What a row says of the method before anything is measured."""
-        entry = self.entry
+        """The fields of a row that are known before anything is measured."""
         return {
-            "method": entry.method,
-            "draft": entry.draft if entry.needs_draft else None,
+            "name": self.entry.label,
+            "method": self.entry.method,
+            "draft": self.entry.draft if self.entry.needs_draft else None,
             "draft_length": self.draft_length,
-            "lossless": entry.lossless,
-            "peer": self.peer is not None,
+            "batch_size": self.batch_size,
+            "lossless": self.entry.lossless,
+            "baseline": self.baseline is not None,
             "repeats": self.session.options.repeats,
         }
 
     @property
     def draft_length(self) -> int | None:
-        """The window that drafting starts with, where there is one."""
-        if self.peer is not None:
+        """The largest draft length at the start, if there is one."""
+        if self.baseline is not None:
             fixed = {"generate-assistant": 5, "generate-assistant-dynamic": 20, "generate-prompt-lookup": 10}
             default = fixed.get(self.entry.method)
-            return default if self.entry.method.endswith("dynamic") else self.peer.draft_length or default
+            return default if self.entry.method.endswith("dynamic") else self.baseline.draft_length or default
         if self.entry.needs_draft or self.entry.method in {"prompt-lookup"} | SELF_SPECULATIVE:
             return int(self.systems[0].stop.window)
         return None
 
     @property
     def learned(self) -> dict[str, float]:
-        """Thresholds that the acceptance rule ended with, the mean over repeats."""
+        """Final thresholds of an adaptive acceptance rule, mean over repeats."""
         ends = [system.rule.theta for system in self.systems[:-1] if isinstance(system.rule, JensenShannon)]
         return {"verification_threshold": sum(ends) / len(ends)} if ends else {}
 
-    def write(self, ids: list[int], repeat: int, seed: int, budget: int, sample: bool = False) -> TimedText:
-        """Write one text; repeat -1 warms up."""
+    def write(
+        self, chats: Sequence[Chat], repeat: int, seeds: Sequence[int], budget: int, sample: bool = False
+    ) -> list[TimedText]:
+        """Decode chats once, `batch_size` at a time; of a batch, only first turns.
+
+        Args:
+            chats: the turns of each prompt.
+            repeat: which copy of the method decodes; -1 warms up.
+            seeds: of the sampling of each chat.
+            budget: maximum number of new tokens of a turn.
+            sample: keep annotated outputs (at batch size 1).
+        """
+        if self.batch_size == 1:
+            return [
+                TimedText.joined(
+                    [
+                        self._write_one(item.ids, repeat, seed + TURN_SEED * i, budget, sample)
+                        for i, item in enumerate(chat)
+                    ]
+                )
+                for chat, seed in zip(chats, seeds)
+            ]
+        prompts, runner = [chat[0].ids for chat in chats], self.session.runner
+        if self.baseline is not None:
+            order, texts = sorted(range(len(prompts)), key=lambda i: len(prompts[i])), dict[int, TimedText]()
+            for at in range(0, len(order), self.batch_size):
+                chosen = order[at : at + self.batch_size]
+                new, seconds, forwards = self.baseline.run([prompts[i] for i in chosen], budget, seeds[0])
+                share = seconds / len(chosen)
+                texts |= {i: TimedText(ids, share, forwards=forwards, latency=seconds) for i, ids in zip(chosen, new)}
+            return [texts[i] for i in range(len(prompts))]
+        began = time.perf_counter()
+        outputs = decode_texts(
+            Target(runner),
+            self.systems[repeat],
+            self.warp,
+            prompts,
+            rngs=[TorchRng(seed, runner.device) for seed in seeds],
+            batch_size=self.batch_size,
+            max_new_tokens=budget,
+            stop_ids=self.session.stop_ids,
+        )
+        scale = (time.perf_counter() - began) / max(1e-12, sum(out.trace.total_seconds for out in outputs))
+        return [
+            TimedText(
+                out.new_ids,
+                scale * out.trace.total_seconds,
+                out.trace.prefill_seconds,
+                out.trace.rounds,
+                trace=out.trace,
+                latency=out.trace.wall_seconds,
+            )
+            for out in outputs
+        ]
+
+    def _write_one(self, ids: list[int], repeat: int, seed: int, budget: int, sample: bool) -> TimedText:
         runner = self.session.runner
-        if self.peer is not None:
-            (new,), seconds, forwards = self.peer.run([ids], min(budget, runner.limit + 1 - len(ids)), seed)
-            return TimedText(new, seconds, forwards=forwards)
+        if self.baseline is not None:
+            (new,), seconds, forwards = self.baseline.run([ids], min(budget, runner.limit + 1 - len(ids)), seed)
+            return TimedText(new, seconds, forwards=forwards, latency=seconds)
         with ExitStack() as stack:
             timer = None
             if runner.device.type == "cpu":  # elsewhere, waiting for each forward would slow the loop down
@@ -223,25 +273,13 @@ class EntryRun:
             )
         if sample:
             self.samples.append(out)
-        trace = out.trace
-        inside = timer.seconds if timer is not None else None
-        return TimedText(out.new_ids, trace.total_seconds, trace.prefill_seconds, trace.rounds, inside, trace)
-
-
-def opponents(run: EntryRun, runs: Sequence[EntryRun]) -> dict[str, Record]:
-    """The records that a row is compared with, by method; of several assistants the one most like this entry."""
-    ours = run.entry
-    ran = [e for e in runs if e.record.texts]
-
-    def unlike(e: EntryRun) -> tuple[bool, bool]:
-        theirs = e.entry
-        return ours.draft not in (None, theirs.draft), e.draft_length != run.draft_length
-
-    return {e.entry.method: e.record for e in sorted(ran, key=unlike, reverse=True)}
+        trace, inside = out.trace, timer.seconds if timer is not None else None
+        total = trace.total_seconds
+        return TimedText(out.new_ids, total, trace.prefill_seconds, trace.rounds, inside, trace, latency=total)
 
 
 def check_entries(session: Session, entries: Sequence[BenchEntry]) -> None:
-    """Refuse what is missing before anything is measured."""
+    """Refuse missing drafts and files before anything is measured."""
     for entry in entries:
         if entry.needs_draft and entry.draft not in session.drafts:
             missing = f"no draft named {entry.draft!r}" if entry.draft else "no draft"

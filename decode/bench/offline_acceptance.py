@@ -2,25 +2,29 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from transformers import PreTrainedModel
 
+from decode.bench.session import Item, Session
+from decode.bench.statistics import plain, ratio_interval
 from decode.models.other_tokenizer import DraftModel
 from decode.models.teacher_forcing import TeacherForcedLogits, Text, teacher_forced
+from decode.progress import current
 from decode.sampling import LogitsWarper
 from decode.trace import clustered_ratio
 from decode.verify import overlap
 
-DEPTH = 5  # drafted tokens of a feature head whose acceptance is measured; deeper ones are taken to be as the last
+DEPTH = 5  # drafted tokens of a feature head whose acceptance is measured; deeper ones are assumed to equal the last
 
 
 @dataclass
 class OfflineAlpha:
     """Acceptance at every response position."""
 
-    texts: list[list[float]]  # Σₓ min(p(x), q(x)) at each response position, one list a text
-    # the number of each text's prompt: texts of one prompt are one observation; each has its own if empty
+    texts: list[list[float]]  # Σₓ min(p(x), q(x)) at each response position, one list for each text
+    # the number of each text's prompt: texts of one prompt are one observation; empty: all prompts differ
     prompts: list[int] = field(default_factory=list)
 
     @property
@@ -70,19 +74,18 @@ def offline_alphas(
     depth: int = 1,
     seen: Callable[[TeacherForcedLogits], None] | None = None,
 ) -> dict[str, list[OfflineAlpha]]:
-    """Measure drafts on texts that the target generated, which it reads once for all of them.
+    """Measure drafts on texts that the target generated, with one forward of the target for all drafts.
 
     Args:
         target: p.
         drafts: q, by name.
         texts: (token ids, prompt length) of each text; those without a response are left out.
-        warp: the decoding mode.
-        depth: drafted tokens that feature heads are asked about.
+        warp: logits to probabilities.
+        depth: number of drafted tokens of feature heads.
         seen: called with the logits of every text.
 
     Returns:
-        For each draft the acceptance by text and position as first drafted token, of feature heads then as second,
-        third, …: for means, errors, paired comparisons and replays.
+        For each draft the acceptance as first drafted token; of feature heads then as second, third, ….
     """
     texts = [(ids, prompt_length) for ids, prompt_length in texts if len(ids) > prompt_length]
     found: dict[str, list[dict[int, list[float]]]] = {}  # by draft, depth and text
@@ -101,12 +104,45 @@ def offline_alphas(
     }
 
 
+def suite_alphas(session: Session, suite: str, items: Sequence[Item], temperature: float) -> list[dict[str, Any]]:
+    """Offline α of every draft on texts that the target writes for the prompts, for all and for each category.
+
+    The model's own repetition penalty and processors apply; top-k, top-p and min-p do not.
+
+    Returns:
+        Rows with ``suite``, ``temperature``, ``draft``, ``category`` ("" is all), ``alpha``, ``alpha_se``,
+        ``alpha_ci95`` (over prompts), ``positions`` and ``prompts``.
+    """
+    work = current()
+    warp = replace(session.options.warp, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
+    work.update(name=f"{suite} texts of the target, T={temperature:g}")
+    work.begin(0, len(items))
+    written = session.written([item.ids for item in items], warp, progress=work.advance, ends=session.stop_ids)
+    kept = [(item, [*item.ids, *text]) for item, text in zip(items, written) if text]
+    groups = {"": list(range(len(kept)))}
+    for i, (item, _) in enumerate(kept):
+        if item.prompt.category:
+            groups.setdefault(item.prompt.category, []).append(i)
+    rows = []
+    for name, draft in session.draft_models.items():
+        work.update(name=f"{suite} α of {name}, T={temperature:g}")
+        alpha = offline_alpha(session.model, draft, [(ids, len(item.ids)) for item, ids in kept], warp)
+        for category, places in groups.items() if len(groups) > 2 else [("", groups[""])]:
+            prompts = [id(kept[i][0].prompt) for i in places]
+            part = OfflineAlpha([alpha.texts[i] for i in places], [prompts.index(prompt) for prompt in prompts])
+            ends = list(ratio_interval(part.prompts, part.sums, part.counts, session.options.seed)[1:])
+            row = {"suite": suite, "temperature": temperature, "draft": name, "category": category}
+            row |= {"alpha": part.mean, "alpha_se": part.se, "alpha_ci95": ends}
+            rows.append(plain(row | {"positions": sum(part.counts), "prompts": len(set(prompts))}))
+    return rows
+
+
 def prefixes(warp: LogitsWarper, ids: Sequence[int], prompt_length: int) -> list[Sequence[int]] | None:
-    """What stands before each response token, for a warp that looks at it."""
+    """The tokens before each response token, for a warp that reads them; otherwise None."""
     return [ids[:i] for i in range(prompt_length, len(ids))] if warp.needs_prefix else None
 
 
 def prompt_numbers(texts: Iterable[tuple[Sequence[int], int]]) -> list[int]:
-    """For (token ids, prompt length) of each text: which distinct prompt it has."""
+    """The number of the distinct prompt of each text (token ids, prompt length)."""
     seen: dict[tuple[int, ...], int] = {}
     return [seen.setdefault(tuple(ids[:prompt_length]), len(seen)) for ids, prompt_length in texts]

@@ -1,7 +1,7 @@
-"""A report page as data: a title, a headline and blocks in order; `html_page.html` renders them into one file.
+"""A report page as data: a title, a headline and blocks in order; ``html_page.html`` renders them into one file.
 
-The page loads nothing from elsewhere, follows the reader's light or dark scheme, and needs no script to be read. The
-template escapes all text (pairs of backticks become code); only `Figures` hold markup, the SVG of `plots`.
+The page loads nothing from elsewhere, follows the reader's light or dark scheme, and has no script. The template
+escapes all text (pairs of backticks become code); only `Figures` hold markup, the SVG of `plots`.
 """
 
 import csv
@@ -31,7 +31,7 @@ WRITERS = {
     "target": "written by the target alone",
     "prompt": "prompt",
 }
-"""Who wrote a token: the class of its mark, and what the legend says."""
+"""Who wrote a token: the class of its mark, and its meaning in the legend."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ class Column:
 
     key: str  # key of the row
     label: str  # heading
-    formula: str = ""  # definition, shown as a tooltip of the heading and in the list below the table
+    formula: str = ""  # definition: the tooltip of the heading, and listed below the table
     format: str | Callable[[Any], str] = ""  # format specification (`.2f`) or function for values that are not None
     best: Literal["max", "min"] | None = None  # mark the largest or the smallest value of the column
     error: str = ""  # key of the value's standard error, or of its interval ``[low, high]``, shown beside it
     numeric: bool = False  # align to the right even if the values are text
-    bar: bool = False  # draw a bar under the value, as long as its share of the largest
+    bar: bool = False  # draw a bar under the value, proportional to the largest
 
     def text(self, row: Row) -> str:
-        """The row's value as it is shown; a dash where there is none."""
+        """The row's value as text; a dash if there is none."""
         value = row.get(self.key)
         if not present(value):
             return "–"
@@ -70,12 +70,11 @@ class Column:
         return format(value, self.format) if finite(value) else str(getattr(value, "text", value))
 
     def error_text(self, row: Row) -> str:
-        """The standard error or the interval as it is shown; empty where there is none."""
+        """The standard error or the interval as text; empty if there is none."""
         error = row.get(self.error) if self.error and present(row.get(self.key)) else None
         if isinstance(error, Sequence):
             return f"{error[0]:{self.format}}–{error[1]:{self.format}}" if all(map(finite, error)) else ""
-        unsigned = str(self.format).removeprefix("+")
-        return f"± {error:{unsigned}}" if finite(error) else ""
+        return f"± {error:{str(self.format).removeprefix('+')}}" if finite(error) else ""
 
 
 def read_columns(path: Path) -> dict[str, tuple[Column, ...]]:
@@ -91,29 +90,23 @@ def read_columns(path: Path) -> dict[str, tuple[Column, ...]]:
 
 @dataclass(frozen=True)
 class Tile:
-    """A key figure: label above, value large, note below; ``tags`` as those of a block."""
+    """A key figure: label above, value large, note below."""
 
     label: str
     value: str
     note: str = ""
     tone: Tone = "plain"
-    tags: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Something that a page shows.
+    """Something that a page shows; ``folded`` hides it below this line until it is clicked."""
 
-    Args:
-        tags: values by which the filters of a page show or hide the block.
-    """
-
-    folded: str = ""  # if given, the block hides behind this line until it is clicked
-    tags: Mapping[str, str] = field(default_factory=dict)
+    folded: str = ""
 
     @property
     def kind(self) -> str:
-        """The macro of the template that shows it."""
+        """Name of the block in the template."""
         return type(self).__name__.lower()
 
 
@@ -143,24 +136,21 @@ class Tiles(Block):
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of a table below a heading of their own, with a note and links (label to address)."""
+    """Rows of a table below a heading of their own."""
 
     rows: Sequence[Row]
     heading: str = ""
     note: str = ""
-    links: Mapping[str, str] = field(default_factory=dict)
-    tags: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Table(Block):
     """A table; columns that are empty in every row are left out."""
 
-    columns: Sequence[Column]  # what to show, in order
+    columns: Sequence[Column]
     rows: Sequence[Row | Group]  # values by column key, or groups of them
     caption: str = ""  # line above the table
     legend: bool = True  # list the formulas below
-    name: str = ""  # class of the table; `all-runs` can be sorted by clicking a heading
 
     @property
     def groups(self) -> list[Group]:
@@ -170,24 +160,44 @@ class Table(Block):
 
     @property
     def shown(self) -> list[tuple[Column, bool]]:
-        """The columns that hold anything, and whether their values are numbers."""
+        """The columns that have values, and whether these are numbers."""
         rows = [row for group in self.groups for row in group.rows]
         values = {c: [v for row in rows if present(v := row.get(c.key))] for c in self.columns}
         return [(c, c.numeric or all(map(finite, found))) for c, found in values.items() if found]
 
     def cells(self) -> Iterable[tuple[Group, list[list[dict[str, Any]]]]]:
-        """Each group with its rows of cells, ready to be shown; the best value is that of its group."""
-        longest = {
-            c.key: max(_numbers(c, (row for g in self.groups for row in g.rows)), default=0) for c in self.columns
-        }
+        """Each group with its rows of cells as the template shows them; the best value is that of its group."""
+
+        def numbers(column: Column, rows: Iterable[Row]) -> list[float]:
+            return [value for row in rows if finite(value := row.get(column.key))]
+
+        every = [row for group in self.groups for row in group.rows]
         for group in self.groups:
-            best = {c.key: _best(c, group.rows) for c in self.columns}
-            yield group, [[_cell(c, n, row, best[c.key], longest[c.key]) for c, n in self.shown] for row in group.rows]
+            lines: list[list[dict[str, Any]]] = [[] for _ in group.rows]
+            for column, numeric in self.shown:
+                known, longest = numbers(column, group.rows), max(numbers(column, every), default=0)
+                best = None
+                if column.best is not None and len(set(known)) > 1:
+                    best = max(known) if column.best == "max" else min(known)
+                    if 2 * known.count(best) > len(known):
+                        best = None  # a mark on most rows would mean nothing
+                for line, row in zip(lines, group.rows):
+                    value = row.get(column.key)
+                    line.append(
+                        {
+                            "text": column.text(row),
+                            "error": column.error_text(row),
+                            "tone": getattr(value, "tone", None),
+                            "classes": " ".join(["num"] * numeric + ["best"] * (best is not None and value == best)),
+                            "bar": 100 * value / longest if column.bar and longest > 0 and finite(value) else 0.0,
+                        }
+                    )
+            yield group, lines
 
 
 @dataclass(frozen=True)
 class Figures(Block):
-    """Figures (SVG, caption) side by side where there is room."""
+    """Figures (SVG, caption) side by side if there is room."""
 
     figures: Sequence[tuple[str, str]]
 
@@ -202,7 +212,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Samples(Block):
-    """Generated texts side by side, with a mark on each token that says who wrote it."""
+    """Generated texts side by side; a mark on each token shows who wrote it."""
 
     samples: Sequence[Sample]
 
@@ -215,7 +225,7 @@ class Samples(Block):
 
 @dataclass(frozen=True)
 class Code(Block):
-    """Text to paste, or preformatted text to look at."""
+    """Preformatted text."""
 
     text: str
     caption: str = ""
@@ -223,24 +233,19 @@ class Code(Block):
 
 @dataclass(frozen=True)
 class Facts(Block):
-    """Names and values in a compact list (provenance)."""
+    """Names and values in a compact list."""
 
     facts: Mapping[str, Any]
 
 
 @dataclass
 class Page:
-    """A page.
-
-    Args:
-        filters: names of tags to their values and what these are called; with them the page has a filter and a script.
-    """
+    """A page."""
 
     title: str  # heading and window title
-    headline: str  # the sentence that gives the answer
+    headline: str  # the answer in one line
     kicker: str  # short line above the title (project, kind of report)
-    blocks: Sequence[Block]  # what follows, in order
-    filters: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    blocks: Sequence[Block] = field(default_factory=list)
 
     def html(self) -> str:
         """The whole document."""
@@ -252,12 +257,12 @@ class Page:
 
 
 def finite(value: Any) -> TypeGuard[float]:
-    """Whether a value is a number that can be drawn; truth values are not."""
+    """Whether a value is a finite number and not a truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def present(value: Any) -> bool:
-    """Whether there is something to show: neither None nor an empty text nor a number that is not finite."""
+    """Whether a value is neither None nor an empty text nor a number that is not finite."""
     return value not in (None, "") and (not isinstance(value, float) or finite(value))
 
 
@@ -267,45 +272,20 @@ def _templates() -> Environment:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+
+    def own_ids(svg: str, number: int) -> Markup:  # ids and references that differ from those of other figures
+        return Markup(re.sub(r'( id="|url\(#|href="#)', rf"\g<1>f{number}-", svg))
+
     environment.filters |= {
         "code": lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))),
-        "own_ids": _own_ids, "next": next, "present": present, "visible": _visible, "writer": _writer,
-    }  # fmt: skip
+        "own_ids": own_ids,
+        "next": next,
+        "present": present,
+        "visible": lambda token: Markup(str(escape(token)).replace("\n", '<i class="newline">⏎</i>\n')),
+        "writer": _writer,
+    }
     return environment
-
-
-def _own_ids(svg: str, number: int) -> Markup:
-    """An SVG whose ids, and references to them, differ from those of the page's other figures."""
-    return Markup(re.sub(r'( id="|url\(#|href="#)', rf"\g<1>f{number}-", svg))
-
-
-def _visible(token: str) -> Markup:
-    """A token's text; a line end gets a mark, so that a token that is one can be seen."""
-    return Markup(str(escape(token)).replace("\n", '<i class="newline">⏎</i>\n'))
 
 
 def _writer(token: Mapping[str, str]) -> str:
     return who if (who := token.get("who", "target")) in WRITERS else "target"
-
-
-def _numbers(column: Column, rows: Iterable[Row]) -> list[float]:
-    return [value for row in rows if finite(value := row.get(column.key))]
-
-
-def _best(column: Column, rows: Sequence[Row]) -> float | None:
-    numbers = _numbers(column, rows)
-    if column.best is None or len(set(numbers)) < 2:
-        return None
-    best = max(numbers) if column.best == "max" else min(numbers)
-    return best if 2 * numbers.count(best) <= len(numbers) else None  # a mark on most rows marks nothing
-
-
-def _cell(column: Column, numeric: bool, row: Row, best: float | None, longest: float) -> dict[str, Any]:
-    value = row.get(column.key)
-    return {
-        "text": column.text(row),
-        "error": column.error_text(row),
-        "tone": getattr(value, "tone", None),
-        "classes": " ".join(["num"] * numeric + ["best"] * (best is not None and value == best)),
-        "bar": 100 * value / longest if column.bar and longest > 0 and finite(value) else 0.0,
-    }

@@ -1,7 +1,7 @@
-"""The plots of all reports: plain data in, an SVG that a page takes in out; axes carry their formulas.
+"""The plots of all reports: plain data in, SVG text out; axes carry their formulas.
 
-Text and axes are drawn in `currentColor` on no background, so a plot follows its page into the dark. The colours are of
-middle lightness, readable on both, and told apart by colour-blind readers.
+Text and axes are drawn in `currentColor` without a background, so a plot follows its page's light or dark scheme. The
+colours are readable on both and distinct for colour-blind readers.
 """
 
 import html
@@ -28,7 +28,7 @@ COLOURS = BLUE, ORANGE, GREEN, VIOLET, ROSE, OLIVE, GREY = (
     "#3d85c6", "#d07a1f", "#2a9d76", "#8d72cf", "#d0587c", "#97902d", "#868c94",
 )  # fmt: skip
 MARKERS = "os^Dvph"
-NAME = 26  # characters of a bar's name in a line: longer ones leave the axis no room
+NAME = 26  # most characters of a bar's name in one line
 INK = "#010203"
 """The colour of text and axes in ``plots.mplstyle``, replaced by currentColor in the SVG."""
 DASHED: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (4, 3)), "alpha": 0.6}
@@ -36,15 +36,14 @@ STYLE: Any = rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use
 
 
 def new_axes(title: str, xlabel: str, ylabel: str = "", height: float = 3.2) -> Axes:
-    """Axes of a figure of their own; width is the same for all."""
+    """Axes in a figure of their own, 5 inches wide."""
     figure = Figure(figsize=(5.0, height), layout="constrained")
-    # of the figure, not of the axes, which begin only behind the names of bars
-    figure.suptitle(title, x=0.01, horizontalalignment="left")
+    figure.suptitle(title, x=0.01, horizontalalignment="left")  # a title of the axes would start right of bars' names
     return figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
 
 
 def as_svg(axes: Axes, legend: bool = False) -> str:
-    """The figure as an SVG that scales with its container; the legend stands below, where it covers nothing."""
+    """The figure as an SVG that scales with its container, with the legend below it."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     handles, labels = axes.get_legend_handles_labels()
@@ -71,10 +70,6 @@ def _colours(names: Iterable[str], fixed: Mapping[str, str]) -> dict[str, str]:
     return {name: fixed.get(name) or next(free) for name in names}
 
 
-def _whole_numbers(axes: Axes) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-
-
 def _logarithmic(axes: Axes) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -84,7 +79,7 @@ def _logarithmic(axes: Axes) -> None:
 
 @mpl.rc_context(STYLE)
 def bars(rows: Sequence[Row], title: str, xlabel: str) -> str:
-    """Horizontal bars, with a dashed line at 1.
+    """Horizontal bars with a dashed line at 1.
 
     Args:
         rows: ``{name, value, interval?: [low, high], note?, lossless?: bool}``; the note stands beside the bar, and
@@ -101,10 +96,8 @@ def bars(rows: Sequence[Row], title: str, xlabel: str) -> str:
         axes.barh(y, row["value"], height=0.6, color=ORANGE if relaxed else BLUE, alpha=0.6 if relaxed else 0.85)
         if high > low:
             axes.plot([low, high], [y, y], "|-", color=INK, linewidth=1.1, markersize=6, alpha=0.75)
-        axes.annotate(
-            str(row.get("note", "")), (max(row["value"], high), y), (5, 0), textcoords="offset points", va="center",
-            fontsize=9,
-        )  # fmt: skip
+        place, note = (max(row["value"], high), y), str(row.get("note", ""))
+        axes.annotate(note, place, (5, 0), textcoords="offset points", va="center", fontsize=9)
     axes.axvline(1, **DASHED)
     axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
@@ -118,7 +111,7 @@ def bars(rows: Sequence[Row], title: str, xlabel: str) -> str:
 
 
 def speedup_bars(rows: Iterable[Row], title: str = "Speedup over no draft") -> str:
-    """Speedups with their 95 % intervals: rows ``{name, speedup, speedup_ci95?, lossless?}``."""
+    """`bars` of rows ``{name, speedup, speedup_ci95?, lossless?}``."""
     shown = [
         {**row, "value": row["speedup"], "interval": row.get("speedup_ci95"), "note": f"{row['speedup']:.2f}×"}
         for row in rows
@@ -129,7 +122,7 @@ def speedup_bars(rows: Iterable[Row], title: str = "Speedup over no draft") -> s
 
 @mpl.rc_context(STYLE)
 def points(rows: Sequence[Row], x: str, y: str, title: str, xlabel: str, ylabel: str, diagonal: bool = False) -> str:
-    """One named point a method; relaxed methods are hollow.
+    """One named point for each method; relaxed methods are hollow.
 
     Args:
         rows: ``{name, lossless?: bool, <x>, <y>}``.
@@ -138,16 +131,14 @@ def points(rows: Sequence[Row], x: str, y: str, title: str, xlabel: str, ylabel:
         title: of the figure.
         xlabel: quantity and formula.
         ylabel: quantity and formula.
-        diagonal: draw the line on which both agree instead of the one at 1.
+        diagonal: draw the line x = y instead of the line y = 1.
     """
     axes = new_axes(title, xlabel, ylabel)
     rows = [row for row in rows if finite(row.get(x)) and finite(row.get(y))]
     for i, row in enumerate(rows):
-        exact = row.get("lossless", True)
-        axes.plot(
-            row[x], row[y], MARKERS[i % len(MARKERS)], color=COLOURS[i % len(COLOURS)], markersize=7,
-            fillstyle="full" if exact else "none", label=f"{row['name']}{'' if exact else ' (relaxed)'}",
-        )  # fmt: skip
+        marker, colour, exact = MARKERS[i % len(MARKERS)], COLOURS[i % len(COLOURS)], row.get("lossless", True)
+        label, fill = f"{row['name']}{'' if exact else ' (relaxed)'}", "full" if exact else "none"
+        axes.plot(row[x], row[y], marker, color=colour, markersize=7, fillstyle=fill, label=label)  # type: ignore[arg-type]
     if diagonal:
         axes.axline((1, 1), slope=1, **DASHED)
     else:
@@ -165,67 +156,81 @@ def lines(
     colours: Mapping[str, str] | None = None,
     *,
     whole_x: bool = False,
+    log_x: bool = False,
+    log_y: bool = False,
+    at_one: bool = False,
 ) -> str:
-    """Lines through (x, y) points, one a name; those not finite are left out; ``whole_x`` marks each point."""
+    """Lines through points (x, y) or (x, y, low, high), the ends of an interval; points not finite are left out.
+
+    Args:
+        series: points by name.
+        title: of the figure.
+        xlabel: quantity and formula.
+        ylabel: quantity and formula.
+        colours: fixed colours of some names.
+        whole_x: x are whole numbers; each point has a marker.
+        log_x: x are sizes on a logarithmic axis, each with a tick and a marker.
+        log_y: logarithmic y.
+        at_one: draw a dashed line at y = 1.
+    """
     axes, shades = new_axes(title, xlabel, ylabel), _colours(series, colours or {})
+    sizes = set()
     for i, (name, values) in enumerate(series.items()):
-        kept = [(v[0], v[1]) for v in values if finite(v[0]) and finite(v[1])]
-        marker = MARKERS[i % len(MARKERS)] if whole_x or len(kept) == 1 else ""
-        axes.plot([x for x, _ in kept], [y for _, y in kept], marker=marker, color=shades[name], label=name)
+        kept = [v for v in values if finite(v[0]) and finite(v[1])]
+        marker = MARKERS[i % len(MARKERS)] if whole_x or log_x or len(kept) == 1 else ""
+        axes.plot([v[0] for v in kept], [v[1] for v in kept], marker=marker, color=shades[name], label=name)
+        for x, _, *interval in kept:
+            sizes.add(x)
+            if len(interval) == 2 and all(map(finite, interval)):
+                axes.plot([x, x], interval, color=shades[name], linewidth=1.1, alpha=0.6)
     if whole_x:
-        _whole_numbers(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    if log_x:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted(sizes), [f"{size:g}" for size in sorted(sizes)])
+        axes.minorticks_off()
+    if log_y:
+        _logarithmic(axes)
+    if at_one:
+        axes.axhline(1, **DASHED)
     return as_svg(axes, legend=len(series) > 1)
 
 
 def acceptance_by_position(series: Mapping[str, Sequence[Row]], colours: Mapping[str, str] | None = None) -> str:
     """Acceptance rate of the 1st, 2nd, … drafted token of a round: the rows of `Trace.acceptance_by_position`."""
-    return lines(
-        {name: [(i, row["conditional"]) for i, row in enumerate(rows, start=1)] for name, rows in series.items()},
-        "Acceptance by position in the draft", "position in the draft (token)", "accepted ÷ reached (conditional)",
-        colours, whole_x=True,
-    )  # fmt: skip
+    found = {name: [(i, row["conditional"]) for i, row in enumerate(rows, start=1)] for name, rows in series.items()}
+    xlabel, ylabel = "position in the draft (token)", "accepted ÷ reached (conditional)"
+    return lines(found, "Acceptance by position in the draft", xlabel, ylabel, colours, whole_x=True)
+
+
+def draft_lengths(series: Mapping[str, Mapping[Any, int]]) -> str:
+    """Shares of the rounds by number of drafted tokens, from the number of rounds by length."""
+    found = {
+        name: [(int(k), 100 * n / (sum(counts.values()) or 1)) for k, n in counts.items()]
+        for name, counts in series.items()
+    }
+    return lines(found, "Draft lengths", "drafted tokens in a round (k)", "share of rounds (%)", whole_x=True)
 
 
 def verify_cost(series: Mapping[str, Sequence[float] | Mapping[Any, float]]) -> str:
-    """v(n) of each name: a list that begins at n = 1, or n to v(n)."""
+    """v(n) by name: a list that begins at n = 1, or a mapping from n to v(n)."""
     listed = {k: v if isinstance(v, Mapping) else dict(enumerate(v, start=1)) for k, v in series.items()}
     found = {name: sorted((int(n), v) for n, v in costs.items()) for name, costs in listed.items()}
     ylabel = "v(n) = time of n tokens ÷ of 1"
     return lines(found, "Cost of verification", "tokens in one target forward, n", ylabel, whole_x=True)
 
 
-@mpl.rc_context(STYLE)
-def draft_lengths(series: Mapping[str, Mapping[Any, int]]) -> str:
-    """How long drafts were: for each name the rounds by number of drafted tokens, drawn as shares."""
-    axes = new_axes("Draft lengths", "drafted tokens in a round (k)", "share of rounds (%)")
-    width = 0.8 / max(1, len(series))
-    for i, (name, counts) in enumerate(series.items()):
-        total = sum(counts.values()) or 1
-        x = [int(k) + (i + 0.5) * width - 0.4 for k in counts]
-        axes.bar(x, [100 * n / total for n in counts.values()], width * 0.92, color=COLOURS[i], alpha=0.85, label=name)
-    axes.grid(axis="x", visible=False)
-    _whole_numbers(axes)
-    return as_svg(axes, legend=len(series) > 1)
-
-
-@mpl.rc_context(STYLE)
 def speedup_by_length(predicted: Mapping[int, float], measured: Mapping[int, Row]) -> str:
-    """Speedup by draft length: the prediction as a line, rows ``{speedup, speedup_ci95?}`` as points with intervals."""
-    axes = new_axes("Speedup by draft length", "draft length k (tokens)", "speedup (×)")
-    line = sorted((k, s) for k, s in predicted.items() if finite(s))
-    axes.plot([k for k, _ in line], [s for _, s in line], color=BLUE, label="predicted")
-    for i, (k, row) in enumerate(sorted(measured.items())):
-        low, high = row.get("speedup_ci95") or (row["speedup"], row["speedup"])
-        axes.plot([k, k], [low, high], color=ORANGE, linewidth=1.4)
-        axes.plot(k, row["speedup"], "o", color=ORANGE, label="" if i else "measured, 95 % interval")
-    axes.axhline(1, **DASHED)
-    _whole_numbers(axes)
-    return as_svg(axes, legend=True)
+    """Predicted and measured speedups by draft length; measured rows ``{speedup, speedup_ci95?}``."""
+    points = [(k, row["speedup"], *(row.get("speedup_ci95") or ())) for k, row in sorted(measured.items())]
+    series: dict[str, list[tuple[float, ...]]] = {"predicted": sorted(predicted.items()), "measured": points}
+    title, xlabel = "Speedup by draft length", "draft length k (tokens)"
+    return lines(series, title, xlabel, "speedup (×)", whole_x=True, at_one=True)
 
 
 @mpl.rc_context(STYLE)
 def calibration(series: Mapping[str, Sequence[Sequence[float]]], title: str) -> str:
-    """Observed against predicted acceptance: for each name bins ``(mean probability, observed rate, count)``."""
+    """Observed against predicted acceptance: bins ``(mean probability, observed rate, count)`` by name."""
     axes = new_axes(title, "predicted acceptance probability (mean of the bin)", "accepted ÷ tested", height=3.6)
     axes.axline((0, 0), slope=1, **DASHED)
     for i, (name, bins) in enumerate(series.items()):
@@ -241,10 +246,7 @@ def calibration(series: Mapping[str, Sequence[Sequence[float]]], title: str) -> 
 def histograms(
     series: Mapping[str, Row], title: str, xlabel: str, colours: Mapping[str, str], *, log_y: bool = False
 ) -> str:
-    """Histograms ``{edges: [n + 1], counts: [n]}`` laid over each other, as shares, with the mean of each.
-
-    ``log_y`` is for long tails.
-    """
+    """Overlaid histograms ``{edges: [n + 1], counts: [n]}`` as shares, with the mean of each."""
     axes, shades = new_axes(title, xlabel, "share of tokens (%)"), _colours(series, colours)
     for name, found in series.items():
         edges, counts = found["edges"], found["counts"]
@@ -258,27 +260,4 @@ def histograms(
         _logarithmic(axes)
     elif any(found["edges"][0] < 0 for found in series.values()):
         axes.axvline(0, **DASHED)
-    return as_svg(axes, legend=True)
-
-
-@mpl.rc_context(STYLE)
-def by_batch(series: Mapping[str, Sequence[Row]], key: str, title: str, ylabel: str, *, log_y: bool = False) -> str:
-    """A quantity by batch size: for each method rows ``{batch_size, <key>, <key>_ci95?}``, the intervals as bars."""
-    axes = new_axes(title, "texts at once (batch size)", ylabel, 3.6)
-    for i, (name, rows) in enumerate(series.items()):
-        kept, colour = [row for row in rows if finite(row[key])], COLOURS[i % len(COLOURS)]
-        x, y = [row["batch_size"] for row in kept], [row[key] for row in kept]
-        axes.plot(x, y, marker=MARKERS[i % len(MARKERS)], color=colour, label=name)
-        for row in kept if not log_y else ():
-            low, high = row.get(f"{key}_ci95") or (row[key],) * 2
-            axes.plot([row["batch_size"]] * 2, [low, high], color=colour, linewidth=1.1, alpha=0.6)
-    if log_y:
-        _logarithmic(axes)
-    else:
-        axes.axhline(1, **DASHED)
-        axes.set_ylim(bottom=0)
-    sizes = sorted({row["batch_size"] for rows in series.values() for row in rows})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.minorticks_off()
     return as_svg(axes, legend=True)

@@ -11,23 +11,26 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.bench import machine
-from decode.bench.costs import LONGEST, CostMeter, CostModel
+from decode.bench.costs import LONGEST, CostMeter, CostModel, round_costs, time_forwards
 from decode.bench.suites import Prompt, Suite
 from decode.errors import UserError
-from decode.loop import Target, decode
+from decode.loop import Target, decode, decode_texts
+from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_draft_runner, open_runner
 from decode.models.loading import stop_ids
 from decode.models.other_tokenizer import DraftModel, ForeignDraft
-from decode.models.runner import Runner
 from decode.models.tokens import Detokenizer, Message, chat_ids, prompt_ids, user_says
 from decode.models.writing import draws_of_loop, write_texts
+from decode.progress import current
 from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import RoundCosts
 
 BASELINE = "autoregressive"  # the loop without a drafter, which `speedup` is measured against
 ANSWERED_AT_ONCE = 16  # first turns of chats that the target answers in a batch
 WIDE = (24, 32, 48, 64, 96)  # more n of v(n), for methods that verify trees
+BATCH_WIDTHS = (2, 3, 4, 5, 6, 8, 11, 16, 24)  # n of v(n) for several sequences
+OVERHEAD_PROMPTS, OVERHEAD_TOKENS = 4, 24  # least prompts, and most new tokens of a batch, that bookkeeping is timed on
 
 
 @dataclass
@@ -183,29 +186,98 @@ class Session:
         return out.new_ids
 
     def measure_costs(
-        self, items: Sequence[Item], drafts: Iterable[str], *, longest: int = 0, trees: bool = False, repeats: int = 21
+        self,
+        items: Sequence[Item],
+        drafts: Iterable[str],
+        *,
+        longest: int = 0,
+        trees: bool = False,
+        repeats: int = 21,
+        batch_sizes: Iterable[int] = (1,),
+        adapting: Collection[str] = (),
     ) -> None:
-        """Fill `costs` for the target alone and for each draft, in the middle of a typical text.
+        """Measure `costs` of the target alone and of each draft, in the middle of a typical text.
 
         Args:
             items: prompts, whose median length counts.
             drafts: names of the drafts in use.
-            longest: the longest draft to come.
+            longest: the largest draft length in use.
             trees: also measure the widths of draft trees.
             repeats: most turns of measurements.
+            batch_sizes: `round_costs` of each draft are measured at these sizes, unless it is batch size 1 alone.
+            adapting: drafts whose `round_costs` are measured in any case.
         """
         context = int(statistics.median(len(i.ids) for i in items)) + self.options.max_new_tokens // 2
         widths = [*range(1, LONGEST + 2), *range(20, longest + 5, 4), *(WIDE if trees else ())]
-        self.meters = {}
-        pairs: dict[str | None, Runner | None] = {None: None} | {name: self.drafts[name] for name in drafts}
-        alike: dict[Any, CostMeter] = {}  # drafts of one shape cost the same, so one of them is timed
-        for name, draft in pairs.items():
+        self.meters, alike = {}, dict[Any, CostMeter]()
+        for name in (None, *drafts):
+            # drafts of one shape cost the same, so one of them is timed
             shape = None if name is None else (_shape(self.draft_models[name]), self.drafts[name].packing)
             if shape not in alike:
+                draft = None if name is None else self.drafts[name]
                 alike[shape] = CostMeter(self.runner, draft, widths=widths, context=context)
                 alike[shape].run(repeats)
             self.meters[name] = alike[shape]
         self.costs = {name: meter.cost() for name, meter in self.meters.items()}
+        several = [size for size in sorted(set(batch_sizes)) if size > 1]
+        for name in (name for name in self.meters if name is not None and (several or name in adapting)):
+            sizes = [1, *several] if 1 in batch_sizes or not several else several
+            self.round_costs[name] = round_costs(
+                self.batch_costs(name, items, self.options.warp, sizes, longest=longest, context=context)
+            )
+
+    def batch_costs(
+        self, draft: str, items: Sequence[Item], warp: LogitsWarper, sizes: Iterable[int], *, longest: int, context: int
+    ) -> list[CostModel]:
+        """Costs of a pair with bookkeeping at several batch sizes; those of size 1 are already in `costs`."""
+        found: list[CostModel] = []
+        widths = [n for n in BATCH_WIDTHS if n <= max(LONGEST, longest) + 1]
+        for size in sorted(set(sizes)):
+            cost = replace(self.costs[draft])
+            if size > 1:
+                current().update(name=f"costs of forwards at batch {size}")
+                meter = CostMeter(self.runner, self.drafts[draft], widths=widths, context=context, batch=size)
+                cost = meter.run(9)
+            found.append(self.with_overhead(draft, items, warp, cost))
+        return found
+
+    def with_overhead(self, draft: str, items: Sequence[Item], warp: LogitsWarper, cost: CostModel) -> CostModel:
+        """The costs with the bookkeeping of a plain step, of a round beyond it, and of a drafted token.
+
+        Bookkeeping is the time of a round outside the models' forwards; two draft lengths separate its parts. It is
+        measured on the CPU only, where a forward has ended when its call returns, and 0 elsewhere.
+        """
+        if self.runner.device.type != "cpu":
+            return cost
+        batch, budget = cost.batch, self.options.max_new_tokens
+        if batch > 1:
+            items, budget = [items[i % len(items)] for i in range(batch)], min(budget, OVERHEAD_TOKENS)
+        items = items[: max(batch, OVERHEAD_PROMPTS)]
+        seconds, drafted = [], []  # of a round, of lengths 0, 2 and 8
+        for length in (0, 2, 8):
+            inputs = MethodInputs(
+                self.runner, warp, self.drafts[draft] if length else None,
+                options=MethodOptions(draft_length=length or None),
+            )  # fmt: skip
+            with time_forwards(self.runner, *self.drafts.values()) as timer:
+                outputs = decode_texts(
+                    Target(self.runner),
+                    build("vanilla" if length else BASELINE, inputs),
+                    warp,
+                    [item.ids for item in items],
+                    rngs=[TorchRng(i, self.runner.device) for i in range(len(items))],
+                    batch_size=batch,
+                    max_new_tokens=budget,
+                    stop_ids=self.stop_ids,
+                )
+            spent = sum(out.trace.total_seconds - out.trace.prefill_seconds for out in outputs)
+            rounds = max(1, timer.forwards)
+            seconds.append((spent - timer.seconds + timer.prompt_seconds) / rounds / cost.target_seconds)
+            drafted.append(sum(sum(out.trace.drafted) for out in outputs) / rounds / batch)
+        plain, short, long = seconds
+        slope = max(0.0, (long - short) / (drafted[2] - drafted[1])) if drafted[2] > drafted[1] else 0.0
+        rest = max(0.0, short - slope * drafted[1] - plain)
+        return replace(cost, overhead=rest, draft_overhead=slope, step_overhead=plain)
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of generated tokens."""

@@ -1,4 +1,4 @@
-"""``python -m decode bench``: from settings to a table, report.json and a page."""
+"""``python -m decode bench``: from settings to tables, report.json and a page."""
 
 import dataclasses
 import hashlib
@@ -10,23 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from decode.bench.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
-from decode.bench.batch_report import batch_table, conclusions, write_batch_report
-from decode.bench.batch_sizes import FILLED, BatchBenchmark
-from decode.bench.benchmark import Benchmark, ResultBlock
+from decode.bench.benchmark import FILLED, Benchmark, ResultBlock
 from decode.bench.entries import BenchEntry, plan
-from decode.bench.report import (
-    ALPHA_COLUMNS,
-    by_block,
-    category_table,
-    console_table,
-    drafting,
-    mode,
-    ratios,
-    table,
-    write_report,
-)
+from decode.bench.offline_acceptance import suite_alphas
+from decode.bench.records import drafting
+from decode.bench.report import TABLES, answers, block_table, by_block, category_table, console_table, write_report
 from decode.bench.session import BenchOptions, Session
-from decode.bench.suite_acceptance import suite_alphas
 from decode.bench.suites import Suite
 from decode.commands.checks import (
     STORES,
@@ -56,9 +45,17 @@ from decode.models.other_tokenizer import DraftModel
 from decode.models.pair import Pair, described
 from decode.progress import output_console, working
 
+BATCHED = ("autoregressive", "vanilla", "cost-optimal")  # default methods of batches, the last two with a draft
+BATCHED_LENGTHS = (1, 2, 4, 8)  # default draft lengths of batches
+SWEPT = (
+    "speedup", "speedup_vs_generate", "predicted_speedup", "tokens_per_second", "block_efficiency", "alpha",
+    "accepted_per_drafted", "tv_spent", "accuracy", "draft_length",
+)  # fmt: skip
+"""Fields that a run of a W&B sweep logs."""
+
 
 def draft_names(given: Sequence[str]) -> dict[str, str]:
-    """Names and paths of ``NAME=PATH`` or plain paths, which are called by their last parts.
+    """Names and paths of ``NAME=PATH`` or of plain paths, which are named by their last parts.
 
     Raises:
         UserError: two drafts of one name.
@@ -76,11 +73,17 @@ def draft_names(given: Sequence[str]) -> dict[str, str]:
 
 
 class Checkpoint:
-    """Finished blocks of a run that was stopped, kept as long as settings and weights are the same."""
+    """Finished blocks of a run that was stopped, valid for the same settings and weights."""
 
     def __init__(self, path: Path, settings: BenchSettings) -> None:
+        facts: dict[str, Any] = dataclasses.asdict(settings)
+        for name in filter(None, (settings.target, *draft_names(settings.draft).values(), settings.probes)):
+            file = Path(name)
+            files = [file] if file.is_file() else sorted([*file.glob("*.safetensors"), *file.glob("*.gguf")])
+            states = {str(weights): weights.stat() for weights in files}
+            facts[f"weights of {name}"] = [(key, state.st_size, state.st_mtime_ns) for key, state in states.items()]
         self.path = path
-        self.key = fingerprint(settings)
+        self.key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         self.blocks: list[ResultBlock] = []
 
     def read(self) -> list[ResultBlock]:
@@ -97,217 +100,33 @@ class Checkpoint:
         write_text(self.path, json.dumps(content))
 
     def clear(self) -> None:
-        """Everything is measured: the next run starts afresh."""
+        """Forget all blocks after the last one was measured."""
         self.path.unlink(missing_ok=True)
 
 
-def fingerprint(settings: BenchSettings) -> str:
-    """Of the settings, and of the weights that lie in the models' folders."""
-    facts: dict[str, Any] = dataclasses.asdict(settings)
-    for name in filter(None, (settings.target, *draft_names(settings.draft).values(), settings.probes)):
-        path = Path(name)
-        files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.gguf")])
-        weights = {file: file.stat() for file in files}
-        facts[f"weights of {name}"] = [(str(file), state.st_size, state.st_mtime_ns) for file, state in weights.items()]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+def check(settings: BenchSettings) -> tuple[BenchSettings, list[str], list[Suite]]:
+    """Refuse invalid settings before a model is loaded.
 
-
-COMPARED = ("vanilla", "cost-optimal")  # what is compared with the loop without a draft where no method is asked for
-LENGTHS = (1, 2, 4, 8)  # draft lengths where none are given
-
-
-def with_defaults(settings: BenchSettings) -> BenchSettings:
-    """The settings with methods and draft lengths for batches where they were left open."""
-    methods = settings.methods or ["autoregressive", *(COMPARED if settings.draft else ())]
-    lengths = settings.draft_lengths or list(LENGTHS)
-    return dataclasses.replace(settings, methods=methods, draft_lengths=lengths, peers=False)
-
-
-def enough_prompts(settings: BenchSettings) -> list[Suite]:
-    """The suites with as many prompts as the largest batch needs."""
-    limit = None if settings.limit is None else max(settings.limit, FILLED * max(settings.batch_sizes))
-    return open_suites(settings.suite, limit=limit, seed=settings.seed, split=settings.split)
-
-
-def measure(
-    session: Session,
-    settings: BenchSettings,
-    suites: Sequence[Suite],
-    entries: Sequence[BenchEntry],
-    folder: Path | None,
-) -> list[dict[str, Any]]:
-    """Measure; where there is a folder, print the tables and write the report, also after Ctrl-C.
-
-    Raises:
-        UserError: a draft is missing, no prompt fits, or a model decodes one text at a time only.
-    """
-    bench = BatchBenchmark(session)
-    if folder is None:
-        return bench.run(suites, entries, settings.batch_sizes, prompts=settings.limit)
-    console = output_console()
-    left_out = {e.label for e in entries if e.method in TRANSFORMERS_BASELINES and e.method != "generate"}
-    if left_out:
-        console.print(f"{', '.join(sorted(left_out))}: transformers decodes one text at a time with these; left out")
-    try:
-        with working(console, "texts together"):
-            bench.run(suites, entries, settings.batch_sizes, prompts=settings.limit)
-    finally:
-        if bench.rows:
-            notes = session.notes(suites)
-            files = write_batch_report(bench.rows, session, dataclasses.asdict(settings), folder, notes)
-            for table in batch_table(bench.rows):
-                console.print(table)
-            told = [f"{name}: {note}" for name, note in notes.items()]
-            for line in filter(None, [*conclusions(bench.rows), *told, session.load.warning()]):
-                console.print(line, soft_wrap=True)
-            console.print("wrote " + " and ".join(map(str, files)), soft_wrap=True)
-    return bench.rows
-
-
-def open_models(settings: BenchSettings) -> tuple[Pair, dict[str, DraftModel]]:
-    """The target with its tokenizer, which alone can refuse the settings and is read first; and the drafts by name."""
-    use_chat(settings, load_tokenizer(str(settings.target), trust_remote_code=settings.trust_remote_code))
-    pair, how = open_pair(settings), {"trust_remote_code": settings.trust_remote_code}
-    return pair, {
-        name: open_draft(path, pair.target, pair.tokenizer, vocabulary=settings.draft_vocabulary, **how)
-        for name, path in draft_names(settings.draft).items()
-    }
-
-
-def check(settings: BenchSettings) -> list[str]:
-    """The methods to be compared, after everything has been refused that can be before a model is loaded.
+    Returns:
+        The settings with the defaults of batches, the methods, and the suites.
 
     Raises:
         UserError: something is unknown or missing.
     """
+    largest = max(settings.batch_sizes, default=1)
+    if largest > 1:
+        methods = settings.methods or BATCHED[: 3 if settings.draft else 1]
+        lengths = settings.draft_lengths or BATCHED_LENGTHS
+        settings = dataclasses.replace(settings, methods=list(methods), draft_lengths=list(lengths), baselines=False)
     check_models(settings)
     methods = choose_methods(settings)
     check_methods(settings, methods, has_draft=bool(settings.draft), has_corpus=bool(settings.corpus))
-    return methods
-
-
-def bench(
-    pair: Pair, methods: Sequence[str] = (), suite: Sequence[str] = ("arithmetic",), **options: Any
-) -> list[dict[str, Any]]:
-    """Compare decoding methods on this machine; nothing is printed or written.
-
-    Args:
-        pair: from `decode.load`.
-        methods: names that ``python -m decode methods`` lists, with options of their own such as ``ears:beta=0.2``;
-            none: all that the pair allows, and transformers' own generation.
-        suite: prompts, as ``--suite`` takes them.
-        options: any other option of ``python -m decode bench``, such as ``limit``, ``repeats`` or ``temperatures``.
-
-    Returns:
-        A row for each method and temperature, the fields those of ``methods`` in ``report.json``; with ``batch_sizes``
-        a row for each of these too, the fields those of ``batches``.
-
-    Raises:
-        UserError: an unknown method, suite or option, a value out of range, prompts that do not fit.
-    """
-    given = [f"draft={pair.draft_name}"] if pair.draft is not None else []
-    options = {"peers": not methods, "methods": list(methods), "suite": list(suite), "draft": given} | options
-    settings = api_settings(BenchSettings, pair, **options)
-    settings = with_defaults(settings) if settings.batch_sizes else settings
-    chosen, suites = check(settings), _suites(settings)
-    drafts = {"draft": pair.draft} if pair.draft is not None else {}
-    with tempfile.TemporaryDirectory() as folder:
-        built = bench_options(settings, chosen, pair, Path(settings.output or folder))
-        session, entries = Session(pair.target, drafts, pair.tokenizer, built), plan_entries(settings, chosen, drafts)
-        if settings.batch_sizes:
-            return measure(session, settings, suites, entries, None)
-        benchmark = Benchmark(session)
-        benchmark.run(suites, entries)
-    return benchmark.rows
-
-
-def _suites(settings: BenchSettings) -> list[Suite]:
-    if settings.batch_sizes:
-        return enough_prompts(settings)
-    return open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
-
-
-def run(settings: BenchSettings) -> None:
-    """Measure what the settings ask for; prints the table and writes the report, also after Ctrl-C.
-
-    Raises:
-        UserError: before anything is loaded, if something is unknown or missing, or results cannot be written.
-        KeyboardInterrupt: passed on, after what was measured has been printed and written.
-    """
-    console = output_console()
-    settings = with_defaults(settings) if settings.batch_sizes else settings
-    methods, suites = check(settings), _suites(settings)
-    folder = check_writable(settings.output or "runs/bench")
-    pair, drafts = open_models(settings)
-    entries = plan_entries(settings, methods, drafts)
-    options = bench_options(settings, methods, pair, folder)
-    console.print(f"{settings.target} {placement(pair.target)}", soft_wrap=True)
-    if followed := described(pair.target, options.warp):
-        console.print(followed, soft_wrap=True)
-    if told := told_chat(settings, options.chat):
-        console.print(told, soft_wrap=True)
-    session = Session(pair.target, drafts, pair.tokenizer, options)
-    benchmark = Benchmark(session)
-    console.print(
-        f"{session.threads}. {len(entries)} entries, {sum(len(s.prompts) for s in suites)} prompts", soft_wrap=True
-    )
-    for packing in session.packing:
-        console.print(packing, soft_wrap=True)
-    if settings.batch_sizes:
-        measure(session, settings, suites, entries, folder)
-        return
-    work = Checkpoint(folder / "work" / "bench.json", settings)
-    alphas: list[dict[str, Any]] = []
-    try:
-        with working(console, "costs of forwards"):
-            benchmark.run(suites, entries, finished=work.read(), on_block=work.add)
-            names = [s.name for s in suites] if drafts else []
-            for name, temperature in [(n, t) for n in names for t in settings.alpha_temperatures]:
-                alphas += suite_alphas(session, name, benchmark.items[name], temperature)
-        work.clear()
-        log_to_wandb_sweep(benchmark.rows)
-    finally:  # an interrupt keeps what was measured
-        if benchmark.blocks:
-            notes = session.notes(suites)
-            files = write_report(benchmark, dataclasses.asdict(settings), folder, notes, alphas)
-            for block in benchmark.blocks:
-                console.print(table(block, console.width))
-                if (parts := category_table(block, console.width)) is not None:
-                    console.print(parts)
-            for (suite, temperature), rows in by_block(alphas).items():
-                console.print(console_table(f"offline α, {suite}, {mode(temperature)}", ALPHA_COLUMNS, rows))
-            for name, note in notes.items():
-                console.print(f"{name}: {note}", soft_wrap=True)
-            for line in filter(None, [*ratios(benchmark.rows), session.load.warning()]):
-                console.print(line, soft_wrap=True)
-            console.print("wrote " + " and ".join(map(str, files)), soft_wrap=True)
-
-
-SWEPT = (
-    "speedup", "speedup_vs_generate", "predicted_speedup", "tokens_per_second", "block_efficiency", "alpha",
-    "accepted_per_drafted", "tv_spent", "accuracy", "draft_length",
-)  # fmt: skip
-"""What a run of a W&B sweep logs."""
-
-
-def sweep_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The numbers of the fastest method that drafts, by which W&B compares the runs of a sweep."""
-    best = next(iter(drafting(rows)), {})
-    return {key: float(best[key]) for key in SWEPT if isinstance(best.get(key), int | float)}
-
-
-def log_to_wandb_sweep(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Under ``wandb agent``, log the summary to the run that the agent started; elsewhere W&B is not even imported."""
-    if os.environ.get("WANDB_SWEEP_ID"):
-        import wandb
-
-        run = wandb.init(settings=wandb.Settings(console="off", disable_git=True, disable_code=True))
-        run.summary.update(sweep_summary(rows))
-        run.finish()
+    limit = settings.limit if settings.limit is None or largest == 1 else max(settings.limit, FILLED * largest)
+    return settings, methods, open_suites(settings.suite, limit=limit, seed=settings.seed, split=settings.split)
 
 
 def choose_methods(settings: BenchSettings) -> list[str]:
-    """The methods asked for, or all that the given models and files allow, and transformers' own."""
+    """The methods of the settings, by default all that the models and files allow, and transformers' own."""
     methods = list(settings.methods)
     heads = [is_head(path) for path in draft_names(settings.draft).values()]
     has_head, has_model = any(heads), not all(heads)
@@ -318,16 +137,16 @@ def choose_methods(settings: BenchSettings) -> list[str]:
         allowed -= (SELF_SPECULATIVE if not own_layers else set()) | (PROBED if settings.probes is None else set())
         methods = [m for m in METHODS if m in allowed and (has_model or has_head or not needs_draft(m))]
         methods = [m for m in methods if has_head or m not in HEADED]
-    if settings.peers:
-        methods += [p for p in TRANSFORMERS_BASELINES if p not in methods and (has_model or p not in NEEDS_DRAFT)]
+    if settings.baselines:
+        methods += [m for m in TRANSFORMERS_BASELINES if m not in methods and (has_model or m not in NEEDS_DRAFT)]
     return methods
 
 
 def plan_entries(settings: BenchSettings, methods: Sequence[str], drafts: dict[str, DraftModel]) -> list[BenchEntry]:
-    """All combinations that the settings ask for.
+    """Entries of all combinations of the settings.
 
     Raises:
-        UserError: a method was named that no draft suits.
+        UserError: no draft fits a named method.
     """
     entries = plan(
         methods,
@@ -348,10 +167,10 @@ def plan_entries(settings: BenchSettings, methods: Sequence[str], drafts: dict[s
 
 
 def bench_options(settings: BenchSettings, methods: Sequence[str], pair: Pair, folder: Path) -> BenchOptions:
-    """Options of the measurement; stores that are needed and not given are built from the corpus."""
+    """Options of the measurement; missing stores are built from the corpus."""
     datastore, trigrams = store_folders(settings)
     chosen = [split_spec(method) for method in methods]
-    stores = STORES | dict.fromkeys(("hybrid", "hybrid-tree"), "datastore")  # which they can do without
+    stores = STORES | dict.fromkeys(("hybrid", "hybrid-tree"), "datastore")  # optional for these
     missing = {stores[m] for m, _ in chosen if m in stores} - {
         name for name, given in (("datastore", datastore), ("trigrams", trigrams)) if given
     }
@@ -370,3 +189,107 @@ def bench_options(settings: BenchSettings, methods: Sequence[str], pair: Pair, f
         datastore, trigrams = datastore or built, trigrams or built
     chat, warp = use_chat(settings, pair.tokenizer), make_warp(settings, pair.target)
     return measure_options(settings, chat=chat, warp=warp, datastore=datastore, trigrams=trigrams)
+
+
+def bench(
+    pair: Pair, methods: Sequence[str] = (), suite: Sequence[str] = ("arithmetic",), **options: Any
+) -> list[dict[str, Any]]:
+    """Compare decoding methods on this machine; nothing is printed or written.
+
+    Args:
+        pair: from `decode.load`.
+        methods: names that ``python -m decode methods`` lists, with options of their own such as ``ears:beta=0.2``;
+            none: all that the pair allows, and transformers' own generation.
+        suite: prompts, as ``--suite`` takes them.
+        options: any other option of ``python -m decode bench``, such as ``limit``, ``repeats`` or ``temperatures``.
+
+    Returns:
+        A row for each method, temperature and batch size, with the fields of ``methods`` in ``report.json``.
+
+    Raises:
+        UserError: an unknown method, suite or option, a value out of range, prompts that do not fit.
+    """
+    given = [f"draft={pair.draft_name}"] if pair.draft is not None else []
+    options = {"baselines": not methods, "methods": list(methods), "suite": list(suite), "draft": given} | options
+    settings, chosen, suites = check(api_settings(BenchSettings, pair, **options))
+    drafts = {"draft": pair.draft} if pair.draft is not None else {}
+    with tempfile.TemporaryDirectory() as folder:
+        built = bench_options(settings, chosen, pair, Path(settings.output or folder))
+        benchmark = Benchmark(Session(pair.target, drafts, pair.tokenizer, built))
+        entries = plan_entries(settings, chosen, drafts)
+        return benchmark.run(suites, entries, batch_sizes=settings.batch_sizes, prompts=settings.limit)
+
+
+def run(settings: BenchSettings) -> None:
+    """Measure, print the tables and write the report; after Ctrl-C those of what was measured.
+
+    Raises:
+        UserError: before anything is loaded, if something is unknown or missing, or results cannot be written.
+        KeyboardInterrupt: passed on after the report has been written.
+    """
+    console = output_console()
+    settings, methods, suites = check(settings)
+    folder = check_writable(settings.output or "runs/bench")
+    # the tokenizer alone can refuse the settings, so it is read before the models
+    use_chat(settings, load_tokenizer(str(settings.target), trust_remote_code=settings.trust_remote_code))
+    pair, trust = open_pair(settings), settings.trust_remote_code
+    drafts = {
+        name: open_draft(
+            path, pair.target, pair.tokenizer, vocabulary=settings.draft_vocabulary, trust_remote_code=trust
+        )
+        for name, path in draft_names(settings.draft).items()
+    }
+    entries = plan_entries(settings, methods, drafts)
+    options = bench_options(settings, methods, pair, folder)
+    session = Session(pair.target, drafts, pair.tokenizer, options)
+    for line in (
+        f"{settings.target} {placement(pair.target)}",
+        described(pair.target, options.warp),
+        told_chat(settings, options.chat),
+        f"{session.threads}. {len(entries)} entries, {sum(len(s.prompts) for s in suites)} prompts",
+        *session.packing,
+    ):
+        if line:
+            console.print(line, soft_wrap=True)
+    benchmark, work = Benchmark(session), Checkpoint(folder / "work" / "bench.json", settings)
+    alphas: list[dict[str, Any]] = []
+    try:
+        with working(console, "costs of forwards"):
+            sizes, limit = settings.batch_sizes, settings.limit
+            benchmark.run(suites, entries, batch_sizes=sizes, prompts=limit, finished=work.read(), on_block=work.add)
+            for suite in suites if drafts else ():
+                for temperature in settings.alpha_temperatures:
+                    alphas += suite_alphas(session, suite.name, benchmark.items[suite.name], temperature)
+        work.clear()
+        if os.environ.get("WANDB_SWEEP_ID"):  # the process was started by `wandb agent`
+            import wandb
+
+            tracked = wandb.init(settings=wandb.Settings(console="off", disable_git=True, disable_code=True))
+            tracked.summary.update(sweep_summary(benchmark.rows))
+            tracked.finish()
+    finally:  # an interrupt keeps what was measured
+        if benchmark.blocks:
+            notes = session.notes(suites)
+            files = write_report(benchmark, dataclasses.asdict(settings), folder, notes, alphas)
+            stopped = [b for b in benchmark.blocks if not b.complete]
+            for title, rows in by_block(benchmark.rows).items():
+                console.print(block_table(title, rows, console.width))
+                if (parts := category_table(title, rows)) is not None:
+                    console.print(parts)
+            for title, rows in by_block(alphas).items():
+                console.print(console_table(f"offline α, {title}", TABLES["alpha"], rows))
+            for line in (
+                *(f"{b.suite}, T = {b.temperature:g}: stopped before the last prompt" for b in stopped),
+                *(f"{name}: {note}" for name, note in notes.items()),
+                *answers(benchmark.rows),
+                session.load.warning(),
+                f"wrote {' and '.join(map(str, files))}",
+            ):
+                if line:
+                    console.print(line, soft_wrap=True)
+
+
+def sweep_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The numbers of the fastest method that drafts, by which W&B compares the runs of a sweep."""
+    best = next(iter(drafting(rows)), {})
+    return {key: float(best[key]) for key in SWEPT if isinstance(best.get(key), int | float)}

@@ -1,19 +1,30 @@
-"""``python -m decode profile``: can this draft make this target faster on this machine, and with what length?"""
+"""``python -m decode profile``: costs c and v(n), acceptance, and the predicted speedup of every draft length."""
 
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from decode.bench import machine
-from decode.bench.batch_report import forecast_tables, record_forecast
-from decode.bench.pair_profile import PairProfile, profile_pair
-from decode.bench.report import TABLES, console_table
-from decode.bench.session import Session
+from decode.bench.costs import LONGEST, CostModel
+from decode.bench.offline_acceptance import DEPTH, OfflineAlpha, offline_alphas
+from decode.bench.prediction import (
+    SCHEDULE,
+    BatchForecast,
+    best_length,
+    break_even,
+    predicted_speedup,
+    replayed,
+    speedup,
+    verdict,
+)
+from decode.bench.report import TABLES, console_table, plain_table
+from decode.bench.session import Item, Session
+from decode.bench.statistics import plain
 from decode.commands.checks import (
     api_settings,
     check_models,
@@ -25,9 +36,89 @@ from decode.commands.checks import (
     use_chat,
 )
 from decode.commands.settings import ProfileSettings, required
+from decode.errors import UserError, read_json, write_text
 from decode.models.pair import Pair
 from decode.progress import output_console, working
+from decode.sampling import LogitsWarper
 from decode.trace import FORMULAS
+
+
+@dataclass
+class PairProfile:
+    """Costs, acceptance and predictions of one target and draft."""
+
+    cost: CostModel
+    alpha: OfflineAlpha  # offline, over all positions of all texts
+    lengths: list[dict[str, Any]]  # predictions by draft length
+    best: int  # the length with the largest predicted speedup; 0 if none gains
+    verdict: str  # in a sentence
+    machine: dict[str, Any]
+    batches: BatchForecast | None = None  # predictions by batch size, if they were asked for
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
+        facts = self.cost.to_dict() | {
+            "offline_alpha": self.alpha.mean,
+            "offline_alpha_se": self.alpha.se,
+            "positions": sum(self.alpha.counts),
+            "draft_lengths": self.lengths,
+            "best_draft_length": self.best,
+            "verdict": self.verdict,
+            "machine": self.machine,
+        }
+        return dict(plain(facts | (self.batches.to_dict() if self.batches is not None else {})))
+
+
+def profile_pair(
+    session: Session,
+    draft: str,
+    items: Sequence[Item],
+    warp: LogitsWarper,
+    *,
+    longest: int = LONGEST,
+    batch_sizes: Sequence[int] = (),
+) -> PairProfile:
+    """Measure costs and acceptance of a pair, and predict the speedup of every draft length.
+
+    Args:
+        session: target and drafts.
+        draft: name of a draft of the session.
+        items: prompts; acceptance is measured on the target's answers.
+        warp: logits to probabilities.
+        longest: largest draft length.
+        batch_sizes: also measure costs at these batch sizes and predict the speedups there.
+
+    Raises:
+        UserError: a model that decodes one text at a time, or a target that wrote nothing.
+    """
+    session.measure_costs(items, [draft], longest=longest)
+    cost = session.with_overhead(draft, items, warp, session.costs[draft])
+    texts = [(item.ids + session.answer(item.ids, warp, seed), len(item.ids)) for seed, item in enumerate(items)]
+    alphas = offline_alphas(session.model, {draft: session.draft_models[draft]}, texts, warp, depth=DEPTH)[draft]
+    alpha = alphas[0]
+    if not sum(alpha.counts):
+        raise UserError("the target wrote nothing, so α cannot be measured; choose other prompts or more new tokens")
+    forwards, lengths = replace(cost, overhead=0.0, draft_overhead=0.0, step_overhead=0.0), []
+    for k in range(1, longest + 1):
+        rounds = replayed(alphas, k)
+        lengths.append(
+            {
+                "draft_length": k,
+                "round_cost": forwards.of_round(k),
+                "break_even_alpha": break_even(k, cost),
+                "predicted_speedup": predicted_speedup(alpha.mean, k, forwards),
+                "replayed_speedup": speedup(*rounds, forwards),
+                "with_bookkeeping": speedup(*rounds, cost),
+            }
+        )
+    speedups = {row["draft_length"]: row["with_bookkeeping"] for row in lengths}
+    sentence, where = verdict(alpha.mean, cost, speedups), machine.describe(session.runner.device)
+    found = PairProfile(cost, alpha, lengths, best_length(speedups), sentence, where)
+    if batch_sizes:
+        others = [size for size in batch_sizes if size > 1]
+        more = session.batch_costs(draft, items, warp, others, longest=longest, context=cost.context)
+        found.batches = BatchForecast([cost] * (1 in batch_sizes) + more, alphas, longest)
+    return found
 
 
 def profile(pair: Pair, suite: Sequence[str] = ("arithmetic",), **options: Any) -> PairProfile:
@@ -65,47 +156,70 @@ def _profile(settings: ProfileSettings, pair: Pair | None = None) -> tuple[PairP
 
 
 def run(settings: ProfileSettings) -> None:
-    """Profile the pair of the settings and print what was found."""
+    """Profile the pair of the settings and print the result.
+
+    A forecast by batch size is also written into the draft's speculation_profile.json, if there is one.
+    """
     found, session = _profile(settings)
     if settings.json:
         how = {"threads": session.threads, "packing": session.packing}
         print(json.dumps(found.to_dict() | how, ensure_ascii=False))
     else:
         show(found, session.threads, session.packing)
-    if found.batches is not None:
-        for path in record_forecast(found.batches, Path(str(settings.draft)), found.machine):
-            print(f"wrote the draft lengths by batch size into {path}", file=sys.stderr)
+    path = Path(str(settings.draft)) / "speculation_profile.json"
+    if found.batches is not None and (content := read_json(path)):
+        forecast = plain(found.batches.to_dict(content.get("num_speculative_tokens")))
+        content |= forecast | {"batch_size_conditions": found.machine}
+        write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        print(f"wrote the draft lengths by batch size into {path}", file=sys.stderr)
     for name, vocabulary in session.vocabularies.items():
         print(f"{name}: {vocabulary}", file=sys.stderr)
 
 
 def show(found: PairProfile, threads: str, packing: Sequence[str] = ()) -> None:
-    """The profile for a terminal."""
+    """Print the profile as tables."""
     console = output_console(highlight=False)
     cost = found.cost
     console.print("\n".join([machine.sentence(found.machine), threads, *packing]), soft_wrap=True)
-    facts = Table(box=None, pad_edge=False, show_header=False)
-    for name, value, formula in (
+    facts = (
         ("t(1)", f"{1e3 * cost.target_seconds:.3f} ms", f"one-token target forward, {cost.context} tokens before it"),
         ("c", f"{cost.cost_ratio:.3f}", FORMULAS["cost_ratio"]),
-        ("o", f"{cost.overhead:.3f}", "bookkeeping of a speculative round beyond a plain step's, in the same unit"),
-        ("o/k", f"{cost.draft_overhead:.3f}", "bookkeeping of each drafted token, in the same unit"),
+        ("b", f"{cost.step_overhead:.3f}", "bookkeeping of a plain step, in the same unit"),
+        ("o", f"{cost.overhead:.3f}", "bookkeeping of a speculative round beyond a plain step's"),
+        ("o/k", f"{cost.draft_overhead:.3f}", "bookkeeping of each drafted token"),
         ("α", f"{found.alpha.mean:.4f}", f"{FORMULAS['offline_alpha']}: {sum(found.alpha.counts)} positions"),
-        ("± α", f"{found.alpha.se:.4f}", "standard error, texts as the unit of sampling"),
-    ):
-        facts.add_row(name, value, f"[dim]{formula}")
-    console.print(facts)
-    told = "  ".join(f"v({n}) {v:.2f}" for n, v in sorted(cost.verify_cost.items()))
-    console.print(f"[dim]{FORMULAS['verify_cost']}[/]\n{told}\n", soft_wrap=True)
+        ("± α", f"{found.alpha.se:.4f}", "standard error, prompts as the unit of sampling"),
+    )
+    console.print("\n".join(f"{name:<5} {value:>9}  [dim]{formula}[/]" for name, value, formula in facts))
+    costs = "  ".join(f"v({n}) {v:.2f}" for n, v in sorted(cost.verify_cost.items()))
+    console.print(f"[dim]{FORMULAS['verify_cost']}[/]\n{costs}\n", soft_wrap=True)
     best = ({"style": "bold green"} if row["draft_length"] == found.best else {} for row in found.lengths)
     console.print(console_table("", TABLES["lengths"], [row | style for row, style in zip(found.lengths, best)]))
     for line in (
         "round cost: c·k + v(k+1). predicted: (1 − α^(k+1)) / ((1 − α)·round cost), the same α at every position.",
-        "replayed: tokens / Σ round costs over the texts themselves, whose easy and hard tokens come in runs.",
-        "with o: the same with bookkeeping; break-even α counts it too.",
+        "replayed: tokens / Σ round costs over the texts, with the acceptance of each position.",
+        "with o: tokens·(1 + b) / Σ (round cost + (o/k)·k + o + b); break-even α includes bookkeeping too.",
     ):
         console.print(f"[dim]{line}", soft_wrap=True)
     console.print(f"\n{found.verdict}", soft_wrap=True, style="bold")
-    if found.batches is not None:
-        for part in forecast_tables(found.batches):
-            console.print(part, soft_wrap=True)
+    if (batches := found.batches) is None:
+        return
+    rows = batches.rows()
+    more = [
+        row | {"ms": 1e3 * row["target_seconds"], "v2": cost.v(2), "v5": cost.v(5)}
+        for row, cost in zip(rows, batches.costs)
+    ]
+    console.print(console_table("\nby batch size", TABLES["forecast"], more))
+    lengths = [f"k = {at['draft_length']}" for at in rows[0]["draft_lengths"]]
+    cells = [
+        [str(row["batch_size"]), *(f"{at['predicted_speedup']:.2f}" for at in row["draft_lengths"])] for row in rows
+    ]
+    console.print(plain_table("\npredicted speedup by draft length", ["batch", *lengths], cells))
+    console.print(
+        "[dim]c(B), v(nB): a forward of the draft over B tokens, of the target over n·B, in target forwards over B "
+        "tokens. speedup: tokens per round and sequence · (1 + b) / (k·(c(B) + o/k) + v((k+1)·B) + o + b)[/]\n"
+        f'vLLM: "{SCHEDULE}": {json.dumps(batches.schedule())}'.replace("[[", r"\[["),
+        soft_wrap=True,
+    )
+    if batches.losing_from is not None:
+        console.print(f"no draft length gains from batch size {batches.losing_from} on", style="bold")

@@ -150,9 +150,9 @@ class ProfileSettings(SuiteSettings, ChatSettings, SamplingSettings, LoadSetting
     longest: PositiveInt = 15
     """Longest draft to predict."""
     batch_sizes: list[PositiveInt] = field(default_factory=list)
-    """Also measure the costs of so many texts at once, and predict speedup and goodput at each of these batch sizes.
-    The best draft lengths are written into the speculation_profile.json of the draft's folder, where there is one, as
-    vLLM takes them (num_speculative_tokens_per_batch_size), and into its model card."""
+    """Also measure costs and predict speedup and goodput at each of these batch sizes. The best draft lengths are
+    written into the speculation_profile.json of the draft's folder, if there is one, as vLLM takes them
+    (num_speculative_tokens_per_batch_size)."""
     json: bool = False
     """Print one JSON object."""
 
@@ -201,15 +201,14 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
     """Methods to compare, among them transformers' generate, generate-assistant, generate-assistant-dynamic and
     generate-prompt-lookup; empty: all that the given models and files allow. Options of one method follow its
     name, NAME:option=value:...: ears:beta=0.2, adaptix:order=2, adaspeed:exit_layer=4, vanilla:draft_length=5."""
-    peers: bool = True
+    baselines: bool = True
     """Also run transformers' own generation: plain, with the draft as assistant, with prompt lookup."""
     draft_lengths: list[PositiveInt] = field(default_factory=list)
     """Run the fixed-length methods once with each of these."""
-    batch_sizes: list[PositiveInt] = field(default_factory=list)
-    """Decode this many texts at once; the methods are compared at each of these batch sizes instead of on one text.
-    Default methods: no draft, fixed draft lengths (--draft-lengths, else 1, 2, 4 and 8), cost-optimal, and
-    transformers' generate on batches. Each batch size gets --limit prompts, but at least two per place of the
-    batch."""
+    batch_sizes: list[PositiveInt] = field(default_factory=lambda: [1])
+    """Sequences decoded at once; the methods are compared at each of these batch sizes. With a size above 1 the default
+    methods are: no draft, fixed draft lengths (--draft-lengths, else 1, 2, 4 and 8), cost-optimal, and transformers'
+    generate on batches. Each batch size gets --limit prompts, but at least two for each place of the batch."""
     suite: list[str] = field(default_factory=lambda: ["arithmetic"])
     """Prompts: arithmetic, chat, gsm8k, humaneval, mbpp, mmlu, alpaca, mt_bench, spec_bench, cnn_dailymail, xsum, open;
     a local file, whose columns say what it is, or NAME=PATH; arithmetic:2 is a difficulty, chat:qa a category."""

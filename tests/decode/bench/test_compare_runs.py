@@ -6,7 +6,7 @@ from decode.__main__ import main
 from decode.bench.compare_runs import find_rows
 from decode.errors import UserError
 
-ROW = {"name": "vanilla", "suite": "s", "temperature": 0.0, "speedup": 2.0, "lossless": True, "peer": False}
+ROW = {"name": "vanilla", "suite": "s", "temperature": 0.0, "speedup": 2.0, "lossless": True, "baseline": False}
 
 
 def test_rows_of_all_runs_stand_in_one_table(tmp_path, capsys):

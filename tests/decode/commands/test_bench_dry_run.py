@@ -34,7 +34,7 @@ def test_a_benchmark_of_models_suites_stores_and_probes_that_are_not_here_runs_t
         "suite": ["mt_bench", "gsm8k"],
         "corpus": ["ultrachat", "missing.txt"],
         "probes": "runs/none/probes",
-        "peers": False,
+        "baselines": False,
         "chat": True,
         "output": str(tmp_path / "out"),
     }
@@ -97,6 +97,6 @@ def test_a_model_on_this_machine_tells_its_own_family(tmp_path):
 def test_a_feature_head_is_stood_in_for_by_one(tiny, tmp_path, capsys):
     save_head(make_head(tiny("llama"), 3), tmp_path)
     options = ["--target", "Qwen/Qwen2.5-72B-Instruct", "--draft", str(tmp_path), "--output", str(tmp_path / "out")]
-    assert main(["bench", *options, "--methods", "eagle,eagle-tree", "--no-peers", "--dry-run"]) == 0
+    assert main(["bench", *options, "--methods", "eagle,eagle-tree", "--no-baselines", "--dry-run"]) == 0
     rows = json.loads((tmp_path / "out-dry-run/report.json").read_text())["methods"]
     assert {"eagle", "eagle-tree"} <= {row["name"] for row in rows}

@@ -56,10 +56,10 @@ def test_the_list_of_methods_tells_relaxed_ones(capsys):
 
 def test_options_may_be_typed_with_hyphens_switches_and_lists():
     settings = bench_settings(
-        ["--target", "T", "--draft", "A", "b=B", "--methods", "vanilla,ears", "--temperatures", "0,1", "--no-peers",
+        ["--target", "T", "--draft", "A", "b=B", "--methods", "vanilla,ears", "--temperatures", "0,1", "--no-baselines",
          "--chat", "--max-new-tokens=5", "--suite", "arithmetic,gsm8k=x.jsonl", "--draft-lengths", "3", "5"],
     )  # fmt: skip
-    assert (settings.target, settings.peers, settings.chat, settings.max_new_tokens) == ("T", False, True, 5)
+    assert (settings.target, settings.baselines, settings.chat, settings.max_new_tokens) == ("T", False, True, 5)
     assert (settings.draft, settings.methods, settings.temperatures) == (["A", "b=B"], ["vanilla", "ears"], [0, 1])
     assert (settings.suite, settings.draft_lengths) == (["arithmetic", "gsm8k=x.jsonl"], [3, 5])
 
@@ -197,7 +197,7 @@ def test_stores_are_built_from_files_and_suites_and_serve_the_bench(folder, tmp_
     assert main(["trigrams", "build", *build[:-1], str(tmp_path / "t")]) == 0
     assert not (tmp_path / "t/datastore.safetensors").exists()
     run = [
-        "bench", "--target", target, "--suite", "open", "--limit", "1", "--repeats", "1", "--no-peers",
+        "bench", "--target", target, "--suite", "open", "--limit", "1", "--repeats", "1", "--no-baselines",
         "--threads", "1", "--max-new-tokens", "8", "--output", str(tmp_path / "out"), "--methods",
     ]  # fmt: skip
     assert main([*run, "rest,adaptix,adaptix-best-first", "--datastore", str(tmp_path / "s")]) == 0
@@ -227,7 +227,7 @@ def test_an_interrupted_bench_writes_what_it_measured(folder, tmp_path, capsys, 
 
     monkeypatch.setattr(compare, "Benchmark", Interrupted)
     argv = [
-        "bench", "--target", str(folder / "target"), "--suite", "open", "--limit", "3", "--repeats", "1", "--no-peers",
+        "bench", "--target", str(folder / "target"), "--suite", "open", "--limit", "3", "--repeats", "1", "--no-baselines",
         "--max-new-tokens", "4", "--threads", "1", "--output", str(tmp_path), "--methods", "prompt-lookup",
     ]  # fmt: skip
     assert main(argv) == 130

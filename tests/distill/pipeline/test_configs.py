@@ -126,7 +126,7 @@ def test_files_with_all_that_any_file_asks_for_run_through(path: Path, tmp_path:
         compare.run(small)
         rows = json.loads((Path(str(small.output)) / "report.json").read_text())["methods"]
         assert {row["name"] for row in rows} >= {spec.replace(":", " ") for spec in small.methods}
-        assert all(row["tokens_per_second"] > 0 for row in rows if not row["peer"])
+        assert all(row["tokens_per_second"] > 0 for row in rows if not row["baseline"])
     elif isinstance(settings, ProbesSettings):
         report = run_probes(shrink_probes(settings, quiet), quiet)
         assert report["probes"]

@@ -35,9 +35,16 @@ def test_the_benchmark_s_sweep_file_gives_commands_that_bench_accepts_and_names_
     command = [part for part in content["command"] if part not in ("${env}", "${args}")]
     assert command[:4] == ["python", "-m", "${program}", "bench"]
     settings = bench_settings([*command[4:], *flags])
-    assert (settings.draft_length, settings.beta, settings.methods, settings.peers) == (11, 0.2, ["ears"], False)
-    plain = {"method": "autoregressive", "peer": False, "lossless": True, "speedup": 1.0}
-    drafted = {"method": "ears", "peer": False, "lossless": False, "speedup": 0.9, "tv_spent": 0.0, "accuracy": None}
+    assert (settings.draft_length, settings.beta, settings.methods, settings.baselines) == (11, 0.2, ["ears"], False)
+    plain = {"method": "autoregressive", "baseline": False, "lossless": True, "speedup": 1.0}
+    drafted = {
+        "method": "ears",
+        "baseline": False,
+        "lossless": False,
+        "speedup": 0.9,
+        "tv_spent": 0.0,
+        "accuracy": None,
+    }
     assert sweep_summary([plain, drafted]) == {"speedup": 0.9, "tv_spent": 0.0}
     assert content["metric"]["name"] in sweep_summary([plain, drafted])
     assert sweep_summary([plain]) == {}

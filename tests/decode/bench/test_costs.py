@@ -6,21 +6,19 @@ import itertools
 import json
 
 import pytest
-import torch
 from pairs import make_pair, make_tokenizer
 
-from decode.bench.costs import CostMeter, CostModel, time_forwards
+from decode.bench.costs import CostMeter, CostModel
 from decode.bench.offline_acceptance import OfflineAlpha, offline_alpha
 from decode.bench.prediction import (
     best_length,
     break_even,
-    predict,
     predicted_speedup,
     replay,
     replayed_speedup,
-    speedup_of_rounds,
+    speedup,
+    speedup_of_batches,
     speedups_by_length,
-    tokens_per_round,
     verdict,
 )
 from decode.loop import Target, decode
@@ -28,41 +26,40 @@ from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
 from decode.sampling import LogitsWarper
+from decode.stopping import RoundCosts
+from decode.trace import Trace
 
 
-def flat(n: float) -> float:
-    return 1.0
-
-
-def test_tokens_per_round_is_the_geometric_sum():
-    assert tokens_per_round(0.8, 5) == pytest.approx((1 - 0.8**6) / 0.2)
-    assert tokens_per_round(1.0, 5) == 6
-    assert tokens_per_round(0.0, 5) == 1
+def cost_of(c: float, o: float = 0.0, flat: float = 1.0, **more: float) -> CostModel:
+    """v(1) = 1 and v(n) = `flat` above."""
+    return CostModel(c, {1: 1.0} | dict.fromkeys(range(2, 17), flat), o, **more)
 
 
 def test_predicted_speedup_by_hand():
-    # α = 0.8, γ = 5: 3.68928 tokens for 5 · 0.1 + 1.5 = 2 target forwards
-    assert predicted_speedup(0.8, 5, 0.1, lambda n: 1.5) == pytest.approx(1.84464)
-    assert predicted_speedup(0.8, 5, 0.1, lambda n: 1.5, o=0.5) == pytest.approx(3.68928 / 2.5)
-    assert predicted_speedup(0.3, 0, 0.1, flat) == 1  # no draft, no gain
-
-
-def test_verification_cost_is_read_at_the_drafted_tokens_and_the_pending_one():
-    asked = []
-    predicted_speedup(0.5, 4, 0.1, lambda n: asked.append(n) or 1.0)
-    assert asked == [5]
+    # α = 0.8, k = 5: 3.68928 tokens for 5 · 0.1 + 1.5 = 2 target forwards
+    assert predicted_speedup(0.8, 5, cost_of(0.1, flat=1.5)) == pytest.approx(1.84464)
+    assert predicted_speedup(0.8, 5, cost_of(0.1, 0.5, 1.5)) == pytest.approx(3.68928 / 2.5)
+    assert predicted_speedup(0.3, 0, cost_of(0.1)) == 1  # no draft, no gain
+    assert predicted_speedup(1.0, 5, cost_of(0.0)) == 6
 
 
 def test_speedup_of_measured_rounds_by_hand():
     # rounds with k = 2, m = 2 and k = 3, m = 0: 4 tokens for 5 · 0.1 + 1.2 + 1.4
-    v = {3: 1.2, 4: 1.4}
-    assert speedup_of_rounds([2, 3], [2, 0], 0.1, v.__getitem__) == pytest.approx(4 / 3.1)
+    cost = CostModel(0.1, {1: 1.0, 3: 1.2, 4: 1.4})
+    assert speedup(4, {2: 1, 3: 1}, cost) == pytest.approx(4 / 3.1)
+    cost = CostModel(0.1, {1: 1.0, 2: 1.2, 3: 1.5}, overhead=0.25, draft_overhead=0.05, step_overhead=0.1)
+    assert cost.of_round(2) == pytest.approx(2 * 0.15 + 1.5 + 0.25 + 0.1)
+    assert speedup(3, {2: 1}, cost) == pytest.approx(3 * 1.1 / 2.15)
 
 
-def test_a_round_reads_the_pending_token_beside_the_drafted_ones() -> None:
-    cost = CostModel(0.1, {1: 1.0, 2: 1.2, 3: 1.5}, overhead=0.25, draft_overhead=0.05)
-    assert cost.of_round(0) == pytest.approx(1.0 + 0.25)
-    assert cost.of_round(2) == pytest.approx(2 * 0.15 + 1.5 + 0.25)
+def test_a_prediction_for_batches_counts_the_drafts_of_all_sequences_and_the_prefill():
+    costs = RoundCosts({1: 1.0, 2: 1.5}, {1: 0.1, 2: 0.2}, {1: {1: 1.0, 3: 1.2}, 2: {1: 1.5, 3: 2.0}})
+    # two sequences draft two tokens each; one drafts two tokens and the other none; one alone drafts none
+    drafted = Trace(together=[(2, 2), (2, 2), (2, 0), (2, 0), (0,)], tokens=8, prefill_seconds=0.5)
+    plain = Trace(together=[(0, 0)] * 4 + [(0,)] * 2, tokens=6, prefill_seconds=0.4)
+    seconds = 0.5 + (2 * 0.2 + 2.0) + (2 * 0.1 + 1.75) + 1.0
+    without = 0.4 + 4 * 1.5 / 2 + 2 * 1.0
+    assert speedup_of_batches(drafted, plain, costs) == pytest.approx(without / 6 * 8 / seconds)
 
 
 def test_replay_of_certain_acceptances_by_hand():
@@ -101,42 +98,27 @@ def test_replay_of_greedy_acceptances_counts_the_rounds_that_decoding_takes(tiny
 
 
 def test_replayed_speedup_with_equal_acceptances_tends_to_the_formula():
-    text = [0.7] * 4000
-    assert replayed_speedup([text], 4, 0.1, flat) == pytest.approx(predicted_speedup(0.7, 4, 0.1, flat), rel=2e-3)
+    wanted = predicted_speedup(0.7, 4, cost_of(0.1))
+    assert replayed_speedup([[0.7] * 4000], 4, 0.1, lambda n: 1.0) == pytest.approx(wanted, rel=2e-3)
 
 
 def test_break_even_is_where_the_prediction_is_one():
-    alpha = break_even(4, 0.2, lambda n: 1.3)
+    alpha = break_even(4, cost_of(0.2, flat=1.3))
     assert alpha is not None
-    assert predicted_speedup(alpha, 4, 0.2, lambda n: 1.3) == pytest.approx(1, abs=1e-5)
+    assert predicted_speedup(alpha, 4, cost_of(0.2, flat=1.3)) == pytest.approx(1, abs=1e-5)
     # a single draft token pays from α = c + v(2) − 1 on
-    assert break_even(1, 0.3, lambda n: 1.2) == pytest.approx(0.5, abs=1e-5)
+    assert break_even(1, cost_of(0.3, flat=1.2)) == pytest.approx(0.5, abs=1e-5)
+    assert break_even(3, cost_of(1.0, flat=1.5)) is None
 
 
-def test_no_acceptance_breaks_even_if_drafting_costs_as_much_as_it_can_save():
-    assert break_even(3, 1.0, lambda n: 1.5) is None
-
-
-def test_best_length_is_zero_unless_something_gains():
-    assert best_length({1: 1.1, 2: 1.3, 3: 1.2}) == 2
-    assert best_length({1: 0.9, 2: 0.8}) == 0
-    assert best_length({}) == 0
-
-
-def test_verdict_says_whether_the_pair_can_win():
-    cheap = CostModel(0.05, {1: 1.0, 2: 1.0, 16: 1.5})
-    gains = {k: predicted_speedup(0.8, k, 0.05, cheap.v) for k in range(1, 16)}
-    assert f"draft length {best_length(gains)}" in verdict(0.8, cheap, gains)
-    assert "should gain" in verdict(0.8, cheap, gains)
-
-    losses = {k: predicted_speedup(0.01, k, 0.05, cheap.v) for k in range(1, 16)}
-    told = verdict(0.01, cheap, losses)
-    assert "cannot win on this machine" in told
-    assert "α = 0.010" in told
-
-    dear = CostModel(1.2, {1: 1.0, 2: 1.4, 16: 3.0})
-    hopeless = {k: predicted_speedup(0.9, k, 1.2, dear.v) for k in range(1, 16)}
-    assert "even if every token were accepted" in verdict(0.9, dear, hopeless)
+@pytest.mark.parametrize(("alpha", "c", "told"), [
+    (0.8, 0.05, "speedup 2.67 at draft length 6"), (0.01, 0.05, "no speedup: the least"), (0.9, 1.2, "no speedup at any α"),
+])  # fmt: skip
+def test_the_verdict_names_the_best_length_or_what_is_missing(alpha, c, told):
+    cost = CostModel(c, {1: 1.0, 2: 1.0 if c < 1 else 1.4, 16: 1.5 if c < 1 else 3.0})
+    gains = {k: predicted_speedup(alpha, k, cost) for k in range(1, 16)}
+    assert verdict(alpha, cost, gains).startswith(told)
+    assert (best_length(gains) > 0) == (alpha == 0.8)
 
 
 def test_verify_cost_is_interpolated_and_extended():
@@ -166,18 +148,8 @@ def test_costs_stay_within_a_short_context(tiny):
     assert cost.context + max(cost.verify_cost) <= 12
 
 
-def test_watching_forwards_times_them_and_leaves_the_runner_as_it_was(tiny):
-    runner = open_runner(make_pair(tiny)[0])
-    before = runner.read
-    with torch.inference_mode(), time_forwards(runner, runner) as watch:
-        runner.read(torch.tensor([1, 2, 3]))
-    assert watch.seconds > 0
-    assert runner.read == before
-
-
 def test_a_head_whose_later_tokens_are_rejected_is_predicted_slower() -> None:
     first, never = OfflineAlpha([[1.0] * 40]), OfflineAlpha([[0.0] * 40])
     cost = CostModel(0.0, {1: 1.0, 2: 1.0, 5: 1.0})
-    assert predict(4, [first], cost)["replayed_speedup"] == pytest.approx(5.0)
-    assert predict(4, [first, never], cost)["replayed_speedup"] == pytest.approx(2.0)
+    assert speedups_by_length([first], cost, 4)[4] == pytest.approx(5.0)
     assert speedups_by_length([first, never], cost, 4)[4] == pytest.approx(2.0)

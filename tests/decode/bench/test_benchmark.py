@@ -16,29 +16,22 @@ from pairs import make_pair, make_suite, make_tokenizer
 from rich.console import Console
 
 from decode.bench import entries as method_entries
+from decode.bench.baselines import cut_at
 from decode.bench.benchmark import Benchmark
 from decode.bench.costs import WAYS, CostModel
 from decode.bench.entries import BenchEntry, EntryRun, plan
-from decode.bench.report import ratios, table, write_report
-from decode.bench.session import BenchOptions, Session
-from decode.bench.statistics import (
-    COLUMNS,
-    Record,
-    TimedText,
-    fastest_lossless,
-    identical_share,
-    median_interval,
-    paired_ratios,
-    plain,
-)
+from decode.bench.offline_acceptance import suite_alphas
+from decode.bench.records import COLUMNS, Record, TimedText, fastest_lossless, paired_ratios
+from decode.bench.report import answers, category_table, write_report
+from decode.bench.session import BenchOptions, Item, Session
+from decode.bench.statistics import median_interval, throughput_interval
 from decode.bench.suites import Prompt, Suite
-from decode.commands.bench import Checkpoint, bench_options, choose_methods, draft_names, plan_entries
-from decode.commands.checks import open_suites
+from decode.commands.bench import Checkpoint, bench_options, choose_methods, plan_entries
+from decode.commands.bench import bench as bench_command
 from decode.commands.settings import BenchSettings
 from decode.drafters.rest import open_rest
 from decode.errors import UserError
 from decode.method_options import MethodOptions
-from decode.methods import smaller_store
 from decode.models.fast_runner import FastRunner
 from decode.models.head_runner import HeadRunner
 from decode.models.pair import Pair
@@ -101,14 +94,7 @@ def test_every_row_has_all_columns(bench):
     assert json.loads(json.dumps(bench.rows, allow_nan=False)) == bench.rows
 
 
-def test_the_baselines_come_first_at_every_temperature(bench):
-    for temperature in (0.0, 1.0):
-        assert [r["name"] for r in rows_of(bench, temperature)][:2] == ["autoregressive", "generate"]
-        assert rows_of(bench, temperature, name="autoregressive")[0]["speedup"] == 1
-        assert rows_of(bench, temperature, name="generate")[0]["speedup_vs_generate"] == 1
-
-
-def test_lossless_methods_and_peers_write_what_generate_writes(bench):
+def test_lossless_methods_and_baselines_write_what_generate_writes(bench):
     for row in rows_of(bench, 0.0, lossless=True):
         assert row["identical_to_target"] is True, row["name"]
         assert row["identical_share"] == 1
@@ -121,15 +107,8 @@ def test_relaxed_methods_are_marked_and_say_what_they_spend(bench):
     assert relaxed == {"adasd", "ears"}
     assert rows_of(bench, 1.0, name="ears")[0]["tv_spent"] > 0
     for row in bench.rows:
-        if row["lossless"] and not row["peer"]:
+        if row["lossless"] and not row["baseline"]:
             assert row["tv_spent"] == 0
-
-
-def test_intervals_contain_their_medians(bench):
-    for row in bench.rows:
-        for key in ("speedup", "speedup_vs_generate", "speedup_vs_assistant"):
-            low, high = row[f"{key}_ci95"]
-            assert low <= row[key] <= high
 
 
 def test_metrics_follow_their_definitions(bench):
@@ -145,17 +124,11 @@ def test_metrics_follow_their_definitions(bench):
     assert rows_of(bench, 0.0, name="vanilla")[0]["accuracy"] == rows_of(bench, 0.0, name="generate")[0]["accuracy"]
 
 
-def test_an_assistant_of_the_same_length_needs_as_many_target_forwards(bench):
-    ours, theirs = (rows_of(bench, 0.0, name=name)[0] for name in ("vanilla", "generate-assistant"))
-    assert theirs["draft_length"] == ours["draft_length"]
-    assert ours["tokens"] / ours["rounds"] == pytest.approx(theirs["block_efficiency"])
-
-
 def test_the_analysis_adds_up_to_the_rows(bench):
     rows = {(r["name"], r["temperature"]): r for r in bench.rows}
     for entry in bench.analysis:
         row = rows[entry["name"], entry["temperature"]]
-        if row["peer"]:
+        if row["baseline"]:
             assert entry["samples"] == []
             continue
         assert sum(entry["draft_lengths"].values()) == row["rounds"]
@@ -205,17 +178,6 @@ def test_predicted_speedups_of_every_block_follow_from_the_report(bench, written
         assert row["predicted_speedup"] == pytest.approx(row["tokens"] / spent)
         checked += 1
     assert checked == 8
-
-
-def test_costs_are_measured_for_the_target_alone_and_for_each_draft(bench):
-    assert set(bench.session.costs) == {None, "small"}
-    assert bench.session.costs[None].cost_ratio == 0
-    assert bench.session.costs["small"].cost_ratio > 0
-
-
-def test_the_models_generation_configs_survive_the_peers(models, bench):
-    assert models[0].generation_config.eos_token_id == 0
-    assert models[1].generation_config.num_assistant_tokens is None
 
 
 def test_texts_have_equal_lengths_when_eos_is_ignored(models):
@@ -271,8 +233,8 @@ def test_a_repeat_knows_nothing_of_what_another_learned(models):
     target, draft = models
     bench = Benchmark(Session(target, {"d": draft}, make_tokenizer(), BenchOptions(20, 2)))
     run = EntryRun(bench.session, BenchEntry("adasd", "d", temperature=1.0))
-    ids = bench.session.items(make_suite(1))[0].ids
-    run.write(ids, 0, 0, 20)
+    items = bench.session.items(make_suite(1))
+    run.write([items], 0, [0], 20)
     learned = [system.stop.threshold.count for system in run.systems]
     assert learned[0] > 0
     assert learned[1:] == [0, 0]
@@ -324,7 +286,7 @@ def test_finished_blocks_are_not_measured_again(models, tmp_path):
     assert Checkpoint(tmp_path / "bench.json", settings).read() == []
 
 
-def test_a_peer_that_refuses_is_a_note_and_not_the_end(tiny, models):
+def test_a_baseline_that_refuses_is_a_note_and_not_the_end(tiny, models):
     target, _ = models
     padded = copy.deepcopy(target)
     padded.resize_token_embeddings(288)
@@ -361,16 +323,6 @@ def test_prompts_that_cannot_fit_are_refused_with_the_numbers(models):
     assert short.left_out["toy"].startswith(f"{12 - len(kept)} of 12 prompts do not fit")
 
 
-def test_a_missing_draft_is_refused_before_anything_is_measured(models):
-    bench = Benchmark(Session(models[0], None, make_tokenizer(), BenchOptions(8, 1)))
-    watched = Watched(lambda *args: pytest.fail("measured"))
-    with pytest.raises(UserError, match="there is no draft"), as_current(watched):
-        bench.run([make_suite(1)], [BenchEntry("vanilla")])
-
-
-# -- rows -------------------------------------------------------------------------------------------------------------
-
-
 def test_ratios_are_paired_by_prompt_and_repeat():
     ours = Record(
         [[TimedText([1] * 10, 1.0), TimedText([1] * 10, 2.0)], [TimedText([1] * 6, 1.0), TimedText([1] * 6, 1.0)]]
@@ -392,25 +344,13 @@ def test_the_bootstrap_is_seeded_and_brackets_the_median():
     assert all(math.isnan(x) for x in median_interval([math.nan]))
 
 
-def test_identity_is_counted_by_text():
-    reference = Record([[TimedText([1, 2], 1.0)], [TimedText([3], 1.0)]])
-    assert identical_share(Record([[TimedText([1, 2], 1.0)], [TimedText([3, 3], 1.0)]]), reference) == 0.5
-
-
-def test_numbers_that_are_not_finite_become_null():
-    assert plain({"a": math.nan, "b": [math.inf, 1.0], "c": (2,)}) == {"a": None, "b": [None, 1.0], "c": [2]}
-
-
-# -- settings and report ----------------------------------------------------------------------------------------------
-
-
 def test_methods_default_to_what_the_given_parts_allow():
     alone = choose_methods(BenchSettings(target="t"))
     assert "autoregressive" in alone
     assert not {"vanilla", "rest", "adaptix", "generate-assistant"} & set(alone)
     both = choose_methods(BenchSettings(target="t", draft=["d"], datastore="s"))
     assert {"vanilla", "rest", "adaptix", "generate-assistant"} <= set(both)
-    assert choose_methods(BenchSettings(target="t", methods=["lookahead"], peers=False)) == ["lookahead"]
+    assert choose_methods(BenchSettings(target="t", methods=["lookahead"], baselines=False)) == ["lookahead"]
 
 
 @pytest.mark.parametrize("method", ["rest", "hybrid", "hybrid-tree:tree_nodes=4"])
@@ -422,26 +362,6 @@ def test_methods_that_copy_get_a_store_of_the_corpus(method, tiny, tmp_path):
     folder = bench_options(settings, [method], pair, tmp_path).datastore
     assert folder is not None
     assert len(open_rest(folder, pair.tokenizer).store) > 5
-
-
-def test_drafts_are_called_by_their_folders():
-    assert draft_names(["runs/a/draft", "runs/b/draft", "best=x/y"]) == {
-        "draft": "runs/a/draft",
-        "b/draft": "runs/b/draft",
-        "best": "x/y",
-    }
-    with pytest.raises(UserError, match="two drafts are called"):
-        draft_names(["a=x", "a=y"])
-
-
-def test_suites_are_called_without_their_paths_where_that_is_unique(tmp_path):
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text("Tom has\n")
-    a, b = (f"prompts={tmp_path}/{name}.txt" for name in "ab")
-    assert [suite.name for suite in open_suites([a, "open"])] == ["prompts", "open"]
-    assert [suite.name for suite in open_suites([a, b])] == [a, b]
-    with pytest.raises(UserError, match="no suite is given"):
-        open_suites([])
 
 
 @pytest.fixture(scope="module")
@@ -469,23 +389,6 @@ def test_the_page_holds_every_method_and_needs_nothing_from_outside(bench, writt
     assert "https://" not in page
 
 
-def test_the_table_tells_lossless_relaxed_and_peers_apart(bench):
-    console = Console(width=130, file=io.StringIO())
-    console.print(table(bench.blocks[0]))
-    lines = [line.split() for line in console.file.getvalue().splitlines()]
-    marks = {words[0]: words[1] for words in lines if len(words) > 8}
-    assert marks["vanilla"] == "="
-    assert marks["adasd"] == "≈"
-    assert marks["generate-assistant"] == "·"
-
-
-def test_the_ratios_name_the_fastest_lossless_method(bench):
-    told = ratios(bench.rows)
-    assert len(told) == 2
-    assert told[0].startswith("toy, greedy: without a draft ")
-    assert "× generate(assistant_model=…)" in told[0]
-
-
 def test_no_method_is_called_the_fastest_lossless_one_if_its_texts_are_not_the_targets(bench):
     rows = [dict(row) for row in bench.rows]
     best = fastest_lossless(rows)
@@ -495,13 +398,13 @@ def test_no_method_is_called_the_fastest_lossless_one_if_its_texts_are_not_the_t
             row["identical_to_target"] = False
     other = fastest_lossless(rows)
     assert other["name"] == ({"vanilla", "prompt-lookup"} - {best["name"]}).pop()
-    assert fastest_lossless(rows, 1.0)["name"] == other["name"]  # sampled texts tell nothing: the greedy ones do
-    assert f"not model.generate's texts, though lossless in exact arithmetic: {best['name']}" in ratios(rows)[0]
+    assert fastest_lossless(rows, 1.0)["name"] == other["name"]  # only greedy texts show what is lossless
+    assert f"texts differ from model.generate's: {best['name']}" in answers(rows)[0]
     for row in rows:
         if row["method"] == "autoregressive" and row["temperature"] == 0:
             row["identical_to_target"] = False
     assert fastest_lossless(rows) is None
-    assert not any("fastest lossless" in line for line in ratios(rows))
+    assert not any("fastest lossless" in line for line in answers(rows))
 
 
 def test_methods_may_carry_options_of_their_own(models):
@@ -521,7 +424,7 @@ def test_prompts_are_kept_for_paired_comparisons(bench):
         assert len(prompts) == row["prompts"]
         assert sum(sum(p["tokens"]) for p in prompts) == row["tokens"]
         assert sum(p["score"] for p in prompts) / len(prompts) == pytest.approx(row["accuracy"])
-        assert ("accepted" in prompts[0]) != row["peer"]
+        assert ("accepted" in prompts[0]) != row["baseline"]
     learned = {d["name"] for d in bench.analysis if d.get("verification_threshold") is not None}
     assert learned == {"adasd"}
 
@@ -545,37 +448,10 @@ def test_cost_optimal_drafts_by_the_costs_that_were_measured_before(models) -> N
     )
 
 
-def test_what_no_model_drafts_has_no_known_cost(models) -> None:
-    target, draft = models
-    session = Session(target, {"small": draft}, make_tokenizer(), BenchOptions(max_new_tokens=8, repeats=1))
-    (entry,) = plan(["lookahead:never_slower=true"], {"small": draft}, [0.0])
-    with pytest.raises(UserError, match="no cost model for lookahead: leave the option out, or use one of vanilla, "):
-        EntryRun(session, entry)
-
-
-def test_a_table_of_the_order_that_is_set_for_all_methods_is_built_of_the_corpus(tiny, tmp_path):
-    (tmp_path / "own.jsonl").write_text(json.dumps({"text": "Tom has 3 apples."}) + "\n")
-    pair = Pair(tiny("llama", vocab_size=280), make_tokenizer())
-    settings = BenchSettings(target="t", corpus=[str(tmp_path / "own.jsonl")], order=2, texts=50)
-    options = bench_options(settings, ["adaptix"], pair, tmp_path)
-    assert [path.name for path in smaller_store(options.trigrams, 50).glob("ngrams-*")] == ["ngrams-2.safetensors"]
-
-
 def test_a_method_that_was_named_and_no_draft_suits_is_refused(models):
     methods = ["eagle-tree", "vanilla"]
     with pytest.raises(UserError, match="no draft suits eagle-tree"):
         plan_entries(BenchSettings(target="t", methods=methods), methods, {"d": models[1]})
-
-
-def test_results_of_other_gguf_weights_are_measured_again(tmp_path):
-    file, settings = tmp_path / "m.gguf", BenchSettings(target=str(tmp_path / "m.gguf"))
-    file.write_bytes(b"one")
-    before = Checkpoint(tmp_path / "bench.json", settings).key
-    file.write_bytes(b"other")
-    assert Checkpoint(tmp_path / "bench.json", settings).key != before
-    folder = Checkpoint(tmp_path / "bench.json", BenchSettings(target=str(tmp_path))).key
-    file.write_bytes(b"a third")
-    assert Checkpoint(tmp_path / "bench.json", BenchSettings(target=str(tmp_path))).key != folder
 
 
 def test_every_way_of_reading_is_inside_the_models_and_so_is_a_drafter_with_a_runner_of_its_own(tiny, monkeypatch):
@@ -587,5 +463,110 @@ def test_every_way_of_reading_is_inside_the_models_and_so_is_a_drafter_with_a_ru
     target = tiny("llama", vocab_size=280, num_hidden_layers=4)
     session = Session(target, None, make_tokenizer(), BenchOptions(12, 1, costs=False))
     run = EntryRun(session, BenchEntry("layerskip-separate", None, MethodOptions(exit_layer=1, draft_length=3)))
-    run.write([5, 6, 7, 8], 0, 0, 12)
+    run.write([[Item(Prompt("p", "", None), [5, 6, 7, 8])]], 0, [0], 12)
     assert watched == [session.runner, run.systems[0].drafter.runner]
+
+
+@pytest.fixture(scope="module")
+def chat_bench(models):
+    """Two chats of two turns and two of one, in two categories."""
+    target, draft = models
+
+    def prompt(i: int) -> Prompt:
+        turns = (f"Say {i}", "And then?") if i % 2 else (f"Count to {i}",)
+        return Prompt(f"c/{i}", turns[0], None, "multi-turn" if i % 2 else "qa", turns)
+
+    suite = Suite("chats", [prompt(i) for i in range(4)], None)
+    options = BenchOptions(16, 2, chat=True, system="Be brief.", samples=2, costs=False, threads=1)
+    entries = plan(["vanilla", "hybrid", "prompt-lookup", "generate-prompt-lookup"], {"d": draft}, [0.0, 0.7])
+    return run_benchmark(target, {"d": draft}, make_tokenizer(chat=True), [suite], entries, options)
+
+
+def test_all_turns_of_a_chat_are_one_prompt(chat_bench):
+    for row in chat_bench.rows:
+        assert row["prompts"] == 4
+        assert row["temperature"] or row["identical_to_target"] is not False
+    plain = chat_bench.records["chats", 0.0, 1, "autoregressive"]
+    assert [len(text.new_ids) for text, _ in plain.texts] == [16, 32, 16, 32]
+    turns = [item.said for item in chat_bench.items["chats"]]
+    assert turns == ["Count to 0", "Say 1", "And then?", "Count to 2", "Say 3", "And then?"]
+    assert [sample["prompt"] for sample in chat_bench.analysis[0]["samples"]] == turns[:3]
+
+
+def test_categories_are_parts_of_the_whole_and_stand_in_the_report(chat_bench, tmp_path):
+    for row in chat_bench.rows:
+        parts = {part["category"]: part for part in row["categories"]}
+        assert {name: part["prompts"] for name, part in parts.items()} == {"qa": 2, "multi-turn": 2}
+        for key in ("accepted_length", "alpha"):
+            known = [part[key] for part in parts.values() if part.get(key) is not None]
+            if row[key] is not None:
+                assert min(known) - 1e-9 <= row[key] <= max(known) + 1e-9
+    alphas = suite_alphas(chat_bench.session, "chats", chat_bench.items["chats"], 1.0)
+    assert [(row["category"], row["prompts"]) for row in alphas] == [("", 4), ("qa", 2), ("multi-turn", 2)]
+    weighted = sum(row["alpha"] * row["positions"] for row in alphas[1:]) / alphas[0]["positions"]
+    assert alphas[0]["alpha"] == pytest.approx(weighted)
+    path, page = write_report(chat_bench, {}, tmp_path, alphas=alphas)
+    assert json.loads(path.read_text())["bench"]["offline_alpha"] == alphas
+    assert "By category" in page.read_text()
+    console = Console(width=130, file=io.StringIO())
+    console.print(category_table("chats", chat_bench.blocks[0].rows))
+    assert {"qa", "multi-turn", "hybrid"} <= set(console.file.getvalue().split())
+
+
+@pytest.fixture(scope="module")
+def batches(models):
+    target, draft = models
+    session = Session(target, {"small": draft}, make_tokenizer(), BenchOptions(10, 2, threads=1, pack="off"))
+    entries = plan(["vanilla", "cost-optimal", "generate-assistant"], session.draft_models, draft_lengths=[1, 3])
+    bench = Benchmark(session)
+    bench.run([make_suite()], entries, batch_sizes=[1, 3], prompts=2)
+    return bench
+
+
+def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(batches):
+    names = ["autoregressive", "generate", "vanilla k=1", "vanilla k=3", "cost-optimal"]
+    found = [(row["batch_size"], row["name"]) for row in batches.rows if row["method"] != "generate-assistant"]
+    assert found == [(size, name) for size in (1, 3) for name in names]
+    for row in batches.rows:
+        assert row["identical_share"] == 1
+        assert row["prompts"] == (2 if row["batch_size"] == 1 else 6)  # twice the places of the batch
+        assert 0.5 * row["batch_size"] < row["mean_batch"] <= row["batch_size"] + 1e-6
+        assert row["seconds_per_token"] > 0
+    large = [row for row in batches.rows if row["batch_size"] == 3]
+    assert all(row["tokens_per_second_ci95"][0] <= row["tokens_per_second"] for row in large)
+    assert all(row["predicted_speedup"] > 0 for row in large if row["draft"])
+    assert [row["speedup"] for row in batches.rows if row["method"] == "autoregressive"] == [1, 1]
+
+
+def test_the_page_draws_speedups_over_batch_size(batches, tmp_path):
+    _, page = write_report(batches, {}, tmp_path)
+    assert "By batch size" in page.read_text()
+    assert "Speedup by batch size" in page.read_text()
+
+
+def test_rates_are_over_all_texts_and_intervals_cover_prompts_and_repeats():
+    texts = [[TimedText([1] * n, 1.0) for _ in range(3)] for n in (4, 2)]
+    table = Record(texts, batch_size=2).cells()
+    assert table[:, 0].tolist() == [[4, 1], [2, 1]]
+    assert throughput_interval(table, 0) == (3, 2, 4)  # one prompt or the other
+    assert throughput_interval(np.concatenate([table, 2 * table], 2), 0) == (1, 1, 1)
+    slow = [[TimedText([1] * 4, s) for s in (1.0, 2.0)] for _ in range(2)]
+    # both prompts are alike: only the repeats differ
+    assert throughput_interval(Record(slow).cells(), 0) == (pytest.approx(8 / 3), 2, 4)
+    # a prompt given twice is one observation
+    assert Record(slow, clusters=[0, 0]).cells().shape == (1, 2, 2)
+
+
+def test_a_generated_row_ends_after_its_first_end_token():
+    assert cut_at([5, 0, 7, 0], {0}) == [5, 0]
+    assert cut_at([5, 7], {0}) == [5, 7]
+
+
+def test_the_api_measures_batches_and_refuses_what_cannot_be_measured(models):
+    options = {"batch_sizes": [2], "draft_lengths": [2], "limit": 2, "max_new_tokens": 4, "repeats": 1, "threads": 1}
+    pair = Pair(models[0], make_tokenizer(), models[1])
+    assert [row["name"] for row in bench_command(pair, **options)] == [
+        "autoregressive", "generate", "vanilla", "cost-optimal",
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="batch_sizes"):
+        bench_command(pair, **options | {"batch_sizes": [0]})
