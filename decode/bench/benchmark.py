@@ -163,7 +163,7 @@ class Benchmark:
         first = [given.get(m, BenchEntry(m, temperature=temperature)) for m in (BASELINE, REFERENCE)]
         return first + [c for c in some if c not in first]
 
-    def _groups(self, suite: str, size: int, prompts: int | None) -> list[list[Chat]]:
+    def _groups(self, suite: str, size: int, prompts: int | None) -> Sequence[Sequence[Chat]]:
         """The chats that a method decodes before the next method does: one chat, or all prompts of a batch."""
         items = self.items[suite]
         if size == 1:

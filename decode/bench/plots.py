@@ -138,7 +138,7 @@ def points(rows: Sequence[Row], x: str, y: str, title: str, xlabel: str, ylabel:
     for i, row in enumerate(rows):
         marker, colour, exact = MARKERS[i % len(MARKERS)], COLOURS[i % len(COLOURS)], row.get("lossless", True)
         label, fill = f"{row['name']}{'' if exact else ' (relaxed)'}", "full" if exact else "none"
-        axes.plot(row[x], row[y], marker, color=colour, markersize=7, fillstyle=fill, label=label)  # type: ignore[arg-type]
+        axes.plot(row[x], row[y], marker, color=colour, markersize=7, fillstyle=fill, label=label)
     if diagonal:
         axes.axline((1, 1), slope=1, **DASHED)
     else:

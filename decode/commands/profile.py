@@ -98,7 +98,8 @@ def profile_pair(
     alpha = alphas[0]
     if not sum(alpha.counts):
         raise UserError("the target wrote nothing, so α cannot be measured; choose other prompts or more new tokens")
-    forwards, lengths = replace(cost, overhead=0.0, draft_overhead=0.0, step_overhead=0.0), []
+    forwards = replace(cost, overhead=0.0, draft_overhead=0.0, step_overhead=0.0)
+    lengths: list[dict[str, Any]] = []
     for k in range(1, longest + 1):
         rounds = replayed(alphas, k)
         lengths.append(
