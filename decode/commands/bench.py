@@ -279,7 +279,7 @@ def run(settings: BenchSettings) -> None:
             for title, rows in by_block(alphas).items():
                 console.print(console_table(f"offline α, {title}", TABLES["alpha"], rows))
             for line in (
-                *(f"{b.suite}, T = {b.temperature:g}: stopped before the last prompt" for b in stopped),
+                *(f"{b.suite}, T = {b.temperature:g}: stopped early" for b in stopped),
                 *(f"{name}: {note}" for name, note in notes.items()),
                 *answers(benchmark.rows),
                 session.load.warning(),
