@@ -1,7 +1,7 @@
-"""Writes a trained draft as a plain Hugging Face folder that serving engines take as it is.
+"""Export of a trained draft as a plain Hugging Face folder that serving engines load without conversion.
 
-The folder is built beside its destination, loaded again and compared with the source, and only then put in
-place, so a folder of that name is always complete.
+The folder is built beside its destination, loaded again, compared with the source, and only then moved into place, so a
+folder of that name is always complete.
 """
 
 import json
@@ -30,11 +30,10 @@ from distill.config.run import ExportSettings
 from distill.export.model_card import model_card, speculation_profile
 from distill.files import replaced, save_tokenizer
 
-# vLLM reads a speculative method from these parts of the draft's path, even when the method is given.
+# vLLM derives a speculative method from these parts of the draft's path, even when the method is given.
 SNIFFED_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
-# Large enough to lose against any real logit, small enough for float16.
-NEVER = -1e4
-# Texts in which pre-tokenisers and normalisers with the same vocabulary part ways.
+NEVER = -1e4  # bias of padded ids: below any real logit, within the range of float16
+# Texts that pre-tokenisers and normalisers with the same vocabulary split differently.
 PROBE_TEXTS = (
     "Tom's 12 apples cost $3.50 each;  he pays 12*3.5=<<12*3.5=42>>42 dollars.",
     "def f(x):\n    return x ** 2\n\n\tprint(f(10_000))",
@@ -55,22 +54,22 @@ def export_draft(
     """Exports the draft for use with transformers, vLLM and SGLang.
 
     Args:
-        draft_dir: the trained draft (Hugging Face folder).
-        target_dir: its target (folder or hub name); only configuration and tokenizer are read.
-        out_dir: destination; an earlier export there is replaced once the new one is complete. It may be
-            `draft_dir` itself.
-        profile: what was measured. `best_draft_length` is required unless `settings.draft_length` is set;
-            `distill.export.model_card.speculation_profile` and `model_card` list the optional keys.
-        settings: number format, draft length, confidence threshold.
-        trust_remote_code: allow model code that comes with the folders.
-        trust_draft_code: allow that of the draft's alone.
+        draft_dir: Folder of the trained draft.
+        target_dir: Folder or Hub name of its target, of which only configuration and tokenizer are read.
+        out_dir: Destination. An earlier export there is replaced once the new one is complete. It may be
+            ``draft_dir`` itself.
+        profile: Measurements. ``best_draft_length`` is required unless ``settings.draft_length`` is set;
+            `speculation_profile` and `model_card` list the optional keys.
+        settings: Number format, draft length, confidence threshold.
+        trust_remote_code: Run model code that comes with the folders.
+        trust_draft_code: Run only the draft's.
 
     Returns:
-        `out_dir`.
+        ``out_dir``.
 
     Raises:
-        UserError: a path that vLLM would read as another method, a folder that is no earlier export, different
-            tokenizers, or a missing draft length.
+        UserError: The path would be taken by vLLM for another method, the folder is no earlier export, the tokenizers
+            differ, or there is no draft length.
     """
     draft_dir, out_dir = Path(draft_dir), Path(out_dir)
     check_export_path(out_dir)
@@ -93,7 +92,10 @@ def export_draft(
     source = _logits(model, probe)
     trained_vocabulary = fit_vocabulary(model, vocabulary)
     notes = [fit_context(own, target.get_text_config()), engine_note(target)]
-    target_generation = _generation_config(target_dir, options)
+    try:
+        target_generation = GenerationConfig.from_pretrained(target_dir)
+    except OSError:
+        target_generation = GenerationConfig.from_model_config(target)
 
     with replaced(out_dir) as partial:
         # No length or sampling rules: the target's generation settings govern both models.
@@ -110,18 +112,17 @@ def export_draft(
         model.save_pretrained(partial, max_shard_size="1TB")
         add_legacy_fields(partial / "config.json")
         save_tokenizer(tokenizer, partial)
-        names = str(target_dir), str(out_dir)
-        gguf_type = settings.gguf_types[0]
         card = model_card(
-            profile, model, *names, length, notes, trained_vocabulary=trained_vocabulary, gguf_type=gguf_type
-        )
+            profile, model, str(target_dir), str(out_dir), length, notes,
+            trained_vocabulary=trained_vocabulary, gguf_type=settings.gguf_types[0],
+        )  # fmt: skip
         write_beside(partial, speculation_profile(profile, length), card)
         _check_reload(partial, model.config, probe, source, own_options)
     return out_dir
 
 
 def write_beside(folder: Path, profile: Mapping[str, Any], card: str) -> None:
-    """speculation_profile.json, with fingerprints of the weights that are there, and README.md."""
+    """Writes speculation_profile.json, with fingerprints of the folder's weights, and README.md."""
     measured = {**profile, "weights": weight_fingerprints(folder)}
     (folder / "speculation_profile.json").write_text(json.dumps(measured, indent=2) + "\n")
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -130,16 +131,16 @@ def write_beside(folder: Path, profile: Mapping[str, Any], card: str) -> None:
 def check_export_path(
     out_dir: str | Path, sniffed: Sequence[str] = SNIFFED_NAMES, kind: str = "a plain draft model"
 ) -> None:
-    """Refuses a destination that vLLM would misread, or that holds something other than a model.
+    """Refuses a destination that vLLM would take for another method, or that holds something other than a model.
 
-    Cheap: call it before training starts.
+    It is cheap, so it is called before training starts.
     """
     path = Path(out_dir).resolve()
     for name in sniffed:
         if name in str(path).lower():
             raise UserError(
-                f"The export folder {path} contains '{name}', from which vLLM concludes that this is not {kind} but "
-                "another method. Give the run or the folder a name without it."
+                f"The export folder {path} contains '{name}', which vLLM takes for another method than {kind}. Choose "
+                "a name of the run or the folder without it."
             )
     if path.exists() and not path.is_dir():
         raise UserError(f"The export folder {path} is a file. Choose another folder.")
@@ -151,7 +152,7 @@ def check_export_path(
 
 
 def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Requires that ids mean the same tokens in both, and that probe texts are split alike."""
+    """Refuses tokenizers in which ids stand for different tokens, or that split the probe texts differently."""
     check_tokenizers(target, draft)
     for text in PROBE_TEXTS:
         a, b = target(text)["input_ids"], draft(text)["input_ids"]
@@ -167,10 +168,9 @@ def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedToken
 def fit_vocabulary(model: PreTrainedModel, size: int) -> int:
     """Pads or cuts embedding and head to the target's vocabulary size, in place, and returns the old size.
 
-    Padded ids must never be drafted. A zero row would not do: its logit is 0, which wins wherever all real
-    logits are negative. A head with a bias gets a large negative one. A head without (and a tied head has none)
-    gets the mean of the real rows: its logit is then the mean of the real logits, which is never above the
-    largest of them, in whatever direction the hidden state points.
+    Padded ids must never be drafted. The logit of a zero row is 0, which is the largest where all real logits are
+    negative. A head with a bias gets a large negative one. A head without gets the mean of the real rows, whose logit
+    is the mean of the real logits, and so never above the largest of them.
     """
     embedding = model.get_input_embeddings()
     old = int(embedding.weight.shape[0])
@@ -189,10 +189,10 @@ def fit_vocabulary(model: PreTrainedModel, size: int) -> int:
 
 
 def fit_context(draft: PreTrainedConfig, target: PreTrainedConfig) -> str:
-    """Lets a draft read texts as long as its target's, in place; returns a note for the card, or nothing.
+    """Sets a draft's context to its target's, in place, and returns a note for the card, or nothing.
 
-    SGLang refuses a draft of a shorter context. Rotary positions go on beyond those of the training; learned ones,
-    and rotary ones that are scaled by the context's length, cannot be extended.
+    SGLang refuses a draft with a shorter context. Rotary positions can be extended; learned ones, and rotary ones that
+    are scaled by the length of the context, cannot.
     """
     own, wanted = (getattr(config, "max_position_embeddings", None) for config in (draft, target))
     if not own or not wanted or own >= wanted:
@@ -206,20 +206,19 @@ def fit_context(draft: PreTrainedConfig, target: PreTrainedConfig) -> str:
         )
     draft.max_position_embeddings = wanted
     return (
-        f"`max_position_embeddings` is the target's ({wanted:,}), as SGLang demands; the draft was made for texts of "
-        f"{own:,} tokens, beyond which its acceptance is not known."
+        f"`max_position_embeddings` is the target's ({wanted:,}), as SGLang requires; the draft was made for "
+        f"{own:,} tokens, and its acceptance beyond them was not measured."
     )
 
 
 def engine_note(target: PreTrainedConfig) -> str:
-    """What to know of the engines' support for a target, or nothing."""
-    if target.model_type != "gpt_neox":
-        return ""
-    return "vLLM and SGLang run GPT-NeoX through their transformers back ends only, which are slower than their own."
+    """Returns a note on the engines' support for a target, or nothing."""
+    note = "vLLM and SGLang run GPT-NeoX through their transformers back ends only, which are slower than their own."
+    return note if target.model_type == "gpt_neox" else ""
 
 
 def add_legacy_fields(path: Path) -> None:
-    """Adds to config.json the fields that engines built on transformers 4 read: rope and number format."""
+    """Adds the fields of rope and number format to config.json that engines built on transformers 4 read."""
     config = json.loads(path.read_text())
     if "dtype" in config:
         config["torch_dtype"] = config["dtype"]
@@ -242,26 +241,18 @@ def add_legacy_fields(path: Path) -> None:
 
 
 def draft_length(profile: Mapping[str, Any], settings: ExportSettings) -> int:
-    """The draft length set, or else the best measured one.
+    """Returns the draft length that is set, or else the best measured one.
 
     Raises:
-        UserError: neither is a length.
+        UserError: Neither is a length.
     """
     length = settings.draft_length if settings.draft_length is not None else profile.get("best_draft_length")
-    if not isinstance(length, int) or length < 0 or (settings.draft_length == 0):
+    if not isinstance(length, int) or length < 0:
         raise UserError(
-            f"The draft length to export is {length!r}; a whole number of at least 1 is wanted. Measure it with "
+            f"The draft length to export is {length!r}, expected a whole number of at least 1. Measure it with "
             "`python -m decode profile`, or set export.draft_length."
         )
-    # A measured best of 0 means that the pair cannot win; the card says so, and the engines want at least 1.
-    return max(1, length)
-
-
-def _generation_config(target_dir: str | Path, options: dict[str, Any]) -> GenerationConfig:
-    try:
-        return GenerationConfig.from_pretrained(target_dir)
-    except OSError:
-        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(target_dir, **options))
+    return max(1, length)  # a measured best of 0 means that drafting does not pay; engines need at least 1
 
 
 @torch.no_grad()
@@ -270,7 +261,7 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def _check_reload(folder: Path, config: PreTrainedConfig, ids: Tensor, source: Tensor, options: dict[str, Any]) -> None:
-    """Loads what was written and compares it with the model it was written from."""
+    """Loads the written folder and compares it with the model that it was written from."""
     reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options)
     logits = _logits(reloaded, ids)
     common = min(logits.shape[-1], source.shape[-1])
@@ -285,14 +276,14 @@ def _check_reload(folder: Path, config: PreTrainedConfig, ids: Tensor, source: T
 
 
 def check_gguf(settings: ExportSettings, head: int | None = None) -> None:
-    """Refuse GGUF files that cannot be written; cheap: call it before training starts.
+    """Refuses GGUF files that cannot be written; cheap, so it is called before training starts.
 
     Args:
-        settings: of the export.
-        head: 1 or 3 where the draft is an EAGLE head of that version.
+        settings: Settings of the export.
+        head: Version of EAGLE, 1 or 3, if the draft is a feature head.
 
     Raises:
-        UserError: the converter is not installed, or takes no heads of this version.
+        UserError: The converter is not installed, or does not support heads of this version.
     """
     if "gguf" in settings.formats:
         find_converter()
@@ -301,10 +292,10 @@ def check_gguf(settings: ExportSettings, head: int | None = None) -> None:
 
 
 def export_gguf(export: Path, target: Path, settings: ExportSettings) -> list[Path]:
-    """Write ``gguf/target-<type>.gguf`` and ``gguf/draft-<type>.gguf`` into an export, if its formats ask for them.
+    """Writes ``gguf/target-<type>.gguf`` and ``gguf/draft-<type>.gguf`` into an export if its formats include them.
 
     Raises:
-        UserError: the converter refuses a model.
+        UserError: The converter refuses a model.
     """
     if "gguf" not in settings.formats:
         return []

@@ -1,8 +1,8 @@
-"""Writes a trained feature head as vLLM and SGLang read it, checks the files, and reads them again.
+"""Export of a trained feature head in the layout that vLLM and SGLang load.
 
-Both take an EAGLE-3 head from ``config.json`` (architectures ``LlamaForCausalLMEagle3``, ``draft_vocab_size``) and the
-tensors named below; their loaders pass over names they do not know, so a wrong one shows as a draft that never fits.
-The embedding is left to the target. EAGLE-1 heads keep the names of the official checkpoints, which SGLang reads.
+Both load an EAGLE-3 head from ``config.json`` (architectures ``LlamaForCausalLMEagle3``, ``draft_vocab_size``) and the
+tensors named below. Their loaders skip unknown names, so the files are checked here before and after writing. The
+embedding is the target's. EAGLE-1 heads keep the names of the official checkpoints, which SGLang loads.
 """
 
 import json
@@ -32,14 +32,14 @@ REQUIRED: dict[int, tuple[str, ...]] = {
         "midlayer.input_layernorm.weight", *(f"midlayer.{name}" for name in LAYER),
     ),
 }  # fmt: skip
-"""Tensors that the engines look for; EAGLE-3 has `TABLES` too if it drafts only some of the target's tokens."""
+"""Tensors that the engines need; an EAGLE-3 head of a reduced vocabulary needs `TABLES` too."""
 TABLES = ("d2t", "t2d")
 FIELDS = (
     "architectures", "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
     "num_hidden_layers", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "hidden_act",
     "tie_word_embeddings", "torch_dtype",
 )  # fmt: skip
-"""Fields of config.json that they read; EAGLE-3 needs ``draft_vocab_size`` too."""
+"""Fields of config.json that the engines read; EAGLE-3 needs ``draft_vocab_size`` too."""
 
 
 def export_head(
@@ -51,21 +51,21 @@ def export_head(
     *,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Export a head; an earlier export in the same place is replaced once the new one is complete.
+    """Exports a head; an earlier export in the same place is replaced once the new one is complete.
 
     Args:
-        head_dir: the trained head.
-        target_dir: its target.
-        out_dir: destination.
-        profile: what was measured, as for `distill.export.draft.export_draft`.
-        settings: number format and draft length.
-        trust_remote_code: run the code that the target's folder brings.
+        head_dir: Folder of the trained head.
+        target_dir: Folder or Hub name of its target.
+        out_dir: Destination.
+        profile: Measurements, as for `export_draft`.
+        settings: Number format and draft length.
+        trust_remote_code: Run model code that comes with the target.
 
     Returns:
-        `out_dir`.
+        ``out_dir``.
 
     Raises:
-        UserError: a destination that holds something else, or a missing draft length.
+        UserError: The destination holds something else, or there is no draft length.
     """
     out_dir = Path(out_dir)
     target = load_model(target_dir, device="cpu", dtype="float32", trust_remote_code=trust_remote_code)
@@ -77,9 +77,10 @@ def export_head(
     with replaced(out_dir) as partial:
         write_head(head, partial, tokenizer, length, dtype)
         layers = int(target.config.get_text_config().num_hidden_layers)
-        names, note = (str(target_dir), str(out_dir)), engine_note(target.config)
-        gguf_type = settings.gguf_types[0]
-        card = model_card(profile, head, *names, length, [note], layers=layers, gguf_type=gguf_type)
+        card = model_card(
+            profile, head, str(target_dir), str(out_dir), length, [engine_note(target.config)],
+            layers=layers, gguf_type=settings.gguf_types[0],
+        )  # fmt: skip
         write_beside(partial, speculation_profile(profile, length) | {"method": KINDS[head.version]}, card)
         check_files(partial)
         again = load_head(partial, target)
@@ -92,15 +93,15 @@ def export_head(
 def write_head(
     head: FeatureHead, folder: Path, tokenizer: PreTrainedTokenizerBase, length: int, dtype: torch.dtype
 ) -> None:
-    """config.json, model.safetensors and tokenizer into an existing folder."""
+    """Writes config.json, model.safetensors and the tokenizer into an existing folder."""
     config, version = head.config, head.version
     config.num_assistant_tokens = length
     config.dtype = str(dtype).removeprefix("torch.")
-    vars(config).pop("bias", None)  # heads trained by earlier versions have it
+    vars(config).pop("bias", None)
     if version == 3:
         captured_layers = list(head.captured_layers)
         config.eagle_config = {"use_aux_hidden_state": True}
-        # vLLM numbers the states that enter a layer, SGLang the layers that they leave
+        # vLLM numbers states by the layer that they enter, SGLang by the layer that they leave
         config.eagle_aux_hidden_state_layer_ids = captured_layers
         config.eagle_config["eagle_aux_hidden_state_layer_ids"] = [tap - 1 for tap in captured_layers]
     save_head(head.to(dtype), folder)
@@ -112,7 +113,7 @@ def write_head(
 
 
 def check_files(folder: Path) -> None:
-    """Require every field and tensor that the engines look for, in the type and shape they expect."""
+    """Refuses a folder that lacks a field or tensor that the engines need, or has one of another type or shape."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     version = 3 if config["architectures"] == ["LlamaForCausalLMEagle3"] else 1
     wanted = (*FIELDS, "draft_vocab_size") if version == 3 else FIELDS
@@ -148,11 +149,11 @@ def check_files(folder: Path) -> None:
 
 
 def _check_version_3(config: Mapping[str, Any], tables: list[str]) -> None:
-    """Refuses what vLLM and SGLang do not load, or read otherwise."""
+    """Refuses files that vLLM and SGLang do not load, or interpret differently."""
     if tables:
         raise RuntimeError(
-            f"The exported head drafts every token of the target and holds {', '.join(tables)}, for which vLLM makes "
-            "no parameter then."
+            f"The exported head drafts every token of the target and has {', '.join(tables)}, for which vLLM has no "
+            "parameter then."
         )
     captured = config.get("eagle_aux_hidden_state_layer_ids") or []
     if len(captured) != 3 or len(set(captured)) != 3:
@@ -160,9 +161,5 @@ def _check_version_3(config: Mapping[str, Any], tables: list[str]) -> None:
 
 
 def check_head_path(out_dir: str | Path, version: int) -> None:
-    """See `export_draft.check_export_path`; below a path with ``eagle3`` vLLM takes any head for EAGLE-3.
-
-    Raises:
-        UserError: naming the offending part.
-    """
+    """Refuses a destination as `check_export_path` does. vLLM takes any head in an ``eagle3`` path for EAGLE-3."""
     check_export_path(out_dir, ("eagle3",) if version == 1 else (), "an EAGLE-1 head")

@@ -1,12 +1,11 @@
-"""The exported draft on the Hugging Face Hub, with its card and profile."""
+"""Upload of the exported draft to the Hugging Face Hub, with its card and profile."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
+from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
@@ -15,74 +14,67 @@ from distill.config.run import HubSettings
 
 
 def check_hub(settings: HubSettings) -> None:
-    """Refuses an upload that would fail; cheap: call it before training starts.
+    """Refuses an upload that would fail; cheap, so it is called before training starts.
 
     Raises:
-        UserError: a name that is none of the Hub's, no token, one that the Hub does not take, or no Hub.
+        UserError: The name is not valid, there is no token, the Hub refuses it, or the Hub does not answer.
     """
     name = settings.repository
     if name is None:
         return
+    given = f"export.hub.repository is {name!r}"
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise UserError(f"export.hub.repository is {name!r}, wanted a name such as me/my-draft: {error}") from error
+        raise UserError(f"{given}, expected a name such as me/my-draft: {error}") from error
     if constants.HF_HUB_OFFLINE:
-        raise UserError(
-            f"export.hub.repository is {name!r} and the Hub is switched off (HF_HUB_OFFLINE): unset one of the two"
-        )
+        raise UserError(f"{given} and the Hub is switched off (HF_HUB_OFFLINE): unset one of the two")
     if get_token() is None:
         raise UserError(
-            f"export.hub.repository is {name!r} and there is no token for the Hub: log in with `hf auth login`, or put "
-            "a token that may write into the environment variable HF_TOKEN"
+            f"{given} and there is no token for the Hub: log in with `hf auth login`, or set the environment variable "
+            "HF_TOKEN to a token with write access"
         )
-    _asked(name, lambda: HfApi().whoami())
+    try:
+        HfApi().whoami()
+    except Exception as error:
+        raise _failure(given, error) from error
 
 
 def push(export: Path, settings: HubSettings, names: Mapping[str, str]) -> str | None:
-    """Uploads an export in one commit, without the target's GGUF files; returns its address, None if not wanted.
+    """Uploads an export without the target's GGUF files, and returns its address. None: no upload is wanted.
 
     Args:
         export: The finished export.
-        settings: Of the repository; it and its branch are made if they are not there.
-        names: What stands in the card for folders of this machine.
+        settings: The repository and its branch, which are created if they do not exist.
+        names: What replaces folders of this machine in the card.
 
     Raises:
-        UserError: the Hub refuses it, or does not answer.
+        UserError: The Hub refuses the upload, or does not answer.
     """
     name = settings.repository
     if name is None:
         return None
-    api = HfApi()
-    files = [path for path in sorted(export.rglob("*")) if path.is_file() and not path.name.startswith("target-")]
-
-    def content(path: Path) -> Path | bytes:
-        if path.name != "README.md":
-            return path
-        text = path.read_text(encoding="utf-8")
-        for folder, known in {str(export): name, **names}.items():
-            text = text.replace(folder, known)
-        return text.encode()
-
-    def upload() -> str:
-        full = api.create_repo(name, private=settings.private, exist_ok=True).repo_id
-        if settings.revision is not None:
-            api.create_branch(full, branch=settings.revision, exist_ok=True)
-        operations = [CommitOperationAdd(str(path.relative_to(export)), content(path)) for path in files]
-        message = "Draft model with its card and speculation profile"
-        made = api.create_commit(full, operations, commit_message=message, revision=settings.revision)
-        return str(made.repo_url)
-
-    return str(_asked(name, upload))
-
-
-def _asked(name: str, ask: Any) -> Any:
+    card, api = (export / "README.md").read_text(encoding="utf-8"), HfApi()
+    for folder, known in {str(export): name, **names}.items():
+        card = card.replace(folder, known)
+    where = {"revision": settings.revision, "commit_message": "Draft model with its card and speculation profile"}
     try:
-        return ask()
-    except HfHubHTTPError as error:
-        raise UserError(f"the Hub refuses export.hub.repository {name!r}: {str(error).strip()}") from error
-    except Exception as error:  # whatever the network layer calls it
-        raise UserError(
-            f"export.hub.repository is {name!r} and the Hub ({constants.ENDPOINT}) does not answer "
-            f"({type(error).__name__}: {error}): see to the network, or leave it out and upload the export later"
-        ) from error
+        repository = api.create_repo(name, private=settings.private, exist_ok=True)
+        if settings.revision is not None:
+            api.create_branch(repository.repo_id, branch=settings.revision, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository.repo_id, folder_path=export, ignore_patterns=["README.md", "*/target-*"], **where
+        )
+        api.upload_file(repo_id=repository.repo_id, path_or_fileobj=card.encode(), path_in_repo="README.md", **where)
+    except Exception as error:
+        raise _failure(f"export.hub.repository is {name!r}", error) from error
+    return str(repository)
+
+
+def _failure(given: str, error: Exception) -> UserError:
+    if isinstance(error, HfHubHTTPError):
+        return UserError(f"{given} and the Hub refuses it: {str(error).strip()}")
+    return UserError(
+        f"{given} and the Hub ({constants.ENDPOINT}) does not answer ({type(error).__name__}: {error}): check the "
+        "network, or remove the setting and upload the export later"
+    )

@@ -51,7 +51,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         elif "/commit/" in self.path:
             lines = [json.loads(line) for line in body.splitlines()]
             files = {line["value"]["path"]: line["value"]["content"] for line in lines if line["key"] == "file"}
-            self.server.branches[self.path.split("/")[-1]] = {p: base64.b64decode(c) for p, c in files.items()}
+            branch = self.server.branches.setdefault(self.path.split("/")[-1], {})
+            branch |= {p: base64.b64decode(c) for p, c in files.items()}
             self.answer({"commitUrl": f"{self.server.url}/me/draft/commit/1", "commitOid": "1"})
         else:
             self.answer({"errors": [], "warnings": []})
@@ -104,22 +105,16 @@ def test_an_export_is_uploaded_with_its_card_and_profile_under_the_names_that_ot
     assert {key for _, key, _ in hub.asked} == {"Bearer hf_secret"}
 
 
-def test_without_a_repository_nothing_is_asked(hub: Hub, tmp_path: Path) -> None:
-    check_hub(HubSettings())
-    assert push(tmp_path, HubSettings(), {}) is None
-    assert not hub.asked
-
-
 def test_a_token_that_the_hub_refuses_is_told(hub: Hub) -> None:
     hub.refusal = 401
-    with pytest.raises(UserError, match=r"the Hub refuses export.hub.repository 'me/draft'"):
+    with pytest.raises(UserError, match=r"export.hub.repository is 'me/draft' and the Hub refuses it"):
         check_hub(HubSettings("me/draft"))
 
 
 @pytest.mark.parametrize(
     ("name", "token", "offline", "wanted"),
     [
-        ("me/my draft", "hf_x", False, "export.hub.repository is 'me/my draft', wanted a name such as me/my-draft"),
+        ("me/my draft", "hf_x", False, "export.hub.repository is 'me/my draft', expected a name such as me/my-draft"),
         ("me/draft", "", False, "there is no token for the Hub: log in with `hf auth login`"),
         ("me/draft", "hf_x", True, r"the Hub is switched off \(HF_HUB_OFFLINE\)"),
         ("me/draft", "hf_x", False, r"the Hub \(http://127.0.0.1:9\) does not answer"),
@@ -163,10 +158,3 @@ def test_a_revision_stands_behind_the_name(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(UserError, match="me/tiny@v2"):
             load("me/tiny@v2")
     assert seen == [("me/tiny", "v2")] * 4
-
-
-def test_with_the_hub_switched_off_a_name_that_is_not_in_the_cache_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    for load in (load_config, source_folder):
-        with pytest.raises(UserError, match=r"the Hub is switched off \(HF_HUB_OFFLINE\).*`hf download`"):
-            load("nobody/nothing-of-this-name")
