@@ -57,15 +57,19 @@ def push(export: Path, settings: HubSettings, names: Mapping[str, str]) -> str |
     card, api = (export / "README.md").read_text(encoding="utf-8"), HfApi()
     for folder, known in {str(export): name, **names}.items():
         card = card.replace(folder, known)
-    where = {"revision": settings.revision, "commit_message": "Draft model with its card and speculation profile"}
+    branch, message = settings.revision, "Draft model with its card and speculation profile"
     try:
         repository = api.create_repo(name, private=settings.private, exist_ok=True)
-        if settings.revision is not None:
-            api.create_branch(repository.repo_id, branch=settings.revision, exist_ok=True)
+        if branch is not None:
+            api.create_branch(repository.repo_id, branch=branch, exist_ok=True)
         api.upload_folder(
-            repo_id=repository.repo_id, folder_path=export, ignore_patterns=["README.md", "*/target-*"], **where
-        )
-        api.upload_file(repo_id=repository.repo_id, path_or_fileobj=card.encode(), path_in_repo="README.md", **where)
+            repo_id=repository.repo_id, folder_path=export, ignore_patterns=["README.md", "*/target-*"],
+            revision=branch, commit_message=message,
+        )  # fmt: skip
+        api.upload_file(
+            repo_id=repository.repo_id, path_or_fileobj=card.encode(), path_in_repo="README.md", revision=branch,
+            commit_message=message,
+        )  # fmt: skip
     except Exception as error:
         raise _failure(f"export.hub.repository is {name!r}", error) from error
     return str(repository)
