@@ -31,7 +31,6 @@ from decode.bench.records import (
     acceptance,
     analysis,
     by_category,
-    by_prompt,
     counts,
     prediction,
     speeds,
@@ -243,7 +242,7 @@ class Benchmark:
                     }
                     for item, out in zip(prompts, run.samples)
                 ]
-                kept = {"name": run.entry.label, "samples": samples, "prompts": by_prompt(run.record, marks)}
+                kept = {"name": run.entry.label, "samples": samples}
                 details.append(plain(where | {"batch_size": size} | analysis(run.record) | run.learned | kept))
         costs = {name or "": cost.to_dict() for name, cost in session.costs.items()}
         return ResultBlock(suite.name, temperature, rows, details, costs, complete, size)

@@ -2,16 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
-from decode.bench.session import Item, Session
-from decode.bench.statistics import plain, ratio_interval
 from decode.models.other_tokenizer import DraftModel
 from decode.models.teacher_forcing import TeacherForcedLogits, Text, teacher_forced
-from decode.progress import current
 from decode.sampling import LogitsWarper
 from decode.trace import clustered_ratio
 from decode.verify import overlap
@@ -102,39 +98,6 @@ def offline_alphas(
         draft: [OfflineAlpha([values[i] for i in range(len(texts))], numbers) for values in found.get(draft, [{}])]
         for draft in drafts
     }
-
-
-def suite_alphas(session: Session, suite: str, items: Sequence[Item], temperature: float) -> list[dict[str, Any]]:
-    """Offline α of every draft on texts that the target writes for the prompts, for all and for each category.
-
-    The model's own repetition penalty and processors apply; top-k, top-p and min-p do not.
-
-    Returns:
-        Rows with ``suite``, ``temperature``, ``draft``, ``category`` ("" is all), ``alpha``, ``alpha_se``,
-        ``alpha_ci95`` (over prompts), ``positions`` and ``prompts``.
-    """
-    work = current()
-    warp = replace(session.options.warp, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
-    work.update(name=f"{suite} texts of the target, T={temperature:g}")
-    work.begin(0, len(items))
-    written = session.written([item.ids for item in items], warp, progress=work.advance, ends=session.stop_ids)
-    kept = [(item, [*item.ids, *text]) for item, text in zip(items, written) if text]
-    groups = {"": list(range(len(kept)))}
-    for i, (item, _) in enumerate(kept):
-        if item.prompt.category:
-            groups.setdefault(item.prompt.category, []).append(i)
-    rows = []
-    for name, draft in session.draft_models.items():
-        work.update(name=f"{suite} α of {name}, T={temperature:g}")
-        alpha = offline_alpha(session.model, draft, [(ids, len(item.ids)) for item, ids in kept], warp)
-        for category, places in groups.items() if len(groups) > 2 else [("", groups[""])]:
-            prompts = [id(kept[i][0].prompt) for i in places]
-            part = OfflineAlpha([alpha.texts[i] for i in places], [prompts.index(prompt) for prompt in prompts])
-            ends = list(ratio_interval(part.prompts, part.sums, part.counts, session.options.seed)[1:])
-            row = {"suite": suite, "temperature": temperature, "draft": name, "category": category}
-            row |= {"alpha": part.mean, "alpha_se": part.se, "alpha_ci95": ends}
-            rows.append(plain(row | {"positions": sum(part.counts), "prompts": len(set(prompts))}))
-    return rows
 
 
 def prefixes(warp: LogitsWarper, ids: Sequence[int], prompt_length: int) -> list[Sequence[int]] | None:

@@ -29,12 +29,12 @@ BASELINES = {
 DISTINCT = {"alpha", "alpha_se", "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance"}
 """Metrics to which a repeat of a deterministic run adds nothing."""
 COLUMNS = (
-    "tokens_per_second", "tokens_per_second_ci95", "speedup", "speedup_ci95", "speedup_micro",
+    "tokens_per_second", "tokens_per_second_ci95", "speedup", "speedup_ci95",
     "speedup_without_prefill", "speedup_vs_generate", "speedup_vs_generate_ci95", "speedup_vs_assistant",
     "speedup_vs_assistant_ci95", "predicted_speedup", "accepted_length", "block_efficiency", "block_efficiency_ci95",
     "alpha", "alpha_se", "alpha_ci95", "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance",
     "accuracy", "accuracy_se", "identical_to_target", "identical_share", "drafted_per_round", "bookkeeping_share",
-    "seconds_per_text", "seconds_per_token", "mean_batch", "rounds", "tokens",
+    "seconds_per_token", "rounds", "tokens",
 )  # fmt: skip
 """Measured fields of a row; every row has all of them, null if they do not apply."""
 
@@ -166,16 +166,14 @@ def speeds(record: Record, of: Mapping[str, Record], seed: int) -> dict[str, Any
             else:
                 middle, *ends = throughput_interval(np.concatenate([record.cells(), of[method].cells()], 2), seed)
             row |= {key: middle, f"{key}_ci95": ends}
-    if (base := of.get(BASELINES["speedup"])) is not None:
-        row["speedup_micro"] = row["tokens_per_second"] / base.tokens_per_second()
-        if record.batch_size == 1:
-            row["speedup_without_prefill"] = median_interval(paired_ratios(record, base, "decoding_speed"))[0]
-    latency = [statistics.median(text.latency for text in texts) for texts in record.texts]
-    tokens = [statistics.fmean(len(text.new_ids) for text in texts) for texts in record.texts]
-    row["seconds_per_text"] = statistics.median(latency)
-    row["seconds_per_token"] = median_interval([s / n for s, n in zip(latency, tokens) if n])[0]
-    every = [text for texts in record.texts for text in texts]
-    row["mean_batch"] = sum(text.latency for text in every) / sum(text.seconds for text in every)
+    if (base := of.get(BASELINES["speedup"])) is not None and record.batch_size == 1:
+        row["speedup_without_prefill"] = median_interval(paired_ratios(record, base, "decoding_speed"))[0]
+    per_token = [
+        statistics.median(text.latency for text in texts) / tokens
+        for texts in record.texts
+        if (tokens := statistics.fmean(len(text.new_ids) for text in texts))
+    ]
+    row["seconds_per_token"] = statistics.median(per_token) if per_token else None
     return row
 
 
@@ -264,24 +262,6 @@ def analysis(record: Record) -> dict[str, Any]:
             "total": trace.total_seconds,
         },
     }
-
-
-def by_prompt(record: Record, marks: Sequence[float]) -> list[dict[str, Any]]:
-    """For every prompt its repeats and the mean score of its texts, for paired comparisons of two methods."""
-    return [
-        {
-            "tokens": [len(text.new_ids) for text in texts],
-            "seconds": [text.seconds for text in texts],
-            "forwards": sum(text.forwards for text in texts),
-            "score": marks[i] if marks else None,
-            **(
-                {}
-                if texts[0].trace is None
-                else {"accepted": sum(sum(text.trace.accepted) for text in texts if text.trace)}
-            ),
-        }
-        for i, texts in enumerate(record.texts)
-    ]
 
 
 def differing(rows: Sequence[Row]) -> list[str]:

@@ -49,7 +49,6 @@ NARROW = {"draft_length", "predicted_speedup", "accepted_length", "tv_spent"}
 """Columns that a terminal of less than 110 characters goes without."""
 MARKS = {"lossless": ("=", ""), "relaxed": ("≈", "yellow"), "baseline": ("·", "dim")}
 """Mark and colour of a method in the terminal's table."""
-MOST_LINES = 40  # longer tables by category are printed on the page only
 
 
 def mode(temperature: float) -> str:
@@ -120,28 +119,6 @@ def block_table(title: str, rows: Sequence[Row], width: int = 130) -> RichTable:
     return grid
 
 
-def category_groups(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows of one block with the numbers of each category; empty if there is one category."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        for part in row.get("categories") or ():
-            found.setdefault(part["category"], []).append({**shown(row), **part})
-    return found
-
-
-def category_table(title: str, rows: Sequence[Row], most: int = 3) -> RichTable | None:
-    """The fastest lossless methods of a block by category, for a terminal; None without categories."""
-    chosen = [row["name"] for row in drafting(rows, lossless=True)[:most]]
-    lines: list[Row] = []
-    for category, parts in category_groups(rows).items():
-        best = sorted((r for r in parts if r["name"] in chosen), key=lambda row: chosen.index(row["name"]))
-        lines += [{**row, "category": category if i == 0 else " "} for i, row in enumerate(best)]
-    if not lines or len(lines) > MOST_LINES:
-        return None
-    columns = [Column("category", "category"), *(c for c in TABLES["category"] if c.key != "kind")]
-    return console_table(f"{title}, by category", columns, lines)
-
-
 def answers(rows: Sequence[Row]) -> list[str]:
     """For each block the fastest lossless method, and the lossless methods whose greedy texts differ."""
     lines = []
@@ -167,12 +144,11 @@ def write_report(
     settings: Mapping[str, Any],
     folder: Path,
     notes: Mapping[str, str] | None = None,
-    alphas: Sequence[Row] = (),
 ) -> tuple[Path, Path]:
     """Write report.json and the page.
 
     Other keys of an existing report.json are kept; ``methods``, ``bench`` and ``machine`` are set. The page is
-    report.html, or bench.html if report.json is that of another command. `alphas` are rows of `suite_alphas`.
+    report.html, or bench.html if report.json is that of another command.
     """
     session, path = bench.session, folder / "report.json"
     content = read_json(path)
@@ -189,12 +165,7 @@ def write_report(
                 for block in bench.blocks
             ],
             "analysis": bench.analysis,
-            "offline_alpha": list(alphas),
             "notes": dict(notes or {}),
-            "parameters": {
-                name: sum(weight.numel() for weight in model.parameters())
-                for name, model in {"": session.model, **session.draft_models}.items()
-            },
         },
     }
     write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
@@ -228,15 +199,16 @@ def bench_page(content: Mapping[str, Any]) -> Page:
             Heading(title, (facts + bench.get("notes", {}).get(rows[0]["suite"], "")).strip()),
             Table(COLUMNS, [shown(row) for row in rows]),
         ]
-        if groups := category_groups(rows):
+        groups: dict[str, list[Row]] = {}
+        for row in rows:
+            for part in row["categories"]:
+                groups.setdefault(part["category"], []).append({**shown(row), **part})
+        if groups:
             parts = [
                 Group(some, name or "no category", f"{some[0]['prompts']} prompts") for name, some in groups.items()
             ]
             blocks += [Heading("By category", level=3), Table(TABLES["category"], parts, legend=False)]
         blocks += [Figures(block_figures(rows, found)), *([Samples(samples)] if samples else [])]
-    if alphas := bench.get("offline_alpha"):
-        blocks.append(Heading("Offline α", f"{FORMULAS['offline_alpha']}; without top-k, top-p and min-p."))
-        blocks += [Table(TABLES["alpha"], some, title, legend=False) for title, some in by_block(alphas).items()]
     if costs := {name or "target alone": cost["verify_cost"] for name, cost in bench["costs"].items()}:
         blocks += [
             Heading("Costs", "In one-token target forwards: c of a draft forward, v(n) of an n-token target forward."),

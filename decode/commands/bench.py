@@ -12,9 +12,8 @@ from typing import Any
 from decode.bench.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.bench.benchmark import FILLED, Benchmark, ResultBlock
 from decode.bench.entries import BenchEntry, plan
-from decode.bench.offline_acceptance import suite_alphas
 from decode.bench.records import drafting
-from decode.bench.report import TABLES, answers, block_table, by_block, category_table, console_table, write_report
+from decode.bench.report import answers, block_table, by_block, write_report
 from decode.bench.session import BenchOptions, Session
 from decode.bench.suites import Suite
 from decode.commands.checks import (
@@ -252,14 +251,10 @@ def run(settings: BenchSettings) -> None:
         if line:
             console.print(line, soft_wrap=True)
     benchmark, work = Benchmark(session), Checkpoint(folder / "work" / "bench.json", settings)
-    alphas: list[dict[str, Any]] = []
     try:
         with working(console, "costs of forwards"):
             sizes, limit = settings.batch_sizes, settings.limit
             benchmark.run(suites, entries, batch_sizes=sizes, prompts=limit, finished=work.read(), on_block=work.add)
-            for suite in suites if drafts else ():
-                for temperature in settings.alpha_temperatures:
-                    alphas += suite_alphas(session, suite.name, benchmark.items[suite.name], temperature)
         work.clear()
         if os.environ.get("WANDB_SWEEP_ID"):  # the process was started by `wandb agent`
             import wandb
@@ -270,14 +265,10 @@ def run(settings: BenchSettings) -> None:
     finally:  # an interrupt keeps what was measured
         if benchmark.blocks:
             notes = session.notes(suites)
-            files = write_report(benchmark, dataclasses.asdict(settings), folder, notes, alphas)
+            files = write_report(benchmark, dataclasses.asdict(settings), folder, notes)
             stopped = [b for b in benchmark.blocks if not b.complete]
             for title, rows in by_block(benchmark.rows).items():
                 console.print(block_table(title, rows, console.width))
-                if (parts := category_table(title, rows)) is not None:
-                    console.print(parts)
-            for title, rows in by_block(alphas).items():
-                console.print(console_table(f"offline α, {title}", TABLES["alpha"], rows))
             for line in (
                 *(f"{b.suite}, T = {b.temperature:g}: stopped early" for b in stopped),
                 *(f"{name}: {note}" for name, note in notes.items()),

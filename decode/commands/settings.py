@@ -216,9 +216,6 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
     """Prompts of each suite (also --prompts), a sample chosen by the seed, evenly from its categories; null: all."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0])
     """0 is greedy; the smallest other value is 0.001."""
-    alpha_temperatures: list[Temperature] = field(default_factory=list)
-    """Also measure the drafts' offline α at these temperatures, without top-k, top-p and min-p, on texts that the
-    target writes for the prompts: the number that compares drafts."""
     max_new_tokens: PositiveInt = 128
     """Maximum number of new tokens per text."""
     repeats: PositiveInt = 3

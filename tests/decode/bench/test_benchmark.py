@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import math
 from dataclasses import asdict
@@ -13,16 +12,14 @@ import pytest
 import torch
 from benchmarks import Watched, run_benchmark
 from pairs import make_pair, make_suite, make_tokenizer
-from rich.console import Console
 
 from decode.bench import entries as method_entries
 from decode.bench.baselines import cut_at
 from decode.bench.benchmark import Benchmark
 from decode.bench.costs import WAYS, CostModel
 from decode.bench.entries import BenchEntry, EntryRun, plan
-from decode.bench.offline_acceptance import suite_alphas
 from decode.bench.records import COLUMNS, Record, TimedText, fastest_lossless, paired_ratios
-from decode.bench.report import answers, category_table, write_report
+from decode.bench.report import answers, write_report
 from decode.bench.session import BenchOptions, Item, Session
 from decode.bench.statistics import median_interval, throughput_interval
 from decode.bench.suites import Prompt, Suite
@@ -417,18 +414,6 @@ def test_methods_may_carry_options_of_their_own(models):
     assert [c.options.adaptive for c in planned] == [True, True, True, False]
 
 
-def test_prompts_are_kept_for_paired_comparisons(bench):
-    for detail in bench.analysis:
-        row = next(r for r in bench.rows if all(r[k] == detail[k] for k in ("name", "suite", "temperature")))
-        prompts = detail["prompts"]
-        assert len(prompts) == row["prompts"]
-        assert sum(sum(p["tokens"]) for p in prompts) == row["tokens"]
-        assert sum(p["score"] for p in prompts) / len(prompts) == pytest.approx(row["accuracy"])
-        assert ("accepted" in prompts[0]) != row["baseline"]
-    learned = {d["name"] for d in bench.analysis if d.get("verification_threshold") is not None}
-    assert learned == {"adasd"}
-
-
 def test_cost_optimal_drafts_by_the_costs_that_were_measured_before(models) -> None:
     target, draft = models
     session = Session(target, {"small": draft}, make_tokenizer(), BenchOptions(max_new_tokens=8, repeats=1))
@@ -501,16 +486,8 @@ def test_categories_are_parts_of_the_whole_and_stand_in_the_report(chat_bench, t
             known = [part[key] for part in parts.values() if part.get(key) is not None]
             if row[key] is not None:
                 assert min(known) - 1e-9 <= row[key] <= max(known) + 1e-9
-    alphas = suite_alphas(chat_bench.session, "chats", chat_bench.items["chats"], 1.0)
-    assert [(row["category"], row["prompts"]) for row in alphas] == [("", 4), ("qa", 2), ("multi-turn", 2)]
-    weighted = sum(row["alpha"] * row["positions"] for row in alphas[1:]) / alphas[0]["positions"]
-    assert alphas[0]["alpha"] == pytest.approx(weighted)
-    path, page = write_report(chat_bench, {}, tmp_path, alphas=alphas)
-    assert json.loads(path.read_text())["bench"]["offline_alpha"] == alphas
+    _, page = write_report(chat_bench, {}, tmp_path)
     assert "By category" in page.read_text()
-    console = Console(width=130, file=io.StringIO())
-    console.print(category_table("chats", chat_bench.blocks[0].rows))
-    assert {"qa", "multi-turn", "hybrid"} <= set(console.file.getvalue().split())
 
 
 @pytest.fixture(scope="module")
@@ -530,7 +507,6 @@ def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(batches):
     for row in batches.rows:
         assert row["identical_share"] == 1
         assert row["prompts"] == (2 if row["batch_size"] == 1 else 6)  # twice the places of the batch
-        assert 0.5 * row["batch_size"] < row["mean_batch"] <= row["batch_size"] + 1e-6
         assert row["seconds_per_token"] > 0
     large = [row for row in batches.rows if row["batch_size"] == 3]
     assert all(row["tokens_per_second_ci95"][0] <= row["tokens_per_second"] for row in large)

@@ -12,7 +12,7 @@ from heads import make_head
 from decode.__main__ import main
 from decode.bench.datasets import PRESETS
 from decode.bench.suites import load_suite
-from decode.commands.dry_run import preset_row, row_with, shrink, write_rows
+from decode.commands.dry_run import preset_row, shrink, write_rows
 from decode.commands.settings import BenchSettings
 from decode.errors import UserError
 from decode.models.heads import save_head
@@ -59,16 +59,11 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_made(tmp_path):
 
 @pytest.mark.parametrize("source", [name for name in PRESETS if name != "arithmetic"])
 def test_stand_in_rows_can_be_read_as_every_suite_and_split(source, tmp_path):
-    file = write_rows(tmp_path, source, lambda *problem: preset_row(source, *problem), merged=True)["all"]
+    files = write_rows(tmp_path, source, lambda *problem: preset_row(source, *problem))
     for split in ("train", "test"):
-        suite = load_suite(f"{source}={file}", split=split, limit=2)
+        suite = load_suite(f"{source}={files[split]}", split=split, limit=2)
         assert len(suite.prompts) == 2
         assert suite.prompts[0].text
-
-
-def test_a_row_has_the_columns_asked_for():
-    row = row_with(["question", "hint"], "me/mine", "How many?", "3", 0)
-    assert row == {"question": "How many?", "hint": "3"}
 
 
 @pytest.mark.parametrize(
