@@ -75,10 +75,10 @@ def test_a_configuration_gives_bench_its_run_and_keeps_to_its_section(tmp_path):
         f"name: toy\noutput_dir: {tmp_path}/runs\ndata: {{source: arithmetic, difficulty: 2}}\n"
         "target: {kind: scratch}\nbench: {methods: [vanilla], limit: 3}\n"
     )
-    (tmp_path / "runs/toy/draft").mkdir(parents=True)
+    (tmp_path / "runs/toy/adaspec").mkdir(parents=True)
     settings = bench_settings(["--config", str(config), "--max-new-tokens", "9", "--limit", "4"])
     assert settings.target == f"{tmp_path}/runs/toy/target"
-    assert settings.draft == [f"{tmp_path}/runs/toy/draft"]
+    assert settings.draft == [f"{tmp_path}/runs/toy/adaspec"]
     assert settings.output == f"{tmp_path}/runs/toy"
     assert settings.suite == ["arithmetic:2"]
     assert (settings.methods, settings.limit, settings.max_new_tokens) == (["vanilla"], 4, 9)
