@@ -25,7 +25,6 @@ from decode.models.weights import (
     TwoLayouts,
     half_scale,
     halvable,
-    measure,
     packable,
 )
 
@@ -90,12 +89,6 @@ def test_a_weight_in_bfloat16_has_its_float32_products_where_states_are_a_thousa
     assert (rounded - exact).abs().max() > 1e-5
 
 
-def test_rows_of_states_that_are_not_contiguous_are_read_right() -> None:
-    weight = torch.randn(6, 4)
-    x = torch.randn(4, 9).t()[::2]
-    torch.testing.assert_close(PackedLinear(weight)(x), x @ weight.t(), rtol=1e-4, atol=1e-4)
-
-
 def test_what_the_kernels_do_not_take_stays_plain() -> None:
     weight = torch.randn(6, 4, dtype=torch.float64)
     assert not packable(weight)
@@ -143,20 +136,6 @@ def test_the_fastest_layout_is_chosen_for_each_shape(monkeypatch: pytest.MonkeyP
     make = Linears("auto")
     make(torch.randn(6, 4))
     assert make.sentence() == "weights: 0.0 MB packed"
-
-
-def test_a_measurement_times_all_layouts_at_all_rows() -> None:
-    calls = []
-
-    class Counted(Linear):
-        def __call__(self, x):  # type: ignore[no-untyped-def]
-            calls.append(len(x))
-            return super().__call__(x)
-
-    seconds = measure({"counted": Counted, "packed": PackedLinear}, torch.randn(6, 4), 2)
-    assert set(calls) == set(choose_linear.ROWS)
-    assert list(seconds) == ["counted", "packed"]
-    assert all(len(times) == len(choose_linear.ROWS) and min(times) > 0 for times in seconds.values())
 
 
 def in_sixteen_bits(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
@@ -234,13 +213,3 @@ def test_layer_subsets_and_early_exits_of_a_packed_model_draft_the_same(tiny) ->
     exits = [fast_runner(model, pack=pack).first_layers(1) for pack in ("off", "on")]
     assert isinstance(exits[1].forward.weights.head, PackedLinear)
     torch.testing.assert_close(exits[1].read(ids), exits[0].read(ids), rtol=1e-4, atol=2e-4)
-
-
-def test_a_large_model_is_packed_where_that_is_asked_for(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_architectures, "COPIED", 0)
-    model = tiny("llama")
-    before = {key: weight.data_ptr() for key, weight in model.named_parameters()}
-    runner = open_runner(model, pack="on")
-    assert isinstance(runner, FastRunner)
-    assert isinstance(runner.forward.layers[0].qkv, PackedLinear)
-    assert before == {key: weight.data_ptr() for key, weight in model.named_parameters()}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from pairs import TEXT, make_tokenizer
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models
 from tokenizers_of_kinds import OTHER, byte_level, sentencepiece, spelled_out
 from transformers import PreTrainedTokenizerFast
 
@@ -22,15 +21,6 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerFast, size: int | None = None) -
 
 def between(target: PreTrainedTokenizerFast, draft: PreTrainedTokenizerFast) -> Intersection:
     return Intersection(vocabulary_of(target), vocabulary_of(draft))
-
-
-def test_every_byte_has_its_own_character() -> None:
-    assert set(CHARACTERS) == set(pre_tokenizers.ByteLevel.alphabet())
-    for text in ("a b\n", "ß日"):
-        (piece,) = (
-            p for p, _ in pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
-        )
-        assert "".join(CHARACTERS[byte] for byte in text.encode()) == piece
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,25 +108,6 @@ def test_every_token_has_a_translation_that_the_draft_knows() -> None:
         assert piece
         assert max(piece) < len(draft) - 3
         assert (len(piece) == 1 and piece[0] in both.draft.tokens) or token not in both.shared
-
-
-def test_logits_of_shared_tokens_move_and_all_others_are_impossible() -> None:
-    both = between(byte_level(), sentencepiece())
-    logits = torch.randn(3, both.draft.size)
-    rows = both.to_target(logits)
-    assert rows.shape == (3, both.target.size)
-    for i in range(both.target.size):
-        if i in both.shared:
-            assert torch.equal(rows[:, i], logits[:, both.translate(i)[0]])
-        else:
-            assert (rows[:, i] == -torch.inf).all()
-
-
-def test_the_sentence_tells_the_shares() -> None:
-    target = spelled_out([*CHARACTERS, "ab", "cd"], [("a", "b"), ("c", "d")])
-    both = between(target, spelled_out(CHARACTERS))
-    told = both.sentence(target("abcdefgh").input_ids)
-    assert told == "the draft shares 256 of the target's 258 tokens (99.2%), 66.7% of the prompts' tokens"
 
 
 def test_too_little_in_common_is_refused() -> None:
