@@ -238,13 +238,15 @@ def _read_options(
         for part in outer:
             section[part] = section[part] if isinstance(section.get(part), dict) else {}
             section = section[part]
-        as_one = not _is_list(known[key]) or (len(values) == 1 and (values[0].startswith("[") or values[0] == "null"))
-        if as_one:
+        if not _is_list(known[key]) or (len(values) == 1 and (values[0].startswith("[") or values[0] == "null")):
             section[last] = values[0]
+        elif key not in VERBATIM and any("{" in item for item in values):  # sections
+            section[last] = f"[{','.join(values)}]"
         else:
             if key not in VERBATIM:
                 values = [part.strip() for item in values for part in item.strip("[]").split(",") if part.strip()]
-            section[last] = [*(section.get(last) or []), *values]
+            earlier = section.get(last)
+            section[last] = [*(earlier if isinstance(earlier, list) else []), *values]
     return paths, found
 
 

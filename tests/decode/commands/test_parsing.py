@@ -83,6 +83,7 @@ def test_a_list_is_typed_with_commas_spaces_or_brackets(tmp_path: Path, typed: l
     got = read(tmp_path, "extra: [{rate: 1.0}, {kind: sgd}]", *typed)
     assert got.extra == [Inner(rate=1.0), Inner(kind="sgd")]
     assert read(tmp_path, "", "--extra", "[{rate: 2.0}]", *typed).extra == [Inner(rate=2.0)]
+    assert read(tmp_path, "", "--extra", "{rate: 2.0, kind: sgd}", "{rate: 1.0}", *typed).extra[0] == Inner(2.0, "sgd")
 
 
 @pytest.mark.parametrize(
