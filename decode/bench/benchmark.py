@@ -22,8 +22,10 @@ from typing import Any
 import torch
 
 from decode.bench.baselines import TRANSFORMERS_BASELINES, quiet
+from decode.bench.costs import CostModel
 from decode.bench.entries import REFERENCE, BenchEntry, Chat, EntryRun, check_entries
 from decode.bench.offline_acceptance import prompt_numbers
+from decode.bench.prediction import speedup_of_trace
 from decode.bench.records import (
     COLUMNS,
     Record,
@@ -32,7 +34,6 @@ from decode.bench.records import (
     analysis,
     by_category,
     counts,
-    prediction,
     speeds,
 )
 from decode.bench.session import BASELINE, Item, Session
@@ -244,13 +245,17 @@ class Benchmark:
                 ]
                 kept = {"name": run.entry.label, "samples": samples}
                 details.append(plain(where | {"batch_size": size} | analysis(run.record) | run.learned | kept))
-        costs = {name or "": cost.to_dict() for name, cost in session.costs.items()}
+        costs = {name or "": cost.to_dict() for name, cost in self._costs(size).items()}
         return ResultBlock(suite.name, temperature, rows, details, costs, complete, size)
+
+    def _costs(self, size: int) -> dict[str | None, CostModel]:
+        at = self.session.costs_at.items()
+        return self.session.costs if size == 1 else {name: cost for (name, batch), cost in at if batch == size}
 
     def _row(
         self, run: EntryRun, runs: Sequence[EntryRun], suite: str, chats: Sequence[Chat], marks: Sequence[float]
     ) -> dict[str, Any]:
-        entry, record, session, seed = run.entry, run.record, self.session, self.session.options.seed
+        entry, record, seed = run.entry, run.record, self.session.options.seed
         row = dict.fromkeys(COLUMNS) | run.about() | {"note": run.note, "prompts": len(record.texts)}
         if not record.texts:
             return row
@@ -263,8 +268,8 @@ class Benchmark:
         }
         in_turn = entry.needs_draft and entry.method not in TREES | {"hybrid"}  # one draft forward for each token
         row |= speeds(record, of, seed) | counts(record) | acceptance(record, seed)
-        cost, costs = session.costs.get(row["draft"]), session.round_costs.get(row["draft"])
-        row |= prediction(record, of.get(BASELINE), cost, costs, in_turn)
+        if (cost := self._costs(run.batch_size).get(row["draft"])) is not None:
+            row["predicted_speedup"] = speedup_of_trace(record.trace(), cost, drafts_with_model=in_turn)
         row["categories"] = by_category(record, of, [chat[0].prompt.category for chat in chats], seed)
         if marks:
             error = statistics.stdev(marks) / len(marks) ** 0.5 if len(marks) > 1 else None

@@ -2,14 +2,13 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from decode.bench.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES, TransformersBaseline
-from decode.bench.costs import round_costs, time_forwards
+from decode.bench.costs import round_costs
 from decode.bench.records import Record, TimedText
 from decode.bench.session import BASELINE, Item, Session
 from decode.errors import UserError
@@ -245,8 +244,8 @@ class EntryRun:
                 scale * out.trace.total_seconds,
                 out.trace.prefill_seconds,
                 out.trace.rounds,
-                trace=out.trace,
-                latency=out.trace.wall_seconds,
+                out.trace,
+                out.trace.wall_seconds,
             )
             for out in outputs
         ]
@@ -256,26 +255,20 @@ class EntryRun:
         if self.baseline is not None:
             (new,), seconds, forwards = self.baseline.run([ids], min(budget, runner.limit + 1 - len(ids)), seed)
             return TimedText(new, seconds, forwards=forwards, latency=seconds)
-        with ExitStack() as stack:
-            timer = None
-            if runner.device.type == "cpu":  # elsewhere, waiting for each forward would slow the loop down
-                own = getattr(self.systems[repeat].drafter, "runner", None)  # of LayerSkip with a separate cache
-                timer = stack.enter_context(time_forwards(*filter(None, (runner, self.draft, own))))
-            out = decode(
-                Target(runner),
-                self.systems[repeat],
-                self.warp,
-                ids,
-                annotate=sample,
-                max_new_tokens=budget,
-                stop_ids=self.session.stop_ids,
-                rng=TorchRng(seed, runner.device),
-            )
+        out = decode(
+            Target(runner),
+            self.systems[repeat],
+            self.warp,
+            ids,
+            annotate=sample,
+            max_new_tokens=budget,
+            stop_ids=self.session.stop_ids,
+            rng=TorchRng(seed, runner.device),
+        )
         if sample:
             self.samples.append(out)
-        trace, inside = out.trace, timer.seconds if timer is not None else None
-        total = trace.total_seconds
-        return TimedText(out.new_ids, total, trace.prefill_seconds, trace.rounds, inside, trace, latency=total)
+        trace, total = out.trace, out.trace.total_seconds
+        return TimedText(out.new_ids, total, trace.prefill_seconds, trace.rounds, trace, total)
 
 
 def check_entries(session: Session, entries: Sequence[BenchEntry]) -> None:

@@ -8,7 +8,6 @@ The rounds come from an acceptance rate α that is the same at every position (L
 3.8), from a `replay` of acceptances known position by position, or from measured rounds.
 """
 
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,31 +126,6 @@ def speedup_of_trace(trace: Trace, cost: CostModel, *, drafts_with_model: bool) 
         return 1.0 if trace.rounds else None
     c = cost.cost_ratio if drafts_with_model else sum(trace.draft_seconds) / drafted / cost.target_seconds
     return speedup(trace.tokens, Counter(trace.drafted), CostModel(c, cost.verify_cost))
-
-
-def speedup_of_batches(trace: Trace, plain: Trace, costs: RoundCosts) -> float:
-    """Predicted speedup of rounds that several sequences shared, prompts and bookkeeping included.
-
-    A draft forward reads the sequences whose drafts are not complete; each sequence has an equal share of a round.
-
-    Args:
-        trace: the measured rounds.
-        plain: the rounds without a draft.
-        costs: by batch size.
-    """
-
-    def round_seconds(drafted: Sequence[int]) -> float:
-        batch = len(drafted)
-        if not max(drafted):
-            return costs.plain(batch)
-        drafting = sum(costs.drafting(sum(k > i for k in drafted)) for i in range(max(drafted)))
-        return drafting + costs.verifying(batch, 1 + statistics.fmean(drafted))
-
-    def seconds_per_token(of: Trace) -> float:
-        rounds = Counter(of.together).items()
-        return (of.prefill_seconds + sum(n * round_seconds(ks) / len(ks) for ks, n in rounds)) / of.tokens
-
-    return seconds_per_token(plain) / seconds_per_token(trace)
 
 
 def verdict(alpha: float, cost: CostModel, speedups: Mapping[int, float]) -> str:

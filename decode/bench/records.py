@@ -12,10 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from decode.bench.costs import CostModel
-from decode.bench.prediction import speedup_of_batches, speedup_of_trace
 from decode.bench.statistics import median_interval, ratio_interval, throughput_interval
-from decode.stopping import RoundCosts
 from decode.trace import Trace
 
 Row = Mapping[str, Any]
@@ -33,7 +30,7 @@ COLUMNS = (
     "speedup_without_prefill", "speedup_vs_generate", "speedup_vs_generate_ci95", "speedup_vs_assistant",
     "speedup_vs_assistant_ci95", "predicted_speedup", "accepted_length", "block_efficiency", "block_efficiency_ci95",
     "alpha", "alpha_se", "alpha_ci95", "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance",
-    "accuracy", "accuracy_se", "identical_to_target", "identical_share", "drafted_per_round", "bookkeeping_share",
+    "accuracy", "accuracy_se", "identical_to_target", "identical_share", "drafted_per_round",
     "seconds_per_token", "rounds", "tokens",
 )  # fmt: skip
 """Measured fields of a row; every row has all of them, null if they do not apply."""
@@ -47,7 +44,6 @@ class TimedText:
     seconds: float  # wall time from the prompt on; of sequences decoded together, an equal share of each round
     prefill: float | None = None  # seconds until the first round; None if unknown
     forwards: int = 0  # target forwards that gave the tokens
-    forward_seconds: float | None = None  # time inside the forwards of target and draft; None if not measured
     trace: Trace | None = None  # the rounds; None for transformers' own generation
     latency: float = math.nan  # wall time from the prompt to the end, other sequences included
 
@@ -76,7 +72,6 @@ class TimedText:
             sum(turn.seconds for turn in turns),
             None if known.prefill is None else sum(turn.prefill or 0.0 for turn in turns),
             sum(turn.forwards for turn in turns),
-            None if known.forward_seconds is None else sum(turn.forward_seconds or 0.0 for turn in turns),
             None if known.trace is None else whole,
             sum(turn.latency for turn in turns),
         )
@@ -205,34 +200,7 @@ def counts(record: Record) -> dict[str, Any]:
     row: dict[str, Any] = record.trace().metrics()
     row |= {key: value for key, value in record.trace(distinct=True).metrics().items() if key in DISTINCT}
     del row["tokens_per_second"]
-    inside = [text.forward_seconds for text in texts if text.forward_seconds is not None]
-    if len(inside) == len(texts) and row["total_seconds"]:
-        row["bookkeeping_share"] = 1 - sum(inside) / row["total_seconds"]
     return row
-
-
-def prediction(
-    record: Record, base: Record | None, cost: CostModel | None, costs: RoundCosts | None, drafts_with_model: bool
-) -> dict[str, Any]:
-    """``predicted_speedup`` from the measured rounds and costs.
-
-    Args:
-        record: the method's sequences.
-        base: those without a draft, for batches.
-        cost: of the pair at batch size 1.
-        costs: of the pair by batch size.
-        drafts_with_model: see `speedup_of_trace`.
-    """
-    trace = record.trace()
-    if not trace.rounds:
-        return {}
-    if record.batch_size > 1:
-        if costs is None or base is None:
-            return {}
-        return {"predicted_speedup": speedup_of_batches(trace, base.trace(), costs)}
-    if cost is None:
-        return {} if sum(trace.drafted) else {"predicted_speedup": 1.0}
-    return {"predicted_speedup": speedup_of_trace(trace, cost, drafts_with_model=drafts_with_model)}
 
 
 def by_category(record: Record, of: Mapping[str, Record], categories: Sequence[str], seed: int) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from decode.bench import machine
 from decode.bench.costs import LONGEST, CostMeter, CostModel, round_costs, time_forwards
 from decode.bench.suites import Prompt, Suite
 from decode.errors import UserError
-from decode.loop import Target, decode, decode_texts
+from decode.loop import Target, decode_texts
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_draft_runner, open_runner
@@ -93,6 +93,7 @@ class Session:
         self.threads = machine.set_threads(self.runner, self.options.threads)[1]  # why this many threads are used
         self.stop_ids: Collection[int] = set() if self.options.ignore_eos else stop_ids(model, tokenizer)
         self.costs: dict[str | None, CostModel] = {}  # `CostModel` by draft name; None stands for the target alone
+        self.costs_at: dict[tuple[str | None, int], CostModel] = {}  # by draft name and batch size above 1
         self.meters: dict[str | None, CostMeter] = {}
         self.round_costs: dict[str | None, RoundCosts] = {}
         self.left_out: dict[str, str] = {}  # by suite, how many of its prompts were too long
@@ -172,19 +173,6 @@ class Session:
             progress=progress,
         )
 
-    def answer(self, ids: list[int], warp: LogitsWarper, seed: int = 0) -> list[int]:
-        """What the target itself writes after these ids, up to the budget."""
-        out = decode(
-            Target(self.runner),
-            build(BASELINE, MethodInputs(self.runner, warp)),
-            warp,
-            ids,
-            max_new_tokens=self.options.max_new_tokens,
-            stop_ids=stop_ids(self.model, self.tokenizer),
-            rng=TorchRng(seed, self.runner.device),
-        )
-        return out.new_ids
-
     def measure_costs(
         self,
         items: Sequence[Item],
@@ -221,10 +209,9 @@ class Session:
         self.costs = {name: meter.cost() for name, meter in self.meters.items()}
         several = [size for size in sorted(set(batch_sizes)) if size > 1]
         for name in (name for name in self.meters if name is not None and (several or name in adapting)):
-            sizes = [1, *several] if 1 in batch_sizes or not several else several
-            self.round_costs[name] = round_costs(
-                self.batch_costs(name, items, self.options.warp, sizes, longest=longest, context=context)
-            )
+            costs = self.batch_costs(name, items, self.options.warp, [1, *several], longest=longest, context=context)
+            self.costs_at |= {(name, cost.batch): cost for cost in costs[1:]}
+            self.round_costs[name] = round_costs(costs)
 
     def batch_costs(
         self, draft: str, items: Sequence[Item], warp: LogitsWarper, sizes: Iterable[int], *, longest: int, context: int

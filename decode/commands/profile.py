@@ -93,7 +93,8 @@ def profile_pair(
     """
     session.measure_costs(items, [draft], longest=longest)
     cost = session.with_overhead(draft, items, warp, session.costs[draft])
-    texts = [(item.ids + session.answer(item.ids, warp, seed), len(item.ids)) for seed, item in enumerate(items)]
+    answers = session.written([item.ids for item in items], warp)
+    texts = [(item.ids + answer, len(item.ids)) for item, answer in zip(items, answers)]
     alphas = offline_alphas(session.model, {draft: session.draft_models[draft]}, texts, warp, depth=DEPTH)[draft]
     alpha = alphas[0]
     if not sum(alpha.counts):

@@ -13,14 +13,13 @@ import torch
 from benchmarks import Watched, run_benchmark
 from pairs import make_pair, make_suite, make_tokenizer
 
-from decode.bench import entries as method_entries
 from decode.bench.baselines import cut_at
 from decode.bench.benchmark import Benchmark
-from decode.bench.costs import WAYS, CostModel
+from decode.bench.costs import CostModel
 from decode.bench.entries import BenchEntry, EntryRun, plan
 from decode.bench.records import COLUMNS, Record, TimedText, fastest_lossless, paired_ratios
 from decode.bench.report import answers, write_report
-from decode.bench.session import BenchOptions, Item, Session
+from decode.bench.session import BenchOptions, Session
 from decode.bench.statistics import median_interval, throughput_interval
 from decode.bench.suites import Prompt, Suite
 from decode.commands.bench import Checkpoint, bench_options, choose_methods, plan_entries
@@ -29,10 +28,7 @@ from decode.commands.settings import BenchSettings
 from decode.drafters.rest import open_rest
 from decode.errors import UserError
 from decode.method_options import MethodOptions
-from decode.models.fast_runner import FastRunner
-from decode.models.head_runner import HeadRunner
 from decode.models.pair import Pair
-from decode.models.runner import Runner
 from decode.models.tokens import chat_ids, prompt_ids
 from decode.progress import as_current
 
@@ -302,7 +298,7 @@ def test_turns_of_a_chat_follow_the_targets_own_answers(models):
     session = Session(models[0], None, tokenizer, BenchOptions(6, 1, chat=True))
     first, second = session.items(suite)
     assert tokenizer.decode(first.ids) == "[user]Hello\n[assistant]"
-    answer = session.text(session.answer(first.ids, session.options.warp))
+    answer = session.text(session.written([first.ids], session.options.warp)[0])
     assert [item.said for item in (first, second)] == ["Hello", "And then?"]
     assert tokenizer.decode(second.ids).endswith("[user]And then?\n[assistant]")
     assert first.ids == chat_ids(tokenizer, [{"role": "user", "content": "Hello"}])
@@ -437,19 +433,6 @@ def test_a_method_that_was_named_and_no_draft_suits_is_refused(models):
     methods = ["eagle-tree", "vanilla"]
     with pytest.raises(UserError, match="no draft suits eagle-tree"):
         plan_entries(BenchSettings(target="t", methods=methods), methods, {"d": models[1]})
-
-
-def test_every_way_of_reading_is_inside_the_models_and_so_is_a_drafter_with_a_runner_of_its_own(tiny, monkeypatch):
-    ways = {name for kind in (FastRunner, HeadRunner) for name in dir(kind) if name.startswith("read")}
-    assert ways == set(WAYS)
-    watched: list[Runner] = []
-    timed = method_entries.time_forwards
-    monkeypatch.setattr(method_entries, "time_forwards", lambda *runners: watched.extend(runners) or timed(*runners))
-    target = tiny("llama", vocab_size=280, num_hidden_layers=4)
-    session = Session(target, None, make_tokenizer(), BenchOptions(12, 1, costs=False))
-    run = EntryRun(session, BenchEntry("layerskip-separate", None, MethodOptions(exit_layer=1, draft_length=3)))
-    run.write([[Item(Prompt("p", "", None), [5, 6, 7, 8])]], 0, [0], 12)
-    assert watched == [session.runner, run.systems[0].drafter.runner]
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,10 @@ import itertools
 import json
 
 import pytest
+import torch
 from pairs import make_pair, make_tokenizer
 
-from decode.bench.costs import CostMeter, CostModel
+from decode.bench.costs import WAYS, CostMeter, CostModel, time_forwards
 from decode.bench.offline_acceptance import OfflineAlpha, offline_alpha
 from decode.bench.prediction import (
     best_length,
@@ -17,7 +18,6 @@ from decode.bench.prediction import (
     replay,
     replayed_speedup,
     speedup,
-    speedup_of_batches,
     speedups_by_length,
     verdict,
 )
@@ -25,9 +25,9 @@ from decode.loop import Target, decode
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
+from decode.models.fast_runner import FastRunner
+from decode.models.head_runner import HeadRunner
 from decode.sampling import LogitsWarper
-from decode.stopping import RoundCosts
-from decode.trace import Trace
 
 
 def cost_of(c: float, o: float = 0.0, flat: float = 1.0, **more: float) -> CostModel:
@@ -50,16 +50,6 @@ def test_speedup_of_measured_rounds_by_hand():
     cost = CostModel(0.1, {1: 1.0, 2: 1.2, 3: 1.5}, overhead=0.25, draft_overhead=0.05, step_overhead=0.1)
     assert cost.of_round(2) == pytest.approx(2 * 0.15 + 1.5 + 0.25 + 0.1)
     assert speedup(3, {2: 1}, cost) == pytest.approx(3 * 1.1 / 2.15)
-
-
-def test_a_prediction_for_batches_counts_the_drafts_of_all_sequences_and_the_prefill():
-    costs = RoundCosts({1: 1.0, 2: 1.5}, {1: 0.1, 2: 0.2}, {1: {1: 1.0, 3: 1.2}, 2: {1: 1.5, 3: 2.0}})
-    # two sequences draft two tokens each; one drafts two tokens and the other none; one alone drafts none
-    drafted = Trace(together=[(2, 2), (2, 2), (2, 0), (2, 0), (0,)], tokens=8, prefill_seconds=0.5)
-    plain = Trace(together=[(0, 0)] * 4 + [(0,)] * 2, tokens=6, prefill_seconds=0.4)
-    seconds = 0.5 + (2 * 0.2 + 2.0) + (2 * 0.1 + 1.75) + 1.0
-    without = 0.4 + 4 * 1.5 / 2 + 2 * 1.0
-    assert speedup_of_batches(drafted, plain, costs) == pytest.approx(without / 6 * 8 / seconds)
 
 
 def test_replay_of_certain_acceptances_by_hand():
@@ -153,3 +143,14 @@ def test_a_head_whose_later_tokens_are_rejected_is_predicted_slower() -> None:
     cost = CostModel(0.0, {1: 1.0, 2: 1.0, 5: 1.0})
     assert speedups_by_length([first], cost, 4)[4] == pytest.approx(5.0)
     assert speedups_by_length([first, never], cost, 4)[4] == pytest.approx(2.0)
+
+
+def test_every_way_of_reading_is_timed_and_the_runner_is_left_as_it_was(tiny):
+    ways = {name for kind in (FastRunner, HeadRunner) for name in dir(kind) if name.startswith("read")}
+    assert ways == set(WAYS)
+    runner = open_runner(make_pair(tiny)[0])
+    before = runner.read
+    with torch.inference_mode(), time_forwards(runner, runner) as watch:
+        runner.read(torch.tensor([1, 2, 3]))
+    assert watch.seconds > 0
+    assert runner.read == before
