@@ -1,19 +1,18 @@
-"""``python -m distill ablate``: variations of AdaSPEC against DistillSpec, or on EAGLE heads, over several seeds.
+"""``python -m distill ablate``: the drafts of a configuration, each trained with several seeds, compared in one table.
 
-A draft for every variant and seed is trained as any other draft for comparison, from one target, one initial draft and
-one reference; the seed decides the order of the training examples. Acceptance is measured on one set of texts, so all
-drafts can be compared text by text. Nothing is decoded.
+A draft of every name and seed is trained from one target, one student and one reference; the seed decides the order of
+the training examples. Acceptance is measured on one set of texts that the target generated, so drafts are compared text
+by text. Nothing is decoded. Finished drafts and measurements are kept, so a killed run continues.
 """
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jsonargparse.typing import PositiveInt
 from rich.console import Console
 
@@ -21,316 +20,230 @@ from decode.bench import machine
 from decode.bench.offline_acceptance import OfflineAlpha, offline_alphas, paired, prompt_numbers
 from decode.bench.prediction import replay
 from decode.bench.report import markdown_table, plain_table
-from decode.errors import UserError, write_text
+from decode.errors import UserError, read_json, write_text
 from decode.method_options import Seed
-from decode.models.loading import open_draft
+from decode.models.loading import open_draft, stop_ids
 from decode.models.pair import own_warp
+from decode.models.writing import draws_of_loop, write_texts
 from decode.progress import output_console, working
-from distill.config.drafts import ResponseSettings
 from distill.config.run import ExportSettings, Settings
 from distill.data.context import StageContext
-from distill.experiments.target_texts import Text, target_texts
-from distill.files import fingerprint, write_json
-from distill.pipeline import alone_in
+from distill.files import account_of, fingerprint, write_json
+from distill.pipeline import alone_in, run_of
 from distill.report import display, signed
 from distill.run_stages import run_stages
-from distill.stages import account_of, run_of, stage_fingerprints
-from distill.teacher.store import Array, Kept, cached
+from distill.stages import stage_fingerprints
 
 Row = dict[str, Any]
+Alphas = dict[str, list[OfflineAlpha]]  # by mode, as first, second, … drafted token
 
+MODES = {"sampled": 1.0, "greedy": 0.0}
+DRAFTED = 7  # drafted tokens per round of the accepted length
 FORMULAS = {
-    "α": "offline_alpha: mean of Σₓ min(p(x), q(x)) over response positions of texts sampled from the target at T = 1; "
-    "mean over seeds",
-    "± α": "its standard error over prompts: of the texts measured on, not of the trainings",
-    "gain": "α minus that of the first variant with the same seed, on the same texts; mean over seeds",
-    "± seeds": "standard error of the gain over seeds: standard deviation / √seeds",
-    "± texts": "standard error of the mean gain over prompts, paired by text",
-    "greedy gain": "the same gain at temperature 0: agreement of the argmax on the target's greedy texts",
-    "over the 2nd": "gain over the second variant, AdaSPEC unless `draft` is another; both errors added in quadrature",
-    "τ": "block efficiency at 7 drafted tokens: tokens / expected rounds, replayed over the sampled texts",
-    "τ over the 2nd": "its gain over the second variant's, with the same errors",
+    "α": "offline_alpha: mean of Σₓ min(p(x), q(x)) over the response positions of texts that the target sampled at "
+    "T = 1; mean over seeds ± its standard error over prompts",
+    "gain": "α minus that of the first draft with the same seed, on the same texts; mean over seeds ± √(variance of "
+    "the seeds' gains / seeds + squared standard error of the mean gain over prompts)",
+    "greedy gain": "the same at temperature 0: agreement of the argmax on the target's greedy texts",
+    "over the 2nd": "gain over the second draft",
+    "accepted length": f"tokens / expected rounds of {DRAFTED} drafted tokens, replayed over the sampled texts; mean "
+    "over seeds",
+    "length gain": "accepted length minus that of the first draft, with the errors of gain",
 }
-
-DRAFTED = 7  # drafted tokens of the block efficiency
-
-
-@dataclass
-class Measured:
-    """What is known so far."""
-
-    names: list[str]  # Variants in order; the first is the baseline, the second the one that others would have to beat
-    alphas: dict[str, dict[str, dict[int, OfflineAlpha]]] = field(default_factory=dict)  # By variant, mode and seed
-    # By variant and seed: the sampled acceptance of a feature head as second, third, … drafted token
-    deeper: dict[str, dict[int, list[OfflineAlpha]]] = field(default_factory=dict)
-    # By variant: its settings, and of each seed steps, teacher tokens and seconds
-    about: dict[str, Row] = field(default_factory=dict)
-
-    def add(self, name: str, settings: Row, seed: int, alphas: dict[str, list[OfflineAlpha]], used: Row) -> None:
-        """Takes in a draft: in each mode its acceptance as first, second, … drafted token."""
-        for mode, by_depth in alphas.items():
-            self.alphas.setdefault(name, {}).setdefault(mode, {})[seed] = by_depth[0]
-        self.deeper.setdefault(name, {})[seed] = alphas["sampled"][1:]
-        self.about.setdefault(name, {"settings": settings, "used": {}})["used"][seed] = used
-
-    def gain(self, name: str, over: str, mode: str = "sampled") -> Row:
-        """Mean difference of α over the seeds that both have, with its errors; empty without any."""
-        mine, theirs = (self.alphas.get(n, {}).get(mode, {}) for n in (name, over))
-        return _gain(mine, theirs) if mine.keys() & theirs.keys() else {}
-
-    def longer(self, name: str, over: str) -> Row:
-        """Mean difference of the block efficiency, as `gain`: that of rounds a token, at the middle of both."""
-        mine, theirs = self._per_token(name), self._per_token(over)
-        if not mine.keys() & theirs.keys():
-            return {}
-        fewer = _gain(mine, theirs)
-        middle = statistics.fmean(alpha.mean for alpha in (*mine.values(), *theirs.values()))
-        slope = 1 / middle**2  # tokens a round, by rounds a token
-        return {key: None if fewer[key] is None else sign * slope * fewer[key] for key, sign in SIGNS.items()}
-
-    def _per_token(self, name: str) -> dict[int, OfflineAlpha]:
-        """By seed, the rounds of each text spread over its tokens."""
-        found = {}
-        for seed, alpha in self.alphas.get(name, {}).get("sampled", {}).items():
-            deeper = [of.texts for of in self.deeper[name][seed]]
-            rounds = [replay(text, DRAFTED, [of[i] for of in deeper])[0] for i, text in enumerate(alpha.texts)]
-            texts = [[count / len(text)] * len(text) for count, text in zip(rounds, alpha.texts)]
-            found[seed] = OfflineAlpha(texts, alpha.prompts)
-        return found
-
-    def rows(self) -> list[Row]:
-        """One a variant that has a draft."""
-        found = []
-        for name in self.names:
-            if name not in self.alphas:
-                continue
-            used = list(self.about[name]["used"].values())
-            alpha = _mean(list(self.alphas[name]["sampled"].values()))
-            row: Row = {
-                "name": name,
-                "seeds": len(used),
-                "offline_alpha": alpha.mean,
-                "offline_alpha_se": None if math.isnan(alpha.se) else alpha.se,
-            }
-            if name != self.names[0]:
-                row |= self.gain(name, self.names[0]) | {"greedy": self.gain(name, self.names[0], "greedy")}
-            if name not in self.names[:2]:
-                row["over_adaspec"] = self.gain(name, self.names[1])
-                row["block_efficiency_over"] = self.longer(name, self.names[1])
-            row["block_efficiency"] = 1 / statistics.fmean(alpha.mean for alpha in self._per_token(name).values())
-            for key in ("optimiser_steps", "teacher_tokens", "selected_tokens", "seconds"):
-                row[key] = statistics.fmean(one[key] for one in used)
-            found.append(row | {"settings": self.about[name]["settings"]})
-        return found
-
-
-SIGNS = {"gain": -1, "se_seeds": 1, "se_texts": 1, "se": 1}  # fewer rounds a token are a gain
-
-
-def _gain(mine: Mapping[int, OfflineAlpha], theirs: Mapping[int, OfflineAlpha]) -> Row:
-    """Mean difference over the seeds that both have, with its errors."""
-    seeds = sorted(mine.keys() & theirs.keys())
-    by_seed = [paired(theirs[seed], mine[seed])["difference"] for seed in seeds]
-    texts = paired(_mean([theirs[s] for s in seeds]), _mean([mine[s] for s in seeds]))
-    spread = statistics.stdev(by_seed) / math.sqrt(len(seeds)) if len(seeds) > 1 else None
-    return {
-        "gain": statistics.fmean(by_seed),
-        "se_seeds": spread,
-        "se_texts": texts["se"],
-        "se": math.hypot(spread or 0.0, texts["se"]),
-        "by_seed": dict(zip(map(str, seeds), by_seed)),
-    }
-
-
-def _mean(alphas: Sequence[OfflineAlpha]) -> OfflineAlpha:
-    """Position by position over drafts measured on the same texts."""
-    texts = [[statistics.fmean(place) for place in zip(*text)] for text in zip(*(a.texts for a in alphas))]
-    return OfflineAlpha(texts, alphas[0].prompts)
-
-
-def verdict(rows: Sequence[Row]) -> str:
-    """What the second variant (AdaSPEC) gains, and whether any other beats it by more than twice its error."""
-    if len(rows) < 2:
-        return ""
-    second = display(rows[1]["name"])
-    sentence = f"{second} − {display(rows[0]['name'])}: {_number(rows[1])}."
-    return f"{sentence} {_of_rivals([row for row in rows if row.get('over_adaspec')], second)}".strip()
-
-
-def _of_rivals(rivals: Sequence[Row], second: str) -> str:
-    if not rivals:
-        return ""
-    best = max(rivals, key=lambda row: row["over_adaspec"]["gain"])
-    over = best["over_adaspec"]
-    number = _number(over | {"seeds": best["seeds"]})
-    if best["seeds"] == 1:
-        return f"One seed is not enough for a verdict; the highest so far is {best['name']}: {number}."
-    if over["gain"] > 2 * over["se"]:
-        chosen = f" It is the best of {len(rivals)}, so its gain is overestimated." if len(rivals) > 1 else ""
-        return f"{best['name']} beats {second}: {number}.{chosen}"
-    return f"No variant beats {second} by more than twice its error; the nearest is {best['name']}: {number}."
-
-
-def _number(row: Row) -> str:
-    return f"{signed(row['gain'])} ± {row['se']:.4f} over {row['seeds']} seed{'s' * (row['seeds'] > 1)}"
-
-
-def write_table(folder: Path, measured: Measured, console: Console) -> None:
-    """Shows the table, and writes ``ablation.json`` and ``ablation.md``."""
-    rows = measured.rows()
-    seeds = sorted({seed for row in measured.about.values() for seed in row["used"]})
-    sentence = verdict(rows)
-    content = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "seeds": seeds,
-        "verdict": sentence,
-        "formulas": FORMULAS,
-        "variants": rows,
-        "machine": machine.describe(),
-    }
-    write_json(folder / "ablation.json", content)
-    cells = [_cells(row) for row in rows]
-    legend = "\n".join(f"- **{name}**: {formula}." for name, formula in FORMULAS.items())
-    write_text(folder / "ablation.md", f"{markdown_table(HEADINGS, cells)}\n\n{sentence}\n\n{legend}\n")
-    console.print(plain_table("", HEADINGS, cells))
-    console.print(f"{content['verdict']}\n{folder / 'ablation.md'}", highlight=False)
-
-
-HEADINGS = ("variant", "seeds", *FORMULAS, "teacher tokens", "s")
-
-
-def _cells(row: Row) -> list[str]:
-    greedy, over = row.get("greedy") or {}, row.get("over_adaspec") or {}
-    longer = row.get("block_efficiency_over") or {}
-    return [
-        display(row["name"]),
-        str(row["seeds"]),
-        f"{row['offline_alpha']:.4f}",
-        _error(row["offline_alpha_se"]),
-        signed(row["gain"]) if "gain" in row else "–",
-        _error(row.get("se_seeds")),
-        _error(row.get("se_texts")),
-        f"{signed(greedy['gain'])} ± {greedy['se']:.4f}" if greedy else "–",
-        f"{signed(over['gain'])} ± {over['se']:.4f}" if over else "–",
-        f"{row['block_efficiency']:.3f}",
-        f"{signed(longer['gain'])} ± {longer['se']:.4f}" if longer else "–",
-        f"{row['teacher_tokens']:,.0f}",
-        f"{row['seconds']:.0f}",
-    ]
-
-
-def _error(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
-
-
-MODES = {"sampled": 1.0, "greedy": 0.0}  # decoding modes and their temperatures
+HEADINGS = ("draft", "seeds", *FORMULAS, "teacher tokens", "s")
 
 
 @dataclass
 class AblationSettings:
-    """How often each variant is trained."""
+    """The seeds of an ablation."""
 
     seeds: list[Seed] = field(default_factory=lambda: [1, 2, 3])
-    """Seeds of the order of the training examples. Every variant is trained once with each; the target, the initial
-    draft, the reference and the texts measured on are the same for all."""
+    """Seeds of the order of the training examples. Every draft is trained once with each."""
     batch_size: PositiveInt = 32
     """Test prompts (evaluation.prompts of them) that the target answers at a time."""
-
-    def validate(self) -> None:
-        """Check the seeds."""
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise UserError(f"ablation.seeds is {self.seeds}, expected different numbers from 0 up, such as [1, 2, 3]")
 
 
 @dataclass
 class AblateSettings(Settings):
-    """A run's settings, of which `drafts` are the variants."""
+    """A run's settings, whose `drafts` are compared."""
 
     ablation: AblationSettings = field(default_factory=AblationSettings)
-    """Over which seeds."""
+    """The seeds."""
 
 
 def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
-    """Train and measure what is not there yet; the table is written after each draft.
+    """Trains and measures what is missing. The table is written after each draft.
 
     Returns:
         The folder of ``ablation.json`` and ``ablation.md``.
 
     Raises:
-        UserError: Settings that cannot be used.
+        UserError: The settings cannot be used.
     """
     settings.validate()
-    settings.ablation.validate()
-    console, made = console or output_console(), {draft.name: draft for draft in settings.drafts}
-    references = [name for name in made if any(draft.selects and draft.reference == name for draft in made.values())]
-    drafts = [
-        replace(variant, name=drafted(name, seed), seed=seed)
-        for seed in settings.ablation.seeds
-        for name, variant in made.items()
-    ]
-    full = replace(settings, drafts=[*(made[name] for name in references), *drafts], export=ExportSettings())
+    seeds, console = settings.ablation.seeds, console or output_console()
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise UserError(f"ablation.seeds is {seeds}, expected different numbers from 0 up, such as [1, 2, 3]")
+    variants = {draft.name: draft for draft in settings.drafts}
+    references = [name for name in variants if any(d.selects and d.reference == name for d in settings.drafts)]
+    drafts = [replace(v, name=f"{name}-seed{seed}", seed=seed) for seed in seeds for name, v in variants.items()]
+    full = replace(settings, drafts=[*(variants[name] for name in references), *drafts], export=ExportSettings())
     full.validate()
     run = run_of(full)
-    bench = StageContext(full, run, console)
+    context = StageContext(full, run, console)
     with alone_in(run, full, console):
-        run_stages(bench, ("target", "initial", *references))
-        meter, measured = Meter(bench, settings.ablation.batch_size), Measured(list(made))
-        for seed in settings.ablation.seeds:
-            for name, variant in made.items():
-                draft = drafted(name, seed)
-                run_stages(bench, (draft,))
+        run_stages(context, ("target", "initial", *references))
+        meter, alphas, used = (
+            Meter(context, settings.ablation.batch_size),
+            dict[str, dict[int, Alphas]](),
+            dict[str, list[Row]](),
+        )
+        for seed in seeds:
+            for name in variants:
+                draft = f"{name}-seed{seed}"
+                run_stages(context, (draft,))
+                alphas.setdefault(name, {})[seed] = meter.measure(draft)
                 record = run.draft_record(draft)
-                used = {**vars(account_of(record)), "seconds": record.seconds}
-                measured.add(name, asdict(variant), seed, meter.measure(draft), used)
-                write_table(run.folder, measured, console)
+                used.setdefault(name, []).append({**vars(account_of(record)), "seconds": record.seconds})
+                rows = [row | {"settings": asdict(variants[row["name"]])} for row in table(alphas, used)]
+                write_table(run.folder, rows, console)
     return run.folder
 
 
-def drafted(name: str, seed: int) -> str:
-    """Name of the draft of a variant and seed."""
-    return f"{name}-seed{seed}"
-
-
 class Meter:
-    """Measures drafts on texts that the target wrote once."""
+    """Measures drafts on texts that the target generates once."""
 
-    def __init__(self, bench: StageContext, batch_size: int) -> None:
-        self.bench, self.folder = bench, bench.run.work / "ablation"
-        self.target = bench.load_target(bench.settings.evaluation.dtype)
-        self.keys = {stage: key for stage, (key, _) in stage_fingerprints(bench.settings).items()}
-        self.made_from: dict[str, str] = {}  # of each mode's texts
-        self.texts = {mode: self._texts(mode, temperature, batch_size) for mode, temperature in MODES.items()}
+    def __init__(self, context: StageContext, batch_size: int) -> None:
+        self.context, self.folder = context, context.run.work / "ablation"
+        settings, corpus = context.settings.evaluation, context.corpus
+        self.target = context.load_target(settings.dtype)
+        self.keys = {stage: key for stage, (key, _) in stage_fingerprints(context.settings).items()}
+        count, seed = min(settings.prompts, len(corpus.test)), context.settings.seed
+        self.texts: dict[str, list[tuple[list[int], int]]] = {}  # by mode, token ids and the length of the prompt
+        self.made_from = fingerprint(self.keys["target"], corpus.fingerprint, count, settings.max_new_tokens, seed)
+        for mode, temperature in MODES.items():
+            kept = read_json(path := self.folder / f"texts-{mode}.json")
+            if kept.get("made_from") != self.made_from:
+                prompts = list(filter(None, map(prompt_of, corpus.test.select(range(count)))))
+                with working(context.console, f"texts of the target, {mode}"):
+                    answers = write_texts(
+                        self.target,
+                        prompts,
+                        own_warp(self.target, temperature, {}),
+                        budgets=[
+                            min(settings.max_new_tokens, context.settings.data.max_length - len(p)) for p in prompts
+                        ],
+                        stop_ids=stop_ids(self.target, corpus.tokenizer),
+                        draws=draws_of_loop(seed),
+                        batch_size=batch_size,
+                    )
+                kept = {"made_from": self.made_from, "texts": [[p + a, len(p)] for p, a in zip(prompts, answers) if a]}
+                write_json(path, kept)
+            self.texts[mode] = [(ids, start) for ids, start in kept["texts"]]
 
-    def _texts(self, mode: str, temperature: float, batch_size: int) -> list[Text]:
-        """What the target answers to the test prompts."""
-        settings, corpus = self.bench.settings.evaluation, self.bench.corpus
-        how = ResponseSettings(temperature=temperature, max_new_tokens=settings.max_new_tokens, batch_size=batch_size)
-        made_from = {"target": self.keys["target"], "corpus": corpus.fingerprint}
-        texts, self.made_from[mode] = target_texts(
-            self.bench, self.target, corpus.test, settings.prompts, how, self.folder / f"{mode}.jsonl", made_from
-        )
-        return texts
+    def measure(self, draft: str) -> Alphas:
+        """Returns the acceptance of a draft in every mode; of a feature head for every depth if sampled."""
+        key = fingerprint(self.keys[draft], self.made_from)
+        kept = read_json(path := self.folder / f"{draft}.json")
+        if kept.get("made_from") != key:
+            trust = self.context.settings.student.trust_remote_code
+            tokenizer = self.context.corpus.tokenizer
+            model = open_draft(self.context.run.path(draft), self.target, tokenizer, trust_remote_code=trust)
+            found = {}
+            for mode, texts in self.texts.items():
+                depth = DRAFTED if self.context.settings.student.is_head and mode == "sampled" else 1
+                warp = own_warp(self.target, MODES[mode], {})
+                with working(self.context.console, f"  acceptance of {draft}, {mode}"):
+                    alphas = offline_alphas(self.target, {draft: model}, texts, warp, depth=depth)[draft]
+                found[mode] = [alpha.texts for alpha in alphas]
+            kept = {"made_from": key, "alphas": found}
+            write_json(path, kept)
+        prompts = {mode: prompt_numbers(texts) for mode, texts in self.texts.items()}
+        return {mode: [OfflineAlpha(a, prompts[mode]) for a in depths] for mode, depths in kept["alphas"].items()}
 
-    def measure(self, draft: str) -> dict[str, list[OfflineAlpha]]:
-        """Acceptance of a draft in every mode, of a feature head's sampled one as first, second, … drafted token."""
-        depth = DRAFTED if self.bench.settings.student.is_head else 1
-        return {mode: self._alphas(draft, mode, depth if mode == "sampled" else 1) for mode in MODES}
 
-    def _alphas(self, draft: str, mode: str, depth: int) -> list[OfflineAlpha]:
-        texts = [text for text in self.texts[mode] if len(text[0]) > text[1]]
-        ends = np.cumsum([len(ids) - start for ids, start in texts])
+def prompt_of(row: Mapping[str, Any]) -> list[int]:
+    """Returns the tokens of an example before its first label."""
+    start = next((i for i, label in enumerate(row["labels"]) if label >= 0), len(row["labels"]))
+    return list(row["input_ids"][:start])
 
-        def parts() -> Iterator[tuple[slice, Array]]:
-            bench, trust = self.bench, self.bench.settings.student.trust_remote_code
-            model = open_draft(bench.run.path(draft), self.target, bench.corpus.tokenizer, trust_remote_code=trust)
-            warp = own_warp(self.target, MODES[mode], {})
-            with working(self.bench.console, f"  acceptance of {draft}, {mode}"):
-                found = offline_alphas(self.target, {draft: model}, texts, warp, depth=depth)[draft]
-            yield slice(None), np.stack([np.concatenate([np.asarray(text) for text in of.texts]) for of in found], 1)
 
-        made_from = fingerprint(self.keys[draft], self.made_from[mode], depth)
-        shape = (int(ends[-1]), depth)
-        kept = Kept(self.folder / f"{draft}-{mode}.npy", made_from, shape, "float64")
-        values: Any = cached([kept], ([part] for part in parts()))[0]
-        prompts = prompt_numbers(texts)
-        return [OfflineAlpha([part.tolist() for part in np.split(of, ends[:-1])], prompts) for of in values.T]
+def table(alphas: Mapping[str, Mapping[int, Alphas]], used: Mapping[str, Sequence[Row]]) -> list[Row]:
+    """Returns a row for each draft: α, gains over the first and the second draft, accepted length, and what it took.
+
+    Args:
+        alphas: By name and seed.
+        used: By name, what the training with each seed took.
+    """
+    (first, *others), rows = alphas, []
+    for name, by_seed in alphas.items():
+        mean = _mean([of["sampled"][0] for of in by_seed.values()])
+        rounds = _mean([_rounds(of["sampled"]) for of in by_seed.values()]).mean
+        row: Row = {"name": name, "seeds": len(by_seed), "offline_alpha": mean.mean, "accepted_length": 1 / rounds}
+        row["offline_alpha_se"] = None if math.isnan(mean.se) else mean.se
+        if name != first:
+            row["gain"] = gain(by_seed, alphas[first], lambda of: of["sampled"][0])
+            row["greedy_gain"] = gain(by_seed, alphas[first], lambda of: of["greedy"][0])
+            base = 1 / _mean([_rounds(of["sampled"]) for of in alphas[first].values()]).mean
+            fewer = gain(by_seed, alphas[first], lambda of: _rounds(of["sampled"]))
+            slope = base * row["accepted_length"]  # tokens per round by rounds per token, between both
+            row["length_gain"] = {"gain": -slope * fewer["gain"], "se": slope * fewer["se"]}
+        if name in others[1:]:
+            row["over_second"] = gain(by_seed, alphas[others[0]], lambda of: of["sampled"][0])
+        keys = ("optimiser_steps", "teacher_tokens", "selected_tokens", "seconds")
+        rows.append(row | {key: statistics.fmean(one[key] for one in used[name]) for key in keys})
+    return rows
+
+
+def gain(mine: Mapping[int, Alphas], theirs: Mapping[int, Alphas], of: Any) -> Row:
+    """Returns the mean difference over common seeds, paired by seed, with its errors over seeds and prompts."""
+    seeds = sorted(mine.keys() & theirs.keys())
+    a, b = [of(theirs[seed]) for seed in seeds], [of(mine[seed]) for seed in seeds]
+    by_seed = [paired(x, y)["difference"] for x, y in zip(a, b)]
+    se_texts = paired(_mean(a), _mean(b))["se"]
+    se_seeds = statistics.stdev(by_seed) / math.sqrt(len(seeds)) if len(seeds) > 1 else None
+    return {
+        "gain": statistics.fmean(by_seed), "se": math.hypot(se_seeds or 0.0, se_texts), "se_seeds": se_seeds,
+        "se_texts": se_texts, "by_seed": dict(zip(map(str, seeds), by_seed)),
+    }  # fmt: skip
+
+
+def _mean(alphas: Sequence[OfflineAlpha]) -> OfflineAlpha:
+    """Returns the mean of every position over measurements of the same texts."""
+    texts = [[statistics.fmean(place) for place in zip(*text)] for text in zip(*(a.texts for a in alphas))]
+    return OfflineAlpha(texts, alphas[0].prompts)
+
+
+def _rounds(alphas: Sequence[OfflineAlpha]) -> OfflineAlpha:
+    """Returns the expected rounds of each text, spread over its tokens; their mean is rounds per token."""
+    first, *deeper = [alpha.texts for alpha in alphas]
+    rounds = [replay(text, DRAFTED, [of[i] for of in deeper])[0] for i, text in enumerate(first)]
+    return OfflineAlpha([[n / len(text)] * len(text) for n, text in zip(rounds, first)], alphas[0].prompts)
+
+
+def write_table(folder: Path, rows: Sequence[Row], console: Console) -> None:
+    """Prints the table, and writes ``ablation.json`` and ``ablation.md``."""
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    content = {"created": created, "formulas": FORMULAS, "drafts": rows, "machine": machine.describe()}
+    write_json(folder / "ablation.json", content)
+
+    def error(row: Row | None, digits: int = 4) -> str:
+        return f"{signed(row['gain'])} ± {row['se']:.{digits}f}" if row else "–"
+
+    cells = [
+        [
+            display(row["name"]),
+            str(row["seeds"]),
+            f"{row['offline_alpha']:.4f}" + (f" ± {se:.4f}" if (se := row["offline_alpha_se"]) is not None else ""),
+            *(error(row.get(key)) for key in ("gain", "greedy_gain", "over_second")),
+            f"{row['accepted_length']:.3f}",
+            error(row.get("length_gain")),
+            f"{row['teacher_tokens']:,.0f}",
+            f"{row['seconds']:.0f}",
+        ]
+        for row in rows
+    ]
+    legend = "\n".join(f"- **{name}**: {formula}." for name, formula in FORMULAS.items())
+    write_text(folder / "ablation.md", f"{markdown_table(HEADINGS, cells)}\n\n{legend}\n")
+    console.print(plain_table("", HEADINGS, cells))
+    console.print(str(folder / "ablation.md"), highlight=False)
