@@ -28,11 +28,11 @@ from decode.models.writing import draws_of_loop, write_texts
 from decode.progress import output_console, working
 from distill.config.run import ExportSettings, Settings
 from distill.data.context import StageContext
-from distill.files import account_of, fingerprint, write_json
-from distill.pipeline import alone_in, run_of
+from distill.files import fingerprint, write_json
+from distill.pipeline import alone_in
 from distill.report import display, signed
 from distill.run_stages import run_stages
-from distill.stages import stage_fingerprints
+from distill.stages import account_of, run_of, stage_fingerprints
 
 Row = dict[str, Any]
 Alphas = dict[str, list[OfflineAlpha]]  # by mode, as first, second, … drafted token

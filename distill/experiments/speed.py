@@ -43,7 +43,7 @@ from distill.models.lm_head import LMHead
 from distill.models.loading import load_or_build
 from distill.models.optimizers import make_optimizer, make_schedule
 from distill.modules import DistillModule
-from distill.pipeline import run_of
+from distill.stages import run_of
 from distill.teacher import store
 from distill.teacher.signals import TargetSignal, Teacher
 from distill.trainer import fit

@@ -1,10 +1,9 @@
-"""Variations of AdaSPEC: what each setting changes of the objective, names, fingerprints; and their comparison."""
+"""Settings of drafts, and their comparison over seeds."""
 
 from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +16,8 @@ from decode.bench.offline_acceptance import OfflineAlpha, paired, prompt_numbers
 from decode.bench.prediction import replay
 from decode.errors import UserError
 from distill.config.drafts import DraftSettings
-from distill.experiments.ablation import AblateSettings, Measured, ablate, verdict
-from distill.losses.divergences import Divergence
-from distill.losses.objective import objective_of
-from distill.losses.selection import Selection
+from distill.experiments.ablation import AblateSettings, ablate, table
 from distill.stages import RunDir
-
-STEPS = 10
-
-
-def objective(**settings: Any) -> Any:
-    return objective_of(DraftSettings(name="variant", **settings), STEPS)
-
-
-def test_a_reference_selects_its_share_of_tokens_and_no_reference_all() -> None:
-    assert objective().selection is None
-    assert objective(reference="other", k=1.0).selection is None
-    plain = objective(reference="other", divergence="jsd")
-    assert plain.divergence == Divergence("jsd")
-    assert plain.selection == Selection(0.4, normalisation="paper")
-    assert {plain.divergence_at(step).name for step in range(STEPS)} == {"jsd"}
-
-
-def test_the_loss_switches_after_the_share_of_forward_kl_and_the_ranking_does_not() -> None:
-    switched = objective(divergence="tv", kl_first=0.3)
-    names = [switched.divergence_at(step).name for step in range(STEPS)]
-    assert names == ["forward_kl"] * 3 + ["tv"] * 7
-    assert switched.divergence.name == "tv"
 
 
 @pytest.mark.parametrize(
@@ -94,68 +68,58 @@ def test_the_ablation_compares_seed_by_seed_and_goes_on_where_it_was(tmp_path: P
     folder = ablate(settings, Console(file=text, width=200))
     assert text.getvalue().count("made from the same inputs") == 3
     content = json.loads((folder / "ablation.json").read_text())
-    assert [row["name"] for row in content["variants"]] == ["distillspec", "adaspec", "late-tv"]
-    assert [row["seeds"] for row in content["variants"]] == [2, 2, 2]
-    assert set(content["variants"][2]["by_seed"]) == {"3", "4"}
+    assert [row["name"] for row in content["drafts"]] == ["distillspec", "adaspec", "late-tv"]
+    assert [row["seeds"] for row in content["drafts"]] == [2, 2, 2]
+    assert set(content["drafts"][2]["gain"]["by_seed"]) == {"3", "4"}
     assert (folder / "ablation.md").read_text().count("\n| ") == 4
     weights = [(RunDir(folder).path(f"distillspec-seed{seed}") / "model.safetensors").read_bytes() for seed in (3, 4)]
     assert weights[0] != weights[1]
     again = io.StringIO()
     ablate(AblateSettings(**vars(tiny), ablation=settings.ablation), Console(file=again, width=200))
     assert again.getvalue().count("up to date") == 3 + 6
-    assert json.loads((folder / "ablation.json").read_text())["variants"] == content["variants"]
+    assert json.loads((folder / "ablation.json").read_text())["drafts"] == content["drafts"]
 
 
-def measured(gains: dict[str, list[float]]) -> Measured:
-    """Variants whose α is 0.5 plus these gains, by seed, on four texts."""
-    found = Measured(list(gains))
-    noise = np.array([0.001, -0.001, 0.002, -0.002])
+def rows_of(gains: dict[str, list[float]], deeper: float | None = None) -> dict[str, Any]:
+    """Rows by name of drafts whose α is 0.5 plus these gains, by seed, on four texts."""
+    noise, alphas, used = np.array([0.001, -0.001, 0.002, -0.002]), {}, {}
     for name, by_seed in gains.items():
+        alphas[name] = {}
         for seed, gain in enumerate(by_seed):
             alpha = OfflineAlpha([[0.5 + gain + (gain != 0) * wiggle] * 3 for wiggle in noise])
-            used = {"optimiser_steps": 1, "teacher_tokens": 2, "selected_tokens": 1, "seconds": 3.0}
-            found.add(name, asdict(DraftSettings()), seed, {"sampled": [alpha], "greedy": [alpha]}, used)
-    return found
+            depths = [] if deeper is None else [OfflineAlpha([[deeper] * 3] * 4)]
+            alphas[name][seed] = {"sampled": [alpha, *depths], "greedy": [alpha]}
+        used[name] = [{"optimiser_steps": 1, "teacher_tokens": 2, "selected_tokens": 1, "seconds": 3.0}] * len(by_seed)
+    return {row["name"]: row for row in table(alphas, used)}
 
 
 def test_the_gain_is_the_mean_over_seeds_with_errors_over_seeds_and_over_texts() -> None:
-    found = measured({"distillspec": [0.0, 0.0, 0.0], "adaspec": [0.01, 0.02, 0.03]}).gain("adaspec", "distillspec")
+    rows = rows_of({"distillspec": [0.0] * 3, "adaspec": [0.01, 0.02, 0.03], "x": [0.02, 0.02, 0.02]})
+    found = rows["adaspec"]["gain"]
     assert found["gain"] == pytest.approx(0.02)
     assert found["se_seeds"] == pytest.approx(0.01 / 3**0.5)
     assert found["se_texts"] == pytest.approx(np.std([0.001, -0.001, 0.002, -0.002], ddof=1) / 2)
     assert found["se"] == pytest.approx(np.hypot(found["se_seeds"], found["se_texts"]))
+    assert rows["x"]["over_second"]["gain"] == pytest.approx(0.0)
+    assert "gain" not in rows["distillspec"]
+    assert "over_second" not in rows["adaspec"]
 
 
-def test_the_verdict_names_a_winner_only_beyond_twice_the_error() -> None:
-    base = {"distillspec": [0.0, 0.0], "adaspec": [0.01, 0.012]}
-    told = "AdaSPEC − DistillSpec: +0.0110 ± 0.0014 over 2 seeds."
-    assert verdict(measured({"distillspec": [0.0]}).rows()) == ""
-    assert verdict(measured(base).rows()) == told
-    assert verdict(measured(base | {"x": [0.02, 0.022]}).rows()).startswith(f"{told} x beats AdaSPEC: +0.0100 ± ")
-    assert verdict(measured(base | {"x": [0.02, 0.002]}).rows()).startswith(f"{told} No variant beats AdaSPEC")
-    assert verdict(measured(base | {"x": [0.001, 0.002]}).rows()).endswith("seeds.")
-
-
-def test_the_block_efficiency_of_a_head_follows_each_drafted_token_s_own_acceptance() -> None:
-    found = measured({"eagle": [0.0]})
-    first, second = ([[a] * 3 for a in alphas] for alphas in ((0.9, 0.8), (0.2, 0.1)))
-    used = {"optimiser_steps": 1, "teacher_tokens": 2, "selected_tokens": 1, "seconds": 3.0}
-    by_depth = [OfflineAlpha(first), OfflineAlpha(second)]
-    found.add("eagle", {}, 0, {"sampled": by_depth, "greedy": by_depth[:1]}, used)
-    rounds = sum(replay(text, 7, [deep])[0] for text, deep in zip(first, second))
-    assert found.rows()[0]["block_efficiency"] == pytest.approx(6 / rounds)
-    assert rounds > sum(replay(text, 7)[0] for text in first)
-
-
-def test_the_block_efficiency_s_gain_is_that_of_replayed_rounds() -> None:
-    found = measured({"distillspec": [0.0, 0.0], "adaspec": [0.1, 0.1], "x": [0.2, 0.2]})
-    rounds = {name: sum(replay(text, 7)[0] for text in found.alphas[name]["sampled"][0].texts) for name in found.names}
-    by_name = {row["name"]: row for row in found.rows()}
-    wanted = {name: 12 / count for name, count in rounds.items()}
-    assert {name: row["block_efficiency"] for name, row in by_name.items()} == pytest.approx(wanted)
-    gain = by_name["x"]["block_efficiency_over"]["gain"]
-    assert gain == pytest.approx(wanted["x"] - wanted["adaspec"], rel=0.02)
-    assert by_name["x"]["block_efficiency_over"]["se"] > 0
+def test_the_accepted_length_is_that_of_replayed_rounds_by_depth() -> None:
+    for deeper in (None, 0.2):
+        rows = rows_of({"distillspec": [0.0, 0.0], "x": [0.2, 0.2]}, deeper)
+        below = [] if deeper is None else [[deeper] * 3]
+        wanted = [
+            12
+            / sum(
+                replay([0.5 + gain + (gain != 0) * wiggle] * 3, 7, below)[0]
+                for wiggle in (0.001, -0.001, 0.002, -0.002)
+            )
+            for gain in (0.0, 0.2)
+        ]
+        assert [row["accepted_length"] for row in rows.values()] == pytest.approx(wanted)
+        assert rows["x"]["length_gain"]["gain"] == pytest.approx(wanted[1] - wanted[0])
+        assert rows["x"]["length_gain"]["se"] > 0
 
 
 def test_texts_of_one_prompt_are_one_observation() -> None:

@@ -1,4 +1,6 @@
-"""What an optimiser step of a feature head is divided by: the tokens that it really selects."""
+"""The objective that settings describe, and the tokens that a feature head's loss is divided by."""
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -6,15 +8,16 @@ import torch
 from families import build_tiny, in_double
 
 from decode.models.heads import FeatureHead, head_config
-from distill.config.drafts import Scope
+from distill.config.drafts import DraftSettings, Scope
 from distill.config.training import StudentSettings, TrainingSettings
 from distill.data.batches import Schedule, TokenDataset, TrainLoader
-from distill.losses.objective import Objective
+from distill.losses.divergences import Divergence
+from distill.losses.objective import Objective, objective_of
 from distill.losses.selection import Selection
 from distill.modules import HeadModule
 from distill.teacher.signals import TargetSignal, Teacher
 
-STEPS = 2
+STEPS, OPTIMISER_STEPS = 2, 10
 
 
 @pytest.mark.parametrize(("scope", "micros"), [("microbatch", 1), ("global", 1), ("global", 2)])
@@ -48,3 +51,23 @@ def test_the_paper_s_normalisation_divides_by_the_selected_rows_and_by_none_that
             chosen[number] += len(losses.chosen)
             assert len(drafted.hidden) < int((batch["labels"][:, 1:] != -100).sum())  # some are left out
     assert found == pytest.approx(sum(0.8**i * totals[i].item() / chosen[i] for i in range(STEPS)), rel=1e-6)
+
+
+def objective(**settings: Any) -> Any:
+    return objective_of(DraftSettings(name="variant", **settings), OPTIMISER_STEPS)
+
+
+def test_a_reference_selects_its_share_of_tokens_and_no_reference_all() -> None:
+    assert objective().selection is None
+    assert objective(reference="other", k=1.0).selection is None
+    plain = objective(reference="other", divergence="jsd")
+    assert plain.divergence == Divergence("jsd")
+    assert plain.selection == Selection(0.4, normalisation="paper")
+    assert {plain.divergence_at(step).name for step in range(OPTIMISER_STEPS)} == {"jsd"}
+
+
+def test_the_loss_switches_after_the_share_of_forward_kl_and_the_ranking_does_not() -> None:
+    switched = objective(divergence="tv", kl_first=0.3)
+    names = [switched.divergence_at(step).name for step in range(OPTIMISER_STEPS)]
+    assert names == ["forward_kl"] * 3 + ["tv"] * 7
+    assert switched.divergence.name == "tv"
