@@ -178,10 +178,10 @@ def test_the_ablation_measures_heads_seed_by_seed(run) -> None:
     folder = ablate(settings, Console(file=text, width=200))
     assert text.getvalue().count("made from the same inputs") == 3
     content = json.loads((folder / "ablation.json").read_text())
-    assert [(row["name"], row["seeds"]) for row in content["drafts"]] == [("eagle", 2), ("eagle-adaspec", 2)]
+    assert [(row["name"], row["seeds"]) for row in content["drafts"]] == [("distillspec", 2), ("adaspec", 2)]
     target = load_model(run[1].target, device="cpu", dtype="float32")
     texts = json.loads((folder / "work/ablation/texts-sampled.json").read_text())["texts"]
-    heads = [load_head(RunDir(folder).path(f"eagle-seed{seed}"), target) for seed in (3, 4)]
+    heads = [load_head(RunDir(folder).path(f"distillspec-seed{seed}"), target) for seed in (3, 4)]
     alphas = [offline_alpha(target, head, texts, LogitsWarper(1.0)).mean for head in heads]
     assert content["drafts"][0]["offline_alpha"] == pytest.approx(sum(alphas) / 2)
     assert any(not torch.equal(a, b) for a, b in zip(*(head.parameters() for head in heads), strict=True))
