@@ -237,8 +237,9 @@ class ThreeModels(Trainer):
         mask = inputs.pop("labels")[:, 1:] != IGNORE
         outputs = model(**inputs, use_cache=False)
         with torch.no_grad():
-            frozen = [each(**inputs, use_cache=False).logits[:, :-1][mask] for each in (self.target, self.reference)]
-        loss = selective_loss(outputs.logits[:, :-1][mask], *frozen, self.selection)
+            target = self.target(**inputs, use_cache=False).logits[:, :-1][mask]
+            reference = self.reference(**inputs, use_cache=False).logits[:, :-1][mask]
+        loss = selective_loss(outputs.logits[:, :-1][mask], target, reference, self.selection)
         return (loss, outputs) if return_outputs else loss
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
