@@ -82,12 +82,12 @@ class Draft:
             table[parent + 1].setdefault(token, node)
         return table
 
-    def ancestry(self) -> Tensor:
-        """bool ``[n, n]``: entry (i, j) is true where j is i or one of its ancestors."""
-        seen = np.eye(len(self), dtype=bool)
+    def visible(self) -> Tensor:
+        """bool ``[n + 1, n + 1]`` of the pending token and the nodes: which of them each attends to."""
+        seen = np.eye(len(self) + 1, dtype=bool)
+        seen[:, 0] = True
         for i, p in enumerate(self.parents):
-            if p >= 0:
-                seen[i] |= seen[p]
+            seen[i + 1] |= seen[p + 1]
         return torch.from_numpy(seen)
 
     def text_before(self, prefix: list[int], node: int) -> list[int]:

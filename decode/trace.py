@@ -57,7 +57,7 @@ class Round:
     token: int  # the token after the path: a correction, or the bonus token
     given_probs: Tensor | Callable[[], Tensor]  # gives `probs`; a function where they are rarely asked for
     logits: Tensor  # the same rows as `probs`, unwarped
-    hidden: Tensor | None = None  # the target's last hidden states of those rows ``[n + 1, width]``
+    captured: Tensor | None = None  # the target's states that the drafter captures, of the same rows
     seconds: tuple[float, float] = (0.0, 0.0)  # time spent drafting and verifying
     # drafted tokens of every text whose round was made together with this one, its own included; empty: its own alone
     together: tuple[int, ...] = ()
@@ -103,8 +103,8 @@ class Round:
 
     @property
     def written_by(self) -> list[str]:
-        """``draft``, ``fix`` (correction of a rejected draft) or ``target`` for each emitted token."""
-        return ["draft"] * self.accepted + ["fix" if self.rejected_at_end else "target"]
+        """``draft``, ``correction`` (of a rejected draft) or ``target`` for each emitted token."""
+        return ["draft"] * self.accepted + ["correction" if self.rejected_at_end else "target"]
 
 
 @dataclass

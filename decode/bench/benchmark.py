@@ -209,9 +209,9 @@ class Benchmark:
             runner = self.session.runner
             with torch.inference_mode():
                 for n in range(1, min(run.draft_length + 1, runner.limit) + 1):
-                    runner.truncate(0)
-                    runner.read(torch.zeros(n, dtype=torch.long, device=runner.device))
-                runner.truncate(0)
+                    cache = runner.new_cache()
+                    runner.forward([cache], [torch.zeros(n, dtype=torch.long, device=runner.device)])
+                    cache.close()
 
     def _report(
         self, suite: Suite, groups: Sequence[Sequence[Chat]], runs: Sequence[EntryRun], complete: bool = True

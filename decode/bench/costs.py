@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,6 +76,9 @@ def round_costs(costs: Iterable[CostModel]) -> RoundCosts:
     return RoundCosts(step, draft, verify)
 
 
+Texts = Any  # a runner with the caches of several sequences
+
+
 class CostMeter:
     """Times the forwards of a pair in the order in which decoding runs them.
 
@@ -120,15 +123,22 @@ class CostMeter:
 
     @contextmanager
     def _filled(self) -> Iterator[tuple[Texts, Texts]]:
-        """Sequences of `context` tokens in the caches of target and draft (the same ones if the target drafts)."""
-        with ExitStack() as stack, torch.inference_mode():
-            opened = {id(runner): stack.enter_context(_texts(runner, self.batch)) for runner in self.runners}
-            for text in (text for texts in opened.values() for text in texts):
-                text.truncate(0)
-                text.reserve(len(self.tokens))
-                text.read(self.tokens[: self.context].to(text.device), head=0)
-                stack.callback(text.truncate, 0)
-            yield opened[id(self.target)], opened.get(id(self.draft), [])
+        """Sequences of `context` tokens in caches of target and draft (the same ones if the target drafts)."""
+        opened: dict[int, Texts] = {}
+        with torch.inference_mode():
+            try:
+                for runner in self.runners:
+                    runner.reserve(rows=self.batch, capacity=len(self.tokens))
+                    caches = [runner.new_cache() for _ in range(self.batch)]
+                    opened[id(runner)] = runner, caches
+                    for cache in caches:
+                        runner.forward([cache], [self.tokens[: self.context].to(runner.device)], last=0)
+                yield opened[id(self.target)], opened.get(id(self.draft))
+            finally:
+                for runner, caches in opened.values():
+                    for cache in caches:
+                        cache.close()
+                    runner.reserve(rows=1)
 
     @torch.inference_mode()
     def _turn(self, target: Texts, draft: Texts) -> None:
@@ -153,19 +163,16 @@ class CostMeter:
         return times
 
     def _back(self, texts: Texts) -> None:
-        for text in texts:
-            text.truncate(self.context)
+        for cache in texts[1]:
+            cache.truncate(self.context)
 
     def _time(self, texts: Texts, n: int) -> float:
-        first = texts[0]
-        feed = self.tokens[first.length : first.length + n].to(first.device).repeat(len(texts))
-        synchronize(first.device)
+        runner, caches = texts
+        feed = self.tokens[caches[0].length : caches[0].length + n].to(runner.device)
+        synchronize(runner.device)
         began = time.perf_counter()
-        if len(texts) == 1:
-            first.read(feed, head=1 if n == 1 else None)
-        else:
-            first.read_texts(texts, feed, [n] * len(texts), last_only=n == 1)
-        synchronize(first.device)
+        runner.forward(caches, [feed] * len(caches), last=1 if n == 1 else None)
+        synchronize(runner.device)
         return time.perf_counter() - began
 
     def cost(self) -> CostModel:
@@ -187,22 +194,8 @@ class CostMeter:
         return self.cost()
 
 
-Texts = Sequence[Runner]  # one runner for each sequence
-
-
-@contextmanager
-def _texts(runner: Runner, count: int) -> Iterator[Texts]:
-    """Sequences that the runner reads together; a single one uses the runner's own cache."""
-    forks: list[Runner] = [] if count == 1 else runner.fork(count)
-    try:
-        yield forks or [runner]
-    finally:
-        for fork in reversed(forks):
-            fork.close()
-
-
 class ForwardTimer:
-    """Seconds inside the forwards of some runners and their forks.
+    """Seconds inside the forwards of some runners.
 
     Attributes:
         seconds: of all forwards.
@@ -222,9 +215,9 @@ def time_forwards(*runners: Runner) -> Iterator[ForwardTimer]:
     timer = ForwardTimer()
     different = list({id(r): r for r in runners}.values())
 
-    def timed(read: Callable[..., torch.Tensor], device: torch.device, first: bool) -> Callable[..., torch.Tensor]:
-        def call(*args: Any, **extra: Any) -> torch.Tensor:
-            if timer.inside:  # a forward over several sequences that calls those of each
+    def timed(read: Callable[..., Any], device: torch.device, first: bool) -> Callable[..., Any]:
+        def call(*args: Any, **extra: Any) -> Any:
+            if timer.inside:  # a forward that calls another one
                 return read(*args, **extra)
             synchronize(device)
             began, timer.inside = time.perf_counter(), True
@@ -233,7 +226,7 @@ def time_forwards(*runners: Runner) -> Iterator[ForwardTimer]:
             finally:
                 timer.inside = False
             synchronize(device)
-            spent, prompt = time.perf_counter() - began, extra.get("head") == 0
+            spent, prompt = time.perf_counter() - began, extra.get("last") == 0
             timer.seconds += spent
             timer.prompt_seconds += spent * prompt
             timer.forwards += first and not prompt
@@ -241,28 +234,17 @@ def time_forwards(*runners: Runner) -> Iterator[ForwardTimer]:
 
         return call
 
-    def watch(runner: Runner, first: bool) -> None:
-        def forked(count: int) -> list[Runner]:
-            forks = fork(count)
-            for one in forks:
-                watch(one, first)
-            return forks
-
-        fork = runner.fork
+    for runner in different:
         for name in WAYS:
             if hasattr(runner, name):
-                vars(runner)[name] = timed(getattr(runner, name), runner.device, first)
-        vars(runner)["fork"] = forked
-
-    for runner in different:
-        watch(runner, runner is different[0])
+                vars(runner)[name] = timed(getattr(runner, name), runner.device, runner is different[0])
     try:
         yield timer
     finally:
         for runner in different:
-            for name in (*WAYS, "fork"):
+            for name in WAYS:
                 vars(runner).pop(name, None)
 
 
-WAYS = ("read", "read_texts", "read_subset", "read_subset_of_texts", "read_own", "read_level", "read_levels")
+WAYS = ("forward", "forward_pairs", "forward_level")
 """Methods that are forwards."""

@@ -12,7 +12,7 @@ from decode.bench.costs import round_costs
 from decode.bench.records import Record, TimedText
 from decode.bench.session import BASELINE, Item, Session
 from decode.errors import UserError
-from decode.loop import Method, Output, Target, decode, decode_texts
+from decode.loop import Method, decode, decode_texts
 from decode.method_options import MethodOptions, split_spec
 from decode.methods import DRAFTED, HEADED, METHODS, SELF_SPECULATIVE, MethodInputs, build, is_lossless
 from decode.models.heads import FeatureHead
@@ -134,7 +134,7 @@ class EntryRun:
 
     def __init__(self, session: Session, entry: BenchEntry, batch_size: int = 1) -> None:
         self.entry, self.session, self.batch_size = entry, session, batch_size
-        self.samples: list[Output] = []
+        self.samples: list[Any] = []
         self.note = ""
         self.warp = replace(session.options.warp, temperature=entry.temperature)
         self.draft = session.drafts[entry.draft] if entry.draft is not None else None
@@ -228,7 +228,7 @@ class EntryRun:
             return [texts[i] for i in range(len(prompts))]
         began = time.perf_counter()
         outputs = decode_texts(
-            Target(runner),
+            runner,
             self.systems[repeat],
             self.warp,
             prompts,
@@ -256,7 +256,7 @@ class EntryRun:
             (new,), seconds, forwards = self.baseline.run([ids], min(budget, runner.limit + 1 - len(ids)), seed)
             return TimedText(new, seconds, forwards=forwards, latency=seconds)
         out = decode(
-            Target(runner),
+            runner,
             self.systems[repeat],
             self.warp,
             ids,

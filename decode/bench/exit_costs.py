@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from decode.bench.costs import CostModel
 from decode.drafters.base import NoDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
-from decode.loop import Method, Target, rounds
+from decode.loop import Method, rounds
 from decode.models.families import decoder_layers
 from decode.models.fast_forward import LayerSubset
 from decode.models.fast_runner import FastRunner
@@ -92,7 +92,6 @@ def measure(
             found = _timed_rounds(runner, system, key[1], warp, prompts[turn % len(prompts)], turn)
             if turn:  # the first one warms up
                 seen[key].append(found)
-    runner.truncate(0)
     # the lower quartile: other programs only ever make a measurement longer
     draft, verify, rest = ({k: float(np.quantile([f[i] for f in v], 0.25)) for k, v in seen.items()} for i in range(3))
     plain = verify[0, 0, ""]
@@ -122,7 +121,7 @@ def _timed_rounds(
     count, trace = ROUNDS if length else 4 * ROUNDS, Trace()
     rng = TorchRng(seed, runner.device)
     budget = count * (length + 2)  # so that no draft is cut
-    for _ in islice(rounds(Target(runner), system, warp, prompt, max_new_tokens=budget, rng=rng, trace=trace), count):
+    for _ in islice(rounds(runner, system, warp, prompt, max_new_tokens=budget, rng=rng, trace=trace), count):
         pass
     draft, verify, n = sum(trace.draft_seconds), sum(trace.verify_seconds), len(trace.drafted)
     rest = trace.total_seconds - trace.prefill_seconds - draft - verify

@@ -84,20 +84,20 @@ def _cpu_name() -> str:
 
 @torch.inference_mode()
 def seconds_per_token(runner: Runner, *, context: int = 64, repeats: int = 15) -> float:
-    """Median time of a one-token forward at the present thread count; leaves the cache empty."""
+    """Median time of a one-token forward at the present thread count."""
     context = max(1, min(context, runner.limit - 1))
     token = torch.zeros(1, dtype=torch.long, device=runner.device)
-    runner.truncate(0)
-    runner.read(token.expand(context), head=0)
+    cache = runner.new_cache()
+    runner.forward([cache], [token.expand(context)], last=0)
     times = []
     for _ in range(repeats):
         synchronize(runner.device)
         began = time.perf_counter()
-        runner.read(token)
+        runner.forward([cache], [token])
         synchronize(runner.device)
         times.append(time.perf_counter() - began)
-        runner.truncate(context)
-    runner.truncate(0)
+        cache.truncate(context)
+    cache.close()
     return statistics.median(times)
 
 

@@ -14,7 +14,7 @@ from decode.bench import machine
 from decode.bench.costs import LONGEST, CostMeter, CostModel, round_costs, time_forwards
 from decode.bench.suites import Prompt, Suite
 from decode.errors import UserError
-from decode.loop import Target, decode_texts
+from decode.loop import decode_texts
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_draft_runner, open_runner
@@ -248,7 +248,7 @@ class Session:
             )  # fmt: skip
             with time_forwards(self.runner, *self.drafts.values()) as timer:
                 outputs = decode_texts(
-                    Target(self.runner),
+                    self.runner,
                     build("vanilla" if length else BASELINE, inputs),
                     warp,
                     [item.ids for item in items],

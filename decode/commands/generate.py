@@ -31,7 +31,7 @@ from decode.commands.checks import (
 )
 from decode.commands.settings import GenerateSettings
 from decode.errors import UserError
-from decode.loop import Target, rounds
+from decode.loop import rounds
 from decode.methods import METHODS, MethodInputs, build, is_lossless
 from decode.models.loading import placement, stop_ids
 from decode.models.other_tokenizer import ForeignDraft
@@ -190,7 +190,7 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
     generation = Generation(ids, method, is_lossless(method, settings.rule), seed)
     ends = set() if settings.ignore_eos else stop_ids(pair.target, tokenizer)
     source = rounds(
-        Target(pair.runner),
+        pair.runner,
         system,
         warp,
         ids,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -16,12 +15,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from decode.draft import Draft, Trie
-from decode.drafters.base import Drafter
+from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.drafters.corpus_files import map_arrays, require_fingerprint, save_arrays
 from decode.errors import UserError
-from decode.models.runner import Runner
-from decode.sampling import Rng
-from decode.stopping import StopRule
 
 KIND = "n-gram table"
 SUCCESSORS = 12
@@ -333,6 +329,22 @@ def best_tree(root: int, successors: Successors, *, bits: int, mask: int, nodes:
 DEPTHS = {"mcts": 3, "best-first": 8}
 
 
+Learned = dict[int, tuple[list[int], list[float]]]  # by packed context: tokens that follow it, and their weights
+
+
+@dataclass
+class TrigramState:
+    """What a sequence has learned, and the generator of its searches."""
+
+    table: NgramTable
+    random: Random
+    learned: Learned
+
+    def successors(self, context: int) -> tuple[list[int], list[float]]:
+        """Tokens and weights that follow a packed context, learning included."""
+        return self.learned.get(context) or self.table.successors(context)
+
+
 @dataclass
 class TrigramDrafter(Drafter):
     """Drafts a tree of likely continuations under an n-gram model.
@@ -354,55 +366,38 @@ class TrigramDrafter(Drafter):
     memory: int = 1 << 16  # contexts whose learned weights are kept, those met last
     widest: int = 64  # successors that a context keeps while it learns; the lightest leaves first
     seed: int = 0  # of the search's own generator, which restarts with every text and never touches the decoder's
-    _learned: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict, init=False, repr=False)
-    _begin: dict[int, tuple[list[int], list[float]]] | None = field(default=None, init=False, repr=False)
-    _random: Random = field(default_factory=Random, init=False, repr=False)
+    _learned: Learned = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.depth is None:
             self.depth = DEPTHS[self.method]
-        self._random.seed(self.seed)
 
-    def start(self, ids: list[int]) -> None:
-        """Restart the search's generator; learned weights stay, but in a fork those of its texts."""
-        self._random.seed(self.seed)
-        if self._begin is not None:
-            self._learned = {context: (list(t), list(w)) for context, (t, w) in self._begin.items()}
-
-    def fork(self, targets: Sequence[Runner]) -> list[Drafter]:
-        """See `Drafter.fork`."""
-        forks = [copy.copy(self) for _ in targets]
-        for fork in forks:
-            fork._begin, fork._random = self._learned, Random()
-        return list(forks)
+    def start(self, prompt: Prompt) -> TrigramState:
+        """A search's generator, and the learned weights: those of the drafter, or a copy for this sequence alone."""
+        learned = self._learned
+        if not prompt.alone:
+            learned = {context: (list(t), list(w)) for context, (t, w) in learned.items()}
+        return TrigramState(self.table, Random(self.seed), learned)
 
     def reset(self) -> None:
         """Forget what was learned from texts."""
         self._learned.clear()
-        self._random.seed(self.seed)
 
-    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
         """The searched tree, at most ``max_depth`` deep; empty where the context is unknown."""
-        self._learn(ids)
+        state, ids, most = request.state, request.ids, request.max_depth
+        self._learn(state.learned, ids)
         root = self.table.context(ids)
-        if root is None or max_depth < 1:
+        if root is None or most < 1:
             return Draft.empty()
         assert self.depth is not None
-        bits, mask, depth = self.table.bits, self.table.mask, min(self.depth, max_depth)
+        bits, mask, depth, after = self.table.bits, self.table.mask, min(self.depth, most), state.successors
         if self.method == "best-first":
-            tree = best_tree(root, self.successors, bits=bits, mask=mask, nodes=self.nodes, depth=depth)
-            return tree.draft()
-        found = search(
-            root, self.successors, bits=bits, mask=mask, iterations=self.searches, depth=depth, random=self._random
-        )
-        tree = most_visited(*found, self.successors, sequences=self.sequences, nodes=self.nodes, max_depth=max_depth)
-        return tree.draft()
+            return best_tree(root, after, bits=bits, mask=mask, nodes=self.nodes, depth=depth).draft()
+        found = search(root, after, bits=bits, mask=mask, iterations=self.searches, depth=depth, random=state.random)
+        return most_visited(*found, after, sequences=self.sequences, nodes=self.nodes, max_depth=most).draft()
 
-    def successors(self, context: int) -> tuple[list[int], list[float]]:
-        """Tokens and weights that follow a packed context, learning included."""
-        return self._learned.get(context) or self.table.successors(context)
-
-    def _learn(self, ids: list[int]) -> None:
+    def _learn(self, known: Learned, ids: list[int]) -> None:
         """Raise the weight of each n-gram among the last ``recent`` tokens."""
         size = self.table.order - 1
         window = ids[-self.recent :]
@@ -410,11 +405,11 @@ class TrigramDrafter(Drafter):
             context, token = self.table.context(window[end - size : end]), window[end]
             if context is None or token >> self.table.bits:
                 continue
-            learned = self._learned.pop(context, None)
+            learned = known.pop(context, None)
             tokens, weights = learned if learned is not None else self.table.successors(context)
             if learned is None:
                 tokens, weights = tokens.copy(), weights.copy()
-            self._learned[context] = tokens, weights  # the latest at the end
+            known[context] = tokens, weights  # the latest at the end
             if token not in tokens:
                 if len(tokens) >= self.widest:
                     lightest = weights.index(min(weights))
@@ -423,8 +418,8 @@ class TrigramDrafter(Drafter):
                 weights.append(0.0)
             at = tokens.index(token)
             weights[at] = min(self.ceiling, weights[at] + self.gain)
-        while len(self._learned) > self.memory:
-            del self._learned[next(iter(self._learned))]
+        while len(known) > self.memory:
+            del known[next(iter(known))]
 
 
 def open_adaptix(

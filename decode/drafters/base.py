@@ -2,86 +2,82 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from decode.draft import Draft
-from decode.models.runner import Runner
 from decode.sampling import Rng
 from decode.stopping import StopRule
 from decode.trace import Round
 
 
 @dataclass
-class DraftRequest:
-    """What the drafter of one text is asked for; see `Drafter.propose`."""
+class Prompt:
+    """A sequence that begins, as a drafter sees it."""
 
-    drafter: Any
-    ids: list[int]
-    stop: StopRule
-    max_depth: int
-    rng: Rng
+    ids: list[int]  # the last one is pending, chosen but not yet read by the target
+    cache: Any = None  # the target's cache of the sequence
+    captured: Tensor | None = None  # `Drafter.capture` states of all tokens that the target has read
+    stop_ids: Collection[int] = ()  # tokens that end the text
+    defer_prefill: bool = False  # the first rounds have no draft, so that the prompt may be read later
+    alone: bool = True  # what the drafter learns from this sequence serves later ones
+
+
+@dataclass
+class DraftRequest:
+    """What a drafter needs to propose a draft for one sequence."""
+
+    state: Any  # what the drafter remembers of the sequence
+    ids: list[int]  # the sequence; its last token is pending
+    stop: StopRule  # asked after each drafted token whether to go on
+    max_depth: int  # the deepest node allowed: the tokens that the text may still grow by, less one
+    rng: Rng  # source of every random choice
 
 
 class Drafter:
-    """Proposes tokens for the target to verify; only `propose` has to be written, every other method may do nothing."""
+    """Proposes tokens for the target to verify. What it remembers of a sequence is a state, which `start` returns.
 
-    # hidden states that the target keeps of every row it reads, for drafters that build on them: i is the state that
-    # enters layer i, the number of layers the last one, after the final norm
-    captured_layers: tuple[int, ...] = ()
-    stop_ids: Collection[int] = ()  # tokens that end the text; the loop sets them before `start`
-    defer_prefill = (
-        False  # the text begins with rounds without a draft: its prompt may be read later; set before `start`
-    )
+    A drafter has to define `draft`, or `propose` where sequences are drafted for together.
+    """
 
-    def start(self, ids: list[int]) -> None:
-        """A new text begins with these tokens; what was learned may persist, what belongs to the old text may not."""
+    capture: tuple[int, ...] = ()
+    """Hidden states of the target that the drafter reads; see `Runner.forward`."""
 
-    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
-        """A draft to follow the text.
+    def start(self, prompt: Prompt) -> Any:
+        """The state of a sequence that begins."""
 
-        Args:
-            ids: the text; its last token is pending, chosen but not yet read by the target.
-            stop: asked after each drafted token whether to go on.
-            max_depth: the deepest node allowed; the tokens that the text may still grow by, less one.
-            rng: source of every random choice.
-        """
+    def draft(self, request: DraftRequest) -> Draft:
+        """A draft to follow one sequence."""
         raise NotImplementedError
 
-    def propose_together(self, asked: Sequence[DraftRequest]) -> list[Draft]:
-        """A draft for each of several texts, every one by its own drafter of this kind (see `fork`)."""
-        return [one.drafter.propose(one.ids, one.stop, one.max_depth, one.rng) for one in asked]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """A draft for each of several sequences."""
+        return [self.draft(request) for request in requests]
 
-    def fork(self, targets: Sequence[Runner]) -> list[Drafter]:
-        """Drafters for the texts of these targets, which share weights and tables but nothing that belongs to a text.
+    def update(self, state: Any, ids: list[int], round: Round) -> None:
+        """Learn from a verified round, after which the sequence is `ids`; its last token is pending."""
 
-        Each begins every text with what this one has learned. The only one of a single target uses the caches of this.
-        """
-        return [copy.copy(self) for _ in targets]
+    def close(self, state: Any) -> None:
+        """Free the memory of a sequence that has ended."""
+
+    def reserve(self, rows: int) -> None:
+        """Allocate memory for several sequences in advance."""
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Bytes that a token of a text takes in caches of its drafter."""
+        """Bytes that a token of a sequence takes in caches of the drafter."""
         return 0
 
-    def close(self) -> None:
-        """Give back what `fork` took."""
-
-    def commit(self, ids: list[int]) -> None:
-        """The text has grown to `ids`; its last token is pending."""
-
-    def observe(self, round: Round) -> None:
-        """Learn from a verified round."""
-
     def reset(self) -> None:
-        """Forget everything learned from earlier texts."""
+        """Forget everything learned from earlier sequences."""
 
 
 class NoDrafter(Drafter):
     """Proposes nothing: the loop becomes plain autoregression, the baseline of every speedup."""
 
-    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
         """The empty draft."""
         return Draft.empty()

@@ -1,7 +1,6 @@
 """A feature head drafts (EAGLE): a chain, or EAGLE-2's dynamic tree (arXiv 2406.16858)."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,13 +8,12 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.drafters.base import Drafter
-from decode.drafters.draft_model import Drafting, ModelDrafter
+from decode.drafters.base import DraftRequest, Prompt
+from decode.drafters.draft_model import Drafting, ModelDrafter, ModelState
 from decode.errors import UserError
 from decode.models.head_runner import HeadRunner
-from decode.models.runner import Runner
-from decode.sampling import LogitsWarper, Rng
-from decode.stopping import StopRule
+from decode.models.runner import Output, Runner
+from decode.sampling import LogitsWarper
 from decode.trace import Round
 
 
@@ -37,59 +35,44 @@ def head_of(draft: Runner | None) -> HeadRunner:
 class FeatureDrafter(ModelDrafter):
     """Drafts a chain from the target's features, drawn from the head's warped distribution like any draft model's.
 
-    The loop has the target keep the hidden states named by `captured_layers`; after every round the pairs that were
-    drafted on the head's own states are replaced by pairs with the target's.
+    The loop has the target return the hidden states named by `capture`; after every round the pairs that were drafted
+    from the head's own states are replaced by pairs with the target's.
     """
 
     runner: HeadRunner
-    full = False  # the text is longer than the head's context
 
     def __init__(self, runner: HeadRunner, target: Runner, warp: LogitsWarper) -> None:
         super().__init__(runner, warp, target.vocab_size)
-        self.target = target  # the target's runner, whose `features` are read
+        self.capture = runner.feature_head.captured_layers
 
-    @property
-    def captured_layers(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Which of the target's hidden states are the feature."""
-        return self.runner.feature_head.captured_layers
+    def start(self, prompt: Prompt) -> ModelState:
+        """Pair the prompt's tokens with the features that the target's prefill returned."""
+        state = ModelState(self.runner.new_cache(), prompt.stop_ids)
+        if self._fits(state, prompt.ids) and prompt.captured is not None:
+            state.cache.settle(prompt.captured)
+            if not prompt.defer_prefill:
+                self.runner.forward([state.cache], [self._known(prompt.ids[:-1])], last=0)
+        return state
 
-    def start(self, ids: list[int]) -> None:
-        """Pair the prompt's tokens with the features that the target's prefill left."""
-        self.runner.truncate(0)
-        if self._fits(ids) and len(ids) > 1:
-            self.runner.settle(self.target.features)
-            if not self.defer_prefill:
-                self.runner.read(self._known(ids[:-1]), head=0)
+    def _fits(self, state: ModelState, ids: list[int]) -> bool:
+        """Whether the head's context holds the sequence; features that it will never read are not kept."""
+        state.full = len(ids) > self.runner.limit
+        if state.full:
+            state.cache.truncate(0)
+        return not state.full
 
-    def _fits(self, ids: list[int]) -> bool:
-        """Whether the head's context holds the text; features that it will never read are not kept."""
-        self.full = len(ids) > self.runner.limit
-        if self.full:
-            self.runner.truncate(0)
-        return not self.full
-
-    def _drafting(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Drafting:
+    def _drafting(self, request: DraftRequest) -> Drafting:
         """A text of one token has no feature yet, so nothing is drafted."""
-        if not self._fits(ids) or not len(self.runner.unread):
+        if not self._fits(request.state, request.ids) or not len(request.state.cache.unread):
             return Draft.empty()
-        return (yield from super()._drafting(ids, stop, max_depth, rng))
+        return (yield from super()._drafting(request))
 
-    def fork(self, targets: Sequence[Runner]) -> list[Drafter]:
-        """See `Drafter.fork`: each reads the features of its own text's target."""
-        forks = super().fork(targets)
-        for fork, target in zip(forks, targets):
-            assert isinstance(fork, FeatureDrafter)
-            fork.target = target
-        return forks
-
-    def commit(self, ids: list[int]) -> None:
-        """What was accepted is known from the round."""
-
-    def observe(self, round: Round) -> None:
+    def update(self, state: ModelState, ids: list[int], round: Round) -> None:
         """Queue the target's features of the pending token and of the accepted ones."""
-        if not self.full:
-            rows = torch.tensor([0, *(node + 1 for node in round.path)], device=self.target.device)
-            self.runner.settle(self.target.features.index_select(0, rows))
+        if not state.full:
+            assert round.captured is not None
+            rows = torch.tensor([0, *(node + 1 for node in round.path)], device=round.captured.device)
+            state.cache.settle(round.captured.index_select(0, rows))
 
 
 class FeatureTreeDrafter(FeatureDrafter):
@@ -116,43 +99,37 @@ class FeatureTreeDrafter(FeatureDrafter):
         super().__init__(runner, target, warp)
         self.width, self.nodes, self.threshold = width, nodes, threshold
 
-    def _drafting(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Drafting:
+    def _drafting(self, request: DraftRequest) -> Drafting:
         """The tree, as deep as the stop rule's window; its few numbers are kept on the host, where they cost least."""
-        runner = self.runner
-        depth = min(stop.cap(), max_depth, runner.limit - len(ids))
-        if not self._fits(ids) or depth < 1 or not len(runner.unread):
+        runner, state, ids = self.runner, request.state, request.ids
+        depth = min(request.stop.cap(), request.max_depth, runner.limit - len(ids))
+        if not self._fits(state, ids) or depth < 1 or not len(state.cache.unread):
             return Draft.empty()
-        logits = yield self._known(ids[runner.length :])
-        states, width = runner.hidden[-1:], min(self.width, logits.shape[-1])
+        out = yield self._known(ids[state.cache.length :])
+        width = min(self.width, out.logits.shape[-1])
         found = _Candidates(math.log(self.threshold) if self.threshold else -math.inf)
         expanded = [-1]
         for level in range(depth):
             paths = [found.path(node) for node in expanded] if self.warp.needs_prefix else []
-            best = self._log_probs(logits, ids, paths).topk(width, -1)
+            best = self._log_probs(out.logits, ids, paths).topk(width, -1)
             tokens = best.indices if runner.draft_ids is None else runner.draft_ids[best.indices]
             first = len(found.tokens)
             found.add(expanded, tokens.tolist(), best.values.tolist())
-            if level + 1 == depth:
-                break
-            expanded = found.likeliest(self.width, first)
+            expanded = found.likeliest(self.width, first) if level + 1 < depth else []
             if not expanded:
                 break
             rows = torch.tensor([(node - first) // width for node in expanded], device=runner.device)
             picked = torch.tensor([found.tokens[node] for node in expanded], device=runner.device)
             seen = found.read(expanded).to(runner.device)
-            logits = yield picked, states.index_select(0, rows), seen, level
-            states = runner.hidden
+            out = yield picked, out.hidden.index_select(0, rows), seen, level
         return found.tree(self.nodes)
 
-    def _read(self, feed: Any) -> Tensor:
-        """Logits over the head's vocabulary, behind the text's tokens or behind those of a level."""
-        return self.runner.read_level(*feed) if isinstance(feed, tuple) else self.runner.read_own(feed, 1)
-
-    def _read_texts(self, runners: list[Any], feeds: list[Any]) -> Sequence[Tensor]:
-        """`_read` of several texts."""
+    def _forward(self, caches: list[Any], feeds: list[Any]) -> list[Output]:
+        """Outputs over the head's vocabulary, for the tokens of the sequences or for those of a level."""
         if not isinstance(feeds[0], tuple):
-            return [self.runner.reduce(rows) for rows in super()._read_texts(runners, feeds)]
-        return runners[0].read_levels(runners, [feed[:3] for feed in feeds], feeds[0][3])
+            return self.runner.forward_pairs(caches, feeds, 1).split([1] * len(caches))
+        tokens, states, seen, levels = zip(*feeds)
+        return self.runner.forward_level(caches, tokens, states, seen, levels[0]).split([len(own) for own in tokens])
 
     def _log_probs(self, logits: Tensor, ids: list[int], paths: list[list[int]]) -> Tensor:
         """log q of each row ``[w, draft vocab]``, with penalties, at temperature 1 and without cuts.

@@ -2,94 +2,53 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from decode.draft import Draft
-from decode.drafters.base import Drafter
-from decode.drafters.draft_model import ModelDrafter
+from decode.drafters.base import Prompt
+from decode.drafters.draft_model import ModelDrafter, ModelState
 from decode.models.fast_forward import LayerSubset
-from decode.models.fast_runner import FastRunner, self_speculating
-from decode.models.runner import Runner
+from decode.models.fast_runner import FastRunner
+from decode.models.runner import Output
 from decode.sampling import LogitsWarper
+from decode.trace import Round
 from decode.verify import overlap
 
 
-class LayerSubsetRunner(Runner):
-    """A subset of a model's layers in the role of a draft model, on the model's own cache.
-
-    The cache is the target's to roll back: what is read here lies ahead of the target's text until the target reads.
-    """
-
-    def __init__(self, whole: FastRunner, subset: LayerSubset) -> None:
-        super().__init__(
-            whole.name,
-            device=whole.device,
-            dtype=whole.dtype,
-            vocab_size=whole.vocab_size,
-            limit=whole.limit,
-            model=whole.model,
-        )
-        self.whole, self.subset = whole, subset
-
-    @property
-    def length(self) -> int:
-        """Positions read, those read ahead among them."""
-        return self.whole.length + self.whole.length_ahead
-
-    def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
-        """See `FastRunner.read_subset`; logits of all rows whatever `head` is."""
-        logits = self.whole.read_subset(tokens, self.subset)
-        self.hidden = self.whole.hidden
-        return logits
-
-    def read_texts(
-        self,
-        texts: Sequence[LayerSubsetRunner],
-        tokens: Tensor,
-        counts: Sequence[int],
-        trees: Sequence[Draft | None] | None = None,
-        *,
-        last_only: bool = False,
-    ) -> Tensor:
-        """See `FastRunner.read_subset_of_texts`."""
-        assert last_only, "drafting takes the last token's logits"
-        logits = self.whole.read_subset_of_texts([text.whole for text in texts], tokens, counts, self.subset)
-        for text in texts:
-            text.hidden = text.whole.hidden
-        return logits
-
-    def truncate(self, length: int) -> None:
-        """The target does."""
-
-
 class EarlyExitDrafter(ModelDrafter):
-    """Drafts with a subset of the target's layers and the model's own final norm and head.
+    """Drafts with a subset of the target's layers and the model's own final norm and head, in the target's cache.
 
-    The target has to use the same runner: what the draft computed in the shared layers is taken up by verification,
-    and the target's own rollback is the draft's. Stop rules see the hidden state that the head saw at the exit.
+    What the draft computed in the shared layers is used by verification, and the target's rollback is the draft's.
+    Stop rules read the hidden state that the head read at the exit.
     """
+
+    runner: FastRunner
 
     def __init__(self, runner: FastRunner, warp: LogitsWarper, subset: LayerSubset) -> None:
-        super().__init__(LayerSubsetRunner(runner, subset), warp, runner.vocab_size)
+        super().__init__(runner, warp, runner.vocab_size)
         self.subset = subset  # the sub-layers that run; `LayerSubset(E)` exits after layer E
 
-    def fork(self, targets: Sequence[Runner]) -> list[Drafter]:
-        """See `Drafter.fork`: each on its own text's target."""
-        forks = [copy.copy(self) for _ in targets]
-        for fork, target in zip(forks, targets):
-            fork.runner = LayerSubsetRunner(self_speculating(target), self.subset)
-        return list(forks)
-
-    def start(self, ids: list[int]) -> None:
+    def start(self, prompt: Prompt) -> ModelState:
         """The target has read the prompt for both."""
+        return ModelState(prompt.cache, prompt.stop_ids)
 
-    def commit(self, ids: list[int]) -> None:
+    def _forward(self, caches: list[Any], feeds: list[Any]) -> list[Output]:
+        return self.runner.forward(caches, feeds, last=1, layers=self.subset).split([1] * len(caches))
+
+    def update(self, state: ModelState, ids: list[int], round: Round) -> None:
         """The target has dropped what was rejected for both."""
+
+    def close(self, state: ModelState) -> None:
+        """The target closes its cache."""
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """The drafter has no cache."""
+        return 0
 
 
 PATIENCE = 3  # steps without a better set before the search ends
@@ -114,34 +73,22 @@ class Subset:
 
 
 @torch.inference_mode()
-def target_rows(runner: FastRunner, texts: Sequence[Text], warp: LogitsWarper) -> list[Tensor]:
-    """The target's probabilities ``[response, vocab]`` at every response position of each text."""
+def response_rows(
+    runner: FastRunner, texts: Sequence[Text], warp: LogitsWarper, subset: LayerSubset | None = None
+) -> list[Tensor]:
+    """Probabilities ``[response, vocab]`` at every response position of each text, of all layers or of a subset.
+
+    A subset reads a text whole, so after the first skipped sub-layer it attends to its own states of the text; in
+    decoding it attends to the target's, which are better.
+    """
     rows = []
     for ids, start in texts:
-        runner.truncate(0)
-        logits = runner.read(torch.tensor(ids, device=runner.device), head=len(ids) - start + 1)[:-1]
-        rows.append(warp(logits, [ids[:i] for i in range(start, len(ids))] if warp.needs_prefix else None))
-    runner.truncate(0)
+        cache = runner.new_cache()
+        logits = runner.forward([cache], [torch.tensor(ids, device=runner.device)], layers=subset).logits
+        cache.close()
+        prefixes = [ids[:i] for i in range(start, len(ids))] if warp.needs_prefix else None
+        rows.append(warp(logits[start - 1 : -1], prefixes))
     return rows
-
-
-@torch.inference_mode()
-def acceptance(
-    runner: FastRunner, subset: LayerSubset, texts: Sequence[Text], rows: Sequence[Tensor], warp: LogitsWarper
-) -> list[list[float]]:
-    """Σ min(p, q) at every response position of each text, for a draft that runs `subset`.
-
-    A text is read whole by the subset, so behind the first skipped sub-layer the draft attends to its own states of
-    the text; in decoding it attends to the target's, which are better.
-    """
-    found = []
-    for (ids, start), p in zip(texts, rows):
-        runner.truncate(0)
-        logits = runner.read_subset(torch.tensor(ids, device=runner.device), subset)[start - 1 : -1]
-        q = warp(logits, [ids[:i] for i in range(start, len(ids))] if warp.needs_prefix else None)
-        found.append(overlap(p, q).tolist())
-    runner.truncate(0)
-    return found
 
 
 def search(
@@ -169,12 +116,12 @@ def search(
         longest: longest draft considered.
     """
     total = 2 * runner.depth
-    rows = target_rows(runner, texts, warp)
+    rows = response_rows(runner, texts, warp)
 
     def predicted(skip: frozenset[Sublayer]) -> Subset:
         no_attention, no_mlp = ([layer for kind, layer in skip if kind == what] for what in ("attention", "mlp"))
         subset = LayerSubset.skipping(runner.depth, no_attention, no_mlp)
-        accept = acceptance(runner, subset, texts, rows, warp)
+        accept = [overlap(p, q).tolist() for p, q in zip(rows, response_rows(runner, texts, warp, subset))]
         c = fixed + (1 - fixed) * subset.sublayers / total
         # the shared layers are not run again for what the draft has read
         saved = (1 - fixed) * subset.shared / runner.depth

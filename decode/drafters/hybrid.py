@@ -3,26 +3,31 @@
 After enough matching tokens a copy is accepted more often than what a small head drafts, and costs no forward.
 """
 
-import copy
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from decode.draft import Draft
-from decode.drafters.base import Drafter, DraftRequest
+from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.drafters.draft_model import ModelDrafter
-from decode.drafters.prompt_lookup import LookupDrafter
+from decode.drafters.prompt_lookup import NgramIndex, copy_from
 from decode.drafters.rest import Datastore
-from decode.models.runner import Runner
-from decode.sampling import Rng
-from decode.stopping import StopRule
 from decode.trace import Round
 
 LONGEST, SHORTEST = 8, 2  # tokens of the text's end that are looked up
 OCCURRENCES = 256  # most occurrences in the corpus whose continuations are read
 SUPPORT = 0.2  # share of the occurrences that have to go on like the copy, for it to go on
+
+
+@dataclass
+class HybridState:
+    """The head's state of a sequence, and the index of its n-grams."""
+
+    head: Any
+    ngrams: NgramIndex
 
 
 class HybridDrafter(Drafter):
@@ -35,7 +40,7 @@ class HybridDrafter(Drafter):
     Attributes:
         head: the draft model or feature head.
         store: a corpus, such as the target's own answers; None looks in the text only.
-        match: tokens that have to match for a copy to go before the head.
+        match: tokens that have to match for a copy to be preferred to the head's draft.
         length: most tokens copied; twice as many as matched at most.
         branch: most tokens copied after a shorter match, as a branch of the head's tree; 0 where it drafts chains.
     """
@@ -44,86 +49,69 @@ class HybridDrafter(Drafter):
         self, head: ModelDrafter, store: Datastore | None = None, *, match: int = 4, length: int = 10, branch: int = 0
     ) -> None:
         self.head, self.store, self.match, self.length, self.branch = head, store, match, length, branch
-        self.text = LookupDrafter(length=length, max_ngram=max(LONGEST, match), min_ngram=SHORTEST)
+        self.capture = head.capture
 
-    @property
-    def captured_layers(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Those of the head."""
-        return self.head.captured_layers
-
-    def start(self, ids: list[int]) -> None:
+    def start(self, prompt: Prompt) -> HybridState:
         """Index the text, and let the head read it."""
-        self.head.stop_ids, self.head.defer_prefill = self.stop_ids, self.defer_prefill
-        self.text.start(ids)
-        self.head.start(ids)
+        return HybridState(self.head.start(prompt), NgramIndex(max(LONGEST, self.match), SHORTEST))
 
-    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
-        """A copy or the head's draft; the stop rule's window is the head's."""
-        return self.propose_together([DraftRequest(self, ids, stop, max_depth, rng)])[0]
-
-    def propose_together(self, asked: Sequence[DraftRequest]) -> list[Draft]:
-        """See `Drafter.propose_together`: the heads that are asked draft together."""
-        drafts = [Draft.empty() for _ in asked]
-        matches = [one.drafter._match(one.ids) for one in asked]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """A copy or the head's draft; the heads that are asked draft together, and the stop rule's window is theirs."""
+        drafts = [Draft.empty() for _ in requests]
+        matches = [self._match(one) for one in requests]
         copies: list[list[int]] = [
-            one.drafter._copy(one.ids, min(self.length, one.max_depth), *match) if max(match[::2]) >= self.match else []
-            for one, match in zip(asked, matches)
+            self._copy(one, min(self.length, one.max_depth), *match) if max(match[::2]) >= self.match else []
+            for one, match in zip(requests, matches)
         ]
-        heads = [i for i, one in enumerate(asked) if one.max_depth > 0 and not copies[i]]
+        heads = [i for i, one in enumerate(requests) if one.max_depth > 0 and not copies[i]]
         if heads:
-            to_heads = [replace(asked[i], drafter=asked[i].drafter.head) for i in heads]
-            for i, draft in zip(heads, self.head.propose_together(to_heads)):
+            to_head = [replace(requests[i], state=requests[i].state.head) for i in heads]
+            for i, draft in zip(heads, self.head.propose(to_head)):
                 drafts[i] = draft
-        for i, one in enumerate(asked):
+        for i, one in enumerate(requests):
             if not len(drafts[i]):
-                copied = copies[i] or one.drafter._copy(one.ids, min(self.length, one.max_depth), *matches[i])
+                copied = copies[i] or self._copy(one, min(self.length, one.max_depth), *matches[i])
                 drafts[i] = Draft.chain(torch.tensor(copied, dtype=torch.long))
             elif self.branch:
-                copied = one.drafter._copy(one.ids, min(self.branch, one.max_depth), *matches[i])
-                drafts[i] = drafts[i].with_branch(copied)
+                drafts[i] = drafts[i].with_branch(self._copy(one, min(self.branch, one.max_depth), *matches[i]))
         return drafts
 
-    def _match(self, ids: list[int]) -> tuple[int, int, int]:
-        """Tokens of the text's end found in the text, the position behind them, and tokens found in the corpus."""
-        in_store = self.store.longest(ids, self.text.max_ngram, SHORTEST)[0] if self.store is not None else 0
-        return *self.text.find(ids), in_store
+    def _match(self, request: DraftRequest) -> tuple[int, int, int]:
+        """Tokens of the text's end found in the text, the position after them, and tokens found in the corpus."""
+        ngrams, ids = request.state.ngrams, request.ids
+        in_store = self.store.longest(ids, ngrams.longest, SHORTEST)[0] if self.store is not None else 0
+        return *ngrams.find(ids), in_store
 
-    def _copy(self, ids: list[int], most: int, in_text: int, after: int, in_store: int) -> list[int]:
+    def _copy(self, request: DraftRequest, most: int, in_text: int, after: int, in_store: int) -> list[int]:
         """The continuation of the longer match."""
         matched = max(in_text, in_store)
         count = min(most, 2 * matched)
         if count < 1:
             return []
         if in_text == matched:  # of equals the text is closer to what is being written
-            return self.text.copy(ids, after, count)
+            return copy_from(request.ids, after, count)
         assert self.store is not None
-        rows = self.store.continuations(ids, length=count, limit=OCCURRENCES, max_span=matched, min_span=SHORTEST)
+        rows = self.store.continuations(
+            request.ids, length=count, limit=OCCURRENCES, max_span=matched, min_span=SHORTEST
+        )
         return most_frequent(rows)
 
-    def fork(self, targets: Sequence[Runner]) -> list[Drafter]:
-        """See `Drafter.fork`."""
-        forks = [copy.copy(self) for _ in targets]
-        for fork, head in zip(forks, self.head.fork(targets)):
-            assert isinstance(head, ModelDrafter)
-            fork.head, fork.text = head, copy.copy(self.text)
-        return list(forks)
+    def update(self, state: HybridState, ids: list[int], round: Round) -> None:
+        """The head learns from copies too: it drafts on from their features."""
+        self.head.update(state.head, ids, round)
+
+    def close(self, state: HybridState) -> None:
+        """See `Drafter.close`."""
+        self.head.close(state.head)
+
+    def reserve(self, rows: int) -> None:
+        """See `Drafter.reserve`."""
+        self.head.reserve(rows)
 
     @property
     def cache_bytes_per_token(self) -> int:
         """See `Drafter.cache_bytes_per_token`."""
         return self.head.cache_bytes_per_token
-
-    def close(self) -> None:
-        """See `Drafter.close`."""
-        self.head.close()
-
-    def commit(self, ids: list[int]) -> None:
-        """The head drops what was rejected."""
-        self.head.commit(ids)
-
-    def observe(self, round: Round) -> None:
-        """The head sees copies too: it drafts on from their features."""
-        self.head.observe(round)
 
     def reset(self) -> None:
         """Forget what the head learned."""

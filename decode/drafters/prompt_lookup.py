@@ -5,9 +5,42 @@ from dataclasses import dataclass, field
 import torch
 
 from decode.draft import Draft
-from decode.drafters.base import Drafter
-from decode.sampling import Rng
-from decode.stopping import StopRule
+from decode.drafters.base import Drafter, DraftRequest, Prompt
+
+
+@dataclass
+class NgramIndex:
+    """Where the n-grams of a growing text ended most recently."""
+
+    longest: int = 3  # longest n-gram looked up
+    shortest: int = 1  # shortest n-gram looked up
+    _after: dict[tuple[int, ...], int] = field(default_factory=dict, init=False, repr=False)
+    _indexed: int = field(default=0, init=False, repr=False)
+
+    def find(self, ids: list[int]) -> tuple[int, int]:
+        """The longest last n-gram known from earlier in the text.
+
+        Returns:
+            n, 0 if none is known, and the position after its most recent earlier occurrence.
+        """
+        for end in range(self._indexed + 1, len(ids)):  # the last token has no continuation yet
+            for n in range(self.shortest, min(self.longest, end) + 1):
+                self._after[tuple(ids[end - n : end])] = end
+        self._indexed = max(self._indexed, len(ids) - 1)
+        for n in range(min(self.longest, len(ids) - 1), self.shortest - 1, -1):
+            after = self._after.get(tuple(ids[-n:]))
+            if after is not None:
+                return n, after
+        return 0, 0
+
+
+def copy_from(ids: list[int], after: int, count: int) -> list[int]:
+    """The `count` tokens from a position on; a copy that reaches the end of the text goes on with itself."""
+    copied = ids[after : after + count]
+    period = len(ids) - after
+    while len(copied) < count:
+        copied.append(copied[len(copied) - period])
+    return copied
 
 
 @dataclass
@@ -17,44 +50,13 @@ class LookupDrafter(Drafter):
     length: int = 10  # most tokens copied
     max_ngram: int = 3  # longest n-gram looked up
     min_ngram: int = 1  # shortest n-gram looked up
-    _after: dict[tuple[int, ...], int] = field(default_factory=dict, init=False, repr=False)
-    _indexed: int = field(default=0, init=False, repr=False)
 
-    def start(self, ids: list[int]) -> None:
-        """Forget the previous text and index this one."""
-        self._after, self._indexed = {}, 0
-        self._index(ids)
+    def start(self, prompt: Prompt) -> NgramIndex:
+        """The index of a text."""
+        return NgramIndex(self.max_ngram, self.min_ngram)
 
-    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
-        """A chain of at most ``length``, ``max_depth`` and the stop rule's cap; empty where nothing matches."""
-        count = min(self.length, max_depth, stop.cap())
-        n, after = self.find(ids) if count > 0 else (0, 0)
-        return Draft.chain(torch.tensor(self.copy(ids, after, count), dtype=torch.long)) if n else Draft.empty()
-
-    def find(self, ids: list[int]) -> tuple[int, int]:
-        """The longest last n-gram known from earlier in the text.
-
-        Returns:
-            n, 0 if none is known, and the position after its most recent earlier occurrence.
-        """
-        self._index(ids)
-        for n in range(min(self.max_ngram, len(ids) - 1), self.min_ngram - 1, -1):
-            after = self._after.get(tuple(ids[-n:]))
-            if after is not None:
-                return n, after
-        return 0, 0
-
-    def copy(self, ids: list[int], after: int, count: int) -> list[int]:
-        """The `count` tokens from a position on; a copy that reaches the end of the text goes on with itself."""
-        copied = ids[after : after + count]
-        period = len(ids) - after
-        while len(copied) < count:
-            copied.append(copied[len(copied) - period])
-        return copied
-
-    def _index(self, ids: list[int]) -> None:
-        """Enter the n-grams that end before the last token, which has no continuation yet."""
-        for end in range(self._indexed + 1, len(ids)):
-            for n in range(self.min_ngram, min(self.max_ngram, end) + 1):
-                self._after[tuple(ids[end - n : end])] = end
-        self._indexed = max(self._indexed, len(ids) - 1)
+    def draft(self, request: DraftRequest) -> Draft:
+        """A chain of at most `length`, `max_depth` and the stop rule's cap; empty where nothing matches."""
+        count = min(self.length, request.max_depth, request.stop.cap())
+        n, after = request.state.find(request.ids) if count > 0 else (0, 0)
+        return Draft.chain(torch.tensor(copy_from(request.ids, after, count), dtype=torch.long)) if n else Draft.empty()

@@ -12,11 +12,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from decode.draft import Draft, heaviest_tree
-from decode.drafters.base import Drafter
+from decode.drafters.base import Drafter, DraftRequest
 from decode.drafters.corpus_files import map_arrays, require_fingerprint, save_arrays
 from decode.errors import UserError
-from decode.sampling import Rng
-from decode.stopping import StopRule
 
 KIND = "datastore"
 FILE = "datastore.safetensors"
@@ -226,10 +224,14 @@ class RetrievalDrafter(Drafter):
     hits: int = 5000  # most occurrences read
     length: int = 10  # tokens read after each occurrence
 
-    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
         """The tree of continuations, at most ``max_depth`` deep; empty where no tail of the text is known."""
         rows = self.store.continuations(
-            ids, length=min(self.length, max_depth), limit=self.hits, max_span=self.max_span, min_span=self.min_span
+            request.ids,
+            length=min(self.length, request.max_depth),
+            limit=self.hits,
+            max_span=self.max_span,
+            min_span=self.min_span,
         )
         return heaviest_tree(rows, self.nodes)
 

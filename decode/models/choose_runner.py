@@ -159,28 +159,33 @@ def compare(model: PreTrainedModel, runner: Runner) -> RunnerCheck:
     def gap(seen: list[Tensor], expected: Tensor) -> float:
         return _difference(torch.cat(seen), expected, fresh)
 
-    pieces = [runner.read(ids[:start]), runner.read(ids[start : start + 1]), runner.read(ids[start + 1 :])]
-    runner.truncate(start + 1)
-    after = [runner.read(other[start + 1 :])]
+    cache = runner.new_cache()
+
+    def read(tokens: Tensor, tree: Draft | None = None) -> Tensor:
+        return runner.forward([cache], [tokens], [tree]).logits
+
+    pieces = [read(ids[:start]), read(ids[start : start + 1]), read(ids[start + 1 :])]
+    cache.truncate(start + 1)
+    after = [read(other[start + 1 :])]
     found = RunnerCheck(max(gap(pieces, fresh[0]), gap(after, fresh[1, start + 1 :])))
     if runner.supports_trees:
         try:
-            runner.truncate(start)
+            cache.truncate(start)
             # below the pending token two branches; the one that is kept lies neither first nor in adjacent slots
             a, b = ids.tolist(), other.tolist()
             nodes = [a[start + 1], b[start + 1], a[start + 2], b[start + 2], b[start + 3]]
             tree = Draft.tree(nodes, [-1, -1, 0, 1, 3])
-            rows = runner.read(torch.cat([ids[start : start + 1], tree.tokens.to(runner.device)]), tree)
+            rows = read(torch.cat([ids[start : start + 1], tree.tokens.to(runner.device)]), tree)
             found.tree = max(
                 gap([rows[[0, 1, 3]]], fresh[0, start : start + 3]),
                 gap([rows[[2, 4, 5]]], fresh[1, start + 1 : start + 4]),
             )
-            runner.keep(start, [start, start + 2, start + 4, start + 5])
-            found.tree = max(found.tree, gap([runner.read(other[start + 4 :])], fresh[1, start + 4 :]))
+            cache.keep(start, [start, start + 2, start + 4, start + 5])
+            found.tree = max(found.tree, gap([read(other[start + 4 :])], fresh[1, start + 4 :]))
         except Exception as error:  # a family's forward may not be made for trees in many ways
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             found.tree, found.tree_error = torch.inf, f"its forward fails on trees ({reason})"
-    runner.truncate(0)
+    cache.close()
     found.tolerance = TOLERANCE.get(model.dtype, 0.0)
     if max(found.chain, found.tree) >= found.tolerance:
         measured = ROUNDINGS * rounding(model, torch.stack([ids, other])) if _can_be_widened(model) else UNMEASURED

@@ -17,29 +17,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode.draft import Draft
 from decode.errors import UserError
 from decode.models.families import Layer, Weights
-from decode.models.huggingface_runner import tree_mask
-from decode.models.ragged_batch import NewTokens, TextsTogether
+from decode.models.ragged_batch import KVCache, NewTokens, RaggedBatch, attention_mask
+from decode.models.runner import joined
 
 CacheSlots = tuple[Any, Tensor, Tensor]
-"""Of one layer: cache ``[1, 2 kv_heads, n, width]`` of the new tokens (anything with ``copy_``), and all keys and all
-values ``[1, kv_heads, m, width]``, the new ones among them; of several texts as `TextsTogether` gives them."""
-
-Mask = Tensor | TextsTogether | None
-"""Additive ``[groups · n, m]`` of one text, or None where every query may see every key; or what tells texts apart."""
-
+"""Of one layer: where its new keys and values ``[1, 2 kv_heads, n, width]`` are copied to (``copy_``), and all keys and
+all values ``[1, kv_heads, m, width]``, the new ones included; of several sequences as `RaggedBatch` gives them."""
 
 LOOKED_UP = 1 << 23  # most bytes of the first layer's queries, keys and values that are computed once, for all tokens
 
 
+@dataclass
+class Placed:
+    """Where the tokens of a forward belong: one sequence from a slot on, or several in a ragged batch."""
+
+    rotary: Tensor  # rotary factors of the tokens
+    mask: Tensor | None = None  # of one sequence (see `attention_mask`)
+    start: int = 0  # of one sequence: cache slot of its first token
+    count: int = 0  # of one sequence: its tokens
+    batch: RaggedBatch | None = None  # of several sequences
+
+
 class FastForward:
-    """Decoder layers over a cache of their own. States are ``[n, hidden]``, n the tokens of one text or of several.
+    """Decoder layers over a cache of their own. States are ``[n, hidden]``, n the tokens of all sequences.
 
     Attributes:
-        cache: ``[layers, rows, 2 kv_heads, capacity, width]``, keys before values; a row is one text's.
-        capacity: positions of a row.
+        cache: keys and values; a row is one sequence's.
         rotary_factors: by position: complex factors of a whole row of q, k and v (tuned), or cos and ∓sin, stacked.
 
     Args:
@@ -50,9 +55,13 @@ class FastForward:
     def __init__(self, weights: Weights, rotary: Any) -> None:
         self.weights, self.shape, self.layers = weights, weights.shape, weights.layers
         self.gated, self.parallel, self.activation = weights.gated, weights.parallel, weights.activation
+        self.groups, self.rotary = self.shape.heads // self.shape.kv_heads, rotary
         self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
-        self.rotary = rotary
         self._new_cache()
+
+    def _new_cache(self) -> None:
+        self.cache = KVCache(len(self.layers), self.shape.kv_heads, self.shape.width, self.weights.embedding)
+        self.rotary_factors = self._rotary_factors(self.cache.capacity)
 
     def first_layers(self, count: int) -> FastForward:
         """The first layers with the final norm and the head, over a cache of their own; weights are shared."""
@@ -60,11 +69,6 @@ class FastForward:
         fewer.layers = self.layers[:count]
         fewer._new_cache()
         return fewer
-
-    @property
-    def depth(self) -> int:
-        """Number of layers."""
-        return len(self.layers)
 
     @cached_property
     def first_qkv(self) -> Tensor | None:
@@ -81,47 +85,6 @@ class FastForward:
 
     # -- the cache and what depends on positions -------------------------------------------------------------------
 
-    def _new_cache(self) -> None:
-        size = (len(self.layers), 1, 2 * self.shape.kv_heads, 0, self.shape.width)
-        self.cache, self.capacity = torch.zeros(size, dtype=self.dtype, device=self.device), 0
-        self.reserve(256)
-
-    @property
-    def rows(self) -> int:
-        """Texts that the cache has room for."""
-        return self.cache.shape[1]
-
-    def reserve(self, capacity: int) -> None:
-        """Allocate for `capacity` positions of each text, keeping what is held."""
-        if capacity <= self.capacity:
-            return
-        # one text's cache doubles; that of many grows in smaller steps, since memory is what bounds their number
-        capacity = max(capacity, 2 * self.capacity if self.rows == 1 else self.capacity + self.capacity // 4)
-        self._allocate(self.rows, capacity)
-        self.rotary_factors = self._rotary_factors(capacity)
-
-    def reserve_rows(self, rows: int) -> None:
-        """Give the cache room for exactly so many texts, keeping what the first of them hold."""
-        if rows != self.rows:
-            self._allocate(rows, self.capacity)
-
-    def _allocate(self, rows: int, capacity: int) -> None:
-        old, heads = self.cache, self.shape.kv_heads
-        grown = old.new_zeros(old.shape[0], rows, 2 * heads, capacity, self.shape.width)
-        kept = min(rows, self.rows)
-        grown[:, :kept, :, : old.shape[3]] = old[:, :kept]
-        self.cache, self.capacity = grown, capacity
-        self._views = [(layer, layer[:, :heads], layer[:, heads:]) for layer in grown.unbind(0)]
-
-    def gather(self, base: int, slots: Tensor, row: int = 0) -> None:
-        """Move a text's cache entries at `slots` (ascending) to `base` and the slots behind it."""
-        held = self.cache[:, row]
-        held[:, :, base : base + len(slots)] = held.index_select(2, slots)
-
-    def move_row(self, source: int, to: int, length: int) -> None:
-        """Copy the first `length` positions of one row to another."""
-        self.cache[:, to, :, :length] = self.cache[:, source, :, :length]
-
     def _rotary_factors(self, positions: int) -> Tensor:
         (cos, sin), shape = cos_and_sin(self.rotary, positions, self.dtype, self.device), self.shape
         half = shape.rotated // 2
@@ -132,63 +95,43 @@ class FastForward:
         whole[:, : -shape.kv_heads, :half] = rotation[:, None]
         return whole.flatten(1)
 
-    def mask_behind(self, past: int, own: Tensor) -> Tensor:
-        """Additive mask ``[groups · n, past + m]`` of n queries that see the first slots and of the next m their own.
+    def reserve(self, *, rows: int = 0, capacity: int = 0) -> None:
+        """See `KVCache.reserve`."""
+        self.cache.reserve(rows=rows, capacity=capacity)
+        self._extend_rotary()
 
-        Args:
-            past: how many slots all of them see.
-            own: bool ``[n, m]``.
-        """
-        groups, (n, m) = self.shape.heads // self.shape.kv_heads, own.shape
-        mask = torch.zeros(groups, n, past + m, dtype=self.dtype, device=self.device)
-        mask[:, :, past:].masked_fill_(~own, -torch.inf)
-        return mask.view(groups * n, past + m)
+    def _extend_rotary(self) -> None:
+        if len(self.rotary_factors) < self.cache.capacity:
+            self.rotary_factors = self._rotary_factors(self.cache.capacity)
 
-    def _mask(self, n: int, tree: Draft | None, past: int, depths: Tensor | None) -> Tensor | None:
-        """`mask_behind` for the tokens of a chain or tree, or None where every query may see every key."""
-        window = self.weights.window
-        outside = window is not None and past + n > window
-        if n == 1 and not outside:
-            return None
-        if tree is None:
-            own = torch.ones(n, n, dtype=torch.bool, device=self.device).tril_()
-        else:
-            own = tree_mask(tree, 0).to(self.device)
-        mask = self.mask_behind(past, own)
-        if window is not None and outside:
-            at = past + (torch.arange(n, device=self.device) if depths is None else depths)
-            position = torch.cat([torch.arange(past, device=self.device), at])
-            mask.view(-1, n, past + n).masked_fill_(at[:, None] - position[None] >= window, -torch.inf)
-        return mask
+    def place(self, new: Sequence[NewTokens]) -> Placed:
+        """Where these tokens belong; allocates their slots."""
+        if None in self.cache.rows:
+            self.cache.compact()
+        self.cache.grow(len(self.cache.rows), max(one.end for one in new))
+        self._extend_rotary()
+        if len(new) > 1 or self.cache.tensor.shape[1] > 1:
+            batch = RaggedBatch(new, self.groups, self.weights.window, self.weights.embedding)
+            return Placed(self.rotary_factors.index_select(0, batch.positions), batch=batch)
+        one, factors = new[0], self.rotary_factors
+        mask = attention_mask(new, self.groups, self.weights.window, self.weights.embedding)
+        if one.depths is None:
+            return Placed(factors.narrow(0, one.start, one.count), mask, one.start, one.count)
+        at = torch.tensor(one.positions(), device=self.device)
+        return Placed(factors.index_select(0, at), mask, one.start, one.count)
 
-    def place(self, n: int, tree: Draft | None, start: int, row: int = 0) -> tuple[Tensor, Mask]:
-        """Rotary factors and mask of n tokens of a text whose first cache slot is `start`; reserves it."""
-        if self.rows > 1:
-            return self.place_texts([NewTokens.of(row, start, n, tree)])
-        self.reserve(start + n)
-        if tree is None:
-            return self.rotary_factors.narrow(0, start, n), self._mask(n, None, start, None)
-        depths = torch.tensor([0, *tree.depths()], device=self.device)
-        return self.rotary_factors.index_select(0, start + depths), self._mask(n, tree, start, depths)
-
-    def place_texts(self, texts: Sequence[NewTokens]) -> tuple[Tensor, TextsTogether]:
-        """Rotary factors of the new tokens of several texts, and what tells them apart."""
-        self.reserve(max(text.end for text in texts))
-        groups = self.shape.heads // self.shape.kv_heads
-        together = TextsTogether(texts, groups, self.weights.window, self.cache)
-        return self.rotary_factors.index_select(0, together.positions), together
-
-    def slots(self, first: int, last: int, start: int, n: int, mask: Mask = None) -> list[CacheSlots]:
-        """Of layers ``[first, last)``, for n tokens whose first cache slot is `start`, or several texts'."""
-        if isinstance(mask, TextsTogether):
-            return mask.slots(self._views[first:last])
-        end, heads = start + n, self.shape.kv_heads
+    def slots(self, first: int, last: int, placed: Placed) -> list[CacheSlots]:
+        """Cache slots of layers ``[first, last)``."""
+        views = self.cache.views[first:last]
+        if placed.batch is not None:
+            return placed.batch.slots(views)
+        start, n, heads = placed.start, placed.count, self.shape.kv_heads
+        end = start + n
         if last - first < 4:  # views one by one, or all at once: whichever are fewer operations
-            views = self._views[first:last]
             return [(layer.narrow(2, start, n), k.narrow(2, 0, end), v.narrow(2, 0, end)) for layer, k, v in views]
-        layers = self.cache[first:last]
-        new, seen = layers.narrow(3, start, n), layers.narrow(3, 0, end)
-        return list(zip(new.unbind(0), seen.narrow(2, 0, heads).unbind(0), seen.narrow(2, heads, heads).unbind(0)))
+        layers = self.cache.tensor[first:last]
+        added, seen = layers.narrow(3, start, n), layers.narrow(3, 0, end)
+        return list(zip(added.unbind(0), seen.narrow(2, 0, heads).unbind(0), seen.narrow(2, heads, heads).unbind(0)))
 
     # -- the layers ------------------------------------------------------------------------------------------------
 
@@ -196,38 +139,34 @@ class FastForward:
         """Input states of token ids."""
         return self.weights.embedding.index_select(0, tokens)
 
-    def run_tokens(self, tokens: Tensor, start: int, rotary: Tensor, mask: Mask) -> Tensor:
-        """All layers on tokens whose first cache slot is `start` (see `place`)."""
+    def run_tokens(self, tokens: Tensor, placed: Placed, capture: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """All layers on tokens; their last states, and the captured ones side by side (see `Runner.forward`)."""
         x, count = self.embed(tokens), len(self.layers)
-        qkv = None if self.first_qkv is None else self.first_qkv.index_select(0, tokens)
-        return self.run_layers(x, 0, count, self.slots(0, count, start, len(tokens), mask), rotary, mask, qkv)
+        if not capture:
+            qkv = None if self.first_qkv is None else self.first_qkv.index_select(0, tokens)
+            return self.run(x, 0, count, placed, qkv), None
+        done, kept = 0, []
+        for layer in capture:
+            x = self.run(x, done, layer, placed)
+            done = layer
+            kept.append(self.weights.final_norm(x) if layer == count else x)
+        return self.run(x, done, count, placed), joined(kept, -1)
 
-    def run(self, x: Tensor, first: int, last: int, start: int, rotary: Tensor, mask: Mask) -> Tensor:
-        """Layers ``[first, last)`` on the states of tokens whose first cache slot is `start` (see `place`)."""
-        return self.run_layers(x, first, last, self.slots(first, last, start, x.shape[0], mask), rotary, mask)
-
-    def run_layers(
-        self,
-        x: Tensor,
-        first: int,
-        last: int,
-        slots: list[CacheSlots],
-        rotary: Tensor,
-        mask: Mask,
-        qkv: Tensor | None = None,
-    ) -> Tensor:
-        """Layers ``[first, last)`` on the states of tokens in these slots; `qkv`: the first one's, where known."""
-        for layer, slot in zip(self.layers[first:last], slots):
+    def run(self, x: Tensor, first: int, last: int, placed: Placed, qkv: Tensor | None = None) -> Tensor:
+        """Layers ``[first, last)`` on the states of tokens; `qkv`: the first one's, where known."""
+        if first == last:
+            return x
+        for layer, slot in zip(self.layers[first:last], self.slots(first, last, placed)):
             if qkv is None:
                 y = layer.norm1(x)
                 qkv = layer.qkv(y)
-            a = layer.out.add_to(x, self.attention(layer, qkv, rotary, mask, slot))
+            a = layer.out.add_to(x, self.attention(layer, qkv, placed, slot))
             z = y if layer.norm2 is None else layer.norm2(x if self.parallel else a)
             x, qkv = layer.down.add_to(a, self.mlp(layer, z)), None
         return x
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of states behind any layer by the final norm and the output head, and what the head read."""
+        """Logits of the states after any layer by the final norm and the output head, and what the head read."""
         hidden = self.weights.final_norm(x)
         return self.weights.head(hidden), hidden
 
@@ -239,28 +178,27 @@ class FastForward:
         gate, up = u.chunk(2, -1)
         return self.activation(gate) * up
 
-    def attention(self, layer: Layer, qkv: Tensor, rotary: Tensor, mask: Mask, slot: CacheSlots) -> Tensor:
+    def attention(self, layer: Layer, qkv: Tensor, placed: Placed, slot: CacheSlots) -> Tensor:
         """Attention before its projection, ``[n, heads · width]``; keys and values are stored in the slot.
 
         Args:
             layer: its weights.
             qkv: queries, keys and values ``[n, (heads + 2 kv_heads) · width]``, which are rotated in place.
-            rotary: rotary factors of the tokens.
-            mask: see `place`.
-            slot: the layer's.
+            placed: where the tokens belong.
+            slot: the layer's cache slots.
         """
         shape, n, (new, k, v) = self.shape, qkv.shape[0], slot
         heads, kv_heads, d = shape.heads, shape.kv_heads, shape.width
-        rows = self._rotated(layer, qkv, rotary)
+        rows = self._rotated(layer, qkv, placed.rotary)
         new.copy_(rows.narrow(1, heads, 2 * kv_heads))
         q = rows.narrow(1, 0, heads)
-        if isinstance(mask, TextsTogether):
-            return mask.attend(q, k, v)
+        if placed.batch is not None:
+            return placed.batch.attend(q, k, v)
         if heads == kv_heads:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=placed.mask)
             return out.transpose(1, 2).reshape(n, -1)
         # grouped heads: the group becomes rows of its key head, so that keys are never repeated
-        out = F.scaled_dot_product_attention(q.reshape(1, kv_heads, -1, d), k, v, attn_mask=mask)
+        out = F.scaled_dot_product_attention(q.reshape(1, kv_heads, -1, d), k, v, attn_mask=placed.mask)
         return out.view(kv_heads, -1, n, d).permute(2, 0, 1, 3).reshape(n, -1)
 
     def _rotated(self, layer: Layer, qkv: Tensor, rotary: Tensor) -> Tensor:
@@ -292,7 +230,7 @@ def cos_and_sin(rotary: Any, positions: int, dtype: torch.dtype, device: torch.d
 
 @dataclass(frozen=True)
 class LayerSubset:
-    """The sub-layers that a self-speculative draft runs; ``LayerSubset(E)`` exits behind the first E layers."""
+    """The sub-layers that a self-speculative draft runs; ``LayerSubset(E)`` exits after the first E layers."""
 
     shared: int  # layers before the first skipped sub-layer; all of them run
     attention: frozenset[int] = frozenset()  # layers from `shared` on whose attention runs

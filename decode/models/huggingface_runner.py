@@ -9,33 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache as TransformersCache
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from decode.draft import Draft
-from decode.models.runner import Runner, WrappedRunner
+from decode.models.runner import Cache, Output, Runner, WrappedRunner
 
 IMPLEMENTATIONS = ("sdpa", "eager")  # attention implementations that take any mask
 
 
-def tree_mask(tree: Draft, past: int) -> Tensor:
-    """bool ``[n + 1, past + n + 1]`` for the pending token and the tree: the past, itself, its ancestors."""
-    n = len(tree) + 1
-    mask = torch.ones(n, past + n, dtype=torch.bool)
-    mask[0, past + 1 :] = False
-    mask[1:, past + 1 :] = tree.ancestry()
-    return mask
-
-
 @contextmanager
 def masks_of_tree(tree: Draft, past: int, implementation: str, device: torch.device) -> Iterator[None]:
-    """Within it, transformers makes the masks of a forward over the pending token and the tree, behind `past` tokens.
+    """Within it, transformers makes the masks of a forward over a pending token and a tree that follow `past` tokens.
 
     Not for threads that call other models meanwhile.
     """
-    allowed = tree_mask(tree, past).to(device)[None, None]
+    allowed = F.pad(tree.visible(), (past, 0), value=True).to(device)[None, None]
     position = torch.cat([torch.arange(past), past + torch.tensor([0, *tree.depths()])]).to(device)
     one = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
 
@@ -137,26 +130,27 @@ class RollbackLayer(CacheLayerMixin):
         self.length = end
 
 
-class RollbackCache(Cache):
-    """One `RollbackLayer` a layer of the model."""
+class RollbackCache(TransformersCache, Cache):
+    """The cache of one sequence for a Hugging Face model: one `RollbackLayer` a layer.
+
+    Attributes:
+        length: positions held; an interrupted forward may have left more in some layers.
+    """
 
     def __init__(self, layers: int, capacity: int = 256) -> None:
-        super().__init__(layers=[RollbackLayer(capacity) for _ in range(layers)])
+        TransformersCache.__init__(self, layers=[RollbackLayer(capacity) for _ in range(layers)])
+        self.length = 0
 
     def truncate(self, length: int) -> None:
-        """Hold the first `length` positions only."""
+        """See `Cache.truncate`."""
         for layer in self.layers:
             layer.crop(min(0, length - layer.length))
+        self.length = min(length, self.length)
 
-    def keep(self, base: int, slots: Tensor) -> None:
-        """See `RollbackLayer.keep`."""
+    def gather(self, base: int, slots: list[int]) -> None:
+        """See `Cache.gather`."""
         for layer in self.layers:
-            layer.keep(base, slots)
-
-    def reserve(self, capacity: int) -> None:
-        """Allocate for so many positions when a layer is first written or next grows."""
-        for layer in self.layers:
-            layer.capacity = max(layer.capacity, capacity)
+            layer.keep(base, torch.tensor(slots))
 
 
 class HuggingFaceRunner(Runner):
@@ -168,18 +162,19 @@ class HuggingFaceRunner(Runner):
     def __init__(self, model: PreTrainedModel) -> None:
         self.config: Any = model.config.get_text_config()
         super().__init__(**facts_of(model))
-        self._length = 0
-        self._cache = RollbackCache(self.config.num_hidden_layers)
         self._implementation: str = getattr(self.config, "_attn_implementation", "eager")
+        self._capacity = 256
         arguments = arguments_of(model)
         self._optional = arguments & {"position_ids", "logits_to_keep"}
         self.tree_refusal = tree_refusal(self.config, arguments)
-        self._head_input = torch.empty(0)
 
-    @property
-    def length(self) -> int:
-        """See `Runner.length`."""
-        return self._length
+    def new_cache(self) -> RollbackCache:
+        """See `Runner.new_cache`."""
+        return RollbackCache(self.config.num_hidden_layers, self._capacity)
+
+    def reserve(self, *, rows: int = 0, capacity: int = 0) -> None:
+        """See `Runner.reserve`; it serves the caches opened from then on."""
+        self._capacity = max(self._capacity, capacity)
 
     @property
     def weight_bytes(self) -> int:
@@ -194,65 +189,41 @@ class HuggingFaceRunner(Runner):
         width = getattr(self.config, "head_dim", None) or self.config.hidden_size // max(1, heads)
         return 2 * int(self.config.num_hidden_layers * groups * width) * self.dtype.itemsize
 
-    def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
-        """See `Runner.read`."""
-        n, past = len(tokens), self._length
+    def _read(
+        self, cache: RollbackCache, tokens: Tensor, tree: Draft | None, capture: tuple[int, ...], last: int | None
+    ) -> Output:
+        n, past, rows = len(tokens), cache.length, 0 if last is None else max(1, last)
         extra: dict[str, Any] = {}
         if "position_ids" in self._optional:
-            if tree is None:
-                positions = torch.arange(past, past + n, device=self.device)
-            else:
-                positions = past + torch.tensor([0, *tree.depths()], device=self.device)
-            extra["position_ids"] = positions[None]
+            depths = torch.arange(n) if tree is None else torch.tensor([0, *tree.depths()])
+            extra["position_ids"] = (past + depths.to(self.device))[None]
         if "logits_to_keep" in self._optional:
-            extra["logits_to_keep"] = 0 if head is None else max(1, head)
-        if tree is None:
-            masks: Any = nullcontext()
-        else:
+            extra["logits_to_keep"] = rows
+        head_inputs: list[Tensor] = []
+        # the states that the head reads, without asking the model to keep those of every layer
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(
+            lambda module, inputs: head_inputs.append(inputs[0])
+        )
+        masks: Any = nullcontext()
+        if tree is not None:
             masks = masks_of_tree(tree, past, self._implementation, self.device)
-        # the states the head reads, without asking the model to keep those of every layer
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(self._keep_head_input)
         try:
             with masks:
                 out = self.model(
                     input_ids=tokens[None],
-                    past_key_values=self._cache,
+                    past_key_values=cache,
                     use_cache=True,
-                    output_hidden_states=bool(self.captured_layers),
+                    output_hidden_states=bool(capture),
                     **extra,
                 )
         finally:
             hook.remove()
-        if self.captured_layers:
-            self.features = torch.cat([out.hidden_states[layer][0] for layer in self.captured_layers], -1)
-        self.hidden = self._head_input[0] if head is None else self._head_input[0][-max(1, head) :]
-        self._length = past + n
-        logits: Tensor = out.logits[0]
-        return logits if head is None else logits[max(0, len(logits) - head) :]
-
-    def truncate(self, length: int) -> None:
-        """See `Runner.truncate`."""
-        if length <= self._length:  # an interrupted forward may have left more in some layers
-            self._cache.truncate(length)
-            self._length = length
-
-    def fork(self, count: int) -> list[Runner]:
-        """See `Runner.fork`: with caches of their own; each text is a call of the model."""
-        forks: list[Runner] = [HuggingFaceRunner(self.model) for _ in range(count)]
-        for fork in forks:
-            fork.tree_refusal = self.tree_refusal
-        return forks
-
-    def gather(self, base: int, slots: list[int]) -> None:
-        """See `Runner.gather`."""
-        self._cache.keep(base, torch.tensor(slots, device=self.device))
-
-    def reserve(self, capacity: int) -> None:
-        """See `Runner.reserve`."""
-        self._cache.reserve(capacity)
-
-    def _keep_head_input(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self._head_input = inputs[0]
+        cache.length = past + n
+        logits, hidden = out.logits[0], head_inputs[-1][0]
+        if last is not None:
+            logits, hidden = logits[len(logits) - last :], hidden[len(hidden) - last :]
+        captured = torch.cat([out.hidden_states[layer][0] for layer in capture], -1) if capture else None
+        return Output(logits, hidden, captured)
 
 
 def facts_of(model: PreTrainedModel) -> dict[str, Any]:
@@ -285,6 +256,17 @@ def arguments_of(model: PreTrainedModel) -> set[str]:
     return set(inspect.signature(adapted.forward).parameters)
 
 
+def last_logits(model: PreTrainedModel, count: int, **inputs: Any) -> Any:
+    """The output of a model, its logits ``[batch, count, vocab]`` those of the last positions.
+
+    Only a model that names `logits_to_keep` among its arguments computes no others.
+    """
+    keep = {"logits_to_keep": count} if "logits_to_keep" in arguments_of(model) else {}
+    out = model(**inputs, **keep)
+    out.logits = out.logits[:, -count:]
+    return out
+
+
 def longrope_boundary(config: PreTrainedConfig) -> int | None:
     """Tokens up to which the short factors serve, or None for models without longrope or without longer texts."""
     rope: Any = getattr(config, "rope_parameters", None) or {}
@@ -297,47 +279,60 @@ def longrope_boundary(config: PreTrainedConfig) -> int | None:
     return None
 
 
+class LongRopeCache(Cache):
+    """The cache of a sequence whose keys all have one rotation, with the token ids that a change of it reads again."""
+
+    def __init__(self, inner: Any, device: torch.device) -> None:
+        self.inner, self.long = inner, False
+        self.ids = torch.empty(0, dtype=torch.long, device=device)
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        """See `Cache.length`."""
+        return int(self.inner.length)
+
+    def truncate(self, length: int) -> None:
+        """See `Cache.truncate`."""
+        self.inner.truncate(length)
+
+    def close(self) -> None:
+        """See `Cache.close`."""
+        self.inner.close()
+
+
 class LongRopeRunner(WrappedRunner):
-    """A runner whose cache always holds keys of one rotation, that of the text's length."""
+    """A runner whose caches always hold keys of one rotation, that of the sequence's length."""
 
     def __init__(self, inner: Runner, boundary: int) -> None:
         super().__init__(inner, f"its rotation changes at {boundary} tokens (longrope)")
         self.boundary = boundary
-        self._ids = torch.empty(0, dtype=torch.long, device=inner.device)  # with room to grow
-        self._long = False
 
-    def fork(self, count: int) -> list[Runner]:
-        """See `Runner.fork`."""
-        return [LongRopeRunner(inner, self.boundary) for inner in self.inner.fork(count)]
+    def new_cache(self) -> LongRopeCache:
+        """See `Runner.new_cache`."""
+        return LongRopeCache(self.inner.new_cache(), self.device)
 
-    def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
-        """See `Runner.read`; rows on both sides of the boundary each get the logits of their own rotation."""
+    def _read(
+        self, cache: LongRopeCache, tokens: Tensor, tree: Draft | None, capture: tuple[int, ...], last: int | None
+    ) -> Output:
+        """Tokens on both sides of the boundary each get the logits of their own rotation."""
         assert tree is None, self.tree_refusal
-        n, short = len(tokens), max(0, self.boundary - self.length)  # so many more tokens fit below the boundary
-        if 0 < short < n and (head is None or head > n - short):
-            first = self._read(tokens[:short], None if head is None else head - (n - short))
-            hidden, features = self.hidden, self.features
-            logits = torch.cat([first, self._read(tokens[short:], None)])
-            self.hidden = torch.cat([hidden[-len(first) :], self.hidden])
-            self.features = torch.cat([features, self.features]) if self.captured_layers else features
-            return logits
-        return self._read(tokens, head)
-
-    def _read(self, tokens: Tensor, head: int | None) -> Tensor:
-        start, n, inner = self.length, len(tokens), self.inner
-        if start + n > len(self._ids):
-            self._ids = torch.cat([self._ids[:start], self._ids.new_empty(start + 2 * n + 256)])
-        self._ids[start : start + n] = tokens
-        inner.captured_layers = self.captured_layers
-        long = start + n > self.boundary
-        if start and long != self._long:
-            inner.truncate(0)
-            logits = inner.read(self._ids[: start + n], head=n if head is None else head)
-        else:
-            logits = inner.read(tokens, head=head)
-        self._long, self.hidden = long, inner.hidden
-        self.features = inner.features[-n:] if self.captured_layers else inner.features
-        return logits
+        n, short = len(tokens), self.boundary - cache.length
+        if 0 < short < n and (last is None or last > n - short or capture):
+            before = last if last is None else max(0, last - (n - short))
+            after = last if last is None else min(last, n - short)
+            parts = (tokens[:short], before), (tokens[short:], after)
+            return Output.join([self._read(cache, part, None, capture, rows) for part, rows in parts])
+        start = cache.length
+        cache.ids = torch.cat([cache.ids[:start], tokens])
+        long, changed = start + n > self.boundary, start and (start + n > self.boundary) != cache.long
+        if changed:  # all keys are computed again, in one forward: the last position decides its rotation
+            cache.inner.truncate(0)
+            tokens, last = cache.ids, n if last is None else last
+        cache.long = long
+        out = self.inner.forward([cache.inner], [tokens], capture=capture, last=last)
+        if changed and out.captured is not None:
+            out.captured = out.captured[-n:]
+        return out
 
 
 GROWTH = 2.5  # memory that caches take for a moment while they grow, in caches

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.models.heads import FeatureHead
-from decode.models.runner import Runner, WrappedRunner
+from decode.models.huggingface_runner import last_logits
+from decode.models.runner import Cache, Output, Runner, WrappedRunner
 
 LEAST = 100  # fewest tokens of an intersection: fewer do not even spell the letters, digits and signs of English
 BOS, EOS = "<bos>", "<eos>"
@@ -167,60 +169,69 @@ class ForeignDraft:
 DraftModel = PreTrainedModel | FeatureHead | ForeignDraft  # what can draft for a target, besides its own layers
 
 
-class ForeignRunner(WrappedRunner):
-    """Reads the target's ids and gives logits over them, while the cache holds the translated text.
+class ForeignCache(Cache):
+    """The cache of a translated sequence; lengths are in tokens of the target."""
 
-    Drafters need not know: `length`, `truncate` and the ids are the target's throughout.
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.ends: list[int] = []  # positions of the inner cache that the sequence takes up to each token
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        """Tokens of the target that have been read."""
+        return len(self.ends)
+
+    def truncate(self, length: int) -> None:
+        """See `Cache.truncate`."""
+        if length < self.length:
+            self.inner.truncate(self.ends[length - 1] if length else 0)
+            del self.ends[length:]
+
+    def close(self) -> None:
+        """See `Cache.close`."""
+        self.inner.close()
+
+
+class ForeignRunner(WrappedRunner):
+    """Reads the target's ids and gives logits over them, while the caches hold the translated sequences.
+
+    Drafters need not know: lengths and ids are the target's throughout.
 
     Attributes:
-        limit: tokens of the target that fit if every one is a single token for the draft; `room` knows better.
+        limit: tokens of the target that fit if every one is a single token for the draft; `remaining` knows better.
     """
 
     def __init__(self, runner: Runner, vocabulary: Intersection) -> None:
         super().__init__(runner, "a draft of another vocabulary reads chains only", vocabulary.target.size)
         self.vocabulary = vocabulary
-        self._ends: list[int] = []  # positions of the cache that the text takes up to each token
 
-    @property
-    def length(self) -> int:
-        """Tokens of the target that have been read."""
-        return len(self._ends)
+    def new_cache(self) -> ForeignCache:
+        """See `Runner.new_cache`."""
+        return ForeignCache(self.inner.new_cache())
 
-    def fork(self, count: int) -> list[Runner]:
-        """See `Runner.fork`."""
-        return [ForeignRunner(inner, self.vocabulary) for inner in self.inner.fork(count)]
+    def remaining(self, cache: ForeignCache, ids: Sequence[int]) -> int:
+        """See `Runner.remaining`; each token to come is one that the vocabularies share."""
+        unread = sum(len(self.vocabulary.translate(token)) for token in ids[cache.length :])
+        return self.inner.limit - (cache.ends[-1] if cache.ends else 0) - unread
 
-    def room(self, ids: Sequence[int]) -> int:
-        """See `Runner.room`; each token to come is one that the vocabularies share."""
-        unread = sum(len(self.vocabulary.translate(token)) for token in ids[self.length :])
-        return self.inner.limit - self._position(self.length) - unread
-
-    def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
-        """See `Runner.read`: a row follows the last of a token's translations."""
+    def _read(
+        self, cache: ForeignCache, tokens: Tensor, tree: Draft | None, capture: tuple[int, ...], last: int | None
+    ) -> Output:
+        """A row follows the last of a token's translations."""
         assert tree is None, self.tree_refusal
         pieces = [self.vocabulary.translate(token) for token in tokens.tolist()]
         feed = torch.tensor([i for piece in pieces for i in piece], dtype=torch.long, device=self.device)
         ends = list(accumulate(map(len, pieces)))
-        needed = ends if head is None else ends[len(ends) - head :]
-        before = self._position(self.length)
-        logits = self.inner.read(feed, head=len(feed) - needed[0] + 1 if needed else 0)
-        self._ends += [before + end for end in ends]
+        needed = ends if last is None else ends[len(ends) - last :]
+        before = cache.ends[-1] if cache.ends else 0
+        out = self.inner.forward([cache.inner], [feed], last=len(feed) - needed[0] + 1 if needed else 0)
+        cache.ends += [before + end for end in ends]
         if not needed:
-            return logits.new_empty(0, self.vocab_size)
+            return Output(out.logits.new_empty(0, self.vocab_size), out.hidden)
         rows = [end - needed[0] for end in needed]
-        self.hidden = self.inner.hidden[-len(logits) :]
-        if len(rows) < len(logits):
-            self.hidden, logits = self.hidden[rows], logits[rows]
-        return self.vocabulary.to_target(logits)
-
-    def truncate(self, length: int) -> None:
-        """See `Runner.truncate`."""
-        if length <= self.length:
-            self.inner.truncate(self._position(length))
-            del self._ends[length:]
-
-    def _position(self, length: int) -> int:
-        return self._ends[length - 1] if length else 0
+        if len(rows) < len(out.logits):
+            out = Output(out.logits[rows], out.hidden[rows])
+        return Output(self.vocabulary.to_target(out.logits), out.hidden)
 
 
 @torch.inference_mode()
@@ -239,7 +250,7 @@ def foreign_logits(draft: ForeignDraft, ids: Sequence[int], prompt_length: int) 
     seen = [row for row in needed if row < len(feed)]
     tokens = torch.tensor([feed], device=draft.model.device)
     keep = len(feed) - seen[0] if seen else 1
-    logits = draft.model(input_ids=tokens, use_cache=False, logits_to_keep=keep).logits[0]
+    logits = last_logits(draft.model, keep, input_ids=tokens, use_cache=False).logits[0]
     found = vocabulary.to_target(logits[[row - seen[0] for row in seen]])
     rows = found.new_full((len(needed), found.shape[-1]), -torch.inf)
     rows[:, 0] = 0.0

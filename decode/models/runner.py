@@ -1,9 +1,10 @@
-"""What the loop and the drafters need of a model: read tokens, roll back, keep one path of a tree."""
+"""The interface between a model and decoding: caches of sequences, and one forward over one or several of them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
@@ -11,27 +12,79 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.errors import UserError
+
+
+@dataclass
+class Output:
+    """The result of one forward; rows of several sequences are concatenated in the order of the sequences."""
+
+    logits: Tensor  # ``[rows, vocab]``
+    hidden: Tensor  # ``[rows, width]``, the last hidden states that the output head reads
+    captured: Tensor | None = None  # ``[tokens, captured layers · width]`` of all tokens read, if any
+
+    @classmethod
+    def join(cls, outputs: Sequence[Output]) -> Output:
+        """Concatenate the outputs of sequences."""
+        if len(outputs) == 1:
+            return outputs[0]
+        captured = None if outputs[0].captured is None else torch.cat([o.captured for o in outputs])  # type: ignore[misc]
+        return cls(torch.cat([o.logits for o in outputs]), torch.cat([o.hidden for o in outputs]), captured)
+
+    def split(self, counts: Sequence[int]) -> list[Output]:
+        """The inverse of `join`, for outputs with logits of all tokens or of one token of each sequence."""
+        if len(counts) == 1:
+            return [self]
+        captured: Any = repeat(None) if self.captured is None else self.captured.split(list(counts))
+        rows = list(counts) if len(self.logits) == sum(counts) else [1] * len(counts)
+        return [Output(*parts) for parts in zip(self.logits.split(rows), self.hidden.split(rows), captured)]
+
+
+def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate tensors; a single one is returned without a copy."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
+
+
+class Cache(ABC):
+    """The key-value cache of one sequence.
+
+    Attributes:
+        length: positions held.
+        row: place among the sequences that share memory; sequences in this order are read together fastest.
+    """
+
+    length: int = 0
+    row: int = 0
+
+    @abstractmethod
+    def truncate(self, length: int) -> None:
+        """Hold the first `length` positions only (no effect if fewer are held)."""
+
+    def keep(self, base: int, slots: list[int]) -> None:
+        """Keep the first `base` positions and those at `slots` (ascending), drop the rest."""
+        if slots != list(range(base, base + len(slots))):
+            self.gather(base, slots)
+        self.truncate(base + len(slots))
+
+    def gather(self, base: int, slots: list[int]) -> None:
+        """Move the entries at `slots` (ascending) to the slots from `base` on; only trees need it."""
+        raise NotImplementedError("this cache holds chains only")
+
+    def close(self) -> None:  # noqa: B027 (most caches share no memory)
+        """Free the memory of a cache that shares memory with others."""
 
 
 class Runner(ABC):
-    """A causal language model over a key-value cache of one text that rolls back in O(1).
-
-    Implementations are in `decode.models`; they set `hidden` (and `features`) in `read`.
+    """A causal language model that reads tokens of one or several sequences into their caches.
 
     Attributes:
-        name: of the model, for messages: class and architecture.
-        device: where it computes.
-        dtype: of its weights and states.
+        name: class and architecture of the model, for messages.
+        device: device of the model.
+        dtype: dtype of its weights and hidden states.
         vocab_size: ids that it reads, and columns of its logits.
         limit: positions of its context.
-        model: the Hugging Face model that is run, for what else is known of it; None where there is none.
-        packing: how its weights were laid out for the processor, and why; empty where there was nothing to choose.
+        model: the Hugging Face model, or None.
+        packing: how the weights were laid out for the processor; empty where there was nothing to choose.
         tree_refusal: why it cannot read token trees; empty where it can.
-        captured_layers: hidden states to keep of all rows read, for drafters that build on them: i is the state that
-            enters layer i, the number of layers the last one, after the final norm.
-        hidden: last hidden states ``[n, width]`` of the latest read, as the output head sees them.
-        features: the captured states of the latest read, side by side ``[n, captured layers · width]``.
     """
 
     def __init__(
@@ -48,97 +101,56 @@ class Runner(ABC):
         self.vocab_size, self.limit = vocab_size, limit
         self.packing = ""
         self.tree_refusal = ""
-        self.captured_layers: tuple[int, ...] = ()
-        self.hidden = torch.empty(0)
-        self.features = torch.empty(0)
-
-    @property
-    @abstractmethod
-    def length(self) -> int:
-        """Positions held in the cache."""
-
-    @property
-    def row(self) -> int:
-        """The text's place among those that share a cache; texts in this order are read together fastest."""
-        return 0
 
     @abstractmethod
-    def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
-        """Append tokens to the cache.
+    def new_cache(self) -> Any:
+        """An empty cache of a sequence; `Cache.close` frees it."""
 
-        Args:
-            tokens: long ``[n]``; with a tree, the pending token followed by the tree's nodes.
-            tree: gives positions (by depth) and mask (by ancestry) where the tokens are no chain.
-            head: for how many of the last rows logits are computed; None for all, 0 for none.
+    def reserve(self, *, rows: int = 0, capacity: int = 0) -> None:  # noqa: B027 (a cache may grow as needed)
+        """Allocate memory for `rows` sequences of `capacity` positions in advance."""
 
-        Returns:
-            Logits ``[n or head, vocab]``.
-        """
-
-    @abstractmethod
-    def truncate(self, length: int) -> None:
-        """Hold the first `length` positions only (no effect if fewer are held)."""
-
-    def fork(self, count: int) -> list[Runner]:
-        """Runners of the same model on so many more texts; `close` gives their memory back.
-
-        Raises:
-            UserError: a runner that serves one text only.
-        """
-        raise UserError(f"{self.name} decodes one text at a time; give a batch size of 1")
-
-    def close(self) -> None:  # noqa: B027 (what holds no shared memory has nothing to give back)
-        """Give back the memory of a fork."""
-
-    def read_texts(
+    def forward(
         self,
-        texts: Sequence[Any],
-        tokens: Tensor,
-        counts: Sequence[int],
+        caches: Sequence[Any],
+        tokens: Sequence[Tensor],
         trees: Sequence[Draft | None] | None = None,
         *,
-        last_only: bool = False,
-    ) -> Tensor:
-        """Append tokens to several texts, in one forward where the runner can, else text by text.
+        capture: tuple[int, ...] = (),
+        last: int | None = None,
+    ) -> Output:
+        """Append tokens to sequences.
 
         Args:
-            texts: forks of one runner (or itself), each once.
-            tokens: long ``[tokens]``, text after text.
-            counts: how many of them each text has; at least 1.
-            trees: see `read`, of each text.
-            last_only: compute logits of each text's last token only.
-
-        Returns:
-            Logits ``[tokens or texts, vocab]``.
+            caches: one of each sequence, each once.
+            tokens: token ids of each sequence, long ``[n]``, n at least 1; with a tree, the pending token followed by
+                the tree's nodes.
+            trees: give positions (by depth) and mask (by ancestry) of tokens that are no chain.
+            capture: hidden states to return of all tokens, ascending; i is the state that enters layer i, the number
+                of layers is the state after the final norm.
+            last: compute logits of the last `last` tokens of each sequence (0 or 1 for several sequences); None: all.
         """
-        head, parts = 1 if last_only else None, tokens.split(list(counts))
-        return torch.cat([t.read(part, tree, head) for t, part, tree in zip(texts, parts, trees or repeat(None))])
+        return Output.join(
+            [self._read(c, t, tree, capture, last) for c, t, tree in zip(caches, tokens, trees or repeat(None))]
+        )
 
-    def keep(self, base: int, slots: list[int]) -> None:
-        """Keep the first `base` positions and then those at `slots` (ascending), dropping the rest."""
-        if slots != list(range(base, base + len(slots))):
-            self.gather(base, slots)
-        self.truncate(base + len(slots))
+    def _read(
+        self, cache: Any, tokens: Tensor, tree: Draft | None, capture: tuple[int, ...], last: int | None
+    ) -> Output:
+        """`forward` of one sequence, for runners that read one at a time."""
+        raise NotImplementedError
 
-    def gather(self, base: int, slots: list[int]) -> None:
-        """Move the cache entries at `slots` (ascending) to `base` and the slots behind it; only trees need it."""
-        raise NotImplementedError(f"{self.name} reads no trees")
-
-    def reserve(self, capacity: int) -> None:  # noqa: B027 (a cache that needs no preparation is fine)
-        """Allocate for `capacity` positions up front, so that nothing grows on the way."""
-
-    def room(self, ids: Sequence[int]) -> int:
-        """How many tokens fit behind this text, whose first `length` tokens are held; negative if it does not fit."""
+    def remaining(self, cache: Any, ids: Sequence[int]) -> int:
+        """How many tokens fit after `ids`, of which the cache holds the first; negative if `ids` do not fit."""
         return self.limit - len(ids)
 
     @property
     def supports_trees(self) -> bool:
-        """Whether `read` takes token trees."""
+        """Whether `forward` takes token trees."""
         return not self.tree_refusal
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Bytes of cache that a position takes; 0 where that is unknown, or the cache is another runner's."""
+        """Bytes of cache of a position; 0 where that is unknown."""
         return 0
 
     @property
@@ -148,7 +160,7 @@ class Runner(ABC):
 
 
 class WrappedRunner(Runner):
-    """A runner that reads chains through another one, whose cache it has; as long as that one unless it says otherwise.
+    """A runner that reads chains through another one.
 
     Args:
         inner: the other one.
@@ -162,10 +174,9 @@ class WrappedRunner(Runner):
         super().__init__(inner.name, **places, vocab_size=size, limit=inner.limit, model=inner.model)  # type: ignore
         self.inner, self.packing, self.tree_refusal = inner, inner.packing, tree_refusal
 
-    @property
-    def length(self) -> int:
-        """See `Runner.length`."""
-        return self.inner.length
+    def reserve(self, *, rows: int = 0, capacity: int = 0) -> None:
+        """See `Runner.reserve`."""
+        self.inner.reserve(rows=rows, capacity=capacity)
 
     @property
     def weight_bytes(self) -> int:
@@ -177,20 +188,8 @@ class WrappedRunner(Runner):
         """See `Runner.cache_bytes_per_token`; a token of another vocabulary may be several of the inner one's."""
         return self.inner.cache_bytes_per_token
 
-    def close(self) -> None:
-        """See `Runner.close`."""
-        self.inner.close()
-
-    def reserve(self, capacity: int) -> None:
-        """See `Runner.reserve`."""
-        self.inner.reserve(capacity)
-
-    def truncate(self, length: int) -> None:
-        """See `Runner.truncate`."""
-        self.inner.truncate(length)
-
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that a clock read on the host means something."""
+    """Wait for the device, so that a clock read on the host is meaningful."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

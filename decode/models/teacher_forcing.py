@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.models.heads import FeatureHead, output_head, rows_of_states
+from decode.models.huggingface_runner import last_logits
 from decode.models.other_tokenizer import DraftModel, ForeignDraft, foreign_logits
 
 Text = tuple[Sequence[int], int]  # token ids, and how many of them are the prompt
@@ -94,8 +95,6 @@ def _logits(
     known = model.get_input_embeddings().weight.shape[0]  # a draft of a shorter padded vocabulary reads its last id
     first = min(start for _, start in group) - 1
     keep = tokens.shape[1] - first
-    out = model(
-        input_ids=tokens.clamp(max=known - 1), use_cache=False, logits_to_keep=keep, output_hidden_states=states
-    )
+    out = last_logits(model, keep, input_ids=tokens.clamp(max=known - 1), use_cache=False, output_hidden_states=states)
     rows = [logits[start - 1 - first : len(ids) - 1 - first] for logits, (ids, start) in zip(out.logits, group)]
     return rows, out.hidden_states or ()

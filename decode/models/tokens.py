@@ -228,7 +228,7 @@ def marked(
         rejected: for each token the drafted ones that were rejected in its place; at most three are shown.
         alone: there is no drafter, so the target's tokens are no bonus.
     """
-    names = {"draft": "accepted", "fix": "corrected", "target": "target" if alone else "bonus"}
+    names = {"draft": "accepted", "correction": "corrected", "target": "target" if alone else "bonus"}
     pieces = []
     for token, writer, instead in zip(tokens, written_by, rejected):
         pieces += [{"text": detokenizer.text([r]), "who": "rejected"} for r in instead[:3]]

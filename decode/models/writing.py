@@ -17,7 +17,8 @@ from transformers import DynamicCache, PreTrainedModel
 from decode.models.choose_runner import fast_if_equal
 from decode.models.families import is_small
 from decode.models.fast_runner import FastRunner
-from decode.models.huggingface_runner import rows_that_fit
+from decode.models.huggingface_runner import last_logits, rows_that_fit
+from decode.models.ragged_batch import Row
 from decode.models.weights import FEW
 from decode.sampling import LogitsWarper, TorchRng, inverse
 
@@ -129,32 +130,28 @@ def _write_continuously(
     runner: FastRunner, texts: Iterable[_Text], rows: int, warp: LogitsWarper, stop_ids: set[int]
 ) -> Iterator[_Text]:
     """Write all texts, at most `rows` at once, yielding each that is finished."""
-    waiting = deque(texts)
-    runner.truncate(0)
-    free = [runner, *(runner.fork(min(rows, len(waiting)) - 1) if len(waiting) > 1 else [])]
-    live: list[tuple[FastRunner, _Text]] = []
+    waiting, live = deque(texts), list[tuple[Row, _Text]]()
+    runner.reserve(rows=min(rows, len(waiting)))
     while waiting or live:
         new = 0  # prompts are read along with the others' next tokens, some at a time
-        while free and waiting and (not new or new + len(waiting[0].prompt) <= PROMPT_TOKENS):
-            live.append((free.pop(), waiting.popleft()))
+        while len(live) < rows and waiting and (not new or new + len(waiting[0].prompt) <= PROMPT_TOKENS):
+            live.append((runner.new_cache(), waiting.popleft()))
             new += len(live[-1][1].prompt)
-        while free and not waiting and len(free) + len(live) > 1:
-            free.pop().close()
+        if not waiting:
+            runner.reserve(rows=1)  # from now on texts that end give their memory back
         live.sort(key=lambda pair: pair[0].row)
-        feeds = [[text.written[-1]] if text.written else text.prompt for _, text in live]
-        tokens = torch.tensor([token for feed in feeds for token in feed], device=runner.device)
-        logits = runner.read_texts([row for row, _ in live], tokens, list(map(len, feeds)), last_only=True)
+        feeds = [torch.tensor(text.written[-1:] or text.prompt, device=runner.device) for _, text in live]
+        logits = runner.forward([cache for cache, _ in live], feeds, last=1).logits
         u = [text.uniforms[len(text.written)] for _, text in live]
         prefixes = [[*text.prompt, *text.written] for _, text in live] if warp.needs_prefix else None
         going = []
-        for (row, text), token in zip(live, next_tokens(logits, warp, prefixes, u)):
+        for (cache, text), token in zip(live, next_tokens(logits, warp, prefixes, u)):
             text.written.append(token)
             if token in stop_ids or len(text.written) == text.budget:
-                row.truncate(0)
-                free.append(row)
+                cache.close()
                 yield text
             else:
-                going.append((row, text))
+                going.append((cache, text))
         live = going
 
 
@@ -185,14 +182,8 @@ def _write(
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     cache = DynamicCache(config=model.config)
     while True:
-        logits = model(
-            input_ids=feed,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+        inputs = {"input_ids": feed, "attention_mask": mask, "position_ids": positions}
+        logits = last_logits(model, 1, **inputs, past_key_values=cache, use_cache=True).logits[:, -1]
         u = [uniforms[place][len(texts[place])] for place in live]
         prefixes = [[*prompts[place], *texts[place]] for place in live] if warp.needs_prefix else None
         chosen = next_tokens(logits, warp, prefixes, u)

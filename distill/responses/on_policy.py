@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.loop import Target, decode
+from decode.loop import decode
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
@@ -193,6 +193,6 @@ class HeadTexts:
             method = build("eagle", MethodInputs(runner, warp, drafter, options=MethodOptions(draft_length=self.depth)))
             method.rule = TakeAll()
             rng = TorchRng(int(draws(number, 1)[0] * 2**53))
-            made = decode(Target(runner), method, warp, list(prompt), max_new_tokens=limit, stop_ids=stop_ids, rng=rng)
+            made = decode(runner, method, warp, list(prompt), max_new_tokens=limit, stop_ids=stop_ids, rng=rng)
             texts.append(made.ids[len(prompt) :] if made.ids[: len(prompt)] == list(prompt) else made.ids)
         return texts

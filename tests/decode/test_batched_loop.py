@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from decode.drafters.base import Drafter, NoDrafter
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
-from decode.errors import UserError
-from decode.loop import Method, Target, decode, decode_texts
+from decode.loop import Method, decode, decode_texts
 from decode.method_options import MethodOptions
 from decode.methods import RULES, STOPS, MethodInputs
 from decode.models import huggingface_runner as free_memory
@@ -146,12 +145,12 @@ def test_every_text_is_what_generate_writes(name: str, methods, tiny) -> None:
     for batch_size in (1, 2, 7, 16):
         done: list[int] = []
         texts = decode_texts(
-            Target(runner), system, GREEDY, PROMPTS, rngs=[TorchRng(0) for _ in PROMPTS], batch_size=batch_size,
+            runner, system, GREEDY, PROMPTS, rngs=[TorchRng(0) for _ in PROMPTS], batch_size=batch_size,
             max_new_tokens=20, stop_ids={end}, finished=done.append,
         )  # fmt: skip
         assert [text.ids for text in texts] == wanted
         assert sorted(done) == list(range(len(PROMPTS)))
-        assert runner.forward.rows == 1  # the memory is given back
+        assert runner.network.cache.tensor.shape[1] == 1  # the memory is given back
     if name not in ("none", "random-tree"):
         assert sum(sum(text.trace.accepted) for text in texts) > 0
 
@@ -165,7 +164,7 @@ def test_texts_that_draft_alike_take_the_forwards_of_one(name: str, methods, tin
     def forwards(count: int) -> int:
         count_forwards.clear()
         prompts = [PROMPTS[1]] * count
-        decode_texts(Target(runner), system, GREEDY, prompts, rngs=[TorchRng(0)] * count, max_new_tokens=16)
+        decode_texts(runner, system, GREEDY, prompts, rngs=[TorchRng(0)] * count, max_new_tokens=16)
         return len(count_forwards)
 
     alone = forwards(1)
@@ -183,7 +182,7 @@ def test_texts_whose_drafting_is_switched_off_and_on_are_what_generate_writes(me
         system = Method(name, methods(name, model, runner), StopRule(4), lengths=lengths)
         for _ in range(4):
             rngs = [TorchRng(0) for _ in PROMPTS]
-            texts = decode_texts(Target(runner), system, GREEDY, PROMPTS, rngs=rngs, batch_size=3, max_new_tokens=20)
+            texts = decode_texts(runner, system, GREEDY, PROMPTS, rngs=rngs, batch_size=3, max_new_tokens=20)
             assert [text.ids for text in texts] == wanted
         drafted = [k for text in texts for k in text.trace.drafted]
         assert 0 < sum(k > 0 for k in drafted) < len(drafted) / 2
@@ -201,7 +200,7 @@ def test_a_draft_that_is_not_asked_does_not_read_the_prompts(methods, tiny, coun
         lengths = Never(RoundCosts.of_ratios(0.1), 4)
         system = Method(name, methods(name, model, runner), StopRule(4), lengths=lengths)
         count_forwards.clear()
-        decode_texts(Target(runner), system, GREEDY, PROMPTS[:3], rngs=[TorchRng(0)] * 3, max_new_tokens=8)
+        decode_texts(runner, system, GREEDY, PROMPTS[:3], rngs=[TorchRng(0)] * 3, max_new_tokens=8)
         counts.append(len(count_forwards))
     assert counts[0] == counts[1]
 
@@ -214,7 +213,7 @@ def test_the_ordinary_model_call_decodes_texts_together(family: str, methods, ti
     for name in ("model", "lookahead"):
         system = Method(name, methods(name, model, runner), StopRule(4))
         rngs = [TorchRng(0) for _ in PROMPTS]
-        texts = decode_texts(Target(runner), system, GREEDY, PROMPTS, rngs=rngs, batch_size=4, max_new_tokens=12)
+        texts = decode_texts(runner, system, GREEDY, PROMPTS, rngs=rngs, batch_size=4, max_new_tokens=12)
         assert [text.ids for text in texts] == wanted
 
 
@@ -230,14 +229,12 @@ def test_a_sampled_text_does_not_depend_on_its_neighbours(name: str, methods, ti
         rngs = [TorchRng(i) for i in numbers]
         prompts = [PROMPTS[i] for i in numbers]
         options = {"batch_size": batch_size, "max_new_tokens": 16, "stop_ids": {7}}
-        return [text.new_ids for text in decode_texts(Target(runner), system, warp, prompts, rngs=rngs, **options)]
+        return [text.new_ids for text in decode_texts(runner, system, warp, prompts, rngs=rngs, **options)]
 
     alone = [texts([i], None)[0] for i in range(len(PROMPTS))]
     assert texts(list(range(len(PROMPTS))), 3) == alone
     assert texts([4, 0, 6], None) == [alone[4], alone[0], alone[6]]
-    first = decode(
-        Target(runner), copy.copy(system), warp, PROMPTS[0], rng=TorchRng(0), max_new_tokens=16, stop_ids={7}
-    )
+    first = decode(runner, copy.copy(system), warp, PROMPTS[0], rng=TorchRng(0), max_new_tokens=16, stop_ids={7})
     assert first.new_ids == alone[0]  # a text alone is a batch of one
 
 
@@ -247,7 +244,7 @@ def test_prompts_that_cannot_be_decoded_do_not_keep_the_others_from_it(tiny) -> 
     prompts = [[3, 7, 1, 9], [], [1] * (CONTEXT + 1), [5], [VOCAB]]
     system = Method("none", NoDrafter(), StopRule())
     rngs = [TorchRng(0) for _ in prompts]
-    texts = decode_texts(Target(runner), system, GREEDY, prompts, rngs=rngs, batch_size=2, max_new_tokens=8)
+    texts = decode_texts(runner, system, GREEDY, prompts, rngs=rngs, batch_size=2, max_new_tokens=8)
     assert [bool(text.error) for text in texts] == [False, True, True, False, True]
     assert [text.ids for text in (texts[0], texts[3])] == [generate(model, prompts[i], 8) for i in (0, 3)]
     assert "the prompt is empty" in str(texts[1].error)
@@ -262,15 +259,17 @@ def test_fewer_texts_are_decoded_at_once_where_memory_does_not_hold_them(
     model = tiny("llama")
     runner = open_runner(model, fast=fast)
     system = Method("model", methods("model", model, runner), StopRule(3))
-    prompts, forked = [[3, 7, 1, 9], [5], [], [40, 2, 7]], []
+    prompts, reserved = [[3, 7, 1, 9], [5], [], [40, 2, 7]], []
     both = 2 * (2 * 2 * 2 * 8 * 4)  # target and draft: layers, keys and values, their heads, width, float32
     monkeypatch.setattr(free_memory, "free_memory", lambda _: 2.5 * both * 2.2 * 12)
-    fork = type(runner).fork
-    monkeypatch.setattr(type(runner), "fork", lambda self, count: forked.append(count) or fork(self, count))
+    reserve = type(runner).reserve
+    monkeypatch.setattr(
+        type(runner), "reserve", lambda self, **of: reserved.append(of.get("rows", 0)) or reserve(self, **of)
+    )
     rngs = [TorchRng(0) for _ in prompts]
     with pytest.warns(UserWarning, match="memory holds 2 texts of 12 tokens; writing 2 instead of 3 at once"):
-        texts = decode_texts(Target(runner), system, GREEDY, prompts, rngs=rngs, max_new_tokens=8)
-    assert set(forked) == {2}
+        texts = decode_texts(runner, system, GREEDY, prompts, rngs=rngs, max_new_tokens=8)
+    assert max(reserved) == 2
     assert [text.ids for text in texts] == [generate(model, p, 8) if p else [] for p in prompts]
 
 
@@ -279,24 +278,11 @@ def test_every_round_knows_the_drafts_of_the_texts_decoded_with_it(methods, tiny
     model = tiny("llama")
     runner = open_runner(model)
     plain = Method("plain", NoDrafter(), StopRule())
-    texts = decode_texts(Target(runner), plain, GREEDY, PROMPTS[:3], rngs=rngs, batch_size=2, max_new_tokens=4)
+    texts = decode_texts(runner, plain, GREEDY, PROMPTS[:3], rngs=rngs, batch_size=2, max_new_tokens=4)
     assert [text.trace.together for text in texts] == [[(0, 0)] * 4, [(0, 0)] * 4, [(0,)] * 4]
     drafted = Method("model", methods("model", model, runner), StopRule(4))
-    one, other = decode_texts(Target(runner), drafted, GREEDY, PROMPTS[:2], rngs=rngs[:2], max_new_tokens=20)
+    one, other = decode_texts(runner, drafted, GREEDY, PROMPTS[:2], rngs=rngs[:2], max_new_tokens=20)
     pairs = [sorted(pair) for pair in zip(one.trace.drafted, other.trace.drafted)]
     assert any(a != b for a, b in pairs)
     for text in (one, other):
         assert [sorted(drafts) for drafts in text.trace.together[: len(pairs)]] == pairs
-
-
-def test_a_runner_that_serves_one_text_says_so() -> None:
-    class Single(ScriptedRunner):
-        fork = Runner.fork
-
-    target = Single(random_table(1, 3), 3)
-    system = Method("none", NoDrafter(), StopRule())
-    rngs = [TorchRng(0), TorchRng(1)]
-    with pytest.raises(UserError, match="one text at a time; give a batch size of 1"):
-        decode_texts(Target(target), system, SAMPLE, PAIR, rngs=rngs, max_new_tokens=3)
-    texts = decode_texts(Target(target), system, SAMPLE, PAIR, rngs=rngs, batch_size=1, max_new_tokens=3)
-    assert [len(text.new_ids) for text in texts] == [3, 3]

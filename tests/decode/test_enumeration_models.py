@@ -88,7 +88,7 @@ def test_packed_weights_and_those_in_float16_are_lossless(kind: type[Linear], ti
     runner = fast_runner(target, pack="auto")
     drafter = ModelDrafter(fast_runner(resembling(target, 0.2), pack="auto", draft=kind is HalfLinear), WARP, VOCAB)
     for made in (runner, drafter.runner):
-        assert isinstance(made.forward.weights.head, kind)  # type: ignore[attr-defined]
+        assert isinstance(made.network.weights.head, kind)  # type: ignore[attr-defined]
     there = experiment(target, runner, tokens=3)
     assert there.bias(Method("model", drafter, StopRule(5))) < 1e-5
     assert {m for trace in there.traces for m in trace.accepted} >= {0, 1}

@@ -16,11 +16,11 @@ from decode.draft import Draft
 from decode.drafters.base import NoDrafter
 from decode.drafters.draft_model import ModelDrafter
 from decode.errors import UserError
-from decode.loop import Method, Target, decode, rounds
+from decode.loop import Method, Sequence, decode, run
 from decode.models.choose_runner import open_runner
 from decode.models.families import supports
 from decode.models.huggingface_runner import HuggingFaceRunner
-from decode.models.runner import Runner
+from decode.models.runner import Cache, Runner
 from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import StopRule
 
@@ -34,11 +34,11 @@ def next_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def peek(runner: Runner, ids: list[int]) -> torch.Tensor:
-    """The runner's logits after `ids`, whose last token it has not read; its cache is left as it was."""
-    length = runner.length
-    logits = runner.read(torch.tensor(ids[length:]), head=1)[0].clone()
-    runner.truncate(length)
+def peek(runner: Runner, cache: Cache, ids: list[int]) -> torch.Tensor:
+    """The runner's logits after `ids`, whose last token it has not read; the cache is left as it was."""
+    length = cache.length
+    logits = runner.forward([cache], [torch.tensor(ids[length:])], last=1).logits[0].clone()
+    cache.truncate(length)
     return logits
 
 
@@ -53,17 +53,17 @@ def test_after_every_round_the_cache_holds_the_text_but_its_last_token(family: s
         warp = LogitsWarper(temperature=2.0) if chain else LogitsWarper()
         part = ModelDrafter(draft, warp, VOCAB) if chain else Oracle(text, "tree", VOCAB)
         ids = list(PROMPT)
-        accepted = 0
-        for result, new in rounds(
-            Target(runner), Method("", part, StopRule()), warp, PROMPT, max_new_tokens=16, rng=TorchRng(5)
-        ):
+        method, accepted = Method("", part, StopRule()), 0
+        sequence = Sequence(runner, method, warp, PROMPT, max_new_tokens=16, rng=TorchRng(5))
+        for _, result, new in run(runner, method, [sequence]):
             ids += new
             accepted += result.accepted
-            assert runner.length == len(ids) - 1
-            assert torch.allclose(peek(runner, ids), next_logits(model, ids), atol=2e-4, rtol=1e-4)
+            assert sequence.cache.length == len(ids) - 1
+            assert torch.allclose(peek(runner, sequence.cache, ids), next_logits(model, ids), atol=2e-4, rtol=1e-4)
             if chain:
-                assert draft.length <= len(ids) - 1
-                assert torch.allclose(peek(draft, ids), next_logits(other, ids), atol=2e-4, rtol=1e-4)
+                cache = sequence.state.cache
+                assert cache.length <= len(ids) - 1
+                assert torch.allclose(peek(draft, cache, ids), next_logits(other, ids), atol=2e-4, rtol=1e-4)
         assert accepted > 0
         assert len(ids) == len(PROMPT) + 16
 
@@ -74,10 +74,11 @@ def test_a_cut_text_leaves_the_cache_at_the_cut(tiny) -> None:
     eos = text[len(PROMPT) + 3]
     assert eos not in text[: len(PROMPT) + 3]
     runner = open_runner(model)
-    system = Method("", Oracle(text, "perfect", VOCAB), StopRule())
-    for result, new in rounds(Target(runner), system, LogitsWarper(), PROMPT, max_new_tokens=24, stop_ids={eos}):
+    method = Method("", Oracle(text, "perfect", VOCAB), StopRule())
+    sequence = Sequence(runner, method, LogitsWarper(), PROMPT, max_new_tokens=24, stop_ids={eos})
+    for _, result, new in run(runner, method, [sequence]):
         assert len(result.emitted) > len(new)
-    assert runner.length == len(PROMPT) + len(new) - 1
+        assert sequence.cache.length == len(PROMPT) + len(new) - 1
 
 
 WARPS = [
@@ -95,17 +96,17 @@ WARPS = [
 def test_a_model_that_drafts_for_itself_is_always_accepted(family: str, warp: LogitsWarper, tiny) -> None:
     target, draft = open_runner(tiny(family)), open_runner(tiny(family))
     system = Method("", ModelDrafter(draft, warp, VOCAB), StopRule(4))
-    out = decode(Target(target), system, warp, PROMPT, max_new_tokens=40, rng=TorchRng(0))
+    out = decode(target, system, warp, PROMPT, max_new_tokens=40, rng=TorchRng(0))
     metrics = out.trace.metrics()
     assert metrics["alpha"] == pytest.approx(1, abs=1e-5)
     assert metrics["accepted_per_drafted"] == 1
     assert metrics["block_efficiency"] == 5
 
 
-def scripted_system(vocab: int = 6, warp: LogitsWarper = SAMPLE, **options) -> tuple[Target, Method]:  # type: ignore[no-untyped-def]
+def scripted_system(vocab: int = 6, warp: LogitsWarper = SAMPLE, **options) -> tuple[Runner, Method]:  # type: ignore[no-untyped-def]
     target = ScriptedRunner(random_table(1, vocab), vocab, **options)
     draft = ScriptedRunner(random_table(2, vocab), vocab)
-    return Target(target), Method("model", ModelDrafter(draft, warp, vocab), StopRule(4))
+    return target, Method("model", ModelDrafter(draft, warp, vocab), StopRule(4))
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another() -> None:
@@ -118,7 +119,7 @@ def test_one_target_serves_text_after_text(tiny) -> None:
     """Nothing of a text stays in the caches when the next one begins."""
     model, draft = tiny("llama"), tiny("llama", seed=2)
     target, system = (
-        Target(open_runner(model)),
+        open_runner(model),
         Method("", ModelDrafter(open_runner(draft), LogitsWarper(), VOCAB), StopRule()),
     )
     for prompt in (PROMPT, [8], PROMPT[::-1], PROMPT):
@@ -150,8 +151,7 @@ def test_bad_prompts_are_refused_before_any_work(
 ) -> None:
     runner = open_runner(tiny("llama"))
     with pytest.raises(UserError, match=message):
-        decode(Target(runner), Method("", NoDrafter(), StopRule()), LogitsWarper(), prompt, **options)
-    assert runner.length == 0
+        decode(runner, Method("", NoDrafter(), StopRule()), LogitsWarper(), prompt, **options)
 
 
 def runner_with(value: float, dtype: torch.dtype = torch.float64) -> ScriptedRunner:
@@ -170,22 +170,22 @@ def runner_with(value: float, dtype: torch.dtype = torch.float64) -> ScriptedRun
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_logits_that_are_nan_or_infinite_are_an_error(value: float, warp: LogitsWarper) -> None:
     with pytest.raises(UserError, match="after 2 tokens"):
-        decode(Target(runner_with(value)), Method("", NoDrafter(), StopRule()), warp, [3, 2])
+        decode(runner_with(value), Method("", NoDrafter(), StopRule()), warp, [3, 2])
 
 
 def test_a_target_that_rules_out_every_token_is_an_error() -> None:
     runner = ScriptedRunner(lambda context: torch.full((5,), -math.inf), 5)
     with pytest.raises(UserError, match="after 2 tokens"):
-        decode(Target(runner), Method("", NoDrafter(), StopRule()), SAMPLE, [3, 2])
+        decode(runner, Method("", NoDrafter(), StopRule()), SAMPLE, [3, 2])
 
 
 @pytest.mark.parametrize("warp", [LogitsWarper(), SAMPLE], ids=["greedy", "sampled"])
 def test_tokens_that_the_target_rules_out_and_large_half_precision_logits_are_legal(warp: LogitsWarper) -> None:
     system = Method("", NoDrafter(), StopRule())
-    out = decode(Target(runner_with(-math.inf)), system, warp, [3, 2], max_new_tokens=1, rng=TorchRng(0))
+    out = decode(runner_with(-math.inf), system, warp, [3, 2], max_new_tokens=1, rng=TorchRng(0))
     assert out.ids[2] != 1
     runner = ScriptedRunner(lambda context: torch.full((5,), 60000.0, dtype=torch.float16), 5)
-    assert len(decode(Target(runner), Method("", RandomTree(5), StopRule()), warp, [3, 2], rng=TorchRng(0)).ids) == 130
+    assert len(decode(runner, Method("", RandomTree(5), StopRule()), warp, [3, 2], rng=TorchRng(0)).ids) == 130
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -194,7 +194,7 @@ def test_a_model_with_a_weight_that_is_not_a_number_is_an_error(family: str, tin
     with torch.no_grad():
         model.get_input_embeddings().weight[4] = math.nan
     with pytest.raises(UserError, match="after 2 tokens"):
-        decode(Target(HuggingFaceRunner(model)), Method("", NoDrafter(), StopRule()), LogitsWarper(), [1, 4])
+        decode(HuggingFaceRunner(model), Method("", NoDrafter(), StopRule()), LogitsWarper(), [1, 4])
 
 
 def test_every_token_knows_its_author_and_what_was_rejected_in_its_place() -> None:
@@ -208,16 +208,16 @@ def test_every_token_knows_its_author_and_what_was_rejected_in_its_place() -> No
     class Plan(NoDrafter):
         drafts = (Draft.tree([1, 2, 9], [-1, 0, 1]), Draft.empty(), Draft.tree([7, 5, 6, 7], [-1, -1, 1, 2]))
 
-        def start(self, ids: list[int]) -> None:
-            self.left = list(self.drafts)
+        def start(self, prompt):  # type: ignore[no-untyped-def]
+            return list(self.drafts)
 
-        def propose(self, ids, stop, max_depth, rng):  # type: ignore[no-untyped-def]
-            return self.left.pop(0) if self.left else Draft.empty()
+        def draft(self, request):  # type: ignore[no-untyped-def]
+            return request.state.pop(0) if request.state else Draft.empty()
 
-    target = Target(ScriptedRunner(successor, 12))
+    target = ScriptedRunner(successor, 12)
     out = decode(target, Method("", Plan(), StopRule()), LogitsWarper(), [0], max_new_tokens=9, annotate=True)
     assert out.ids == text
-    assert out.written_by == ["draft", "draft", "fix", "target", "draft", "draft", "draft", "target", "target"]
+    assert out.written_by == ["draft", "draft", "correction", "target", "draft", "draft", "draft", "target", "target"]
     assert out.rejected == [[], [], [9], [], [], [], [], [], []]
     assert (out.trace.drafted, out.trace.accepted, out.trace.tested) == ([3, 0, 4, 0], [2, 0, 3, 0], [3, 0, 3, 0])
     cut = decode(

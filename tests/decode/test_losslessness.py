@@ -69,7 +69,7 @@ def warm_up(experiment: Experiment, system: Method, texts: int = 4) -> None:
     for seed in range(5, 5 + texts):
         list(
             loop.rounds(
-                loop.Target(experiment.target),
+                experiment.target,
                 system,
                 experiment.warp,
                 experiment.prompt,
@@ -235,7 +235,7 @@ def test_trees_of_any_shape_are_lossless(seed: int) -> None:
 
 
 def test_trying_the_children_in_turn_is_lossless_with_the_exact_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Exact, "neutral", False)
+    monkeypatch.setattr(Exact, "is_exact_now", False)
     experiment, _ = scripted_pair(4, tokens=3)
     for seed in range(3):
         assert experiment.bias(Method("tree", RandomTree(4, nodes=8, seed=seed), StopRule())) < TOLERANCE
@@ -247,12 +247,12 @@ def test_trying_the_children_in_turn_is_lossless_with_the_exact_rule(monkeypatch
 class _DropsTheToken(ModelDrafter):
     """Biased: the token that made the rule stop is taken back."""
 
-    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
-        draft = super().propose(ids, stop, max_depth, rng)
-        if not draft.confidence or draft.confidence[-1] >= stop.threshold.value:
-            return draft
+    def propose(self, requests):  # type: ignore[no-untyped-def]
+        (draft,) = super().propose(requests)
+        if not draft.confidence or draft.confidence[-1] >= requests[0].stop.threshold.value:
+            return [draft]
         kept = len(draft) - 1
-        return Draft.chain(draft.tokens[:kept], draft.probs[:kept]) if kept else Draft.empty()
+        return [Draft.chain(draft.tokens[:kept], draft.probs[:kept]) if kept else Draft.empty()]
 
 
 class _CorrectsFromP(Exact):

@@ -12,7 +12,7 @@ from scipy.stats import chi2
 from scripted import RandomTree
 
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import Method, Target, decode
+from decode.loop import Method, decode
 from decode.models.choose_runner import open_runner
 from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import Fixed, StopRule, token_probability
@@ -40,7 +40,7 @@ def p_value(counts: Counter, distribution: Distribution) -> float:
 
 def sample(experiment: Experiment, system: Method, texts: int) -> tuple[Counter, int]:
     """How often each text came out, and the rounds it took."""
-    rng, target = TorchRng(0), Target(experiment.target)
+    rng, target = TorchRng(0), experiment.target
     counts: Counter = Counter()
     rounds = 0
     for _ in range(texts):

@@ -17,7 +17,7 @@ from rich.console import Console
 from tiny_run import killed, run_tiny, tiny_settings
 from transformers import PreTrainedModel
 
-from decode.loop import Target, decode
+from decode.loop import decode
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_draft_runner, open_runner
@@ -65,7 +65,7 @@ def decoded(
     drafter = None if draft is None else open_draft_runner(draft, model)
     system = build(method, MethodInputs(runner, warp, drafter, options=MethodOptions(**options)))
     return decode(
-        Target(runner), system, warp, PROMPT, max_new_tokens=NEW, rng=TorchRng(seed, runner.device)
+        runner, system, warp, PROMPT, max_new_tokens=NEW, rng=TorchRng(seed, runner.device)
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from decode.drafters.probe import (
     weight_sample,
 )
 from decode.errors import UserError
-from decode.loop import Method, Target, decode, rounds
+from decode.loop import Method, decode, rounds
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
@@ -116,7 +116,7 @@ def test_features_are_those_that_decoding_shows_to_the_stop_rule(tiny) -> None:
         "layerskip", MethodInputs(runner, LogitsWarper(), options=MethodOptions(exit_layer=2, draft_length=1))
     )
     system.stop.confidence = watch
-    for _ in rounds(Target(runner), system, LogitsWarper(), PROMPTS[0], max_new_tokens=6):
+    for _ in rounds(runner, system, LogitsWarper(), PROMPTS[0], max_new_tokens=6):
         pass
     torch.testing.assert_close(seen[0], found.inputs[0, 0], atol=1e-3, rtol=1e-3)
 
@@ -320,7 +320,7 @@ def test_probe_methods_decode_greedily_as_generate_does_and_take_advice(tiny, fo
     expected = model.generate(torch.tensor([PROMPTS[1]]), max_new_tokens=20, do_sample=False)[0].tolist()
     given = MethodOptions(probes=str(folder), exit_layer=None if method == "adaspeed-probe" else 1)
     system: Method = build(method, MethodInputs(runner, LogitsWarper(), options=given))
-    assert decode(Target(runner), system, LogitsWarper(), PROMPTS[1], max_new_tokens=20).ids == expected
+    assert decode(runner, system, LogitsWarper(), PROMPTS[1], max_new_tokens=20).ids == expected
     if method == "adaspeed-probe":
         assert (system.drafter.subset.shared, system.stop.window, system.stop.threshold.start) == (3, 4, 0.2)
 
@@ -334,7 +334,7 @@ def test_a_draft_models_probe_stops_its_drafts(tiny, tmp_path: Path) -> None:
         open_runner(target), LogitsWarper(), open_runner(draft), options=MethodOptions(probes=str(tmp_path))
     )
     out = decode(
-        Target(parts.target), build("draft-probe", parts), LogitsWarper(), PROMPTS[0], max_new_tokens=8, rng=TorchRng(0)
+        parts.target, build("draft-probe", parts), LogitsWarper(), PROMPTS[0], max_new_tokens=8, rng=TorchRng(0)
     )
     assert set(out.trace.drafted) <= {0, 1}
     assert 1 in out.trace.drafted

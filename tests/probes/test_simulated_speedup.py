@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from decode.bench.costs import CostModel
 from decode.bench.exit_costs import Costs, measure
-from decode.loop import Target, decode
+from decode.loop import decode
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.fast_runner import fast_runner
@@ -37,7 +37,7 @@ def test_simulated_rounds_are_those_of_greedy_decoding(tiny) -> None:
     runner = fast_runner(model)
     prompt = [3, 1, 4]
     parts = MethodInputs(runner, LogitsWarper(), options=MethodOptions(exit_layer=3, draft_length=3))
-    out = decode(Target(runner), build("layerskip", parts), LogitsWarper(), prompt, max_new_tokens=30)
+    out = decode(runner, build("layerskip", parts), LogitsWarper(), prompt, max_new_tokens=30)
     found = collect(model, [(out.ids, 3)], Mode("greedy", LogitsWarper(), "match"), exits=[3])
     drafted, accepted = simulate(found.outcome[0].tolist(), None, 3)
     rounds = len(drafted) - 1  # the budget cuts the last drafts of decoding

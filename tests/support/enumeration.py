@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decode.draft import Draft
-from decode.loop import Method, Target, decode, decode_texts
-from decode.models.runner import Runner
+from decode.loop import Method, decode, decode_texts
+from decode.models.runner import Cache, Output, Runner
 from decode.sampling import LogitsWarper, Rng
 from decode.trace import Trace
 
@@ -145,6 +144,27 @@ def random_table(seed: int, vocab: int, *, zeros: float = 0.15, memory: int = 3)
     return logits
 
 
+class ScriptedCache(Cache):
+    """The tokens held."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+
+    @property
+    def length(self) -> int:
+        """Positions held."""
+        return len(self.held)
+
+    def truncate(self, length: int) -> None:
+        """See `Cache.truncate`."""
+        del self.held[length:]
+
+    def gather(self, base: int, slots: list[int]) -> None:
+        """See `Cache.gather`."""
+        assert slots == sorted(set(slots)), slots
+        self.held[base : base + len(slots)] = [self.held[i] for i in slots]
+
+
 class ScriptedRunner(Runner):
     """A model that is a table of logits by context; everything else behaves as `Runner` does."""
 
@@ -159,50 +179,42 @@ class ScriptedRunner(Runner):
     ) -> None:
         super().__init__("a table", device=torch.device("cpu"), dtype=torch.float64, vocab_size=vocab, limit=limit)
         self.logits, self.clock, self.cost = logits, clock or Clock(), cost
-        self.held: list[int] = []
 
     @property
     def weight_bytes(self) -> int:
         """In proportion to the cost of a token."""
         return int(1000 * self.cost)
 
-    @property
-    def length(self) -> int:
-        """Positions held."""
-        return len(self.held)
+    def new_cache(self) -> ScriptedCache:
+        """See `Runner.new_cache`."""
+        return ScriptedCache()
 
-    def read(self, tokens: Tensor, tree: Draft | None = None, head: int | None = None) -> Tensor:
-        """See `Runner.read`; a token costs `cost` plus a tenth of it for every further one."""
+    def _read(self, cache, tokens, tree, capture, last):  # type: ignore[no-untyped-def]
+        """A token costs `cost` plus a tenth of it for every further one."""
         new = tokens.tolist()
-        past = tuple(self.held)
+        past = tuple(cache.held)
         if tree is None:
             contexts = [past + tuple(new[: i + 1]) for i in range(len(new))]
         else:
             root = [*past, new[0]]
             contexts = [tuple(tree.text_before(root, i)) for i in range(-1, len(tree))]
-        self.held += new
+        cache.held += new
         assert self.limit >= max(map(len, contexts)), "read beyond the context"
         self.clock.now += self.cost * (0.9 + 0.1 * len(new))
-        wanted = contexts if head is None else contexts[len(contexts) - head :]
-        self.hidden = torch.tensor([[len(c), c[-1]] for c in wanted], dtype=torch.float64).view(-1, 2)
+        wanted = contexts if last is None else contexts[len(contexts) - last :]
+        hidden = torch.tensor([[len(c), c[-1]] for c in wanted], dtype=torch.float64).view(-1, 2)
         rows = [self.logits(c) for c in wanted]
-        return torch.stack(rows) if rows else torch.empty(0, self.vocab_size, dtype=torch.float64)
+        logits = torch.stack(rows) if rows else torch.empty(0, self.vocab_size, dtype=torch.float64)
+        return Output(logits, hidden)
 
-    def fork(self, count: int) -> list[Runner]:
-        """See `Runner.fork`."""
-        return [
-            ScriptedRunner(self.logits, self.vocab_size, limit=self.limit, clock=self.clock, cost=self.cost)
-            for _ in range(count)
-        ]
 
-    def truncate(self, length: int) -> None:
-        """See `Runner.truncate`."""
-        del self.held[length:]
-
-    def keep(self, base: int, slots: list[int]) -> None:
-        """See `Runner.keep`."""
-        assert slots == sorted(set(slots)), slots
-        self.held[base:] = [self.held[i] for i in slots]
+@torch.inference_mode()
+def next_logits(runner: Runner, text: list[int]) -> Tensor:
+    """Logits ``[vocab]`` after a text, which a fresh cache reads whole."""
+    cache = runner.new_cache()
+    logits = runner.forward([cache], [torch.tensor(text)], last=1).logits[0]
+    cache.close()
+    return logits
 
 
 @dataclass
@@ -231,7 +243,7 @@ class Experiment:
         parts = [self.target, *(getattr(system.drafter, name, None) for name in ("runner", "store", "table"))]
         system = copy.deepcopy(system, {id(part): part for part in parts if part is not None})
         out = decode(
-            Target(self.target),
+            self.target,
             system,
             self.warp,
             self.prompt,
@@ -258,8 +270,7 @@ class Experiment:
         """The target's warped distribution after `text`, from a forward over the whole of it."""
         if self.forward is not None:
             return self.warp(self.forward(text)[None], [text])[0]
-        self.target.truncate(0)
-        return self.warp(self.target.read(torch.tensor(text), head=1), [text])[0]
+        return self.warp(next_logits(self.target, text)[None], [text])[0]
 
     @property
     def drafted(self) -> set[int]:
@@ -276,12 +287,11 @@ def joint_bias(
         if system.lengths is not None:  # the one part that texts share
             system.lengths.reset()
         rngs = [rng] * len(prompts)
-        texts = decode_texts(Target(target), system, warp, prompts, rngs=rngs, max_new_tokens=tokens, **options)
+        texts = decode_texts(target, system, warp, prompts, rngs=rngs, max_new_tokens=tokens, **options)
         return tuple(token for text in texts for token in [*text.new_ids, -1])
 
     def next_distribution(text: list[int]) -> torch.Tensor:
-        target.truncate(0)
-        return warp(target.read(torch.tensor(text), head=1), [text])[0]
+        return warp(next_logits(target, text)[None], [text])[0]
 
     found = enumerate_runs(run)
     assert abs(sum(found.values()) - 1) < 1e-12

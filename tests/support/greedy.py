@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from decode.loop import Method, Target, decode
+from decode.loop import Method, decode
 from decode.models.runner import Runner
 from decode.sampling import LogitsWarper
 
@@ -23,7 +23,7 @@ def generate(model: PreTrainedModel, prompt: list[int], new: int = NEW, **option
 
 
 def assert_decodes(runner: Runner, system: Method, wanted: list[int], prompt: list[int], new: int = NEW, **options):  # type: ignore[no-untyped-def]
-    out = decode(Target(runner), system, GREEDY, prompt, max_new_tokens=new, **options)
+    out = decode(runner, system, GREEDY, prompt, max_new_tokens=new, **options)
     assert out.ids == wanted
     assert out.trace.tokens == len(wanted) - len(prompt)
     return out.trace

@@ -11,12 +11,10 @@ from stores import build_datastore, build_trigram_table
 
 from decode.draft import Draft
 from decode.drafters.adaptix import NgramTable, TrigramDrafter
-from decode.drafters.base import Drafter, NoDrafter
+from decode.drafters.base import Drafter, DraftRequest, NoDrafter, Prompt
 from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
 from decode.drafters.rest import Datastore, RetrievalDrafter
-from decode.sampling import Rng
-from decode.stopping import StopRule
 
 
 @dataclass
@@ -27,15 +25,15 @@ class RandomTree(NoDrafter):
     nodes: int = 6
     seed: int = 0
 
-    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
         """Up to `nodes` nodes, no deeper than `max_depth`; siblings may repeat a token."""
-        generator = random.Random(f"{self.seed} {ids}")
+        generator = random.Random(f"{self.seed} {request.ids}")
         parents: list[int] = []
         depths: list[int] = []
         for i in range(generator.randrange(self.nodes + 1)):
             parent = generator.randrange(-1, i)
             depth = 1 if parent < 0 else depths[parent] + 1
-            if depth > max_depth:
+            if depth > request.max_depth:
                 break
             parents.append(parent)
             depths.append(depth)
@@ -57,15 +55,15 @@ class Oracle(NoDrafter):
     vocab: int
     rounds: int = field(default=0, init=False)
 
-    def start(self, ids: list[int]) -> None:
+    def start(self, prompt: Prompt) -> None:
         """A new text begins."""
         self.rounds = 0
 
-    def propose(self, ids: list[int], stop: StopRule, max_depth: int, rng: Rng) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
         """The draft of this round."""
         self.rounds += 1
-        future = self.text[len(ids) :]
-        return WAYS[self.how](self, future, max_depth)
+        future = self.text[len(request.ids) :]
+        return WAYS[self.how](self, future, request.max_depth)
 
     def wrong(self, token: int, by: int = 1) -> int:
         """Another token."""

@@ -21,7 +21,7 @@ from decode.bench.prediction import (
     speedups_by_length,
     verdict,
 )
-from decode.loop import Target, decode
+from decode.loop import decode
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
@@ -78,7 +78,7 @@ def test_replay_of_greedy_acceptances_counts_the_rounds_that_decoding_takes(tiny
     runner, warp = open_runner(target), LogitsWarper()
     prompt = make_tokenizer()("Tom has 3 apples").input_ids
     parts = MethodInputs(runner, warp, open_runner(draft), options=MethodOptions(draft_length=length))
-    out = decode(Target(runner), build("vanilla", parts), warp, prompt, max_new_tokens=40)
+    out = decode(runner, build("vanilla", parts), warp, prompt, max_new_tokens=40)
     accept = offline_alpha(target, draft, [(out.ids, len(prompt))], warp).texts[0]
     assert 0 < sum(accept) < len(accept)
     rounds, lengths = replay(accept, length)

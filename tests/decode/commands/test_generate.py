@@ -193,7 +193,7 @@ def test_a_draft_with_another_tokenizer_is_refused(folder, tmp_path, tiny):
 def test_marks_put_rejected_tokens_before_their_correction():
     tokenizer = make_tokenizer()
     a, b, c = tokenizer("abc").input_ids
-    pieces = marked(Detokenizer(tokenizer), [a, b], ["draft", "fix"], [[], [c]])
+    pieces = marked(Detokenizer(tokenizer), [a, b], ["draft", "correction"], [[], [c]])
     assert pieces == [
         {"text": "a", "who": "accepted"},
         {"text": "c", "who": "rejected"},

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import Method, Target, decode
+from decode.loop import Method, decode
 from decode.sampling import LogitsWarper, Rng, TorchRng
 from decode.stopping import StopRule
 from decode.trace import Round
@@ -149,8 +149,8 @@ def test_the_loop_reports_what_a_rule_spends(name: str, deterministic: bool) -> 
 
 
 class _OneToken(RandomTree):
-    def propose(self, ids, stop, max_depth, rng):  # type: ignore[no-untyped-def]
-        return Draft.tree([self.vocab], [-1]) if max_depth else Draft.empty()
+    def draft(self, request):  # type: ignore[no-untyped-def]
+        return Draft.tree([self.vocab], [-1]) if request.max_depth else Draft.empty()
 
 
 @pytest.mark.parametrize("warp", [LogitsWarper(temperature=0.8), LogitsWarper()], ids=["sampled", "greedy"])
@@ -165,7 +165,7 @@ def test_neutral_rules_are_bit_identical_with_the_exact_one(
     for kept in (Exact(), rule):
         runs += [
             [
-                decode(Target(target), Method("", make(), StopRule(), kept), warp, [0], max_new_tokens=40, rng=rng)
+                decode(target, Method("", make(), StopRule(), kept), warp, [0], max_new_tokens=40, rng=rng)
                 for rng in map(TorchRng, range(3))
             ]
         ]

@@ -9,13 +9,14 @@ import time
 import pytest
 import torch
 from enumeration import ScriptedRunner, random_table
+from reading import Drafting
 from sklearn.metrics import roc_curve
 from torch import Tensor
 
 from decode.draft import Draft
 from decode.drafters.draft_model import ModelDrafter
 from decode.errors import UserError
-from decode.loop import Target, decode
+from decode.loop import decode
 from decode.method_options import MethodOptions
 from decode.methods import METHODS, STOPS, MethodInputs, build
 from decode.sampling import LogitsWarper, TorchRng
@@ -233,7 +234,7 @@ def test_a_seed_gives_the_same_text_whatever_the_machines_speed(
 
     def text(slow: bool) -> list[int]:
         inputs = parts()
-        read = inputs.draft.read
+        read = inputs.draft.forward
         moments = random.Random(1)
 
         def delayed(*args, **options):  # type: ignore[no-untyped-def]
@@ -241,9 +242,9 @@ def test_a_seed_gives_the_same_text_whatever_the_machines_speed(
             return read(*args, **options)
 
         if slow:
-            monkeypatch.setattr(inputs.draft, "read", delayed)
+            monkeypatch.setattr(inputs.draft, "forward", delayed)
         system = build("cost-optimal", inputs)
-        return decode(Target(inputs.target), system, inputs.warp, [1, 2], max_new_tokens=60, rng=TorchRng(3)).ids
+        return decode(inputs.target, system, inputs.warp, [1, 2], max_new_tokens=60, rng=TorchRng(3)).ids
 
     assert text(slow=True) == text(slow=False)
 
@@ -312,9 +313,7 @@ def test_drafts_of_every_method_respect_the_window_and_the_room(method: str) -> 
     drafter, stop = system.drafter, system.stop
     assert isinstance(drafter, ModelDrafter)
     for max_depth in (0, 1, 3, 9):
-        drafter.start([0, 1, 2])
-        stop.begin()
-        draft = drafter.propose([0, 1, 2], stop, max_depth, TorchRng(max_depth))
+        draft = Drafting(drafter, [0, 1, 2]).propose([0, 1, 2], stop, max_depth, TorchRng(max_depth))
         assert len(draft) <= min(4, max_depth)
         assert (len(draft) > 0) == (max_depth > 0)
         if len(draft) and stop.confidence is not None:
@@ -326,7 +325,6 @@ def test_drafts_of_every_method_respect_the_window_and_the_room(method: str) -> 
                 draft.probs.gather(1, draft.tokens[:, None]) > 0, torch.ones(len(draft), 1, dtype=torch.bool)
             )  # type: ignore[union-attr]
             assert (draft.logits is not None) == system.rule.needs_raw
-        drafter.commit([0, 1, 2])
 
 
 def test_resetting_a_system_forgets_everything_that_was_learned() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.drafters.draft_model import ModelDrafter
-from decode.loop import Method, Target, decode
+from decode.loop import Method, decode
 from decode.models.choose_runner import open_runner
 from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import StopRule
@@ -47,7 +47,7 @@ def test_tested_positions_are_the_accepted_ones_and_the_first_refused(
 
 def test_authors_and_rejected_tokens_of_a_tree_round() -> None:
     result = make_round([5, 6, 7, 8], [-1, -1, 0, 0], [0])
-    assert result.written_by == ["draft", "fix"]
+    assert result.written_by == ["draft", "correction"]
     assert result.rejected_at_end == [7, 8]
     result = make_round([5, 6, 7, 8], [-1, -1, 0, 0], [0, 3])
     assert result.written_by == ["draft", "draft", "target"]
@@ -113,12 +113,12 @@ def test_acceptance_by_position_counts_the_drafts_that_nothing_cut() -> None:
 def test_budget_and_stop_ids_mark_the_drafts_that_they_cut(tiny) -> None:
     model, warp = tiny("llama"), LogitsWarper()
     system = Method("", ModelDrafter(open_runner(tiny("llama")), warp, 64), StopRule(4))
-    out = decode(Target(open_runner(model)), system, warp, [5, 9, 2, 7], max_new_tokens=13)
+    out = decode(open_runner(model), system, warp, [5, 9, 2, 7], max_new_tokens=13)
     assert (out.trace.drafted, out.trace.cut) == ([4, 4, 2], [False, False, True])
     rows = out.trace.acceptance_by_position()
     assert [(row["rounds"], row["marginal"]) for row in rows] == [(2, 1.0)] * 4
     end = out.new_ids[6]
-    ended = decode(Target(open_runner(model)), system, warp, [5, 9, 2, 7], max_new_tokens=13, stop_ids={end})
+    ended = decode(open_runner(model), system, warp, [5, 9, 2, 7], max_new_tokens=13, stop_ids={end})
     assert ended.trace.cut[-1]
     assert not ended.trace.cut[0] or end in out.new_ids[:4]
 
@@ -178,11 +178,11 @@ def test_alpha_of_a_deterministic_draft_is_the_targets_mass_on_it() -> None:
     from scripted import RandomTree
 
     class Pair(RandomTree):
-        def propose(self, ids, stop, max_depth, rng):  # type: ignore[no-untyped-def]
-            return Draft.tree([0, 2], [-1, -1]) if max_depth else Draft.empty()
+        def draft(self, request):  # type: ignore[no-untyped-def]
+            return Draft.tree([0, 2], [-1, -1]) if request.max_depth else Draft.empty()
 
     out = decode(
-        Target(ScriptedRunner(logits, 4)),
+        ScriptedRunner(logits, 4),
         Method("", Pair(4), StopRule()),
         LogitsWarper(temperature=1.0),
         [0],

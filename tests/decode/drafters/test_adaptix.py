@@ -4,6 +4,7 @@ import random
 from collections import Counter, defaultdict
 
 import pytest
+from reading import Drafting
 from stores import build_trigram_table
 
 from decode.drafters.adaptix import C1, C2, NgramTable, TrigramDrafter, most_visited, search
@@ -12,7 +13,14 @@ from decode.loop import Method
 from decode.sampling import TorchRng
 from decode.stopping import StopRule
 
-RNG, STOP = TorchRng(seed=0), StopRule()
+
+def propose(drafter, ids, max_depth):
+    return Drafting(drafter, ids).propose(ids, max_depth=max_depth)
+
+
+def known(drafter, context):
+    """Tokens and weights that follow a context, learning included."""
+    return Drafting(drafter, [0]).state.successors(context)
 
 
 def opened(path, documents, order=3, **settings):
@@ -88,55 +96,54 @@ def test_recent_ngrams_gain_weight_up_to_the_ceiling(tmp_path):
     drafter = TrigramDrafter(opened(tmp_path, [[1, 2, 3], [1, 2, 4]]))
     context = drafter.table.context([1, 2])
     ids = [1, 2, 3, 1, 2, 9]
-    drafter.propose(ids, STOP, 5, RNG)
-    assert drafter.successors(context) == ([3, 4, 9], pytest.approx([0.54, 0.5, 0.04]))
-    drafter.propose(ids, STOP, 5, RNG)  # the same n-grams count again while they are in the window
-    assert drafter.successors(context)[1] == pytest.approx([0.58, 0.5, 0.08])
-    drafter.propose([1, 2, 9] + [0] * 13, STOP, 5, RNG)
-    assert drafter.successors(context)[1] == pytest.approx([0.58, 0.5, 0.12])
-    drafter.propose([1, 2, 9] + [0] * 14, STOP, 5, RNG)  # now 17 tokens back
-    assert drafter.successors(context)[1] == pytest.approx([0.58, 0.5, 0.12])
+    propose(drafter, ids, 5)
+    assert known(drafter, context) == ([3, 4, 9], pytest.approx([0.54, 0.5, 0.04]))
+    propose(drafter, ids, 5)  # the same n-grams count again while they are in the window
+    assert known(drafter, context)[1] == pytest.approx([0.58, 0.5, 0.08])
+    propose(drafter, [1, 2, 9] + [0] * 13, 5)
+    assert known(drafter, context)[1] == pytest.approx([0.58, 0.5, 0.12])
+    propose(drafter, [1, 2, 9] + [0] * 14, 5)  # now 17 tokens back
+    assert known(drafter, context)[1] == pytest.approx([0.58, 0.5, 0.12])
     for _ in range(100):
-        drafter.propose(ids, STOP, 5, RNG)
-    assert drafter.successors(context)[1] == pytest.approx([3.0, 0.5, 3.0])
+        propose(drafter, ids, 5)
+    assert known(drafter, context)[1] == pytest.approx([3.0, 0.5, 3.0])
     assert drafter.table.successors(context)[1] == pytest.approx([0.5, 0.5])
 
 
 def test_learned_weights_outlive_the_text_until_reset(tmp_path):
     drafter = TrigramDrafter(opened(tmp_path, [[5, 6, 7]]))
-    drafter.propose([1, 2, 9], STOP, 5, RNG)
-    drafter.start([1, 2])
-    assert drafter.propose([1, 2], STOP, 5, RNG).tokens.tolist() == [9]
+    propose(drafter, [1, 2, 9], 5)
+    assert propose(drafter, [1, 2], 5).tokens.tolist() == [9]
     drafter.reset()
-    assert len(drafter.propose([1, 2], STOP, 5, RNG)) == 0
+    assert len(propose(drafter, [1, 2], 5)) == 0
 
 
 def test_what_a_long_session_learns_is_bounded(tmp_path):
     drafter = TrigramDrafter(opened(tmp_path, [[1, 2, 3], [0, 5, 1]]), memory=10, widest=4)
     text = random.Random(0).choices(range(6), k=3000)
     for end in range(16, len(text)):
-        drafter._learn(text[:end])
+        drafter._learn(drafter._learned, text[:end])
     assert len(drafter._learned) == 10
     assert all(len(tokens) == len(weights) <= 4 for tokens, weights in drafter._learned.values())
     latest = drafter.table.context(text[end - 3 : end - 1])
-    assert text[end - 1] in drafter.successors(latest)[0]
+    assert text[end - 1] in known(drafter, latest)[0]
 
 
 def test_resetting_a_system_forgets_what_its_drafter_learned(tmp_path):
     drafter = TrigramDrafter(opened(tmp_path, [[1, 2, 3], [1, 2, 4]]))
     system = Method("adaptix", drafter, StopRule())
     context = drafter.table.context([1, 2])
-    fresh = drafter.successors(context)
-    drafter.propose([1, 2, 4, 1, 2], STOP, 5, RNG)
-    assert drafter.successors(context) != fresh
+    fresh = known(drafter, context)
+    propose(drafter, [1, 2, 4, 1, 2], 5)
+    assert known(drafter, context) != fresh
     system.reset()
-    assert drafter.successors(context) == fresh
+    assert known(drafter, context) == fresh
 
 
 def test_learning_can_be_turned_off(tmp_path):
     drafter = TrigramDrafter(opened(tmp_path, [[5, 6, 7]]), gain=0)
-    drafter.propose([1, 2, 9], STOP, 5, RNG)
-    assert len(drafter.propose([1, 2], STOP, 5, RNG)) == 0
+    propose(drafter, [1, 2, 9], 5)
+    assert len(propose(drafter, [1, 2], 5)) == 0
 
 
 def plain_search(model, root, iterations, depth, source):
@@ -224,27 +231,25 @@ def test_mcts_drafts_are_reproducible_legal_and_within_bounds(table):
     ids = [4, 2, 0, 1]
     one, two = TrigramDrafter(table, seed=3), TrigramDrafter(table, seed=3)
     for max_depth in (0, 1, 2, 3, 4, 50):
-        a, b = one.propose(ids, STOP, max_depth, RNG), two.propose(ids, STOP, max_depth, RNG)
+        a, b = propose(one, ids, max_depth), propose(two, ids, max_depth)
         assert (a.tokens.tolist(), a.parents) == (b.tokens.tolist(), b.parents)
         assert max(a.depths(), default=0) == min(max_depth, 4)
         assert len(a) <= 48
         for path in paths(a):
             text = [*ids, *path]
-            assert text[-1] in one.successors(table.context(text[:-1]))[0]
+            assert text[-1] in known(one, table.context(text[:-1]))[0]
 
 
 def test_a_new_text_restarts_the_searchs_generator(table):
     drafter = TrigramDrafter(table, gain=0)
-    first = drafter.propose([0, 1], STOP, 9, RNG)
-    drafter.start([0])
-    again = drafter.propose([0, 1], STOP, 9, RNG)
+    first, again = (propose(drafter, [0, 1], 9) for _ in range(2))
     assert first.tokens.tolist() == again.tokens.tolist()
 
 
 def test_search_never_draws_from_the_decoders_generator(table):
     rng = TorchRng(seed=0)
     before = rng.generator.get_state()
-    TrigramDrafter(table).propose([0, 1], STOP, 9, rng)
+    Drafting(TrigramDrafter(table), [0, 1]).propose([0, 1], max_depth=9, rng=rng)
     assert rng.generator.get_state().equal(before)
 
 
@@ -261,7 +266,7 @@ def test_best_first_takes_the_most_probable_nodes(tmp_path, order):
                 for token, weight in successors(table, [*root, *path]).items():
                     probability[(*path, token)] = probability[path] * weight
         del probability[()]
-        found = paths(drafter.propose(root, STOP, 9, RNG))
+        found = paths(propose(drafter, root, 9))
         best = heapq.nlargest(drafter.nodes, probability.values())
         assert [probability[path] for path in found] == pytest.approx(best)
         assert len(set(found)) == len(found)
@@ -270,12 +275,12 @@ def test_best_first_takes_the_most_probable_nodes(tmp_path, order):
 def test_best_first_normalises_weights_that_learning_has_raised_above_one(tmp_path):
     drafter = TrigramDrafter(opened(tmp_path, [[1, 2, 3], [1, 2, 4], [2, 4, 5]]), "best-first", nodes=3, depth=2)
     for _ in range(40):
-        drafter._learn([1, 2, 3])
-    draft = drafter.propose([1, 2], STOP, 9, RNG)  # weights 2.1 and 0.5: 4 has 0.19, 4 5 the same, deeper
+        drafter._learn(drafter._learned, [1, 2, 3])
+    draft = propose(drafter, [1, 2], 9)  # weights 2.1 and 0.5: 4 has 0.19, 4 5 the same, deeper
     assert paths(draft) == [(3,), (4,), (4, 5)]
 
 
 def test_best_first_respects_room(table):
     for max_depth in (0, 1, 2):
-        draft = TrigramDrafter(table, "best-first").propose([0, 1], STOP, max_depth, RNG)
+        draft = propose(TrigramDrafter(table, "best-first"), [0, 1], max_depth)
         assert max(draft.depths(), default=0) == max_depth

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from enumeration import Experiment
+from reading import Reader
 
-from decode.draft import Draft
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.errors import UserError
-from decode.loop import Method, Target, decode, rounds
+from decode.loop import Method, Sequence, decode, rounds, run
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
@@ -54,7 +54,7 @@ def test_greedy_text_is_that_of_generate_for_every_exit_and_subset(tiny, family:
     for part in parts:
         for stop in STOPS.values() if family == "llama" else [STOPS["product"]]:
             out = decode(
-                Target(runner),
+                runner,
                 system_of(runner, part, stop(), LogitsWarper()),
                 LogitsWarper(),
                 PROMPT,
@@ -91,41 +91,35 @@ def test_the_output_has_the_targets_distribution_for_layer_subsets(tiny, subset:
 def test_the_cache_is_the_texts_after_every_round_and_gives_the_same_logits(
     tiny, family: str, part: LayerSubset
 ) -> None:
-    runner = open_deep(tiny, family)
-    fresh = open_deep(tiny, family)
-    warp = LogitsWarper(temperature=1.5)
+    runner, warp = open_deep(tiny, family), LogitsWarper(temperature=1.5)
     ids, lengths = list(PROMPT), set()
-    system = system_of(runner, part, StopRule(4, token_probability, threshold=Fixed(0.2)), warp)
-    for result, new in rounds(Target(runner), system, warp, PROMPT, max_new_tokens=30, rng=TorchRng(0)):
+    method = system_of(runner, part, StopRule(4, token_probability, threshold=Fixed(0.2)), warp)
+    sequence = Sequence(runner, method, warp, PROMPT, max_new_tokens=30, rng=TorchRng(0))
+    fresh = Reader(open_deep(tiny, family))
+    for _, result, new in run(runner, method, [sequence]):
         ids += new
         lengths.add((result.drafted, result.accepted))
-        assert (runner.length, runner.length_ahead) == (len(ids) - 1, 0)
-        fresh.truncate(0)
+        cache = sequence.cache
+        assert (cache.length, cache.ahead) == (len(ids) - 1, [])
         with torch.inference_mode():
-            wanted = fresh.read(torch.tensor(ids))[-1]
-            seen = runner.read(torch.tensor(ids[-1:]))[0]
-            runner.truncate(len(ids) - 1)
-        torch.testing.assert_close(seen, wanted, atol=2e-4, rtol=1e-4)
+            seen = runner.forward([cache], [torch.tensor(ids[-1:])]).logits[0]
+        cache.truncate(len(ids) - 1)
+        fresh.truncate(0)
+        torch.testing.assert_close(seen, fresh.read(ids)[-1], atol=2e-4, rtol=1e-4)
     assert len(lengths) > 3
 
 
 def test_verification_runs_the_early_layers_for_one_token_only(tiny, monkeypatch) -> None:
     runner = open_deep(tiny, "llama")
     seen: list[tuple[int, int, int]] = []
-    run = FastForward.run_layers
+    run = FastForward.run
 
     def spy(self, x, first, last, *rest):
         seen.append((len(x), first, last))
         return run(self, x, first, last, *rest)
 
-    monkeypatch.setattr(FastForward, "run_layers", spy)
-    next(
-        iter(
-            rounds(
-                Target(runner), system_of(runner, LayerSubset(2), StopRule(3), LogitsWarper()), LogitsWarper(), PROMPT
-            )
-        )
-    )
+    monkeypatch.setattr(FastForward, "run", spy)
+    next(iter(rounds(runner, system_of(runner, LayerSubset(2), StopRule(3), LogitsWarper()), LogitsWarper(), PROMPT)))
     assert seen == [(7, 0, 4), (1, 0, 2), (1, 0, 2), (1, 0, 2), (1, 0, 2), (4, 2, 4)]
 
 
@@ -140,7 +134,7 @@ def test_the_stop_rule_sees_the_state_that_the_exits_head_saw(tiny) -> None:
 
     draft = []
     for result, _ in rounds(
-        Target(runner), system_of(runner, LayerSubset(2), StopRule(3, watch), LogitsWarper()), LogitsWarper(), PROMPT
+        runner, system_of(runner, LayerSubset(2), StopRule(3, watch), LogitsWarper()), LogitsWarper(), PROMPT
     ):
         draft = result.draft.tokens.tolist()
         break
@@ -155,10 +149,10 @@ def test_a_separate_cache_drafts_the_same_and_costs_memory(tiny) -> None:
     texts = []
     for method in ("layerskip", "layerskip-separate"):
         parts = MethodInputs(runner, LogitsWarper(temperature=1.0), options=MethodOptions(exit_layer=2, draft_length=3))
-        out = decode(Target(runner), build(method, parts), parts.warp, PROMPT, max_new_tokens=20, rng=TorchRng(5))
+        out = decode(runner, build(method, parts), parts.warp, PROMPT, max_new_tokens=20, rng=TorchRng(5))
         texts.append((out.ids, out.trace.accepted))
     assert texts[0] == texts[1]
-    assert runner.first_layers(2).forward.cache.shape[0] == 2
+    assert runner.first_layers(2).network.cache.tensor.shape[0] == 2
 
 
 @pytest.mark.parametrize("method", ["layerskip", "draft-verify", "adaspeed"])
@@ -171,7 +165,7 @@ def test_methods_are_greedy_identical_through_the_table(tiny, method: str) -> No
         skips.append(MethodOptions(skip_attention=[2], skip_mlp=[1, 2]))
     for options in skips:
         system = build(method, MethodInputs(runner, LogitsWarper(), options=options))
-        assert decode(Target(runner), system, LogitsWarper(), PROMPT, max_new_tokens=20).ids == wanted
+        assert decode(runner, system, LogitsWarper(), PROMPT, max_new_tokens=20).ids == wanted
 
 
 @pytest.mark.parametrize("layer", [-1, 0, DEPTH, 99])
@@ -191,22 +185,19 @@ def test_families_whose_layers_cannot_be_walked_are_named(tiny, family: str) -> 
 
 
 def test_a_text_that_follows_an_abandoned_draft_is_read_afresh(tiny) -> None:
-    runner = open_deep(tiny, "llama")
-    with torch.inference_mode():
-        runner.read(torch.tensor(PROMPT))
-        runner.read_subset(torch.tensor([7]), LayerSubset(2))
-        runner.truncate(len(PROMPT))
-        seen = runner.read(torch.tensor([8]))
-        runner.truncate(0)
-        wanted = runner.read(torch.tensor([*PROMPT, 8]))[-1:]
-    torch.testing.assert_close(seen, wanted, atol=1e-4, rtol=1e-4)
-    assert len(Draft.empty()) == 0
+    reader = Reader(open_deep(tiny, "llama"))
+    reader.read(PROMPT)
+    reader.read([7], layers=LayerSubset(2))
+    reader.truncate(len(PROMPT))
+    seen = reader.read([8])
+    reader.truncate(0)
+    torch.testing.assert_close(seen, reader.read([*PROMPT, 8])[-1:], atol=1e-4, rtol=1e-4)
 
 
 def test_a_drafted_end_of_text_is_kept_and_ends_the_draft(tiny) -> None:
     runner = open_deep(tiny, "llama")
     plain = decode(
-        Target(runner),
+        runner,
         build("autoregressive", MethodInputs(runner, LogitsWarper())),
         LogitsWarper(),
         PROMPT,
@@ -214,7 +205,7 @@ def test_a_drafted_end_of_text_is_kept_and_ends_the_draft(tiny) -> None:
     )
     end = plain.new_ids[10]
     system = system_of(runner, LayerSubset(3), StopRule(12), LogitsWarper())
-    out = decode(Target(runner), system, LogitsWarper(), PROMPT, max_new_tokens=24, stop_ids={end})
+    out = decode(runner, system, LogitsWarper(), PROMPT, max_new_tokens=24, stop_ids={end})
     assert out.new_ids == plain.new_ids[: plain.new_ids.index(end) + 1]
-    for result, _ in rounds(Target(runner), system, LogitsWarper(), PROMPT, max_new_tokens=24, stop_ids={end}):
+    for result, _ in rounds(runner, system, LogitsWarper(), PROMPT, max_new_tokens=24, stop_ids={end}):
         assert end not in result.draft.tokens.tolist()[:-1]

@@ -2,13 +2,12 @@ import random
 
 import pytest
 import torch
+from reading import Drafting
 
-from decode.drafters.lookahead import LookaheadDrafter
-from decode.sampling import TorchRng
-from decode.stopping import StopRule
+from decode.drafters.lookahead import LookaheadDrafter, LookaheadState
 from decode.trace import Round
 
-RNG, STOP, VOCAB = TorchRng(seed=0), StopRule(), 50
+VOCAB = 50
 
 
 def paths(draft):
@@ -29,16 +28,15 @@ def answered(draft, ids, target):
 def decode(drafter, ids, target, count, check=None):
     """The loop on a scripted target; the number of rounds it took."""
     ids, end, rounds = list(ids), len(ids) + count, 0
-    drafter.start(ids)
+    drafting = Drafting(drafter, ids)
     while len(ids) < end:
-        draft = drafter.propose(ids, STOP, end - len(ids) - 1, RNG)
+        draft = drafting.propose(ids, max_depth=end - len(ids) - 1)
         assert max(draft.depths(), default=0) <= end - len(ids) - 1
         result = answered(draft, ids, target)
         if check:
-            check(drafter, ids, draft)
+            check(drafting.state)
         ids += result.emitted
-        drafter.observe(result)
-        drafter.commit(ids)
+        drafter.update(drafting.state, ids, result)
         rounds += 1
     return ids, rounds
 
@@ -52,11 +50,10 @@ def counting(ids):
 
 
 def test_window_and_guesses_form_the_expected_tree():
-    drafter = LookaheadDrafter(level=4, window=3, guesses=2)
-    drafter.start([9])
-    drafter._levels = [[1, 2], [11, 12, 13], [21, 22, 23]]
-    drafter._pool = {9: [(1, 2, 5), (7, 8, 6)], 1: [(3, 3, 3)]}
-    draft = drafter.propose([9], STOP, 100, RNG)
+    drafting = Drafting(LookaheadDrafter(level=4, window=3, guesses=2), [9])
+    drafting.state.levels = [[1, 2], [11, 12, 13], [21, 22, 23]]
+    drafting.state.pool = {9: [(1, 2, 5), (7, 8, 6)], 1: [(3, 3, 3)]}
+    draft = drafting.propose([9])
     assert paths(draft) == [
         (1,),
         (1, 2),
@@ -77,48 +74,44 @@ def test_window_and_guesses_form_the_expected_tree():
 
 def test_first_window_holds_prompt_tokens_and_depends_on_the_seed_only():
     prompt = [3, 14, 15, 9, 2, 6]
-    first = LookaheadDrafter().propose(prompt, STOP, 100, RNG)
+    first, same, other = (Drafting(LookaheadDrafter(seed=seed), prompt).propose(prompt) for seed in (0, 0, 1))
     assert first.is_chain
     assert len(first) == 7 + 5 - 3
     assert set(first.tokens.tolist()) <= set(prompt)
-    assert LookaheadDrafter().propose(prompt, STOP, 100, RNG).tokens.equal(first.tokens)
-    assert not LookaheadDrafter(seed=1).propose(prompt, STOP, 100, RNG).tokens.equal(first.tokens)
+    assert same.tokens.equal(first.tokens)
+    assert not other.tokens.equal(first.tokens)
 
 
 def test_window_fills_moves_on_and_feeds_the_pool():
     drafter = LookaheadDrafter(level=3, window=2, guesses=2)
-    drafter.start([9])
-    drafter._levels = [[20, 30]]
-    draft = drafter.propose([9], STOP, 100, RNG)
-    assert paths(draft) == [(20,), (20, 30)]
-    drafter.observe(answered(draft, [9], counting))
-    # the answer after the pending token is dropped with the first column: the text has passed it
-    assert drafter._levels == [[30], [21, 31]]
-    assert drafter._pool == {}
-
-    draft = drafter.propose([9, 10], STOP, 100, RNG)
-    assert paths(draft) == [(30,), (21,), (30, 31)]
-    drafter.observe(answered(draft, [9, 10], counting))
-    assert drafter._pool == {10: [(21, 22)], 30: [(31, 32)]}
-    assert drafter._levels == [[31], [22, 32]]
-
-    draft = drafter.propose([9, 10, 11], STOP, 100, RNG)
-    assert paths(draft) == [(31,), (22,), (31, 32)]
-    drafter.observe(answered(draft, [9, 10, 11], counting))
-    assert drafter._pool == {10: [(21, 22)], 30: [(31, 32)], 11: [(22, 23)], 31: [(32, 33)]}
+    drafting, ids = Drafting(drafter, [9]), [9]
+    state = drafting.state
+    state.levels = [[20, 30]]
+    expected = [
+        # the answer after the pending token is dropped with the first column: the text has passed it
+        ([(20,), (20, 30)], [[30], [21, 31]], {}),
+        ([(30,), (21,), (30, 31)], [[31], [22, 32]], {10: [(21, 22)], 30: [(31, 32)]}),
+        ([(31,), (22,), (31, 32)], [[32], [23, 33]], {10: [(21, 22)], 30: [(31, 32)], 11: [(22, 23)], 31: [(32, 33)]}),
+    ]
+    for drafted, levels, pool in expected:
+        draft = drafting.propose(ids)
+        assert paths(draft) == drafted
+        drafter.update(state, ids, answered(draft, ids, counting))
+        assert (state.levels, state.pool) == (levels, pool)
+        ids = [*ids, ids[-1] + 1]
 
 
 def test_pool_forgets_the_ngram_that_was_found_longest_ago():
-    drafter = LookaheadDrafter(level=3, guesses=2)
+    drafter, state = LookaheadDrafter(level=3, guesses=2), LookaheadState()
     for gram in ((1, 1), (2, 2), (1, 1), (3, 3)):
-        drafter._remember(5, gram)
-    assert drafter._pool == {5: [(1, 1), (3, 3)]}
+        drafter._remember(state, 5, gram)
+    assert state.pool == {5: [(1, 1), (3, 3)]}
 
 
 @pytest.mark.parametrize(("level", "window"), [(2, 1), (2, 4), (3, 1), (5, 7), (7, 2)])
 def test_output_is_the_targets_and_pooled_ngrams_are_its_answers(level, window):
-    def check(drafter, ids, draft):
-        for key, grams in drafter._pool.items():
+    def check(state):
+        for key, grams in state.pool.items():
             assert len(grams) <= 3
             for gram in grams:
                 assert len(gram) == level - 1
@@ -135,15 +128,15 @@ def test_columns_keep_the_place_that_their_tokens_were_guessed_for():
     offered = set()
     drafter = LookaheadDrafter(level=4, window=3, guesses=0)
     ids = list(range(10))
-    drafter.start(ids)
+    drafting = Drafting(drafter, ids)
     for _ in range(12):
-        draft = drafter.propose(ids, STOP, 100, RNG)
+        draft = drafting.propose(ids)
         for path in paths(draft):
             if min(path) >= 10:  # an answer, not a token of the prompt
                 assert path[-1] == len(ids) + len(path) - 1
                 offered.add(path[-1])
         # the target answers with the place of its answer, so a token names the place it is meant for
-        drafter.observe(answered(draft, ids, len))
+        drafter.update(drafting.state, ids, answered(draft, ids, len))
         ids = [*ids, len(ids)]
     assert len(offered) > 8
 
@@ -163,31 +156,22 @@ def test_a_repetitive_target_is_decoded_in_fewer_rounds():
 def test_draft_is_never_deeper_than_room_and_a_cut_window_stays(max_depth):
     drafter = LookaheadDrafter()
     ids = [1, 2, 3, 4]
-    drafter.start(ids)
+    drafting = Drafting(drafter, ids)
     for _ in range(6):  # fill the window
-        draft = drafter.propose(ids, STOP, 100, RNG)
+        draft = drafting.propose(ids)
         ids = [*ids, hashed(ids)]
-        drafter.observe(answered(draft, ids, hashed))
-    before = [row.copy() for row in drafter._levels]
-    draft = drafter.propose(ids, STOP, max_depth, RNG)
+        drafter.update(drafting.state, ids, answered(draft, ids, hashed))
+    before = [row.copy() for row in drafting.state.levels]
+    draft = drafting.propose(ids, max_depth=max_depth)
     assert max(draft.depths(), default=0) == max_depth
-    drafter.observe(answered(draft, ids, hashed))
-    assert (drafter._levels == before) == (max_depth < 9)
+    drafter.update(drafting.state, ids, answered(draft, ids, hashed))
+    assert (drafting.state.levels == before) == (max_depth < 9)
 
 
 def test_prompt_ngrams_enter_the_pool_on_request():
     ids = [1, 2, 3, 4, 1]
-    drafter = LookaheadDrafter(level=3, pool_from_prompt=True)
-    drafter.start(ids)
-    assert (2, 3) in {path for path in paths(drafter.propose(ids, STOP, 100, RNG)) if len(path) == 2}
-    assert drafter._pool == {1: [(2, 3)], 2: [(3, 4)], 3: [(4, 1)]}
-    drafter.propose([*ids, 2, 5], STOP, 100, RNG)
-    assert drafter._pool == {1: [(2, 3), (2, 5)], 2: [(3, 4)], 3: [(4, 1)], 4: [(1, 2)]}
-
-
-def test_a_new_text_starts_with_an_empty_pool_and_window():
-    drafter = LookaheadDrafter(pool_from_prompt=True)
-    decode(drafter, [1, 2, 3, 1, 2, 3], counting, 20)
-    drafter.start([40, 41])
-    draft = drafter.propose([40, 41], STOP, 100, RNG)
-    assert set(draft.tokens.tolist()) <= {40, 41}
+    drafting = Drafting(LookaheadDrafter(level=3, pool_from_prompt=True), ids)
+    assert (2, 3) in {path for path in paths(drafting.propose(ids)) if len(path) == 2}
+    assert drafting.state.pool == {1: [(2, 3)], 2: [(3, 4)], 3: [(4, 1)]}
+    drafting.propose([*ids, 2, 5])
+    assert drafting.state.pool == {1: [(2, 3), (2, 5)], 2: [(3, 4)], 3: [(4, 1)], 4: [(1, 2)]}

@@ -3,6 +3,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from reading import Drafting
 from stores import build_datastore
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -11,10 +12,10 @@ from decode.draft import Trie, heaviest_tree
 from decode.drafters.corpus_files import tokenizer_fingerprint
 from decode.drafters.rest import Datastore, RetrievalDrafter, open_rest
 from decode.errors import UserError
-from decode.sampling import TorchRng
-from decode.stopping import StopRule
 
-RNG, STOP = TorchRng(seed=0), StopRule()
+
+def propose(drafter, ids, max_depth):
+    return Drafting(drafter, ids).propose(ids, max_depth=max_depth)
 
 
 def opened(tmp_path, documents):
@@ -58,9 +59,9 @@ def test_heaviest_tree_takes_the_most_frequent_prefixes():
 def test_draft_is_the_tree_of_what_followed_the_longest_tail(tmp_path):
     store = opened(tmp_path, [[9, 1, 2, 3, 4], [8, 1, 2, 3, 5], [1, 2, 3, 5], [7, 2, 3, 6]])
     drafter = RetrievalDrafter(store)
-    draft = drafter.propose([0, 1, 2, 3], STOP, 100, RNG)
+    draft = propose(drafter, [0, 1, 2, 3], 100)
     assert (draft.tokens.tolist(), draft.parents) == ([5, 4], [-1, -1])
-    draft = drafter.propose([0, 0, 2, 3], STOP, 100, RNG)
+    draft = propose(drafter, [0, 0, 2, 3], 100)
     assert (draft.tokens.tolist(), draft.parents) == ([5, 4, 6], [-1, -1, -1])
     assert draft.probs is None
 
@@ -69,7 +70,7 @@ def test_draft_is_no_deeper_than_room_and_no_larger_than_nodes(tmp_path):
     source = random.Random(0)
     store = opened(tmp_path, [[source.randrange(4) for _ in range(3000)]])
     for max_depth in (0, 1, 3, 50):
-        draft = RetrievalDrafter(store, nodes=20).propose([1, 2], STOP, max_depth, RNG)
+        draft = propose(RetrievalDrafter(store, nodes=20), [1, 2], max_depth)
         assert max(draft.depths(), default=0) <= min(max_depth, 10)
         assert len(draft) == (0 if max_depth == 0 else 4 if max_depth == 1 else 20)
 
@@ -77,13 +78,13 @@ def test_draft_is_no_deeper_than_room_and_no_larger_than_nodes(tmp_path):
 def test_unknown_context_gives_an_empty_draft(tmp_path):
     drafter = RetrievalDrafter(opened(tmp_path, [[1, 2, 3]]))
     for ids in ([3], [3, 1], [2, 3], [5, 6, 7]):
-        assert len(drafter.propose(ids, STOP, 100, RNG)) == 0
+        assert len(propose(drafter, ids, 100)) == 0
 
 
 def test_same_text_gives_the_same_draft(tmp_path):
     source = random.Random(0)
     store = opened(tmp_path, [[source.randrange(4) for _ in range(500)]])
-    one, two = (RetrievalDrafter(store).propose([1, 2], STOP, 100, RNG) for _ in range(2))
+    one, two = (propose(RetrievalDrafter(store), [1, 2], 100) for _ in range(2))
     assert (one.tokens.tolist(), one.parents) == (two.tokens.tolist(), two.parents)
 
 
@@ -91,7 +92,7 @@ def test_rest_opens_only_with_the_tokenizer_it_was_built_with(tmp_path):
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     build_datastore([[0, 1, 0]], tmp_path, tokenizer_fingerprint(tokenizer))
-    assert open_rest(tmp_path, tokenizer).propose([0, 1], STOP, 5, RNG).tokens.tolist() == [0]
+    assert propose(open_rest(tmp_path, tokenizer), [0, 1], 5).tokens.tolist() == [0]
     other = Tokenizer(models.WordLevel({"b": 0, "a": 1}, unk_token="a"))
     with pytest.raises(UserError, match="another tokenizer"):
         open_rest(tmp_path, PreTrainedTokenizerFast(tokenizer_object=other))

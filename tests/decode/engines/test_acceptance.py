@@ -21,7 +21,7 @@ from decode.engines.acceptance import (
     round_cost,
     speedups,
 )
-from decode.loop import Target, decode
+from decode.loop import decode
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_draft_runner, open_runner
@@ -107,8 +107,8 @@ def test_a_heads_prediction_is_what_our_own_loop_accepts(tiny) -> None:
     system = build("eagle", inputs)
     counted, texts = Drafts(accepted=[0, 0, 0]), []
     for prompt in prompts:  # our loop drafts at once; an engine has the first token from the prompt
-        first = decode(Target(runner), system, warp, prompt, max_new_tokens=1).new_ids
-        out = decode(Target(runner), system, warp, [*prompt, *first], max_new_tokens=40)
+        first = decode(runner, system, warp, prompt, max_new_tokens=1).new_ids
+        out = decode(runner, system, warp, [*prompt, *first], max_new_tokens=40)
         texts.append((prompt, [*first, *out.new_ids]))
         for accepted, drafted in zip(out.trace.accepted, out.trace.drafted):
             counted.rounds += drafted > 0

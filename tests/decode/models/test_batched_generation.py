@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from decode.loop import Target, decode
+from decode.loop import decode
 from decode.methods import MethodInputs, build
 from decode.models import writing as batched_generation
 from decode.models.choose_runner import open_runner
@@ -91,7 +91,7 @@ def test_texts_are_those_of_the_loop_without_a_drafter(tiny: Tiny, warp: LogitsW
     runner = open_runner(model)
     system = build("autoregressive", MethodInputs(runner, warp))
     alone = [
-        decode(Target(runner), system, warp, prompt, max_new_tokens=40, stop_ids={7}, rng=TorchRng(3 + i)).new_ids
+        decode(runner, system, warp, prompt, max_new_tokens=40, stop_ids={7}, rng=TorchRng(3 + i)).new_ids
         for i, prompt in enumerate(PROMPTS)
     ]
     finished: list[int] = []

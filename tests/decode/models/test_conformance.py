@@ -12,12 +12,13 @@ from architectures import ARCHITECTURES, NO_TREES, REFUSED, Opened, build_archit
 from families import VOCAB
 from greedy import GREEDY, PROMPTS, assert_decodes, generate
 from peft import LoraConfig, get_peft_model
+from reading import Reader
 from scripted import Oracle, RandomTree
 from transformers import PreTrainedModel
 
 from decode.drafters.base import NoDrafter
 from decode.errors import UserError
-from decode.loop import Method, Target, decode
+from decode.loop import Method, decode
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models import families as fast_architectures
@@ -59,7 +60,7 @@ def test_greedy_texts_are_those_of_generate(name: str) -> None:
     runners = [open_runner(model)]
     if isinstance(runners[0], FastRunner):
         packed = open_runner(model, pack="on")
-        packed.forward.first_qkv = None  # as where they would take too much memory
+        packed.network.first_qkv = None  # as where they would take too much memory
         runners += [packed, open_runner(model, fast=False)]
     ways = ["empty", "alternating", "wrong", "overlong"] + ["tree"] * (name not in NO_TREES)
     for runner in runners:
@@ -104,7 +105,7 @@ def test_methods_that_draft_trees_refuse_targets_that_read_none(name: str) -> No
     with pytest.raises(UserError, match="cannot verify token trees: it"):
         build("lookahead", MethodInputs(runner, GREEDY))
     with pytest.raises(UserError, match="token trees"):
-        decode(Target(runner), Method("", RandomTree(VOCAB), StopRule()), GREEDY, PROMPTS[0])
+        decode(runner, Method("", RandomTree(VOCAB), StopRule()), GREEDY, PROMPTS[0])
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Phi-3", "Gemma 3", "Llama 4"])
@@ -171,7 +172,7 @@ def test_a_large_models_projections_are_fused_in_its_own_memory_once(
     assert isinstance(runner, FastRunner)
     for _ in range(2):  # a second runner takes the weights that the first one has fused
         again = open_runner(model)
-        for one, other, block in zip(runner.forward.layers, again.forward.layers, model.model.layers, strict=True):
+        for one, other, block in zip(runner.network.layers, again.network.layers, model.model.layers, strict=True):
             for name, part in (("qkv", block.self_attn.q_proj), ("up", block.mlp.gate_proj)):
                 fused = getattr(one, name).weight
                 assert fused.data_ptr() == getattr(other, name).weight.data_ptr() == part.weight.data_ptr()
@@ -180,7 +181,7 @@ def test_a_large_models_projections_are_fused_in_its_own_memory_once(
     with torch.inference_mode():
         wanted = model(input_ids=ids[None]).logits[0]
         for each in (runner, again):
-            torch.testing.assert_close(each.read(ids), wanted, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(Reader(each).read(ids), wanted, atol=1e-4, rtol=1e-4)
 
 
 @torch.inference_mode()
@@ -192,9 +193,9 @@ def test_a_small_models_first_layer_is_looked_up_by_token(name: str, known: bool
     computing = open_runner(model)
     assert isinstance(looking, FastRunner)
     assert isinstance(computing, FastRunner)
-    assert (looking.forward.first_qkv is not None) == known  # Phi's MLP reads what attention reads
-    assert computing.forward.first_qkv is None
-    torch.testing.assert_close(looking.read(ids), computing.read(ids), atol=1e-5, rtol=1e-5)
+    assert (looking.network.first_qkv is not None) == known  # Phi's MLP reads what attention reads
+    assert computing.network.first_qkv is None
+    torch.testing.assert_close(Reader(looking).read(ids), Reader(computing).read(ids), atol=1e-5, rtol=1e-5)
 
 
 def test_hooks_are_not_left_out_by_the_fast_forward() -> None:
@@ -216,8 +217,8 @@ def test_a_separate_early_exit_runs_its_own_layers_only() -> None:
         states = model(input_ids=ids[None], output_hidden_states=True).hidden_states[1]
         expected = model.lm_head(model.model.norm(states))[0]
         draft = system.drafter.runner  # type: ignore[attr-defined]
-        assert torch.allclose(draft.read(ids), expected, atol=1e-3)
-    out = decode(Target(target), system, GREEDY, PROMPTS[0], max_new_tokens=NEW)
+        assert torch.allclose(Reader(draft).read(ids), expected, atol=1e-3)
+    out = decode(target, system, GREEDY, PROMPTS[0], max_new_tokens=NEW)
     assert out.ids == texts_of("Llama")[0]
     assert sum(out.trace.accepted) < sum(out.trace.drafted)
 
@@ -232,7 +233,7 @@ def test_longrope_texts_are_those_of_fresh_forwards_on_both_sides_of_the_boundar
     with torch.inference_mode():
         for _ in range(NEW):
             text.append(int(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
-        rows = runner.read(torch.tensor(text))
+        rows = Reader(runner).read(text)
         for end in (15, 16, 17, 20):
             fresh = model(input_ids=torch.tensor([text[:end]]), use_cache=False).logits[0, -1]
             assert torch.allclose(rows[end - 1], fresh, atol=1e-3)

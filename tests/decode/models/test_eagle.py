@@ -6,26 +6,29 @@ import json
 import math
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from enumeration import Experiment, joint_bias
-from families import CONTEXT, VOCAB, WIDTH, in_double
+from families import CONTEXT, VOCAB, in_double
 from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
 from heads import check_chain_attention, make_head
 from plain_logits import head_logits, response_logits
+from reading import Drafting, Reader
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 
 from decode.bench.offline_acceptance import offline_alpha
-from decode.drafters.base import Drafter
+from decode.draft import Draft
+from decode.drafters.base import Drafter, DraftRequest
 from decode.drafters.corpus_files import join_documents
 from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter, _Candidates
 from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.rest import Datastore, save_datastore
 from decode.errors import UserError
-from decode.loop import Method, Output, Target, decode, decode_texts
+from decode.loop import Method, Sequence, decode, decode_texts, run
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
@@ -46,21 +49,35 @@ def as_runner(target: PreTrainedModel, version: int, pack: str = "off") -> HeadR
     return HeadRunner(make_head(target, version), target, pack)
 
 
+def begin(drafter: Drafter, target: Runner, ids: list[int]) -> Drafting:
+    """A drafter's state after the target has read all of the text but its last token."""
+    source = Reader(target)
+    source.read(ids[:-1], head=0, capture=drafter.capture)
+    source.cache.close()
+    return Drafting(drafter, ids, captured=source.out.captured)
+
+
+def drafted(drafter: Drafter, target: Runner, ids: list[int], window: int, max_depth: int = 10) -> Draft:
+    """What a drafter proposes to follow a text."""
+    with torch.inference_mode():
+        return begin(drafter, target, ids).propose(ids, StopRule(window), max_depth)
+
+
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_target_keeps_the_states_asked_for_whatever_rows_the_head_reads(family: str, fast: bool, tiny) -> None:
+def test_the_target_returns_the_states_asked_for_whatever_rows_the_head_reads(family: str, fast: bool, tiny) -> None:
     model = tiny(family)
-    runner = open_runner(model, fast=fast)
-    runner.captured_layers = (0, 1, 2)
-    ids = torch.tensor(PROMPTS[1])
+    reader, ids = Reader(open_runner(model, fast=fast)), PROMPTS[1]
     with torch.inference_mode():
-        wanted = model(input_ids=ids[None], output_hidden_states=True).hidden_states
-        runner.read(ids[:5], head=0)
-        parts = [runner.features]
-        runner.read(ids[5:])
-        seen = torch.cat([*parts, runner.features])
-    torch.testing.assert_close(seen, torch.cat(wanted, -1)[0], rtol=1e-4, atol=1e-4)
-    assert seen.shape == (len(ids), 3 * WIDTH)
+        wanted = model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
+    parts = []
+    for part, head in ((ids[:5], 0), (ids[5:], None)):
+        reader.read(part, head=head, capture=(0, 1, 2))
+        parts.append(reader.out.captured)
+    torch.testing.assert_close(torch.cat(parts), torch.cat(wanted, -1)[0], rtol=1e-4, atol=1e-4)
+    reader.truncate(0)
+    reader.read(ids)
+    assert reader.out.captured is None  # a later method on the same runner does not inherit what a head captures
 
 
 @pytest.mark.parametrize("pack", ["off", "on"])
@@ -69,15 +86,13 @@ def test_the_target_keeps_the_states_asked_for_whatever_rows_the_head_reads(fami
 def test_the_fast_forward_drafts_what_teacher_forcing_says(family: str, version: int, pack: str, tiny) -> None:
     target = tiny(family, **({"final_logit_softcapping": None} if family == "gemma2" else {}))
     runner, ids = as_runner(target, version, pack), PROMPTS[1] + [5, 6, 2, 7]
-    start = len(PROMPTS[1])
-    source = open_runner(target)
-    source.captured_layers = runner.feature_head.captured_layers
-    with torch.inference_mode():
-        source.read(torch.tensor(ids[: start - 1]), head=0)
-        runner.settle(source.features)
-        runner.read(torch.tensor(ids[: start - 1]), head=0)
-        rows = [runner.read(torch.tensor([ids[start - 1]]), head=1)]  # the pending token, with a true feature
-        rows += [runner.read(torch.tensor([token]), head=1) for token in ids[start:-1]]  # the head's own states
+    start, head = len(PROMPTS[1]), Reader(runner)
+    source = Reader(open_runner(target))
+    source.read(ids[: start - 1], head=0, capture=runner.feature_head.captured_layers)
+    head.cache.settle(source.out.captured)
+    head.read(ids[: start - 1], head=0)
+    # the pending token with a true feature, then with the head's own states
+    rows = [head.read([token], head=1) for token in ids[start - 1 : -1]]
     for depth, row in enumerate(rows, 1):
         wanted = head_logits(runner.feature_head, target, ids[: start + depth], start + depth - 1, depth)
         torch.testing.assert_close(row, wanted, rtol=1e-4, atol=1e-4)
@@ -86,30 +101,26 @@ def test_the_fast_forward_drafts_what_teacher_forcing_says(family: str, version:
 @pytest.mark.parametrize("pack", ["off", "on"])
 @pytest.mark.parametrize("version", [1, 3])
 def test_a_level_of_a_tree_gives_each_path_what_its_chain_would(version: int, pack: str, tiny) -> None:
-    target = tiny("llama")
-    runner, ids = as_runner(target, version, pack), PROMPTS[0]
-    source = open_runner(target)
-    source.captured_layers = runner.feature_head.captured_layers
-    paths = [[4, 5], [4, 6], [9, 5]]
+    target, ids = tiny("llama"), PROMPTS[0]
+    runner, source = as_runner(target, version, pack), Reader(open_runner(target))
+    source.read(ids[:-1], head=0, capture=runner.feature_head.captured_layers)
+    head, paths, chains = Reader(runner), [[4, 5], [4, 6], [9, 5]], []
 
-    def begin() -> None:
-        runner.truncate(0)
-        source.truncate(0)
-        source.read(torch.tensor(ids[:-1]), head=0)
-        runner.settle(source.features)
-        runner.read(torch.tensor(ids), head=1)
+    def restart() -> None:
+        head.truncate(0)
+        head.cache.settle(source.out.captured)
+        head.read(ids, head=1)
 
+    for path in paths:
+        restart()
+        chains.append(torch.cat([head.read([token], head=1) for token in path])[-1])
+    restart()
     with torch.inference_mode():
-        chains = []
-        for path in paths:
-            begin()
-            chains.append(torch.cat([runner.read(torch.tensor([token]), head=1) for token in path])[-1])
-        begin()
-        first = runner.hidden[-1:].expand(2, -1)
-        runner.read_level(torch.tensor([4, 9]), first, torch.zeros(2, 0, dtype=torch.bool), 0)
+        cache, states = head.cache, head.out.hidden[-1:].expand(2, -1)
+        first = runner.forward_level([cache], [torch.tensor([4, 9])], [states], [torch.zeros(2, 0).bool()], 0)
         seen = torch.tensor([[True, False], [True, False], [False, True]])
-        levels = runner.read_level(torch.tensor([5, 6, 5]), runner.hidden[[0, 0, 1]], seen, 1)
-    torch.testing.assert_close(runner.expand(levels), torch.stack(chains), rtol=1e-4, atol=1e-4)
+        level = runner.forward_level([cache], [torch.tensor([5, 6, 5])], [first.hidden[[0, 0, 1]]], [seen], 1)
+    torch.testing.assert_close(runner.expand(level.logits), torch.stack(chains), rtol=1e-4, atol=1e-4)
 
 
 def trees(version: int) -> list[tuple[str, Callable[[HeadRunner, Runner, LogitsWarper], Drafter]]]:
@@ -152,18 +163,18 @@ def test_feature_heads_draft_for_texts_together(fast: bool, version: int, tiny, 
             continue
         system = Method(name, make(head, runner, warp), StopRule(4))
 
-        def texts(*numbers: int, size: int, system: Method = system, warp: LogitsWarper = warp) -> list[Output]:
+        def texts(*numbers: int, size: int, system: Method = system, warp: LogitsWarper = warp) -> list[Any]:
             rngs, some = [TorchRng(i) for i in numbers], [prompts[i] for i in numbers]
             count_forwards.clear()
             options = {"batch_size": size, "max_new_tokens": 16, "stop_ids": {end}}
-            return decode_texts(Target(runner), system, warp, some, rngs=rngs, **options)
+            return decode_texts(runner, system, warp, some, rngs=rngs, **options)
 
         alone = [texts(i, size=1)[0] for i in range(len(prompts))]
         for size in (2, 7) if warp is GREEDY else (3,):
             found = texts(*range(len(prompts)), size=size)
             assert [text.ids for text in found] == [text.ids for text in alone]
             assert [text.trace.drafted for text in found] == [text.trace.drafted for text in alone]
-            assert head.forward.rows == 1
+            assert head.network.cache.tensor.shape[1] == 1
         if warp is GREEDY:
             assert [text.ids for text in alone] == wanted
             assert sum(sum(text.trace.drafted) for text in alone) > 40
@@ -207,12 +218,7 @@ def test_what_followed_a_short_match_is_a_branch_of_the_heads_tree(tiny) -> None
     for branch in (0, 2):
         tree = FeatureTreeDrafter(head, runner, GREEDY, width=2, nodes=3)
         drafter = HybridDrafter(tree, match=4, branch=branch)
-        runner.truncate(0)
-        runner.captured_layers = drafter.captured_layers
-        with torch.inference_mode():
-            runner.read(torch.tensor(prompt[:-1]), head=0)
-            drafter.start(prompt)
-            trees.append(drafter.propose(prompt, StopRule(2), 5, TorchRng(0)))
+        trees.append(drafted(drafter, runner, prompt, 2, 5))
     without, beside = ({tuple(draft.text_before([], i)) for i in range(len(draft))} for draft in trees)
     assert len(without) == 3
     assert beside == without | {(20,), (20, 21)}
@@ -233,19 +239,19 @@ def test_accepted_tokens_leave_the_head_with_the_targets_features(tiny) -> None:
     class Half(FeatureDrafter):
         """Puts the true token where the head drafted, half of the time."""
 
-        def propose(self, ids, stop, max_depth, rng):  # type: ignore[no-untyped-def]
-            draft = super().propose(ids, stop, max_depth, rng)
+        def propose(self, requests):  # type: ignore[no-untyped-def]
+            (draft,), ids = super().propose(requests), requests[0].ids
             if len(draft):
                 fresh = head_logits(head.feature_head, target, [*ids, 0], len(ids))[0]
                 assert int(fresh.argmax()) == int(draft.tokens[0])
                 true = text[len(ids) : len(ids) + len(ids) % 4]
                 draft.tokens[: len(true)] = torch.tensor(true, dtype=torch.long)
                 draft.probs = torch.nn.functional.one_hot(draft.tokens, VOCAB).float()
-            return draft
+            return [draft]
 
-        def observe(self, round):  # type: ignore[no-untyped-def]
+        def update(self, state, ids, round):  # type: ignore[no-untyped-def]
             accepted.add(round.accepted)
-            super().observe(round)
+            super().update(state, ids, round)
 
     assert_decodes(runner, Method("half", Half(head, runner, GREEDY), StopRule(4)), text, PROMPTS[0])
     assert accepted >= {0, 1, 3}
@@ -257,13 +263,13 @@ def test_a_head_that_was_passed_over_for_copies_drafts_what_a_fresh_one_does(tin
     asked: list[int] = []
 
     class Checked(FeatureDrafter):
-        def propose(self, ids, stop, max_depth, rng):  # type: ignore[no-untyped-def]
-            draft = super().propose(ids, stop, max_depth, rng)
+        def propose(self, requests):  # type: ignore[no-untyped-def]
+            (draft,), ids = super().propose(requests), requests[0].ids
             if len(draft):
                 fresh = head_logits(head.feature_head, target, [*ids, 0], len(ids))[0]
                 assert int(fresh.argmax()) == int(draft.tokens[0])
                 asked.append(len(ids))
-            return draft
+            return [draft]
 
     prompt = PROMPTS[0] + generate(target, PROMPTS[0])  # so that parts of what follows stood there before
     wanted = generate(target, prompt)
@@ -310,12 +316,7 @@ def test_a_tree_is_the_most_probable_nodes_and_holds_the_chain(tiny) -> None:
     wanted = {}
     for name, width, nodes in (("chain", 1, 60), ("tree", 4, 12), ("bigger", 4, 40)):
         drafter = FeatureTreeDrafter(head, runner, GREEDY, width=width, nodes=nodes)
-        runner.truncate(0)
-        runner.captured_layers = drafter.captured_layers
-        with torch.inference_mode():
-            runner.read(torch.tensor(PROMPTS[0][:-1]), head=0)
-            drafter.start(PROMPTS[0])
-            wanted[name] = drafter.propose(PROMPTS[0], StopRule(4), 10, TorchRng(0))
+        wanted[name] = drafted(drafter, runner, PROMPTS[0], 4)
     chain, tree, bigger = (wanted[name] for name in ("chain", "tree", "bigger"))
     assert (len(chain), len(tree), len(bigger)) == (4, 12, 40)
     assert chain.is_chain
@@ -337,11 +338,7 @@ def test_temperature_and_cuts_leave_a_tree_as_it_is_and_penalties_do_not(tiny) -
 
     def tree(warp: LogitsWarper) -> list[tuple[int, ...]]:
         drafter = FeatureTreeDrafter(head, runner, warp, width=3, nodes=8, threshold=0.001)
-        runner.truncate(0)
-        runner.captured_layers = drafter.captured_layers
-        runner.read(torch.tensor(PROMPTS[0][:-1]), head=0)
-        drafter.start(PROMPTS[0])
-        draft = drafter.propose(PROMPTS[0], StopRule(3), 10, TorchRng(0))
+        draft = drafted(drafter, runner, PROMPTS[0], 3)
         return [tuple(draft.text_before([], i)) for i in range(len(draft))]
 
     greedy = tree(GREEDY)
@@ -359,25 +356,22 @@ def test_nodes_below_the_threshold_and_levels_below_them_are_not_drafted(tiny) -
     target = tiny("llama")
     runner, head = open_runner(target), as_runner(target, 3)
     levels = []
-    read_level = head.read_level
-    head.read_level = lambda *arguments: levels.append(len(arguments[0])) or read_level(*arguments)  # type: ignore
+    forward_level = head.forward_level
+    head.forward_level = lambda *of: levels.append(len(of[1][0])) or forward_level(*of)  # type: ignore
 
     def draft(threshold: float) -> dict[tuple[int, ...], float]:
         """Paths of the tree, and the probability of each by chains of the head."""
         drafter = FeatureTreeDrafter(head, runner, GREEDY, width=3, nodes=60, threshold=threshold)
-        runner.truncate(0)
-        runner.captured_layers = drafter.captured_layers
-        runner.read(torch.tensor(PROMPTS[0][:-1]), head=0)
-        drafter.start(PROMPTS[0])
         levels.clear()
-        tree = drafter.propose(PROMPTS[0], StopRule(3), 10, TorchRng(0))
-        found = {}
+        tree = drafted(drafter, runner, PROMPTS[0], 3)
+        source, chain, found = Reader(runner), Reader(head), {}
+        source.read(PROMPTS[0][:-1], head=0, capture=drafter.capture)
         for path in (tree.text_before([], i) for i in range(len(tree))):
-            head.truncate(0)
-            head.settle(runner.features)
-            head.read(torch.tensor(PROMPTS[0][:-1]), head=0)
+            chain.truncate(0)
+            chain.cache.settle(source.out.captured)
+            chain.read(PROMPTS[0][:-1], head=0)
             feeds = [PROMPTS[0][-1:], *([token] for token in path[:-1])]
-            rows = [head.read(torch.tensor(feed), head=1)[0].softmax(-1) for feed in feeds]
+            rows = [chain.read(feed, head=1)[0].softmax(-1) for feed in feeds]
             found[tuple(path)] = math.prod(float(row[token]) for row, token in zip(rows, path))
         return found
 
@@ -420,7 +414,7 @@ def test_a_saved_head_decodes_identically(version: int, tiny, tmp_path) -> None:
             options = MethodOptions(draft_length=3, tree_width=3, tree_nodes=9)
             parts = MethodInputs(runner, LogitsWarper(1.0), HeadRunner(one, target), options=options)
             system = build(method, parts)
-            out = decode(Target(runner), system, parts.warp, PROMPTS[0], max_new_tokens=NEW, rng=TorchRng(1))
+            out = decode(runner, system, parts.warp, PROMPTS[0], max_new_tokens=NEW, rng=TorchRng(1))
             texts.append((out.ids, out.trace.drafted))
         assert texts[0] == texts[1]
     with pytest.raises(UserError, match="width"):
@@ -489,25 +483,24 @@ def test_a_long_match_that_does_not_go_on_leaves_the_draft_to_the_head(tiny, tmp
     text = join_documents([[*PROMPT[-5:], token] for token in range(10, 20)])  # no continuation has a fifth of them
     save_datastore(text, tmp_path, "x")
     drafter = HybridDrafter(FeatureDrafter(head, runner, GREEDY), Datastore.open(tmp_path, "x"), match=4)
-    runner.captured_layers = drafter.captured_layers
     with torch.inference_mode():
-        runner.read(torch.tensor(PROMPT[:-1]), head=0)
-        drafter.start(PROMPT)
-        assert max(drafter._match(PROMPT)[::2]) >= 4
-        assert len(drafter.propose(PROMPT, StopRule(2), 5, TorchRng(0))) == 2
+        drafting = begin(drafter, runner, PROMPT)
+        assert max(drafter._match(DraftRequest(drafting.state, PROMPT, StopRule(2), 5, TorchRng(0)))[::2]) >= 4
+        assert len(drafting.propose(PROMPT, StopRule(2), 5)) == 2
 
 
 def test_a_head_keeps_no_features_of_a_text_that_outgrew_its_context(tiny) -> None:
     target = tiny("llama")
     head = make_head(target, 3)
     head.config.max_position_embeddings = len(PROMPT) + 2
-    runner, drafts = open_runner(target), HeadRunner(head, target)
-    system = Method("eagle", FeatureDrafter(drafts, runner, GREEDY), StopRule(2))
-    wanted = generate(target, PROMPT)
-    assert_decodes(runner, system, wanted, PROMPT)
-    assert len(drafts.unread) == 0
-    assert_decodes(runner, system, generate(target, PROMPT * 2), PROMPT * 2)
-    assert len(drafts.unread) == 0
+    runner = open_runner(target)
+    system = Method("eagle", FeatureDrafter(HeadRunner(head, target), runner, GREEDY), StopRule(2))
+    for prompt in (PROMPT, PROMPT * 2):
+        sequence, wanted = Sequence(runner, system, GREEDY, prompt, max_new_tokens=NEW), generate(target, prompt)
+        for _ in run(runner, system, [sequence]):
+            if len(sequence.ids) > len(PROMPT) + 4:
+                assert len(sequence.state.cache.unread) == 0
+        assert sequence.ids == wanted
     trace = assert_decodes(runner, system, generate(target, PROMPT[:3]), PROMPT[:3])
     assert sum(trace.drafted) > 0
 

@@ -12,7 +12,7 @@ from scripted import WAYS, Oracle, corpus_drafters
 from decode.drafters.base import Drafter
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.hybrid import HybridDrafter
-from decode.loop import Method, Target, decode
+from decode.loop import Method, decode
 from decode.methods import STOPS, MethodInputs
 from decode.models.choose_runner import open_runner
 from decode.models.fast_runner import FastRunner
@@ -109,9 +109,9 @@ def _count(drafter: ModelDrafter) -> list[int]:
     """How often a drafter is asked from now on."""
     asked, propose = [0], drafter.propose
 
-    def counting(*given):  # type: ignore[no-untyped-def]
-        asked[0] += 1
-        return propose(*given)
+    def counting(requests):  # type: ignore[no-untyped-def]
+        asked[0] += len(requests)
+        return propose(requests)
 
     drafter.propose = counting  # type: ignore[method-assign]
     return asked
@@ -139,7 +139,7 @@ def test_repetition_penalties_act_as_in_generate(family: str, processor: dict[st
             Oracle(wanted, "tree", VOCAB),
             Oracle(wanted, "perfect", VOCAB),
         ):
-            out = decode(Target(runner), Method("", drafter, StopRule()), warp, prompt, max_new_tokens=NEW)
+            out = decode(runner, Method("", drafter, StopRule()), warp, prompt, max_new_tokens=NEW)
             assert out.ids == wanted
             assert sum(out.trace.accepted) > 3
 

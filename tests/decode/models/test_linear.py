@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from families import VOCAB
+from reading import Reader
 from transformers import PreTrainedModel
 
 from decode.models import choose_runner
@@ -160,14 +161,14 @@ def test_a_target_published_in_sixteen_bits_is_read_in_sixteen_with_its_own_resu
     model, ids = in_sixteen_bits(tiny(family)), torch.arange(9) % VOCAB
     runner = open_runner(model, pack="auto")
     assert isinstance(runner, FastRunner)
-    assert isinstance(runner.forward.weights.head, HalfLinear)
-    assert isinstance(runner.forward.layers[0].qkv, HalfLinear)
+    assert isinstance(runner.network.weights.head, HalfLinear)
+    assert isinstance(runner.network.layers[0].qkv, HalfLinear)
     logits = model(input_ids=ids[None]).logits[0]
-    torch.testing.assert_close(runner.read(ids), logits, rtol=1e-5, atol=1e-5 * float(logits.std()))
+    torch.testing.assert_close(Reader(runner).read(ids), logits, rtol=1e-5, atol=1e-5 * float(logits.std()))
     assert runner.weight_bytes < 0.6 * open_runner(model).weight_bytes
     other = open_runner(tiny(family), pack="auto")  # float16 does not hold these
     assert isinstance(other, FastRunner)
-    assert isinstance(other.forward.weights.head, PackedLinear)
+    assert isinstance(other.network.weights.head, PackedLinear)
 
 
 @X86
@@ -178,14 +179,14 @@ def test_a_large_target_is_read_in_sixteen_bits_where_memory_has_room(
     model, ids = in_sixteen_bits(tiny("llama")), torch.arange(9) % VOCAB
     runner = open_runner(model, pack="auto")
     assert isinstance(runner, FastRunner)
-    assert isinstance(runner.forward.layers[0].qkv, HalfLinear)
+    assert isinstance(runner.network.layers[0].qkv, HalfLinear)
     with torch.inference_mode():
-        torch.testing.assert_close(runner.read(ids), model(input_ids=ids[None]).logits[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(Reader(runner).read(ids), model(input_ids=ids[None]).logits[0], rtol=1e-4, atol=1e-4)
     others = [open_runner(tiny("llama"), pack="auto"), open_draft_runner(model, model, pack="auto")]
     monkeypatch.setattr(fast_runner_module, "free_memory", lambda device: 0.0)
     for plain in (*others, open_runner(model, pack="auto")):
         assert isinstance(plain, FastRunner)
-        assert type(plain.forward.layers[0].qkv) is Linear
+        assert type(plain.network.layers[0].qkv) is Linear
 
 
 @X86
@@ -194,9 +195,9 @@ def test_a_draft_is_rounded_to_sixteen_bits(tiny, half_is_fastest, monkeypatch: 
     draft, ids = tiny("llama"), torch.arange(9) % VOCAB
     rounded = open_draft_runner(draft, tiny("llama", seed=2), pack="auto")
     assert isinstance(rounded, FastRunner)
-    assert isinstance(rounded.forward.layers[0].down, HalfLinear)
+    assert isinstance(rounded.network.layers[0].down, HalfLinear)
     expected = draft(input_ids=ids[None]).logits[0]
-    gap = (rounded.read(ids) - expected).square().mean(-1).sqrt().max() / expected.std()
+    gap = (Reader(rounded).read(ids) - expected).square().mean(-1).sqrt().max() / expected.std()
     assert 1e-5 < gap < 0.01
     with monkeypatch.context() as patch:
         patch.setattr(choose_runner, "UNMEASURED", 1e-6)
@@ -208,8 +209,8 @@ def test_a_draft_is_rounded_to_sixteen_bits(tiny, half_is_fastest, monkeypatch: 
 def test_layer_subsets_and_early_exits_of_a_packed_model_draft_the_same(tiny) -> None:
     model, ids = tiny("llama"), torch.arange(9) % VOCAB
     for subset in (LayerSubset(1), LayerSubset.skipping(2, [0], [1])):
-        rows = [open_runner(model, pack=pack).read_subset(ids, subset) for pack in ("off", "on")]
+        rows = [Reader(open_runner(model, pack=pack)).read(ids, layers=subset) for pack in ("off", "on")]
         torch.testing.assert_close(rows[1], rows[0], rtol=1e-4, atol=2e-4)
     exits = [fast_runner(model, pack=pack).first_layers(1) for pack in ("off", "on")]
-    assert isinstance(exits[1].forward.weights.head, PackedLinear)
-    torch.testing.assert_close(exits[1].read(ids), exits[0].read(ids), rtol=1e-4, atol=2e-4)
+    assert isinstance(exits[1].network.weights.head, PackedLinear)
+    torch.testing.assert_close(Reader(exits[1]).read(ids), Reader(exits[0]).read(ids), rtol=1e-4, atol=2e-4)

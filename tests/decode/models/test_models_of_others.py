@@ -12,6 +12,7 @@ from benchmarks import run_benchmark
 from enumeration import Clock, Experiment, ScriptedRunner, random_table
 from pairs import TEXT, make_pair, make_suite, make_tokenizer
 from plain_logits import draft_logits
+from reading import Reader
 from tokenizers_of_kinds import byte_level, sentencepiece, spelled_out
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -22,7 +23,7 @@ from decode.commands import generate
 from decode.commands.settings import GenerateSettings
 from decode.drafters.draft_model import ModelDrafter
 from decode.errors import UserError
-from decode.loop import Method, Target, decode
+from decode.loop import Method, decode
 from decode.methods import STOPS, MethodInputs
 from decode.models import other_tokenizer as vocabulary
 from decode.models.choose_runner import open_draft_runner, open_runner
@@ -119,11 +120,11 @@ def test_a_q_that_is_not_renormalised_is_caught(small: Intersection, monkeypatch
     experiment, draft = scripted(small)
 
     class Whole(ModelDrafter):
-        def propose(self, ids, stop, max_depth, rng):  # type: ignore[no-untyped-def]
-            found = super().propose(ids, stop, max_depth, rng)
+        def propose(self, requests):  # type: ignore[no-untyped-def]
+            (found,) = super().propose(requests)
             if found.probs is not None:
                 found.probs = found.probs * 0.6
-            return found
+            return [found]
 
     assert experiment.bias(Method("whole", Whole(draft, SAMPLE, 4), StopRule(3))) > 0.01
 
@@ -181,7 +182,7 @@ def test_greedy_texts_are_those_of_generate(target, draft) -> None:
         wanted = target.generate(given, do_sample=False, max_new_tokens=40, pad_token_id=0, eos_token_id=None)
         for name in ("length", "hf-dynamic", "entropy"):
             system = Method(name, drafter, STOPS[name](MethodInputs(runner, LogitsWarper(), drafter.runner)))
-            out = decode(Target(runner), system, LogitsWarper(), ids, max_new_tokens=40)
+            out = decode(runner, system, LogitsWarper(), ids, max_new_tokens=40)
             assert out.ids == wanted[0].tolist()
             assert sum(out.trace.accepted) > 0
 
@@ -204,7 +205,7 @@ def test_the_same_pieces_under_other_ids_draft_as_the_target_itself(target) -> N
     ids = tokenizer(TEXT).input_ids
     for warp in (LogitsWarper(), LogitsWarper(1.0)):
         system = Method("itself", ModelDrafter(open_draft_runner(draft, target), warp, 280), StopRule(4))
-        trace = decode(Target(runner), system, warp, ids, max_new_tokens=40, rng=TorchRng(0)).trace
+        trace = decode(runner, system, warp, ids, max_new_tokens=40, rng=TorchRng(0)).trace
         assert trace.metrics()["alpha"] == pytest.approx(1, abs=1e-5)
         assert trace.accepted == trace.drafted
 
@@ -213,17 +214,19 @@ def test_the_same_pieces_under_other_ids_draft_as_the_target_itself(target) -> N
 def test_rows_after_several_reads_equal_those_of_a_fresh_one(target, draft) -> None:
     ids = make_tokenizer()(TEXT).input_ids
     rows = draft_logits(target, draft, ids, 3)
-    runner = open_draft_runner(draft, target)
-    at_once = runner.read(torch.tensor(ids[:-1]))
+    runner = Reader(open_draft_runner(draft, target))
+    at_once = runner.read(ids[:-1])
     assert len(rows) == len(ids) - 3
     assert torch.allclose(at_once[2:], rows, atol=1e-3)
     runner.truncate(7)
     assert runner.length == 7
-    assert torch.allclose(runner.read(torch.tensor(ids[7:12]), head=2), rows[8:10], atol=1e-3)
-    assert len(runner.hidden) == 2
-    assert runner.read(torch.tensor(ids[12:14]), head=0).shape == (0, runner.vocab_size)
-    assert torch.allclose(runner.read(torch.tensor(ids[14:15]), head=1), rows[12:13], atol=1e-3)
-    assert runner.room(ids) == runner.limit - len([i for token in ids for i in draft.vocabulary.translate(token)])
+    assert torch.allclose(runner.read(ids[7:12], head=2), rows[8:10], atol=1e-3)
+    assert len(runner.out.hidden) == 2
+    assert runner.read(ids[12:14], head=0).shape == (0, runner.runner.vocab_size)
+    assert torch.allclose(runner.read(ids[14:15], head=1), rows[12:13], atol=1e-3)
+    assert runner.runner.remaining(runner.cache, ids) == runner.runner.limit - len(
+        [i for token in ids for i in draft.vocabulary.translate(token)]
+    )
 
 
 def test_rows_behind_the_drafts_context_are_impossible(target, draft) -> None:

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from decode.draft import Draft
 from decode.models import fast_runner as fast_module
 from decode.models import huggingface_runner as memory
-from decode.models import ragged_batch as texts_together
 from decode.models import writing as batched_generation
 from decode.models.fast_runner import FastRunner, fast_runner
+from decode.models.ragged_batch import NewTokens, Row, neighbours
 from decode.models.writing import draws_named, write_texts
 from decode.sampling import LogitsWarper
 
@@ -35,12 +35,10 @@ def texts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
     return [[dice.randrange(VOCAB) for _ in range(length)] for length in lengths]
 
 
-def read(rows: list[FastRunner], texts: list[list[int]], counts: list[int], **options: object) -> list[Tensor]:
+def read(runner: FastRunner, caches: list[Row], texts: list[list[int]], counts: list[int], **options) -> list[Tensor]:  # type: ignore[no-untyped-def]
     """Each text's next `counts` tokens in one forward; the logits text by text."""
-    feed = [text[row.length : row.length + n] for row, text, n in zip(rows, texts, counts)]
-    flat = torch.tensor([token for part in feed for token in part])
-    logits = rows[0].read_texts(rows, flat, counts, **options)  # type: ignore[arg-type]
-    return list(logits.split([1] * len(rows) if options.get("last_only") else counts))
+    feeds = [torch.tensor(text[cache.length : cache.length + n]) for cache, text, n in zip(caches, texts, counts)]
+    return [out.logits for out in runner.forward(caches, feeds, **options).split(counts)]
 
 
 @pytest.mark.parametrize("tuned", [True, False])
@@ -55,17 +53,17 @@ def test_texts_of_any_lengths_get_the_logits_that_each_has_alone(
     runner = fast_runner(model)
     texts = texts_of([9, 50, 14, 40])
     wanted = [logits_of(model, text) for text in texts]
-    rows = [runner, *runner.fork(3)]
+    caches = [runner.new_cache() for _ in range(4)]
     for counts in ([3, 36, 5, 1], [1, 1, 1, 1], [4, 2, 1, 7]):  # prompts, then a token each, then pieces
-        starts = [row.length for row in rows]
-        for start, n, seen, whole in zip(starts, counts, read(rows, texts, counts), wanted):
+        starts = [cache.length for cache in caches]
+        for start, n, seen, whole in zip(starts, counts, read(runner, caches, texts, counts), wanted):
             assert close(seen, whole[start : start + n])
-    some, own = [rows[0], rows[2], rows[3]], [texts[0], texts[2], texts[3]]
-    rows[2].truncate(4)
-    for row, text, seen in zip(some, own, read(some, own, [1, 3, 2], last_only=True)):
-        assert close(seen, logits_of(model, text[: row.length])[-1:])
-        assert row.hidden.shape[0] == 1
-    assert close(rows[1].read(torch.tensor(texts[1][39:41])), wanted[1][39:41])  # one text among the others
+    some, own = [caches[0], caches[2], caches[3]], [texts[0], texts[2], texts[3]]
+    caches[2].truncate(4)
+    for cache, text, seen in zip(some, own, read(runner, some, own, [1, 3, 2], last=1)):
+        assert close(seen, logits_of(model, text[: cache.length])[-1:])
+    (alone,) = read(runner, [caches[1]], [texts[1]], [2])  # one text among the others
+    assert close(alone, wanted[1][39:41])
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "phi"])
@@ -73,51 +71,50 @@ def test_texts_of_any_lengths_get_the_logits_that_each_has_alone(
 def test_a_tree_of_one_text_is_read_beside_chains_of_others(family: str, tiny) -> None:
     model = tiny(family)
     runner = fast_runner(model)
-    rows = [runner, *runner.fork(2)]
-    texts = texts_of([7, 9, 12])
-    read(rows, texts, [6, 8, 11])
+    caches, texts = [runner.new_cache() for _ in range(3)], texts_of([7, 9, 12])
+    read(runner, caches, texts, [6, 8, 11])
     tree = Draft.tree([5, 9, 5, 30, 31, 7], [-1, -1, 0, 1, 3, 0])
-    flat = [texts[0][-1], 8, 4, texts[1][-1], *tree.ids, texts[2][-1]]
-    seen = runner.read_texts(rows, torch.tensor(flat), [3, 7, 1], [None, tree, None]).split([3, 7, 1])
+    feeds = [torch.tensor(ids) for ids in ([texts[0][-1], 8, 4], [texts[1][-1], *tree.ids], texts[2][-1:])]
+    seen = [out.logits for out in runner.forward(caches, feeds, [None, tree, None]).split([3, 7, 1])]
     assert close(seen[0], logits_of(model, [*texts[0], 8, 4])[-3:])
     assert close(seen[2], logits_of(model, texts[2])[-1:])
     for node in range(-1, len(tree)):
         assert close(seen[1][node + 1], logits_of(model, tree.text_before(texts[1], node))[-1])
-    rows[1].keep(8, [8, 10, 12, 13])  # the pending token and the nodes 1, 3, 4
+    caches[1].keep(8, [8, 10, 12, 13])  # the pending token and the nodes 1, 3, 4
     text = [*texts[1], 9, 30, 31, 2]
-    assert close(rows[1].read(torch.tensor([2])), logits_of(model, text)[-1:])
-    rows[0].truncate(7)
-    assert close(rows[0].read(torch.tensor([3])), logits_of(model, [*texts[0], 3])[-1:])
+    assert close(read(runner, [caches[1]], [text], [1])[0], logits_of(model, text)[-1:])
 
 
 @torch.inference_mode()
 def test_a_closed_text_leaves_the_others_as_they_are_and_the_last_one_gives_the_memory_back(tiny) -> None:
     model = tiny("llama")
     runner = fast_runner(model)
-    rows = [runner, *runner.fork(3)]
-    texts = texts_of([5, 6, 7, 8])
-    read(rows, texts, [4, 5, 6, 7])
-    rows[1].close()
-    assert [rows[i].row for i in (0, 2, 3)] == [0, 2, 1]
-    left, own = [rows[0], rows[3], rows[2]], [texts[0], texts[3], texts[2]]
-    for seen, text in zip(read(left, own, [1, 1, 1]), own):
+    caches, texts = [runner.new_cache() for _ in range(4)], texts_of([5, 6, 7, 8])
+    read(runner, caches, texts, [4, 5, 6, 7])
+    caches[1].close()
+    left, own = [caches[0], caches[3], caches[2]], [texts[0], texts[3], texts[2]]
+    for seen, text in zip(read(runner, left, own, [1, 1, 1]), own):
         assert close(seen, logits_of(model, text)[-1:])
-    rows[0].close()
-    rows[3].close()
-    assert runner.forward.rows == 1
-    assert close(rows[2].read(torch.tensor([9])), logits_of(model, [*texts[2], 9])[-1:])
+    assert [caches[i].row for i in (0, 2, 3)] == [0, 2, 1]  # the last row moved into the free one
+    again = runner.new_cache()
+    again.close()
+    caches[0].close()
+    caches[3].close()
+    caches[3].close()
+    assert runner.network.cache.tensor.shape[1] == 1
+    text = [*texts[2], 9]
+    assert close(read(runner, [caches[2]], [text], [1])[0], logits_of(model, text)[-1:])
 
 
 @torch.inference_mode()
 def test_the_cache_grows_with_the_longest_text(tiny) -> None:
     model = tiny("llama", max_position_embeddings=1024)
     runner = fast_runner(model)
-    rows = [runner, *runner.fork(2)]
-    texts = texts_of([600, 3, 400])
-    first = read(rows, texts, [200, 1, 100])
-    assert runner.forward.capacity == 256
-    seen = read(rows, texts, [400, 2, 300])
-    assert 600 <= runner.forward.capacity < 1024
+    caches, texts = [runner.new_cache() for _ in range(3)], texts_of([600, 3, 400])
+    first = read(runner, caches, texts, [200, 1, 100])
+    assert runner.network.cache.capacity == 256
+    seen = read(runner, caches, texts, [400, 2, 300])
+    assert 600 <= runner.network.cache.capacity < 1024
     for a, b, text in zip(first, seen, texts):
         assert close(torch.cat([a, b]), logits_of(model, text))
 
@@ -150,17 +147,16 @@ def test_fewer_texts_are_written_at_once_where_memory_does_not_hold_them(tiny, m
     wanted = write_texts(model, prompts, warp, budgets=8, stop_ids=(), draws=draws_named(0))
     bytes_of_a_token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, their heads, width, float32
     monkeypatch.setattr(memory, "free_memory", lambda _: 2.5 * bytes_of_a_token * 2.2 * 17)
-    forked: list[int] = []
-    fork = FastRunner.fork
-    monkeypatch.setattr(FastRunner, "fork", lambda self, count: forked.append(count) or fork(self, count))
+    reserved: list[int] = []
+    reserve = FastRunner.reserve
+    monkeypatch.setattr(FastRunner, "reserve", lambda self, **of: reserved.append(of["rows"]) or reserve(self, **of))
     with pytest.warns(UserWarning, match="memory holds 2 texts of 17 tokens; writing 2 instead of 3 at once"):
         assert write_texts(model, prompts, warp, budgets=8, stop_ids=(), draws=draws_named(0)) == wanted
-    assert forked == [1]
+    assert max(reserved) == 2
 
 
 @torch.inference_mode()
 def test_texts_of_many_tokens_attend_alone_and_short_ones_together(tiny) -> None:
     runner = fast_runner(tiny("llama"))
-    rows = [runner, *runner.fork(4)]
-    new = [texts_together.NewTokens(row.row, 0, n) for row, n in zip(rows, [1, 3, 33, 2, 2])]
-    assert [[text.count for text in run] for run in texts_together._runs_of(new)] == [[1, 3], [33], [2, 2]]
+    new = [NewTokens(runner.new_cache(), 0, n) for n in (1, 3, 33, 2, 2)]
+    assert [[text.count for text in run] for run in neighbours(new)] == [[1, 3], [33], [2, 2]]

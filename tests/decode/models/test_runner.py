@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from families import RUNNER_PATHS, VOCAB
+from reading import Reader
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.loop import Target
 from decode.models import choose_runner
 from decode.models import families as fast_architectures
 from decode.models import fast_runner as fast_module
 from decode.models.choose_runner import open_runner
-from decode.models.huggingface_runner import HuggingFaceRunner, tree_mask
+from decode.models.huggingface_runner import HuggingFaceRunner
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
 WAYS = {"fast": {}, "ordinary": {"fast": False}, "packed": {"pack": "on"}}
@@ -47,16 +47,15 @@ def close(seen: Tensor, wanted: Tensor, atol: float = 2e-4) -> bool:
 @torch.inference_mode()
 def test_reading_in_pieces_gives_the_logits_of_one_forward(family: str, way: str, tiny) -> None:
     model = tiny(family)
-    runner = open_runner(model, **WAYS[way])
+    runner = Reader(open_runner(model, **WAYS[way]))
     wanted = logits_of(model, TEXT)
-    ids = torch.tensor(TEXT)
-    assert runner.read(ids[:4], head=0).shape == (0, VOCAB)
-    assert close(runner.read(ids[4:5]), wanted[4:5])
-    assert close(runner.read(ids[5:9], head=2), wanted[7:9])
-    assert close(runner.read(ids[9:]), wanted[9:])
+    assert runner.read(TEXT[:4], head=0).shape == (0, VOCAB)
+    assert close(runner.read(TEXT[4:5]), wanted[4:5])
+    assert close(runner.read(TEXT[5:9], head=2), wanted[7:9])
+    assert close(runner.read(TEXT[9:]), wanted[9:])
     assert runner.length == len(TEXT)
     head = model.get_output_embeddings()
-    projected = torch.nn.functional.linear(runner.hidden, head.weight, head.bias)
+    projected = torch.nn.functional.linear(runner.out.hidden, head.weight, head.bias)
     if getattr(model.config, "final_logit_softcapping", None):
         cap = model.config.final_logit_softcapping
         projected = cap * torch.tanh(projected / cap)
@@ -64,7 +63,7 @@ def test_reading_in_pieces_gives_the_logits_of_one_forward(family: str, way: str
     runner.truncate(6)
     runner.truncate(50)
     assert runner.length == 6
-    assert close(runner.read(ids[6:8]), wanted[6:8])
+    assert close(runner.read(TEXT[6:8]), wanted[6:8])
 
 
 @pytest.mark.parametrize("family", [family for family, fast in RUNNER_PATHS if fast])
@@ -75,8 +74,9 @@ def test_the_models_own_weights_serve_as_well_as_copies_made_for_the_processor(
     tuned = open_runner(model)
     monkeypatch.setattr(fast_module, "tunable", lambda model: False)
     plain = open_runner(model)
-    assert (tuned.forward.shape.tuned, plain.forward.shape.tuned) == (True, False)
+    assert (tuned.network.shape.tuned, plain.network.shape.tuned) == (True, False)
     ids, tree = torch.tensor(TEXT), random_tree(1)
+    tuned, plain = Reader(tuned), Reader(plain)
     with torch.inference_mode():
         for runner in (tuned, plain):
             assert close(torch.cat([runner.read(ids[:7]), runner.read(ids[7:8])]), logits_of(model, TEXT[:8]))
@@ -94,26 +94,27 @@ def random_tree(seed: int, nodes: int = 12) -> Draft:
 @torch.inference_mode()
 def test_every_node_of_a_tree_sees_its_own_path_and_nothing_else(family: str, way: str, tiny) -> None:
     model = tiny(family)
-    runner = open_runner(model, **WAYS[way])
-    target = Target(runner)
+    reader = Reader(open_runner(model, **WAYS[way]))
     prompt = list(TEXT)
     for seed in range(3):
-        target.prefill(prompt[:-1])
+        reader.truncate(0)
+        reader.read(prompt[:-1], head=0)
         tree = random_tree(seed)
         assert not tree.is_chain
-        scored = target.score(prompt[-1], tree)
+        scored = reader.read(torch.cat([torch.tensor(prompt[-1:]), tree.tokens]), tree)
         for node in range(-1, len(tree)):
             text = tree.text_before(prompt, node)
             assert close(scored[node + 1], logits_of(model, text)[-1]), (seed, node)
         deepest = max(range(len(tree)), key=tree.depths().__getitem__)
-        way = []
+        path = []
         while deepest >= 0:
-            way.insert(0, deepest)
+            path.insert(0, deepest)
             deepest = tree.parents[deepest]
-        target.commit(way)
-        text = [*tree.text_before(prompt, way[-1]), 5, 6]
-        assert runner.length == len(text) - 2
-        assert close(runner.read(torch.tensor([5, 6])), logits_of(model, text)[-2:])
+        base = len(prompt) - 1
+        reader.cache.keep(base, [base, *(base + 1 + node for node in path)])
+        text = [*tree.text_before(prompt, path[-1]), 5, 6]
+        assert reader.length == len(text) - 2
+        assert close(reader.read([5, 6]), logits_of(model, text)[-2:])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -121,7 +122,7 @@ def test_every_node_of_a_tree_sees_its_own_path_and_nothing_else(family: str, wa
 @torch.inference_mode()
 def test_texts_longer_than_the_first_allocation_are_read_right(family: str, way: str, tiny) -> None:
     model = tiny(family, max_position_embeddings=1024)
-    runner = open_runner(model, **WAYS[way])
+    runner = Reader(open_runner(model, **WAYS[way]))
     ids = torch.arange(600) * 7919 % VOCAB
     wanted = logits_of(model, ids.tolist())
     seen = torch.cat(
@@ -133,7 +134,7 @@ def test_texts_longer_than_the_first_allocation_are_read_right(family: str, way:
     )
     assert close(seen, wanted, atol=1e-3)
     runner.truncate(100)
-    runner.reserve(700)
+    runner.runner.reserve(capacity=700)
     assert close(runner.read(ids[100:400]), wanted[100:400], atol=1e-3)
 
 
@@ -177,7 +178,7 @@ def test_an_opened_model_can_still_be_run_saved_and_trained(family: str, tiny, t
     model = copy.deepcopy(tiny(family))
     before, weights = logits_of(model, TEXT), {k: v.clone() for k, v in model.state_dict().items()}
     with torch.inference_mode():
-        open_runner(model).read(torch.tensor(TEXT))
+        Reader(open_runner(model)).read(TEXT)
     assert torch.equal(before, logits_of(model, TEXT))
     assert weights.keys() == model.state_dict().keys()
     assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
@@ -192,7 +193,7 @@ def test_an_opened_model_can_still_be_run_saved_and_trained(family: str, tiny, t
     after = logits_of(model, TEXT)
     assert not torch.allclose(after, before, atol=1e-3)
     with torch.inference_mode():
-        assert close(open_runner(model).read(torch.tensor(TEXT)), after)
+        assert close(Reader(open_runner(model)).read(TEXT), after)
 
 
 def test_weights_that_are_not_numbers_are_refused(tiny) -> None:
@@ -206,7 +207,7 @@ def test_weights_that_are_not_numbers_are_refused(tiny) -> None:
 @torch.inference_mode()
 def test_a_text_begins_clean_after_an_interrupted_forward(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("gpt2")
-    runner = open_runner(model)
+    runner = Reader(open_runner(model))
 
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
@@ -214,32 +215,18 @@ def test_a_text_begins_clean_after_an_interrupted_forward(tiny, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(model.transformer.h[1], "forward", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            runner.read(torch.tensor(TEXT))
-    Target(runner).prefill([])
-    assert close(runner.read(torch.tensor(TEXT)), logits_of(model, TEXT))
+            runner.read(TEXT)
+    runner.truncate(0)
+    assert close(runner.read(TEXT), logits_of(model, TEXT))
 
 
-def test_several_runners_share_a_model_without_touching_each_other(tiny) -> None:
-    model = tiny("gpt2")
-    one, two = HuggingFaceRunner(model), HuggingFaceRunner(model)
-    with torch.inference_mode():
-        one.read(torch.tensor(TEXT))
-        hidden = one.hidden.clone()
-        two.read(torch.tensor(TEXT[:3]))
-    assert torch.equal(one.hidden, hidden)
-    assert (one.length, two.length) == (len(TEXT), 3)
-    assert not model.get_output_embeddings()._forward_pre_hooks
-
-
-def test_the_tree_mask_shows_the_past_the_pending_token_and_the_ancestors() -> None:
-    tree = Draft.tree([5, 6, 7, 8], [-1, 0, -1, 2])
-    seen = tree_mask(tree, past=2).int().tolist()
-    assert seen == [
-        [1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 1, 0, 0],
-        [1, 1, 1, 0, 0, 1, 0],
-        [1, 1, 1, 0, 0, 1, 1],
+def test_a_tree_shows_each_node_the_pending_token_its_ancestors_and_itself() -> None:
+    assert Draft.tree([5, 6, 7, 8], [-1, 0, -1, 2]).visible().int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 0, 0, 1, 0],
+        [1, 0, 0, 1, 1],
     ]
 
 

@@ -10,8 +10,10 @@ from families import resembling
 from heads import make_head
 from plain_logits import draft_logits, head_logits, response_logits
 
-from decode.models import teacher_forcing
+from decode.models import teacher_forcing, writing
 from decode.models.teacher_forcing import teacher_forced
+from decode.models.writing import draws_named, write_texts
+from decode.sampling import LogitsWarper
 
 TEXTS = [([3, 7, 1, 9, 12, 40, 2, 5], 4), ([5, 6], 2), ([5, 6, 7], 1), ([9, 9, 4] * 6, 11), ([8] * 30, 3)]
 """The second has no response."""
@@ -43,3 +45,22 @@ def test_every_text_gets_its_own_logits(family: str, tokens: int, tiny, monkeypa
                 for depth, q in enumerate(forced.q[name], 1):
                     wanted = head_logits(drafts[name], target, *text, depth)
                     torch.testing.assert_close(q, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_ignores_logits_to_keep_gets_the_same_rows(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some models take `logits_to_keep` as one of their ``**kwargs``, and give all rows."""
+    target = copy.deepcopy(tiny("llama"))
+    wanted = [forced.p for forced in teacher_forced(target, {}, TEXTS)]
+    texts = write_texts(target, [[3, 7], [5]], LogitsWarper(), budgets=4, stop_ids=(), draws=draws_named(0))
+    forward = target.forward
+
+    def swallowing(input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):  # type: ignore[no-untyped-def]
+        assert "logits_to_keep" not in kwargs
+        return forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+
+    monkeypatch.setattr(target, "forward", swallowing)
+    for seen, rows in zip(teacher_forced(target, {}, TEXTS), wanted):
+        torch.testing.assert_close(seen.p, rows, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(writing, "fast_if_equal", lambda *_: None)
+    again = write_texts(target, [[3, 7], [5]], LogitsWarper(), budgets=4, stop_ids=(), draws=draws_named(0))
+    assert again == texts

@@ -20,7 +20,7 @@ from tiny_run import begun, bench, killed, run_tiny, tiny_settings
 from decode.bench.offline_acceptance import offline_alpha
 from decode.commands.parsing import parse
 from decode.errors import UserError
-from decode.loop import Target, decode
+from decode.loop import decode
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
@@ -249,7 +249,7 @@ def test_the_exported_head_decodes_like_the_trained_one(run, tmp_path: Path) -> 
         for method in ("eagle", "eagle-tree"):
             options = MethodOptions(draft_length=3, tree_width=3, tree_nodes=8)
             system = build(method, MethodInputs(runner, LogitsWarper(1.0), head, options=options))
-            made = decode(Target(runner), system, LogitsWarper(1.0), [5, 9, 3, 7], max_new_tokens=24, rng=TorchRng(3))
+            made = decode(runner, system, LogitsWarper(1.0), [5, 9, 3, 7], max_new_tokens=24, rng=TorchRng(3))
             texts.append((method, made.ids, made.trace.drafted, made.trace.accepted))
     assert texts[:2] == texts[2:]
     config = json.loads((out / "config.json").read_text())
@@ -442,9 +442,7 @@ def test_a_head_of_some_tokens_starts_from_its_target_and_is_lossless(kind: str,
         inputs = MethodInputs(
             runner, warp, HeadRunner(load_head(path, target), target), options=MethodOptions(draft_length=3)
         )
-        made_text = decode(
-            Target(runner), build("eagle", inputs), warp, [5, 9, 3, 7], max_new_tokens=12, rng=TorchRng(0)
-        )
+        made_text = decode(runner, build("eagle", inputs), warp, [5, 9, 3, 7], max_new_tokens=12, rng=TorchRng(0))
         texts.append(made_text.ids)
     wanted = target.generate(torch.tensor([[5, 9, 3, 7]]), do_sample=False, max_new_tokens=12, eos_token_id=-1)
     assert texts == [wanted[0].tolist()] * 2
