@@ -70,4 +70,3 @@ def test_costs_are_in_steps_of_plain_decoding_and_deeper_exits_draft_dearer(tiny
     assert 0 < shallow.cost_ratio < deep.cost_ratio < 1.5
     assert shallow.verify_cost[1] < 1.5
     assert set(costs.confidence) == {"token"}
-    assert runner.length == 0

@@ -127,7 +127,7 @@ def test_costs_are_measured_at_every_width_and_leave_no_trace_in_the_caches(tiny
     assert cost.verify_cost[1] == 1
     assert cost.cost_ratio == pytest.approx(cost.draft_seconds / cost.target_seconds)
     assert cost.context == 20
-    assert target.length == draft.length == 0
+    assert target.network.cache.rows == draft.network.cache.rows == []
     assert CostMeter(target).run(1).cost_ratio == 0
 
 
