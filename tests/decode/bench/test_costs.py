@@ -146,7 +146,7 @@ def test_a_head_whose_later_tokens_are_rejected_is_predicted_slower() -> None:
 
 
 def test_every_way_of_reading_is_timed_and_the_runner_is_left_as_it_was(tiny):
-    ways = {name for kind in (FastRunner, HeadRunner) for name in dir(kind) if name.startswith("read")}
+    ways = {name for kind in (FastRunner, HeadRunner) for name in dir(kind) if name.startswith("forward")}
     assert ways == set(WAYS)
     runner = open_runner(make_pair(tiny)[0])
     before = runner.read
