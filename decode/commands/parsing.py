@@ -28,6 +28,8 @@ from decode.errors import UserError
 
 Settings = TypeVar("Settings")
 
+UNION = ("Does not validate against any", "Subtypes:", "Errors:", "Given value type:")
+"""Lines of jsonargparse's errors for optional values that do not help a user."""
 VERBATIM = {"stop", "input", "runs"}  # list options whose values are not split at commas
 
 
@@ -75,7 +77,9 @@ def parse(
         raise
     except (jsonargparse.ArgumentError, ValueError, TypeError) as error:
         source = " and ".join([*map(str, paths), *(["the command line"] if given else [])]) or prog
-        raise UserError(f"{source}: {' '.join(str(error).split())}") from error
+        lines = (line.strip() for line in str(error).splitlines())  # of optional values, one for each type tried
+        message = " ".join(line for line in lines if "NoneType" not in line and not line.startswith(UNION))
+        raise UserError(f"{source}: {message}") from error
 
 
 @functools.cache

@@ -179,17 +179,6 @@ def test_mistakes_are_told_before_any_model_is_loaded(folder, monkeypatch, chang
         start(settings_for(folder, **changes), "Hi")
 
 
-def test_a_draft_with_another_tokenizer_is_refused(folder, tmp_path, tiny):
-    other = save_pair(tmp_path, tiny) / "draft"
-    content = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = content["model"]["vocab"]
-    a, b = list(vocabulary)[40:42]
-    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
-    (other / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="the draft's tokenizer is not the target's"):
-        start(settings_for(folder, draft=str(other)), "Hi")
-
-
 def test_marks_put_rejected_tokens_before_their_correction():
     tokenizer = make_tokenizer()
     a, b, c = tokenizer("abc").input_ids
