@@ -1,4 +1,4 @@
-"""Transformers' own generation, run and timed beside ours."""
+"""Transformers' own generation as baselines of a benchmark."""
 
 import copy
 import time
@@ -20,7 +20,7 @@ TRANSFORMERS_BASELINES = {
     "generate-assistant-dynamic": "generate(assistant_model=…), its defaults: up to 20 tokens, confidence 0.4",
     "generate-prompt-lookup": "generate(prompt_lookup_num_tokens=…)",
 }
-"""Methods of a benchmark that transformers carries out itself."""
+"""Baselines by name, with their calls."""
 
 NEEDS_DRAFT = {"generate-assistant", "generate-assistant-dynamic"}
 
@@ -34,10 +34,10 @@ class TransformersBaseline:
     draft: PreTrainedModel | None  # the assistant, for the methods that take one
     warp: LogitsWarper  # sampling settings; further processors are those of the model's own generation_config
     stop_ids: Collection[int] = ()  # tokens that end a text; none generates to the full length
-    draft_length: int | None = None  # tokens drafted a round (assistant at a fixed length) or looked up
+    draft_length: int | None = None  # tokens drafted in a round (assistant of fixed length) or looked up
 
     def run(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> tuple[list[list[int]], float, int]:
-        """Generate for several prompts in one call, shorter ones padded on the left; for several plainly only.
+        """Generate for several prompts in one call, padded on the left; several prompts only for ``generate``.
 
         Returns:
             The new tokens of each up to its end, the seconds it took (prompts included), and the target's forwards.
@@ -66,7 +66,7 @@ class TransformersBaseline:
         return [cut_at(row, self.stop_ids) for row in out[:, longest:].tolist()], seconds, forwards[0]
 
     def _config(self, max_new_tokens: int) -> GenerationConfig:
-        """The model's own generation config, with the values that the benchmark sets for all methods."""
+        """The model's own generation config with the benchmark's settings."""
         warp, ends = self.warp, sorted(self.stop_ids)
         config = copy.deepcopy(self.target.generation_config)
         sampling = dict.fromkeys(("temperature", "top_k", "top_p", "min_p"))
@@ -96,14 +96,14 @@ class TransformersBaseline:
 
 
 def cut_at(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
-    """Tokens up to the first that ends a text, which stays."""
+    """Tokens up to and including the first end token."""
     last = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
     return list(tokens[: last + 1])
 
 
 @contextmanager
 def using_config(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Put a generation config in place of the model's own."""
+    """Replace the model's generation config inside the block."""
     own = model.generation_config
     model.generation_config = config
     try:
@@ -128,7 +128,7 @@ def _counted(model: Any) -> Iterator[list[int]]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' warnings about its own arguments out of the terminal."""
+    """Suppress transformers' warnings about its own arguments."""
     level = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
     try:

@@ -1,4 +1,4 @@
-"""The machine a measurement was made on, and the thread count that suits it."""
+"""The machine of a measurement, its load, and the number of threads that suits a model."""
 
 import os
 import platform
@@ -13,8 +13,8 @@ import transformers
 
 from decode.models.runner import Runner, synchronize
 
-BUSY = 0.1  # share of the processors' time, taken by other processes, above which speeds are not those of the machine
-SLOW = 0.05  # seconds of a one-token forward above which more threads always pay, and measuring that would take long
+BUSY = 0.1  # share of processor time of other processes above which measured speeds are not reliable
+SLOW = 0.05  # seconds of a one-token forward above which more threads are always faster and are not measured
 
 
 def describe(device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -45,30 +45,27 @@ def sentence(facts: dict[str, Any]) -> str:
 
 
 class Load:
-    """What other processes take of the processors from here on."""
+    """Processor time of other processes since this object was made."""
 
     def __init__(self) -> None:
         self._began = _processor_seconds()
 
     def others(self) -> float:
-        """Their share of the time of all processors; time that a virtual machine's host took is in it."""
+        """Their share of the time of all processors, including time that a virtual machine's host took."""
         busy, own, whole = (now - then for now, then in zip(_processor_seconds(), self._began))
         return max(0.0, busy - own) / whole if whole > 0 else 0.0
 
     def warning(self) -> str:
-        """What that means for what was measured; empty where it was little."""
+        """A warning if the share is above `BUSY`, otherwise empty."""
         if (share := self.others()) <= BUSY:
             return ""
-        return (
-            f"other processes took {share:.0%} of the processors' time meanwhile, and threads that wait for one "
-            "another lose more than that: measure again on an idle machine before you rely on a speed"
-        )
+        return f"other processes took {share:.0%} of the processors' time; measure speeds again on an idle machine"
 
 
 def _processor_seconds() -> tuple[float, float, float]:
-    """Seconds so far: of all processes, of this one with its ended children, and all that there were."""
+    """Seconds since boot of all processes, of this one with its ended children, and of the processors."""
     every, own = psutil.cpu_times()._asdict(), psutil.Process().cpu_times()
-    whole = sum(every.values()) - every.get("guest", 0) - every.get("guest_nice", 0)  # which are in the others
+    whole = sum(every.values()) - every.get("guest", 0) - every.get("guest_nice", 0)  # included in user and nice
     busy = whole - every["idle"] - every.get("iowait", 0)
     return busy, own.user + own.system + own.children_user + own.children_system, whole
 

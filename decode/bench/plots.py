@@ -173,7 +173,7 @@ def lines(
         log_y: logarithmic y.
         at_one: draw a dashed line at y = 1.
     """
-    axes, shades = new_axes(title, xlabel, ylabel), _colours(series, colours or {})
+    axes, shades = new_axes(title, xlabel, ylabel, 3.6 if log_x else 3.2), _colours(series, colours or {})
     sizes = set()
     for i, (name, values) in enumerate(series.items()):
         kept = [v for v in values if finite(v[0]) and finite(v[1])]

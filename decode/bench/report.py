@@ -240,7 +240,7 @@ def by_batch(rows: Sequence[Row]) -> list[Block]:
                 speedups.setdefault(row["name"], []).append(point)
             rates.setdefault(row["name"], []).append((row["batch_size"], row["tokens_per_second"]))
         x = "sequences at once (batch size)"
-        speedup, rate = "tokens/s ÷ tokens/s without a draft (×)", "Σ tokens ÷ seconds"
+        speedup, rate = "tokens/s ÷ without a draft (×)", "Σ tokens ÷ seconds"
         figures = [
             (plots.lines(speedups, "Speedup by batch size", x, speedup, log_x=True, at_one=True), ""),
             (plots.lines(rates, "Tokens per second by batch size", x, rate, log_x=True, log_y=True), ""),
@@ -263,7 +263,7 @@ def block_figures(rows: Sequence[Row], details: Iterable[Row]) -> list[tuple[str
         if row.get("predicted_speedup") and row.get("speedup_without_prefill"):
             distinct.setdefault(f"{row['predicted_speedup']:.1f}", row)
     if distinct:
-        title, ylabel = "Measured against predicted speedup", "measured speedup, without prefill (×)"
+        title, ylabel = "Measured against predicted speedup", "measured speedup of decoding (×)"
         xlabel = f"predicted: {FORMULAS['predicted_speedup']}"
         keys = "predicted_speedup", "speedup_without_prefill"
         figures.append((plots.points(list(distinct.values())[:7], *keys, title, xlabel, ylabel, diagonal=True), ""))

@@ -26,7 +26,7 @@ from decode.progress import current
 from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import RoundCosts
 
-BASELINE = "autoregressive"  # the loop without a drafter, which `speedup` is measured against
+BASELINE = "autoregressive"  # the loop without a drafter, the baseline of `speedup`
 ANSWERED_AT_ONCE = 16  # first turns of chats that the target answers in a batch
 WIDE = (24, 32, 48, 64, 96)  # more n of v(n), for methods that verify trees
 BATCH_WIDTHS = (2, 3, 4, 5, 6, 8, 11, 16, 24)  # n of v(n) for several sequences
@@ -38,25 +38,25 @@ class BenchOptions:
     """How a benchmark is run."""
 
     max_new_tokens: int = 128  # budget of each text
-    repeats: int = 3  # times each prompt is given to each method
+    repeats: int = 3  # runs of each method on each prompt
     seed: int = 0  # of sampling and of the bootstrap
     ignore_eos: bool = False  # generate the full budget, so that all texts have one length
     # put prompts into the chat template; later turns of a prompt follow the target's own greedy answers
     chat: bool = False
     system: str | None = None  # system message of the chats
-    warp: LogitsWarper = field(default_factory=LogitsWarper)  # sampling settings but for the temperature
+    warp: LogitsWarper = field(default_factory=LogitsWarper)  # sampling settings except the temperature
     threads: int | None = None  # of torch; None measures one against all
     datastore: Path | None = None  # folder of a REST datastore
     trigrams: Path | None = None  # folder of an Adaptix table
-    samples: int = 1  # prompts of each suite whose texts are kept with their marks
+    samples: int = 1  # prompts of each suite whose annotated texts are kept
     costs: bool = True  # measure c and v(n), which `predicted_speedup` needs
-    cost_turns: int = 24  # measurements of the costs, spread over a block's prompts (a few of them come first)
+    cost_turns: int = 24  # measurements of the costs, spread over a block's prompts
     pack: str = "auto"  # see `decode.models.choose_runner.open_runner`
 
 
 @dataclass
 class Item:
-    """One prompt, or one turn of it, as token ids; `said` is the text that was put last."""
+    """One prompt, or one turn of a chat, as token ids; `said` is the user's last text."""
 
     prompt: Prompt
     ids: list[int]
@@ -68,8 +68,13 @@ class Session:
 
     Attributes:
         drafts: the drafts' runners by name.
-        packing: how the weights of the target and of each draft were laid out, in sentences.
-        round_costs: by draft name, where the costs of several batch sizes were measured.
+        packing: the weight layouts of the target and of each draft, in sentences.
+        threads: why this number of threads is used.
+        costs: costs at batch size 1 by draft name; None is the target alone.
+        costs_at: costs with bookkeeping by draft name and batch size, above batch size 1.
+        round_costs: costs of rounds by draft name, if several batch sizes or bookkeeping were measured.
+        left_out: by suite, a remark on prompts that were too long.
+        vocabularies: by suite, a remark on drafts with another vocabulary.
     """
 
     def __init__(
@@ -90,28 +95,28 @@ class Session:
         self.drafts = {name: open_draft_runner(draft, model, **how) for name, draft in self.draft_models.items()}
         opened = {"target": self.runner} | self.drafts
         self.packing = [f"{name}: {runner.packing}" for name, runner in opened.items() if runner.packing]
-        self.threads = machine.set_threads(self.runner, self.options.threads)[1]  # why this many threads are used
+        self.threads = machine.set_threads(self.runner, self.options.threads)[1]
         self.stop_ids: Collection[int] = set() if self.options.ignore_eos else stop_ids(model, tokenizer)
-        self.costs: dict[str | None, CostModel] = {}  # `CostModel` by draft name; None stands for the target alone
-        self.costs_at: dict[tuple[str | None, int], CostModel] = {}  # by draft name and batch size above 1
+        self.costs: dict[str | None, CostModel] = {}
+        self.costs_at: dict[tuple[str | None, int], CostModel] = {}
         self.meters: dict[str | None, CostMeter] = {}
         self.round_costs: dict[str | None, RoundCosts] = {}
-        self.left_out: dict[str, str] = {}  # by suite, how many of its prompts were too long
-        self.vocabularies: dict[str, str] = {}  # by suite, what drafts of another vocabulary can draft of it
+        self.left_out: dict[str, str] = {}
+        self.vocabularies: dict[str, str] = {}
 
     def facts(self) -> dict[str, Any]:
-        """The machine, how the models are laid out on it, and what else it did meanwhile, for reports."""
+        """The machine, its load and the weight layouts, for reports."""
         note = "; ".join([self.threads, *self.packing])
         share = round(self.load.others(), 3)
         return machine.describe(self.runner.device) | {"note": note, "other_processes_share": share}
 
     def notes(self, suites: Iterable[Suite]) -> dict[str, str]:
-        """What is to be said of each suite's prompts, where there is something."""
+        """Remarks on each suite's prompts, for suites that have any."""
         parts = {s.name: [s.note, *(of.get(s.name, "") for of in (self.left_out, self.vocabularies))] for s in suites}
         return {name: "; ".join(filter(None, texts)) for name, texts in parts.items() if any(texts)}
 
     def items(self, suite: Suite) -> list[Item]:
-        """All prompts, and in chats all turns, that fit the contexts together with their answers."""
+        """All prompts (of chats, all turns) that fit the contexts together with their answers."""
         if self.options.chat:
             items = self._turns(suite.prompts)
         else:
@@ -137,7 +142,7 @@ class Session:
         return fitting
 
     def _turns(self, prompts: Sequence[Prompt]) -> list[Item]:
-        """The turns of chats; the target's greedy answers stand between them, the same for every method."""
+        """The turns of chats, each after the target's greedy answers to the earlier ones."""
         chats: list[list[Item]] = [[] for _ in prompts]
         histories: list[list[Message]] = [[] for _ in prompts]
         said = [prompt.turns or (prompt.text,) for prompt in prompts]
@@ -160,7 +165,7 @@ class Session:
         progress: Callable[[int], None] | None = None,
         ends: Collection[int] | None = None,
     ) -> list[list[int]]:
-        """What the target writes after each prompt, several at once; nothing where the prompt fills the context."""
+        """New tokens that the target writes after each prompt; none if the prompt fills the context."""
         longest, limit = self.options.max_new_tokens, self.runner.limit
         return write_texts(
             self.model,
@@ -272,7 +277,7 @@ class Session:
 
 
 def _shape(model: DraftModel) -> str:
-    """What decides how long a forward takes: equal for models that differ in their weights alone."""
+    """A key that is equal for models that differ in their weights only."""
     if not isinstance(model, PreTrainedModel):
         return str(id(model))
     settings = model.config.to_dict() | {"_name_or_path": "", "dtype": str(model.dtype)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from dataclasses import asdict
 
 import numpy as np
@@ -13,14 +12,13 @@ import torch
 from benchmarks import Watched, run_benchmark
 from pairs import make_pair, make_suite, make_tokenizer
 
-from decode.bench.baselines import cut_at
 from decode.bench.benchmark import Benchmark
 from decode.bench.costs import CostModel
 from decode.bench.entries import BenchEntry, EntryRun, plan
 from decode.bench.records import COLUMNS, Record, TimedText, fastest_lossless, paired_ratios
 from decode.bench.report import answers, write_report
 from decode.bench.session import BenchOptions, Session
-from decode.bench.statistics import median_interval, throughput_interval
+from decode.bench.statistics import throughput_interval
 from decode.bench.suites import Prompt, Suite
 from decode.commands.bench import Checkpoint, bench_options, choose_methods, plan_entries
 from decode.commands.bench import bench as bench_command
@@ -327,16 +325,6 @@ def test_ratios_are_paired_by_prompt_and_repeat():
     assert ours.tokens_per_second() == pytest.approx(16 / 3)  # of each prompt the (lower) median repeat
 
 
-def test_the_bootstrap_is_seeded_and_brackets_the_median():
-    values = [1.0, 1.5, 2.0, 2.5, 9.0]
-    middle, low, high = median_interval(values, seed=3)
-    assert middle == 2.0
-    assert low <= middle <= high
-    assert (low, high) == median_interval(values, seed=3)[1:]
-    assert median_interval([1.2] * 5) == (1.2, 1.2, 1.2)
-    assert all(math.isnan(x) for x in median_interval([math.nan]))
-
-
 def test_methods_default_to_what_the_given_parts_allow():
     alone = choose_methods(BenchSettings(target="t"))
     assert "autoregressive" in alone
@@ -497,12 +485,6 @@ def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(batches):
     assert [row["speedup"] for row in batches.rows if row["method"] == "autoregressive"] == [1, 1]
 
 
-def test_the_page_draws_speedups_over_batch_size(batches, tmp_path):
-    _, page = write_report(batches, {}, tmp_path)
-    assert "By batch size" in page.read_text()
-    assert "Speedup by batch size" in page.read_text()
-
-
 def test_rates_are_over_all_texts_and_intervals_cover_prompts_and_repeats():
     texts = [[TimedText([1] * n, 1.0) for _ in range(3)] for n in (4, 2)]
     table = Record(texts, batch_size=2).cells()
@@ -514,11 +496,6 @@ def test_rates_are_over_all_texts_and_intervals_cover_prompts_and_repeats():
     assert throughput_interval(Record(slow).cells(), 0) == (pytest.approx(8 / 3), 2, 4)
     # a prompt given twice is one observation
     assert Record(slow, clusters=[0, 0]).cells().shape == (1, 2, 2)
-
-
-def test_a_generated_row_ends_after_its_first_end_token():
-    assert cut_at([5, 0, 7, 0], {0}) == [5, 0]
-    assert cut_at([5, 7], {0}) == [5, 7]
 
 
 def test_the_api_measures_batches_and_refuses_what_cannot_be_measured(models):
