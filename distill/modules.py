@@ -316,7 +316,6 @@ class DistillModule(TrainingModule):
             request = objective.request(
                 self.global_step,
                 drafted,
-                step.responses if step is not None else None,
                 metrics=metrics or objective.accepted_only,
             )
             if step is not None and request.choose is not None and step.parts > 1:

@@ -349,11 +349,6 @@ class OptimizerStep:
         return int(self.counts.sum())
 
     @property
-    def responses(self) -> int:
-        """Examples of the step that have label tokens."""
-        return int((self.counts > 0).sum())
-
-    @property
     def weight(self) -> float:
         """Factor of a mean over this part's label tokens, so that the average over parts is the step's mean."""
         return self.parts * int(self.counts[self.part].sum()) / max(1, self.tokens)

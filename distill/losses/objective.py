@@ -65,13 +65,12 @@ class Objective:
         """Returns the loss per token of an optimiser step."""
         return replace(self.divergence, name="forward_kl") if step < self.warmup else self.divergence
 
-    def request(self, step: int, drafted: Drafted, responses: int | None = None, *, metrics: bool) -> LossRequest:
+    def request(self, step: int, drafted: Drafted, *, metrics: bool) -> LossRequest:
         """Returns what to compute for the rows of a drafting step.
 
         Args:
             step: Optimiser step.
             drafted: The rows.
-            responses: Examples with labels in the whole optimiser step. None: those of the batch.
             metrics: Whether alpha and agreement are computed.
         """
         loss, selection = self.divergence_at(step), self.selection
@@ -82,8 +81,7 @@ class Objective:
             lambda values: selection.choose(delta_loss(values, drafted.reference)),
             None if self.divergence == loss else self.divergence,
             metrics,
-            selection.weights(drafted.sequence, responses),
-            drafted.mass,
+            mass=drafted.mass,
         )
 
 

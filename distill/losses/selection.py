@@ -19,9 +19,8 @@ class Selection:
         k: Share of the label tokens that is selected, in (0, 1].
         scope: ``microbatch`` ranks all label tokens of a batch together, as the official code does. ``global`` ranks
             those of the whole optimiser step, over all ranks and micro-batches (see `OptimizerStep.choose`).
-        normalisation: ``paper`` divides the summed loss by the number of selected tokens of the step. ``response`` is
-            the paper's 1/(k·|y|) for every response y, averaged over the responses of the step. ``official`` divides by
-            the number of all label tokens, as the official code does, which gives a loss k times as large.
+        normalisation: ``paper`` divides the summed loss by the number of selected tokens of the step. ``official``
+            divides by the number of all label tokens, as the official code does, which gives a loss k times as large.
     """
 
     k: float = 0.4
@@ -43,20 +42,7 @@ class Selection:
 
     def divisor(self, selected: float, rows: int) -> float:
         """Returns the divisor of the summed loss, from the step's number of selected and of all label tokens."""
-        return 1 if self.normalisation == "response" else max(1, selected if self.normalisation == "paper" else rows)
-
-    def weights(self, sequence: Tensor, responses: int | None = None) -> Tensor | None:
-        """Returns the factors 1/(k·|y|·responses) of the rows' losses for ``response``, ``[rows]``, otherwise None.
-
-        Args:
-            sequence: Example of the batch that each row belongs to, ``[rows]``.
-            responses: Examples with labels in the whole optimiser step. None: those of the batch.
-        """
-        if self.normalisation != "response":
-            return None
-        lengths = torch.bincount(sequence)
-        count = int((lengths > 0).sum()) if responses is None else responses
-        return 1 / (self.k * lengths[sequence].float() * max(1, count))
+        return max(1, selected if self.normalisation == "paper" else rows)
 
 
 def delta_loss(draft: Tensor, reference: Tensor | None) -> Tensor:

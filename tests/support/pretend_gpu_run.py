@@ -31,7 +31,7 @@ def settings_of(way: str, folder: Path) -> Settings:
     if way == "hidden":
         teacher.signal, adaspec.scope, settings.trainer.accumulate = "hidden", "global", 2
     elif way == "topk":
-        teacher.signal, adaspec.normalisation = "topk", "response"
+        teacher.signal, adaspec.normalisation = "topk", "official"
     elif way == "packed":
         teacher.signal, settings.trainer.packing = "log_probs", 300
     elif way == "own":

@@ -68,7 +68,7 @@ def test_a_packed_step_is_the_step(family: str) -> None:
 @pytest.mark.parametrize("scope", ["microbatch", "global"])
 @pytest.mark.parametrize("micros", [1, 3])
 def test_the_same_tokens_are_selected(scope: str, micros: int) -> None:
-    module = distillation("llama", scope, "response")
+    module = distillation("llama", scope, "official")
     assert is_same(module, micros=micros, look_ahead=scope == "global" and micros > 1)
 
 

@@ -136,6 +136,13 @@ def test_ids_that_only_one_model_has_are_left_out(draft: int, target: int) -> No
             assert not head[48:].any()
 
 
+@pytest.mark.parametrize("k", [None, 0.4])
+def test_weights_multiply_the_rows_losses_in_their_sum(k: float | None) -> None:
+    one = side("phi")
+    wanted = task(k=k, weights=torch.rand(int(one.mask.sum()), dtype=torch.float64))
+    assert_equal(one.run(fused_loss, wanted, chunk=5), one.run(plain_loss, wanted))
+
+
 def test_the_criterion_ranks_and_the_loss_trains() -> None:
     one, mixed = side("llama"), task("forward_kl", criterion=Divergence("tv"))
     got = one.run(fused_loss, mixed, chunk=4)
