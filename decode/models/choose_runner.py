@@ -1,4 +1,4 @@
-"""From a model to its runner: which forward serves it, checked once against the model's own before it is trusted."""
+"""The choice of a model's runner, and the check of its logits against the model's own."""
 
 import warnings
 from dataclasses import dataclass
@@ -28,30 +28,40 @@ NEAR = 64  # largest attention window whose end the check reads past
 
 
 def open_runner(model: PreTrainedModel, *, fast: bool = True, pack: str = "off", draft: bool = False) -> Runner:
-    """The fastest runner that gives this model's own results; nothing is trusted before it has reproduced them.
+    """The fastest runner that reproduces the model's own logits.
 
-    A hand-written forward is used for the families it knows; everything else (other families, adapters, quantised
-    weights, models spread over devices) goes through the ordinary model call. Either reads a few tokens in pieces,
-    rolls back, reads a tree and keeps a path of it, and has to give the logits of fresh forwards; where only trees
-    fail, `Runner.supports_trees` is false. The hand-written forward may copy weights: once they have changed, open the
-    model anew.
+    Families that the hand-written forward knows use it; all other models (other families, adapters, quantised weights,
+    models spread over devices) use the ordinary model call. Either is checked first: it reads a few tokens in pieces,
+    rolls back, reads a tree and keeps a path of it, and has to give the logits of fresh forwards. Where only trees
+    fail, `Runner.supports_trees` is false. The hand-written forward may copy weights: open the model anew once they
+    have changed.
 
     Args:
         model: a causal language model, or one with adapters (peft).
-        fast: use the hand-written forward where it can be.
-        pack: lay its weights out anew for CPUs (a mode of `decode.models.weights.MODES`).
-        draft: it is a draft: its own results to the rounding of its weights to 16 bits, where that is faster.
+        fast: use the hand-written forward where it is possible.
+        pack: how weights are laid out for CPUs (one of `decode.models.weights.MODES`).
+        draft: the model is a draft, whose weights may be rounded to 16 bits where that is faster.
 
     Raises:
         UserError: a model that cannot be rolled back (recurrent, hybrid, encoder–decoder, bidirectional), or
             logits that are not finite.
     """
-    refuse_unserved(model)
+    config: Any = model.config
+    text, name = config.get_text_config(), f"{type(model).__name__} ({config.model_type})"
+    kinds = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+    recurrent = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    if config.is_encoder_decoder:
+        raise _unserved(name, "it is an encoder–decoder")
+    if recurrent or getattr(model, "_is_stateful", False):
+        kept = f"layers of kind {', '.join(recurrent)}" if recurrent else "layers"
+        raise _unserved(name, f"its {kept} keep a recurrent state, which cannot be rolled back after a rejected draft")
+    if "past_key_values" not in arguments_of(model):
+        raise _unserved(name, "its forward takes no key-value cache (past_key_values)")
     quick = fast_if_equal(model, pack, draft=draft) if fast else None
     if quick is not None:
         return quick
     runner: Runner = HuggingFaceRunner(model)
-    boundary = longrope_boundary(model.config.get_text_config())
+    boundary = longrope_boundary(text)
     if boundary is not None:
         runner = LongRopeRunner(runner, boundary)
     try:
@@ -87,22 +97,6 @@ def fast_if_equal(model: PreTrainedModel, pack: str = "off", *, draft: bool = Fa
         stacklevel=3,
     )
     return None
-
-
-def refuse_unserved(model: PreTrainedModel) -> None:
-    """Refuse architectures whose state cannot be rolled back after a rejected draft."""
-    config: Any = model.config
-    text = config.get_text_config()
-    name = f"{type(model).__name__} ({config.model_type})"
-    if config.is_encoder_decoder:
-        raise _unserved(name, "it is an encoder–decoder")
-    kinds = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
-    other = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
-    if other or getattr(model, "_is_stateful", False):
-        kept = f"layers of kind {', '.join(other)}" if other else "layers"
-        raise _unserved(name, f"its {kept} keep a recurrent state, which cannot be rolled back after a rejected draft")
-    if "past_key_values" not in arguments_of(model):
-        raise _unserved(name, "its forward takes no key-value cache (past_key_values)")
 
 
 def _unserved(name: str, reason: str) -> UserError:

@@ -307,7 +307,7 @@ def _repeated(q: Tensor, *others: Tensor) -> list[Tensor]:
 
 
 def output_head(model: PreTrainedModel, ids: Tensor | None = None) -> Any:
-    """The target's head, which EAGLE-1 shares, with the logits of these ids only (None: of all).
+    """The target's output head, which EAGLE-1 shares, restricted to these ids (None: all).
 
     Raises:
         UserError: a head that is more than a linear layer.
@@ -316,7 +316,7 @@ def output_head(model: PreTrainedModel, ids: Tensor | None = None) -> Any:
     extra = [n for n in ("logit_scale", "logits_scaling", "final_logit_softcapping") if getattr(config, n, None)]
     if extra or type(head) is not nn.Linear:
         raise UserError(
-            f"{type(model).__name__} changes its logits behind the head ({', '.join(extra) or type(head).__name__}), "
+            f"{type(model).__name__} changes its logits after the head ({', '.join(extra) or type(head).__name__}), "
             "so an EAGLE-1 head cannot share it; use EAGLE-3"
         )
     return head if ids is None else some_outputs(head, ids)
@@ -324,7 +324,7 @@ def output_head(model: PreTrainedModel, ids: Tensor | None = None) -> Any:
 
 @torch.no_grad()
 def some_outputs(linear: nn.Linear, ids: Tensor) -> nn.Linear:
-    """A frozen linear layer that has copies of these outputs of another one alone."""
+    """A frozen linear layer with copies of these outputs of another one."""
     part = nn.Linear(1, 1, bias=linear.bias is not None)
     part.in_features, part.out_features = linear.in_features, len(ids)
     part.weight = nn.Parameter(linear.weight[ids.to(linear.weight.device)], requires_grad=False)
@@ -336,29 +336,27 @@ def some_outputs(linear: nn.Linear, ids: Tensor) -> nn.Linear:
 def rows_of_states(
     head: FeatureHead, shared: Any, vocab: int, states: Tensor, text: tuple[Sequence[int], int], depth: int
 ) -> Tensor:
-    """What a head drafts at each response position of one text, from its states there.
+    """A head's logits at each response position of one text.
 
     Args:
         head: the feature head.
         shared: EAGLE-1's output head.
         vocab: the target's vocabulary size.
-        states: at each token of the text, ``[time, hidden]``; state t predicts token t + 1 + depth.
+        states: the head's states ``[time, hidden]``; state t predicts token t + 1 + depth.
         text: token ids, and how many of them are the prompt.
-        depth: the drafted token asked about: 1 is drafted from true features, the next ones from the head's own
-            states with the text's true tokens.
+        depth: which drafted token the states predict: 1 is drafted from true features, the next ones from the head's
+            own states with the text's true tokens.
 
     Returns:
-        Logits ``[response, vocab]`` in the target's vocabulary. The first tokens of a text, which no pair precedes, get
-        an impossible row (all −inf but the first id).
+        Logits ``[response, vocab]`` in the target's vocabulary. Tokens that no pair precedes get an impossible row
+        (all −inf except the first id).
     """
     ids, start = text
     first = max(0, start - 1 - depth)  # rows of the text are needed from `start` on
-    found = head.logits(states[first : max(first, len(ids) - 1 - depth)], shared)
+    found, place = head.logits(states[first : max(first, len(ids) - 1 - depth)], shared), head.draft_ids()
     rows = found.new_full((len(ids) - start, vocab), -torch.inf)
-    place = head.draft_ids()
-    place = torch.arange(found.shape[-1], device=found.device) if place is None else place
     missing = len(rows) - len(found)
-    rows[missing:] = rows[missing:].index_copy(1, place, found)
+    rows[missing:, slice(found.shape[-1]) if place is None else place] = found
     rows[:missing, 0] = 0.0
     return rows
 
@@ -404,17 +402,14 @@ def head_config(
             f"a feature head of {heads} heads and {kv_heads} key-value heads does not fit the target's width {width}: "
             "heads have to divide it into even parts, and key-value heads to divide heads"
         )
-    captured_layers = (layers,) if version == 1 else tuple(captured_layers or default_captured_layers(layers))
-    if not all(0 <= layer <= layers for layer in captured_layers) or list(captured_layers) != sorted(captured_layers):
-        raise UserError(f"captured layers are {list(captured_layers)}; expected ascending numbers from 0 to {layers}")
-    if version == 3 and len(set(captured_layers)) != 3:
-        raise UserError(f"captured layers are {list(captured_layers)}; EAGLE-3 reads three different ones")
+    captured = [layers] if version == 1 else list(captured_layers or default_captured_layers(layers))
+    if version == 3 and (len(captured) != 3 or not 0 <= captured[0] < captured[1] < captured[2] <= layers):
+        raise UserError(f"captured layers are {captured}; expected three ascending numbers from 0 to {layers}")
     drafted = min(draft_vocab or target.vocab_size, target.vocab_size)
     rope = getattr(target, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
-    name = next(name for name, number in VERSIONS.items() if number == version)
     return LlamaConfig(
-        architectures=[name],
+        architectures=[name for name, number in VERSIONS.items() if number == version],
         hidden_size=width,
         target_hidden_size=width,
         intermediate_size=intermediate_size or getattr(target, "intermediate_size", None) or 4 * width,
@@ -428,11 +423,9 @@ def head_config(
         rms_norm_eps=float(getattr(target, "rms_norm_eps", None) or 1e-6),
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10000.0},
         tie_word_embeddings=False,
-        bos_token_id=getattr(target, "bos_token_id", None),
-        eos_token_id=getattr(target, "eos_token_id", None),
-        pad_token_id=getattr(target, "pad_token_id", None),
-        captured_layers=list(captured_layers),
+        captured_layers=captured,
         # no key "bias": EAGLE-1's fc has one in any case, and engines would make biases of the attention for it
+        **{name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )
 
 
