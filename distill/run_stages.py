@@ -32,7 +32,7 @@ from distill.models.lm_head import LMHead, check_head
 from distill.models.loading import count_parameters, load_or_build, ready_to_save, source_folder
 from distill.models.lora import Adapter
 from distill.modules import CausalLMModule, DistillModule, HeadModule, TrainingModule, token_counts
-from distill.responses.on_policy import HeadTexts, OnPolicy, Writer
+from distill.responses.on_policy import OnPolicy, Writer, head_texts
 from distill.responses.texts import answered_by_original, answered_by_target, fixed_texts
 from distill.stages import Account, StageRecord, account_of, stage_fingerprints
 from distill.teacher.heads import start_from_target
@@ -266,11 +266,12 @@ def distil(context: StageContext, draft: DraftSettings, key: str) -> StageResult
     seed = full.seed if draft.seed is None else draft.seed
     objective = objective_of(draft, steps, full.teacher.temperature)
     module: DistillModule
-    writer: Writer | None
+    writer: Writer | None = None
     if full.student.is_head:
         head = load_head(run.path("initial")).train()
         data = prepare(context, objective, draft.on_policy, head=head, selector=draft.reference)
-        writer = HeadTexts(head, context.load_target("float32"), full.student.steps) if draft.on_policy else None
+        if draft.on_policy:
+            writer = partial(head_texts, head, context.load_target("float32"), full.student.steps)
         module = HeadModule(
             head, training, steps, target=data.teacher, settings=full.student, objective=objective, seed=seed
         )

@@ -159,8 +159,8 @@ class DataSettings:
     work/corpus, and read from there by all processes of a training and by later runs of it."""
     streaming: bool = False
     """Read rows of the Hub, or of json lines, csv and parquet files, one by one and no more than may be needed (four
-    times the examples asked for), and keep them in files (where `datasets` caches) instead of memory. The examples are
-    then the first of the source, not a sample of all of it: not for sources sorted by topic."""
+    times the examples asked for). The examples are then the first of the source, not a sample of all of it: not for
+    sources sorted by topic."""
     loader_workers: NonNegativeInt = 0
     """Processes that prepare training batches ahead of the steps: useful where signals come from a slow disk or steps
     are short. The batches are the same. Not used (0) with texts that the draft writes itself."""

@@ -27,8 +27,8 @@ class ServerSettings:
     null: this process writes them. vLLM adds the sampling settings of the target's generation_config (top_k,
     repetition_penalty) unless it is started with --generation-config vllm."""
     urls: list[str] = field(default_factory=list)
-    """In place of url: several servers with the same target. Requests go to the server with the fewest in flight. The
-    list may change when a run is continued: finished responses are kept."""
+    """In place of url: several servers with the same target, which share the prompts evenly. The list may change when
+    a run is continued: finished responses are kept."""
     engine: Literal["vllm"] | None = None
     """In place of url: start vLLM with the target, in the environment of `make engine-vllm`, and stop it after the last
     response. Prompts and responses are exchanged as token ids."""
@@ -46,7 +46,8 @@ class ServerSettings:
     concurrency: PositiveInt = 32
     """Requests in flight at each server."""
     retries: NonNegativeInt = 6
-    """Retries of a failed request, after 1, 2, 4, ... seconds (at most 30), or as the server asks."""
+    """Retries of a failed request by the openai client, after 0.5, 1, 2, ... seconds (at most 8), or as the server
+    asks."""
     timeout: PositiveFloat = 300.0
     """Seconds until a request counts as failed."""
 

@@ -7,7 +7,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -388,22 +388,6 @@ class OptimizerStep:
         return torch.cat([part[: int(size)] for part, size in zip(found, sizes)])
 
 
-class OwnTexts(Protocol):
-    """Replaces examples of a step by texts that the draft has written, and carries these in checkpoints."""
-
-    def __call__(self, step: int, picks: Picks) -> Picks:
-        """The examples of a step, written with the weights of that moment; so no batch is made ahead."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of the texts."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores it."""
-        ...
-
-
 @dataclass
 class Seen:
     """What training batches held, and how long their steps took.
@@ -451,7 +435,7 @@ class TrainLoader(torch.utils.data.Dataset[tuple[list[Batch], int]]):
     pad_id: int
     rank: int = 0
     world: int = 1
-    texts: OwnTexts | None = None
+    texts: Any = None
     micros: int = 1
     look_ahead: bool = False
     drawn: int = 0
@@ -537,7 +521,8 @@ class DistillDataModule(L.LightningDataModule):
         schedule: Which examples make which step.
         steps: Optimiser steps in all.
         pad_id: Fills up batches.
-        texts: Replaces examples by texts that the draft writes itself.
+        texts: Replaces examples by texts that the draft writes itself (`distill.responses.on_policy.OnPolicy`); they
+            depend on the weights of the moment, so no batch is then made ahead.
         look_ahead: The selection needs all micro-batches of a step at once.
         row_length: Tokens of a row that several training examples are packed into; None: a row each.
         seen: What this process's training batches held so far.
@@ -549,7 +534,7 @@ class DistillDataModule(L.LightningDataModule):
     schedule: Schedule
     steps: int
     pad_id: int
-    texts: OwnTexts | None = None
+    texts: Any = None
     look_ahead: bool = False
     row_length: int | None = None
     seen: Seen = field(default_factory=Seen)

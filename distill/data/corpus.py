@@ -208,12 +208,19 @@ def _examples(
         else:
             count = len(ordered) if missing is None else max(BATCH, round(1.1 * missing))  # some will be dropped
             batch, ordered = ordered[:count], ordered[count:]
-            few = max(1, len(batch) // A_PROCESS)
-            made = _mapped(
-                batch,
+            few = min(max(1, len(batch) // A_PROCESS), os.cpu_count() or 1)
+            processes = min(settings.workers or few, len(batch))
+            if processes > 1:
+                os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process, without a warning
+            # JSON, because rows need not agree in the types of their fields
+            made = Dataset.from_dict({"row": [json.dumps(row, default=str) for row in batch]}).map(
                 partial(_tokenised, settings=settings, tokenizer=tokenizer, chat=chat),
-                features,
-                min(settings.workers or min(few, os.cpu_count() or 1), len(batch)),
+                batched=True,
+                batch_size=BATCH,
+                num_proc=processes if processes > 1 else None,
+                remove_columns=["row"],
+                features=features,
+                new_fingerprint=os.urandom(8).hex(),  # never looked up: the whole corpus is kept
             )
         kept: list[int] = []
         table = made.with_format("arrow")[:]
@@ -236,29 +243,6 @@ def _examples(
             "data.max_length, set data.overlong to cut, or give more data"
         )
     return concatenate_datasets(parts)
-
-
-def _mapped(rows: Sequence[Row], make: Callable[..., Any], features: Features, processes: int) -> Dataset:
-    """Tokenises rows by ``datasets.map``, in several processes of one thread each."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    if processes > 1:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        # JSON, because rows need not agree in the types of their fields
-        return Dataset.from_dict({"row": [json.dumps(row, default=str) for row in rows]}).map(
-            make,
-            batched=True,
-            batch_size=BATCH,
-            num_proc=processes if processes > 1 else None,
-            remove_columns=["row"],
-            features=features,
-            new_fingerprint=os.urandom(8).hex(),  # never looked up: the whole corpus is kept
-        )
-    finally:
-        if processes > 1 and before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        elif before is not None:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def _tokenised(

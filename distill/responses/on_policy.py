@@ -7,7 +7,7 @@ a continued run trains on the same ones.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,24 +29,8 @@ from distill.config.drafts import ResponseSettings
 from distill.data.batches import Picks, Schedule, TokenDataset
 from distill.responses.store import response_rows
 
-
-class Writer(Protocol):
-    """Continues prompts with the draft's weights of the moment, as `decode.models.writing.write_texts`."""
-
-    def __call__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        warp: LogitsWarper,
-        *,
-        budgets: int | Sequence[int],
-        stop_ids: Collection[int],
-        draws: Draws,
-        batch_size: int | None = None,
-    ) -> list[list[int]]:
-        """The continuations, in the order of the prompts."""
-        ...
-
-
+Writer = Callable[..., list[list[int]]]
+"""Continues prompts with the draft's weights of the moment; called as `decode.models.writing.write_texts`."""
 Place = tuple[int, int]  # a step, and the place of an example in it
 
 
@@ -155,44 +139,42 @@ class TakeAll(AcceptanceRule):
         return torch.ones_like(x, dtype=p.dtype)
 
 
-@dataclass
-class HeadTexts:
+@torch.inference_mode()
+def head_texts(
+    head: FeatureHead,
+    target: PreTrainedModel,
+    depth: int,
+    prompts: Sequence[Sequence[int]],
+    warp: LogitsWarper,
+    *,
+    budgets: Sequence[int],
+    stop_ids: Collection[int],
+    draws: Draws,
+    batch_size: int | None = None,
+) -> list[list[int]]:
     """Writes with a head in training: ``depth`` drafted tokens, the target's next one, and so on.
 
     These are the texts that decoding visits while the head is drafting. The target reads them for its features.
 
-    Attributes:
+    Args:
         head: With the weights of the moment.
         target: The model whose features it reads.
         depth: Tokens of a draft.
+        prompts: Token ids.
+        warp: Logits to probabilities.
+        budgets: Longest continuation of each prompt.
+        stop_ids: End-of-text tokens.
+        draws: Seeds of the texts.
+        batch_size: Not used: texts are written one at a time.
     """
-
-    head: FeatureHead
-    target: PreTrainedModel
-    depth: int
-
-    @torch.inference_mode()
-    def __call__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        warp: LogitsWarper,
-        *,
-        budgets: int | Sequence[int],
-        stop_ids: Collection[int],
-        draws: Draws,
-        batch_size: int | None = None,
-    ) -> list[list[int]]:
-        """See `Writer`; one text at a time."""
-        limits = [budgets] * len(prompts) if isinstance(budgets, int) else list(budgets)
-        runner, drafter = open_runner(self.target), HeadRunner(self.head, self.target)
-        texts: list[list[int]] = []
-        for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-            if limit < 1:
-                texts.append([])
-                continue
-            method = build("eagle", MethodInputs(runner, warp, drafter, options=MethodOptions(draft_length=self.depth)))
-            method.rule = TakeAll()
-            rng = TorchRng(int(draws(number, 1)[0] * 2**53))
-            made = decode(runner, method, warp, list(prompt), max_new_tokens=limit, stop_ids=stop_ids, rng=rng)
-            texts.append(made.ids[len(prompt) :] if made.ids[: len(prompt)] == list(prompt) else made.ids)
-        return texts
+    runner, drafter, texts = open_runner(target), HeadRunner(head, target), list[list[int]]()
+    for number, (prompt, limit) in enumerate(zip(prompts, budgets, strict=True)):
+        if limit < 1:
+            texts.append([])
+            continue
+        method = build("eagle", MethodInputs(runner, warp, drafter, options=MethodOptions(draft_length=depth)))
+        method.rule = TakeAll()
+        rng = TorchRng(int(draws(number, 1)[0] * 2**53))
+        made = decode(runner, method, warp, list(prompt), max_new_tokens=limit, stop_ids=stop_ids, rng=rng)
+        texts.append(made.ids[len(prompt) :] if made.ids[: len(prompt)] == list(prompt) else made.ids)
+    return texts

@@ -279,8 +279,7 @@ def test_the_same_seed_gives_the_same_prompts_and_a_killed_run_goes_on_with_them
 def test_a_run_on_prompts_of_the_target_trains_every_stage_on_its_answers(tmp_path: Path, tiny: Tiny) -> None:
     made = own_run(tmp_path, tiny)
     made.validate()
-    for part in (made.initial, made.reference):
-        part.training.steps = 2
+    made.training.steps = made.student.training.steps = 2
     one, said = context(made)
     assert run_stages(one) == ["target", "initial", "distillspec", "adaspec"]
     train, validation = answered_by_target(one)
@@ -294,8 +293,7 @@ def test_a_run_on_prompts_of_the_target_trains_every_stage_on_its_answers(tmp_pa
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda s: setattr(s.teacher.responses, "source", "dataset"), r"reference\.responses\.source is dataset"),
-        (lambda s: setattr(s.teacher.responses, "source", "draft"), r"reference\.responses\.fixed is dataset"),
+        (lambda s: setattr(s.teacher.responses, "source", "dataset"), r"teacher\.responses\.source is dataset"),
         (lambda s: setattr(s.target, "kind", "finetune"), r"target\.kind is finetune"),
         (lambda s: setattr(s.data, "train_file", "x.jsonl"), r"data\.train_file is 'x\.jsonl'"),
     ],
@@ -325,7 +323,7 @@ def test_a_file_without_prompts_and_a_run_without_a_target_are_refused(tmp_path:
 
 def test_a_dry_run_takes_word_problems_for_the_prompts_and_keeps_the_path(tmp_path: Path, tiny: Tiny) -> None:
     made = own_run(tmp_path, tiny)
-    made.initial.training.steps = made.reference.training.steps = 2
+    made.training.steps = made.student.training.steps = 2
     small = shrink(made, Console(file=io.StringIO()))
     small.validate()
     corpus = StageContext(small, run_of(small), Console(quiet=True)).corpus

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from decode.models.writing import write_texts
 from distill.config.drafts import ResponseSettings
-from distill.config.run import Settings
 from distill.data.batches import Picks, Schedule, TokenDataset
 from distill.data.chat import IGNORE
 from distill.responses.on_policy import OnPolicy
@@ -29,11 +28,9 @@ def some_rows(count: int = 10) -> TokenDataset:
     return TokenDataset.from_lists(ids, [[IGNORE, IGNORE, *row[2:]] for row in ids])
 
 
-def policy(model: PreTrainedModel, rows: TokenDataset, **settings: Any) -> OnPolicy:
-    chosen: dict[str, Any] = {"source": "draft", "max_new_tokens": 5, "refresh_every": 3, "batch_size": 4}
-    schedule = Schedule(rows.lengths, 4, seed=1)
-    responses = ResponseSettings(**chosen | settings)
-    write, share = partial(write_texts, model), responses.from_draft
+def policy(model: PreTrainedModel, rows: TokenDataset, share: float = 1.0, **settings: Any) -> OnPolicy:
+    responses = ResponseSettings(**{"max_new_tokens": 5, "refresh_every": 3, "batch_size": 4} | settings)
+    schedule, write = Schedule(rows.lengths, 4, seed=1), partial(write_texts, model)
     return OnPolicy(write, rows, schedule, 12, responses, share, 7, 64, {1}, lambda made: None)
 
 
@@ -45,10 +42,12 @@ def content(found: Picks) -> list[list[int]]:
     return [rows.ids[rows.offsets[i] : rows.offsets[i + 1]].tolist() for rows, i in found]
 
 
-def test_every_prompt_of_a_step_is_answered_by_the_draft(tiny: Tiny) -> None:
-    rows = some_rows()
+def test_every_prompt_of_a_step_is_answered_by_the_draft_and_no_other_chance_is_drawn(tiny: Tiny) -> None:
+    rows, written = some_rows(), 0
     own = policy(tiny("llama"), rows)
-    written = 0
+    torch.manual_seed(3)
+    wanted_chance = torch.rand(2)
+    torch.manual_seed(3)
     for step in range(4):
         wanted = picks(own, step)
         found = own(step, wanted)
@@ -59,11 +58,11 @@ def test_every_prompt_of_a_step_is_answered_by_the_draft(tiny: Tiny) -> None:
             assert made.labels_of(np.array([i])) == len(text) - len(prompt)
             written += len(text) - len(prompt)
     assert own.label_tokens == written
+    assert torch.equal(torch.rand(2), wanted_chance)
 
 
 def test_texts_are_written_again_with_the_weights_of_the_refresh_and_not_between(tiny: Tiny) -> None:
-    first, second = tiny("llama"), tiny("llama", seed=5)
-    rows = some_rows()
+    first, second, rows = tiny("llama"), tiny("llama", seed=5), some_rows()
     own, changed = policy(first, rows, temperature=0.0), policy(first, rows, temperature=0.0)
     own(0, picks(own, 0))
     changed(0, picks(changed, 0))
@@ -79,70 +78,44 @@ def test_what_a_checkpoint_holds_gives_the_same_texts_from_other_weights(tiny: T
     continued.load_state_dict(own.state_dict())
     assert content(own(4, picks(own, 4))) == content(continued(4, picks(continued, 4)))
     assert own.label_tokens == continued.label_tokens
+    state = own.state_dict()
+    with pytest.raises(UserError, match="holds texts of 2 processes and this run has 1"):
+        own.load_state_dict(state | {"texts": state["texts"] * 2})
 
 
 def test_mixing_is_by_sample_in_the_share_asked_for(tiny: Tiny) -> None:
     rows = some_rows()
-    own = policy(tiny("llama"), rows, source="mixed", share=0.3, refresh_every=200, max_new_tokens=1)
+    own = policy(tiny("llama"), rows, 0.3, refresh_every=200, max_new_tokens=1)
     own.steps = 200
     counts = [sum(made is not rows for made, _ in own(step, picks(own, step))) for step in range(200)]
     assert {0, 1, 2, 3} <= set(counts)  # within a step, some and some
     assert sum(counts) / 800 == pytest.approx(0.3, abs=0.05)
 
 
-def test_generating_leaves_the_training_s_chance_alone(tiny: Tiny) -> None:
-    own = policy(tiny("llama"), some_rows())
-    torch.manual_seed(3)
-    wanted = torch.rand(2)
-    torch.manual_seed(3)
-    own(0, picks(own, 0))
-    assert torch.equal(torch.rand(2), wanted)
-
-
-def test_a_checkpoint_of_another_number_of_processes_is_refused(tiny: Tiny) -> None:
-    own = policy(tiny("llama"), some_rows())
-    own(0, picks(own, 0))
-    state = own.state_dict()
-    state["texts"] = state["texts"] * 2
-    with pytest.raises(UserError, match="holds texts of 2 processes and this run has 1"):
-        own.load_state_dict(state)
-
-
-# -- whole runs -------------------------------------------------------------------------------------------------------
-
-
-def on_policy_settings(folder: Path, **responses: Any) -> Settings:
-    settings = begun(tiny_settings(folder))
-    chosen: dict[str, Any] = {"source": "draft", "max_new_tokens": 8, "refresh_every": 4, "batch_size": 8}
-    settings.teacher.responses = ResponseSettings(**chosen | responses)
-    return settings
-
-
-@pytest.mark.parametrize(
-    ("responses", "signal"),
-    [({}, "hidden"), ({"source": "mixed", "fixed": "target"}, "online"), ({"source": "mixed"}, "hidden")],
-    ids=["draft", "mixed-target", "mixed-dataset"],
-)
-def test_a_killed_run_trains_on_the_same_texts_and_ends_with_the_same_weights(
-    tmp_path: Path, responses: dict[str, Any], signal: Any
-) -> None:
-    whole, cut = (on_policy_settings(tmp_path / name, **responses) for name in ("whole", "cut"))
-    whole.teacher.signal = cut.teacher.signal = signal
-    _, wanted, _ = run_tiny(whole)
-    for stage, step in (("distillspec", 7), ("adaspec", 11)):  # between two refreshes, and after the last one
-        with killed(stage, step):
-            run_tiny(cut)
-    _, got, _ = run_tiny(cut)
-    for stage in ("distillspec", "adaspec"):
-        ours, theirs = (load_file(run.path(stage) / "model.safetensors") for run in (got, wanted))
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), stage
-        account, other = (run.record(stage).account for run in (got, wanted))  # type: ignore[union-attr]
-        assert account == other
-        assert 0 < account["teacher_tokens"] <= 12 * 10 * (8 if not responses else 200)
-    assert got.record("adaspec").account["selected_tokens"] > 0  # type: ignore[union-attr]
-
-
 def test_prompts_of_the_drafts_own_texts_are_labelled_too_where_they_are_of_the_others(tiny: Tiny) -> None:
     own = policy(tiny("llama"), some_rows().all_labelled())
     for made, i in own(0, picks(own, 0)):
         assert made.labels_of(np.array([i])) == made.lengths[i] - 1
+
+
+@pytest.mark.parametrize(("share", "source", "signal"), [(1.0, "dataset", "hidden"), (0.5, "target", "online")])
+def test_a_killed_run_trains_on_the_same_texts_and_ends_with_the_same_weights(
+    tmp_path: Path, share: float, source: Any, signal: Any
+) -> None:
+    whole, cut = (begun(tiny_settings(tmp_path / name)) for name in ("whole", "cut"))
+    for settings in (whole, cut):
+        responses = {"source": source, "max_new_tokens": 8, "refresh_every": 4, "batch_size": 8}
+        settings.teacher.responses, settings.teacher.signal = ResponseSettings(**responses), signal
+        for draft in settings.drafts:
+            draft.on_policy = share
+    _, wanted, _ = run_tiny(whole)
+    names = [draft.name for draft in whole.drafts[:2]]
+    for stage, step in zip(names, (7, 11)):  # between two refreshes, and after the last one
+        with killed(stage, step):
+            run_tiny(cut)
+    _, got, _ = run_tiny(cut)
+    for stage in names:
+        ours, theirs = (load_file(run.path(stage) / "model.safetensors") for run in (got, wanted))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), stage
+        account, other = (run.record(stage).account for run in (got, wanted))  # type: ignore[union-attr]
+        assert account == other

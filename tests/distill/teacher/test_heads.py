@@ -18,8 +18,6 @@ from safetensors.torch import load_file, save_file
 from tiny_run import begun, bench, killed, run_tiny, tiny_settings
 
 from decode.bench.offline_acceptance import offline_alpha
-from decode.commands.parsing import parse
-from decode.errors import UserError
 from decode.loop import decode
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
@@ -28,19 +26,18 @@ from decode.models.head_runner import HeadRunner
 from decode.models.heads import FeatureHead, head_config, load_head
 from decode.models.loading import load_model
 from decode.sampling import LogitsWarper, TorchRng
-from distill.__main__ import FOREIGN
 from distill.config.drafts import DraftSettings
-from distill.config.run import ExportSettings, Settings
+from distill.config.run import ExportSettings
 from distill.config.training import StudentSettings, TrainingSettings
 from distill.data.batches import TokenDataset, example_of_rows, label_mask
 from distill.experiments.ablation import AblateSettings, ablate
-from distill.export.head import check_files, check_head_path, export_head
+from distill.export.head import check_files, export_head
 from distill.losses.chunked import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
 from distill.losses.objective import Objective
 from distill.modules import HeadModule
 from distill.run_stages import frequent, run_stages
-from distill.stages import RunDir, run_of, stage_fingerprints
+from distill.stages import RunDir, run_of
 from distill.teacher.heads import drafting_steps
 from distill.teacher.signals import FEATURES, TargetSignal, Teacher
 from distill.teacher.store import keep_signal
@@ -139,18 +136,6 @@ def test_a_chain_goes_on_from_the_tokens_that_are_accepted(
     assert [module.weight(step) for step in range(3)] == [1.0] * 3  # a row counts by being reached
 
 
-def test_chains_that_end_at_a_rejection_need_a_head_of_several_steps_and_no_reference(tmp_path: Path) -> None:
-    settings = head_settings(tmp_path, "eagle3")
-    settings.drafts[0].accepted_only = True
-    settings.validate()
-    settings.student.unroll = 1
-    with pytest.raises(UserError, match="two drafting steps or more"):
-        settings.validate()
-    settings.student.unroll, settings.drafts[1].accepted_only = 2, True
-    with pytest.raises(UserError, match="accepted_only and a reference"):
-        settings.validate()
-
-
 def test_features_and_signal_under_autocast_are_those_of_the_target_in_bfloat16(run) -> None:
     settings, folder = run
     rows, source, target = rows_and_source(settings, folder, load_head(folder.path("distillspec")))
@@ -226,18 +211,6 @@ def test_a_killed_training_ends_with_the_weights_of_an_undisturbed_one(run, tmp_
         assert all(torch.equal(one[name], two[name]) for name in one), stage
 
 
-def test_a_target_of_another_run_is_taken_over(run, tmp_path: Path) -> None:
-    settings, folder = run
-    plain = tiny_settings(Path(settings.output_dir), name="plain")
-    plain.target = settings.target
-    assert stage_fingerprints(plain)["target"] == stage_fingerprints(settings)["target"]
-    ran, other, printed = run_tiny(plain)
-    assert "made from the same inputs" in printed
-    assert ran == ["initial", "distillspec", "adaspec"]
-    one, two = (load_file(r.target / "model.safetensors") for r in (folder, other))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
 def test_the_exported_head_decodes_like_the_trained_one(run, tmp_path: Path) -> None:
     settings, folder = run
     out = export_head(folder.path("adaspec"), folder.target, tmp_path / "head", {}, ExportSettings(draft_length=3))
@@ -299,15 +272,6 @@ def test_an_incomplete_export_is_noticed(run, tmp_path: Path) -> None:
         check_files(out)
 
 
-def test_paths_that_engines_or_people_would_misread_are_refused(tmp_path: Path) -> None:
-    check_head_path(tmp_path / "my-eagle3" / "head", 3)
-    with pytest.raises(UserError, match="eagle3"):
-        check_head_path(tmp_path / "my-eagle3" / "head", 1)
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="no earlier export"):
-        check_head_path(tmp_path, 3)
-
-
 def test_the_reduced_vocabulary_is_the_most_frequent_label_tokens() -> None:
     rows = TokenDataset.from_lists([[1, 2, 3, 3], [4, 3, 2, 9]], [[-100, 2, 3, 3], [-100, 3, 2, 9]])
     ids, share = frequent(rows, 3, 12)
@@ -363,31 +327,6 @@ def _plain(head: FeatureHead, embeds: torch.Tensor, hidden: torch.Tensor):  # ty
         yield from head.unroll(embeds, hidden, 1)
     finally:
         head.fuse = fuse  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("config", ["quickstart-eagle"])
-def test_the_recipe_shares_the_quickstarts_target(config: str) -> None:
-    folder = Path(__file__).parents[3] / "configs"
-    keys = []
-    for name in ("quickstart", config):
-        argv = ["--config", str(folder / f"{name}.yaml")]
-        keys.append(stage_fingerprints(parse(Settings, argv, prog="", description="", foreign=FOREIGN)))
-    assert keys[0]["target"][0] == keys[1]["target"][0]
-
-
-def test_the_selection_settings_reach_the_heads(tmp_path: Path) -> None:
-    settings = head_settings(tmp_path, "eagle")
-    settings.drafts[1].k = 0.25
-    _, folder, _ = run_tiny(begun(settings))
-    account = folder.record("adaspec").account
-    assert account["selected_tokens"] == pytest.approx(0.25 * account["teacher_tokens"], rel=0.05)
-
-
-def test_sharding_is_refused(tmp_path: Path) -> None:
-    settings = head_settings(tmp_path, "eagle")
-    settings.trainer.strategy = "fsdp"
-    with pytest.raises(UserError, match=r"student\.kind eagle"):
-        settings.validate()
 
 
 def test_heads_are_trained_with_everything_that_drafts_are(tmp_path: Path) -> None:
