@@ -76,10 +76,10 @@ def test_a_run_makes_every_head_and_learns(run) -> None:
         assert any(not torch.equal(weights[name], first[name]) for name in first), stage
         history = folder.record(stage).history
         assert history[-1]["loss"] < history[0]["loss"], stage
-    assert not torch.equal(heads["adaspec"].fc.weight, heads["reference"].fc.weight)
+    assert not torch.equal(heads["adaspec"].fc.weight, heads["distillspec"].fc.weight)
     account = {stage: folder.record(stage).account for stage in STAGES[2:]}
     assert account["adaspec"]["selected_tokens"] < account["adaspec"]["teacher_tokens"]
-    assert account["reference"]["selected_tokens"] == account["reference"]["teacher_tokens"]
+    assert account["distillspec"]["selected_tokens"] == account["distillspec"]["teacher_tokens"]
     assert account["adaspec"]["cumulative_teacher_tokens"] > account["adaspec"]["teacher_tokens"]
     assert run_tiny(settings)[0] == []  # nothing has changed
 
